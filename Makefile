@@ -82,9 +82,7 @@ site: $(STAMP)
 
 lab: $(STAMP)
 	$(BIN)/python scripts/make_lab.py
-	$(BIN)/python scripts/make_turns.py
-	$(BIN)/python scripts/make_primer.py
-	$(BIN)/python scripts/screenshot_lab.py
+	$(BIN)/python scripts/screenshots.py lab
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

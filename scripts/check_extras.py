@@ -1,16 +1,15 @@
-"""Every extra alone: without it its feature is refused and the refusal names it; with it the feature works.
+"""Try every extra alone: without it its feature is refused with the command that installs it; with it the feature works.
 
     python scripts/check_extras.py [--only lora data …] [--folder DIR]
 
-One virtual environment has policygrad and nothing else, at the versions of constraints.txt. Every extra has an empty one of its
-own, which sees that of policygrad through a .pth file and no other: what is visible there is policygrad, what it depends on, and
-what `pip install '.[EXTRA]'` adds, and torch is installed once. An extra may put another version of what policygrad
-depends on before the one that is there, as pip would in one environment. Extras that the tests run with (`dev` lists them) take
-the versions of constraints.txt, the others only those of torch, transformers and what belongs to them.
+One virtual environment holds policygrad and nothing else, at the versions of constraints.txt. Each extra gets an empty environment
+that also sees policygrad's through a .pth file, so that torch is installed once and nothing else is visible. An extra may bring
+another version of one of policygrad's dependencies, as it would in a single environment. Extras that the tests run with (`dev`
+lists them) take the versions of constraints.txt, the others only those in PINNED.
 
-`dev` is no feature: it is the other extras and the tools of this repository, which `make test` tries. This needs a package index;
-every server that is asked besides is on this machine. What an earlier call has left in the folder is made anew. Writes
-docs/results/extras.json, of which `make docs` makes the table in docs/extras.md.
+`dev` is left out: it is the other extras and this repository's tools, which `make test` tries. Needs a package index; all servers
+run on this machine. What an earlier call left in the folder is replaced. Writes docs/results/extras.json, from which `make docs`
+makes the table in docs/extras.md.
 """
 
 from __future__ import annotations
@@ -25,142 +24,327 @@ import sys
 import time
 import tomllib
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from extras.cases import CASES, Case
-
-LIMIT = 600
-"""Seconds for a command."""
-SHOWN = 1500
-"""Characters of what a command has said last."""
-_LISTED = (
-    "import json\nfrom importlib.metadata import distributions\n"
-    "print(json.dumps({d.name.lower().replace('_', '-'): d.version for d in [*distributions()][::-1]}))"
-)
-
-
-class Environment:
-    """A virtual environment with a Python of its own."""
-
-    def __init__(self, folder: Path, sees: Environment | None = None, *, there: bool = False) -> None:
-        """sees: another one, whose packages it has too, behind its own. there: it is as it was left; otherwise it is made anew."""
-        if not there:
-            shutil.rmtree(folder, ignore_errors=True)
-            venv.create(folder, with_pip=True, symlinks=os.name != "nt")
-        self.python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-        told = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).stdout
-        self.packages = Path(told.strip())
-        if sees is not None:
-            for path in self.packages.glob("setuptools*"):  # that of the other is torch's choice
-                shutil.rmtree(path)
-            (self.packages / "seen.pth").write_text(f"{sees.packages}\n", encoding="utf-8")
-        self.empty = size(self.packages)
-
-    def run(self, *words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """A command of its Python, which has the folder for its home."""
-        return self._run(words, cwd, variables(cwd))
-
-    def install(self, what: str | Path, constraints: Path) -> float:
-        """Seconds. Raises SystemExit with what pip says."""
-        began = time.perf_counter()
-        words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints, what)
-        done = self._run(words, self.packages, kept())
-        if done.returncode:
-            raise SystemExit(f"pip install {Path(what).name}: {done.stderr[-SHOWN:]}")
-        return time.perf_counter() - began
-
-    def _run(self, words: Sequence[str | Path], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        called = [str(self.python), *map(str, words)]
-        return subprocess.run(called, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT)
-
-    @property
-    def added(self) -> int:
-        """Bytes that were installed into it."""
-        return size(self.packages) - self.empty
-
-    def versions(self, names: Sequence[str]) -> dict[str, str]:
-        """Of packages, those that are installed."""
-        known = json.loads(self.run("-c", _LISTED, cwd=self.packages).stdout)
-        return {name: known[low] for name in names if (low := name.lower().replace("_", "-")) in known}
-
-
-def kept() -> dict[str, str]:
-    """This process's variables without what would show another environment."""
-    return {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
-
-
-def variables(home: Path) -> dict[str, str]:
-    """Those, without what would send anything anywhere; home is a folder of its own."""
-    ours = {name: text for name, text in kept().items() if not name.startswith(("WANDB", "MLFLOW", "TRACKIO"))}
-    ours |= {name: str(home) for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
-    offline = {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "TRACKIO_DIR": str(home / "trackio")}
-    return ours | offline | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
-
-
-def size(folder: Path) -> int:
-    """Bytes of the files in a folder, without what Python compiles."""
-    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return sum(path.stat().st_size for path in files)
-
+from policygrad.errors import install_command
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "extras.json"
 BASE = "policygrad"
 """The environment without any extra."""
 PINNED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning_gym")
-"""What stays as it is where an extra chooses its own versions."""
+"""Packages that keep their version where an extra chooses its own."""
+TIMEOUT = 600
+"""Seconds that a command may take."""
+TAIL = 1500
+"""Characters of a command's output that an error quotes."""
 
 
-def project() -> tuple[dict[str, list[str]], frozenset[str]]:
-    """(what every extra asks for, the extras that `dev` has)."""
+@dataclass(frozen=True)
+class Case:
+    """One feature of an extra, tried as a user would: a command that is refused without the extra and works with it."""
+
+    extra: str
+    feature: str
+    """As the table names it."""
+    argv: tuple[str, ...]
+    """For an environment's Python, in an empty folder. `{url}` is the server's address, `{root}` this repository."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Contents of the folder, by path."""
+    setup: str = ""
+    """Python that makes more files and needs the extra too."""
+    server: str = ""
+    """The server of stand_in_servers.py that the command talks to; the environment under test runs it."""
+    creates: tuple[str, ...] = ()
+    """Patterns of files that must exist afterwards."""
+    check: str = ""
+    """Python that reads the result and fails if it is wrong."""
+    refusal: str = ""
+    """Text of the error without the extra; empty = the command that installs the extra."""
+    exit_code: int = 2
+    """Of that error."""
+
+
+SUMS = "".join(
+    json.dumps({"prompt": f"{a} + {b} =\n", "answer": str(a + b)}) + "\n" for a in range(8) for b in range(8)
+)
+TRAIN = (
+    *("-m", "policygrad", "train", "grpo", "--steps", "2", "--prompts-per-step", "2", "--samples-per-prompt", "4"),
+    *("--evaluation.problems", "0", "--plain", "--max-tokens", "12", "--output", "run"),
+)
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Words"]
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class Spell(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=1.0)
+    async def right(self, task, trace) -> float:
+        return float(trace.last_reply == task.answer)
+
+
+class Words(vf.Taskset[Spell, vf.TasksetConfig]):
+    def load(self):
+        for word in ("one", "two", "three", "four") * 10:
+            yield Spell(Data(prompt=f"Say {word}", answer=word), self.config.task)
+"""
+TABLES = """
+import datasets, pyarrow as pa, pyarrow.parquet
+rows = [{"prompt": f"{a} + {b} =\\n", "answer": str(a + b)} for a in range(8) for b in range(8)]
+pyarrow.parquet.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+datasets.Dataset.from_list(rows).save_to_disk("saved")
+"""
+BOARD = """
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+board = EventAccumulator("run/tensorboard")
+board.Reload()
+assert [e.step for e in board.Scalars("reward")] == [1, 2]
+"""
+MLFLOW = """
+import json, mlflow
+run_id = json.load(open("run/tracked.json"))["mlflow"]
+assert [m.step for m in mlflow.MlflowClient().get_metric_history(run_id, "reward")] == [1, 2]
+"""
+TRACKIO = """
+from trackio.sqlite_storage import SQLiteStorage
+(name,) = SQLiteStorage.get_runs("policygrad")
+assert [row["step"] for row in SQLiteStorage.get_logs("policygrad", name) if "reward" in row] == [1, 2]
+"""
+GRADED = """
+from policygrad.rewards import resolve
+scores = resolve("math").function(["?"] * 2, ["The answer is $\\\\frac{2}{4}$.", "The answer is $0.6$."], answer=["0.5", "0.5"])
+assert scores == [1.0, 0.0], scores
+"""
+
+
+def _tracked(name: str, creates: tuple[str, ...], check: str = "") -> Case:
+    return Case(name, f"`train --track {name}`", (*TRAIN, "--track", name), creates=creates, check=check)
+
+
+CASES = (
+    Case(
+        "math",
+        "`train --reward math`, which grades a fraction",
+        (*TRAIN, "--task", "sums.jsonl", "--reward", "math"),
+        files={"sums.jsonl": SUMS},
+        check=GRADED,
+    ),
+    Case(
+        "lora",
+        "`train --learner.lora`",
+        (*TRAIN, "--learner.lora", "rank=4"),
+        creates=("run/model/adapter_model.safetensors",),
+    ),
+    Case(
+        "qlora",
+        "`train --learner.lora rank=4,bits=4`, on the CPU",
+        (*TRAIN, "--learner.lora", "rank=4,bits=4"),
+        creates=("run/model/adapter_model.safetensors",),
+    ),
+    Case(
+        "control",
+        "`lab control`",
+        ("-m", "policygrad", "lab", "control", "--steps", "2000", "--episodes", "2", "--output", "result.json"),
+        creates=("result.json",),
+    ),
+    Case("control", "`train --environment gymnasium:…`", (*TRAIN, "--environment", "gymnasium:FrozenLake-v1")),
+    Case(
+        "openenv",
+        "`train --environment openenv:…`, with a stand-in server",
+        (*TRAIN, "--environment", "openenv:{url}"),
+        server="openenv",
+    ),
+    Case("textarena", "`train --environment textarena:…`", (*TRAIN, "--environment", "textarena:GuessTheNumber-v0")),
+    Case(
+        "verifiers",
+        "`train --task verifiers:… --environment verifiers:…`",
+        (*TRAIN, "--task", "verifiers:words", "--environment", "verifiers:words"),
+        files={"words.py": TASKSET},
+    ),
+    Case(
+        "data",
+        "`train --task` of a Parquet file",
+        (*TRAIN, "--task", "rows.parquet", "--reward", "exact_match"),
+        setup=TABLES,
+    ),
+    Case(
+        "data",
+        "`train --task` of a folder of `datasets`",
+        (*TRAIN, "--task", "saved", "--reward", "exact_match"),
+        files={"saved/dataset_info.json": "{}"},
+        setup=TABLES,
+    ),
+    Case(
+        "engines",
+        "`train --sampler.engine vllm`, with a stand-in server",
+        (*TRAIN, "--sampler.engine", "vllm", "--sampler.urls", "{url}", "--sampler.max-concurrency", "4"),
+        server="vllm",
+    ),
+    Case(
+        "judge",
+        "`train --reward judge:…`, with a stand-in server",
+        (*TRAIN, "--task", "sums.jsonl", "--reward", "judge:good.md,model=m,url={url}/v1,scale=0..1,cache=judged"),
+        files={"sums.jsonl": SUMS, "good.md": "Good is what is right.\n"},
+        server="judge",
+        creates=("judged/judged.sqlite",),
+    ),
+    Case(
+        "llama-cpp",
+        "`train --sampler.engine llama_cpp`, its own server",
+        (*TRAIN, "--sampler.engine", "llama_cpp"),
+        creates=("run/model/config.json",),
+    ),
+    Case(
+        "llama-cpp",
+        "`export --format gguf`",
+        ("-m", "policygrad", "export", "tiny", "--format", "gguf", "--output", "model.gguf"),
+        creates=("model.gguf",),
+    ),
+    _tracked("wandb", ("run/wandb/offline-run-*/*.wandb",)),
+    _tracked("tensorboard", ("run/tensorboard/events*",), BOARD),
+    _tracked("trackio", (), TRACKIO),
+    _tracked("mlflow", ("run/tracked.json",), MLFLOW),
+    Case(
+        "ray",
+        "`train --cluster local`",
+        (*TRAIN, "--cluster", "local"),
+        creates=("run/model/model.safetensors",),
+    ),
+    Case(
+        "docs",
+        "`make site`",
+        ("{root}/scripts/make_site.py", "site"),
+        creates=("site/index.html",),
+        refusal="pip install -e '.[docs]'",
+        exit_code=1,
+    ),
+)
+
+
+class Environment:
+    """A virtual environment.
+
+    Args:
+        folder: Where it is.
+        base: Another one, whose packages it sees behind its own.
+        reuse: Keep what is in the folder instead of making it anew.
+    """
+
+    def __init__(self, folder: Path, base: Environment | None = None, *, reuse: bool = False) -> None:
+        if not reuse:
+            shutil.rmtree(folder, ignore_errors=True)
+            venv.create(folder, with_pip=True, symlinks=os.name != "nt")
+        self.python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+        printed = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).stdout
+        self.packages = Path(printed.strip())
+        if base is not None:
+            for path in self.packages.glob("setuptools*"):  # torch needs the base's version
+                shutil.rmtree(path)
+            (self.packages / "base.pth").write_text(f"{base.packages}\n", encoding="utf-8")
+        self._initial_size = folder_size(self.packages)
+
+    def run(self, *argv: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run its Python with these arguments and with the folder as home directory."""
+        return self._run(argv, cwd, command_environment(cwd))
+
+    def install(self, requirement: str | Path, constraints: Path) -> float:
+        """Install with pip and return the seconds; SystemExit with pip's message if that fails."""
+        start = time.perf_counter()
+        argv = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints, requirement)
+        result = self._run(argv, self.packages, _without_python_variables())
+        if result.returncode:
+            raise SystemExit(f"pip install {Path(requirement).name}: {result.stderr[-TAIL:]}")
+        return time.perf_counter() - start
+
+    def _run(self, argv: Sequence[str | Path], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        command = [str(self.python), *map(str, argv)]
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes installed since it was made."""
+        return folder_size(self.packages) - self._initial_size
+
+    def versions(self, names: Sequence[str]) -> dict[str, str]:
+        """The versions of those of the packages that are visible."""
+        program = (
+            "import json\nfrom importlib.metadata import distributions\n"
+            "print(json.dumps({d.name.lower().replace('_', '-'): d.version for d in [*distributions()][::-1]}))"
+        )
+        installed = json.loads(self.run("-c", program, cwd=self.packages).stdout)
+        return {name: installed[key] for name in names if (key := name.lower().replace("_", "-")) in installed}
+
+
+def command_environment(home: Path) -> dict[str, str]:
+    """The variables for a command: nothing that shows another environment or sends anything anywhere; its own home."""
+    kept = {n: v for n, v in _without_python_variables().items() if not n.startswith(("WANDB", "MLFLOW", "TRACKIO"))}
+    kept |= {name: str(home) for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
+    offline = {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "TRACKIO_DIR": str(home / "trackio")}
+    return kept | offline | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
+
+
+def _without_python_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of the files in a folder, without compiled Python."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return sum(path.stat().st_size for path in files)
+
+
+def read_extras() -> tuple[dict[str, list[str]], frozenset[str]]:
+    """Return (the requirements of every extra, the extras that `dev` includes), from pyproject.toml."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras: dict[str, list[str]] = data["project"]["optional-dependencies"]
-    ours = next(text for text in extras["dev"] if text.startswith("policygrad["))
-    return extras, frozenset(ours.partition("[")[2].rstrip("]").split(","))
+    included = next(text for text in extras["dev"] if text.startswith("policygrad["))
+    return extras, frozenset(included.partition("[")[2].rstrip("]").split(","))
 
 
 def packages_of(extra: str, extras: dict[str, list[str]]) -> list[str]:
-    """The packages that it asks for by name, other extras' among them."""
-    found = []
+    """Return the names of the packages that an extra requires, directly or through other extras."""
+    names: list[str] = []
     for text in extras[extra]:
         if text.startswith("policygrad["):
-            found += [n for other in re.findall(r"[\w-]+", text.partition("[")[2]) for n in packages_of(other, extras)]
+            names += [n for other in re.findall(r"[\w-]+", text.partition("[")[2]) for n in packages_of(other, extras)]
         else:
-            found.append(re.split(r"[<>=!~; \[]", text, maxsplit=1)[0])
-    return found
-
-
-# --- one feature
+            names.append(re.split(r"[<>=!~; \[]", text, maxsplit=1)[0])
+    return names
 
 
 @contextmanager
 def serving(case: Case, python: Path, folder: Path) -> Iterator[str]:
-    """The address of the server that the case asks; "" where it asks none."""
+    """Run the case's server and yield its address; "" if it has none."""
     if not case.server:
         yield ""
         return
-    script = Path(__file__).parent / "extras" / case.server
+    argv = [str(python), "-P", str(Path(__file__).with_name("stand_in_servers.py")), case.server]
     with (folder / "server.log").open("w") as log:
-        words = [str(python), "-P", str(script)]
         server = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=log, text=True, env=variables(folder), cwd=folder
+            argv, stdout=subprocess.PIPE, stderr=log, text=True, env=command_environment(folder), cwd=folder
         )
     try:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
         if not address:
-            raise SystemExit(f"{case.server} did not start: {(folder / 'server.log').read_text()[-SHOWN:]}")
+            raise SystemExit(f"the server {case.server} did not start: {(folder / 'server.log').read_text()[-TAIL:]}")
         yield address
     finally:
         server.terminate()
         server.wait()
 
 
-def prepared(case: Case, folder: Path) -> Path:
-    """An empty folder with the case's files."""
+def prepare_folder(case: Case, folder: Path) -> Path:
+    """Empty the folder and write the case's files into it."""
     shutil.rmtree(folder, ignore_errors=True)
     for name, text in case.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -169,70 +353,59 @@ def prepared(case: Case, folder: Path) -> Path:
     return folder
 
 
-def asked(case: Case, url: str) -> list[str]:
-    return [word.replace("{url}", url).replace("{root}", str(ROOT)) for word in case.words]
+def build_argv(case: Case, url: str) -> list[str]:
+    """The case's command line for this server."""
+    return [word.replace("{url}", url).replace("{root}", str(ROOT)) for word in case.argv]
 
 
-def without(case: Case, base: Environment, folder: Path, brought: bool) -> str:
-    """What the command says where the extra is missing: "named", or what is wrong. brought: policygrad brings its packages."""
-    if brought:
-        return "policygrad brings it along"
-    done = base.run(*asked(case, "http://127.0.0.1:9"), cwd=prepared(case, folder))
-    said = " ".join(done.stderr.split())
-    if done.returncode == case.code and case.named in said and "Traceback" not in said:
-        return "named"
-    return f"exit code {done.returncode}: {said[-SHOWN:] or 'nothing'}"
+def try_without(case: Case, base: Environment, folder: Path) -> str:
+    """Run the command without the extra: "refused" if the error names what is missing, otherwise what happened."""
+    result = base.run(*build_argv(case, "http://127.0.0.1:9"), cwd=prepare_folder(case, folder))
+    message = " ".join(result.stderr.split())
+    expected = case.refusal or install_command(case.extra)
+    if result.returncode == case.exit_code and expected in message and "Traceback" not in message:
+        return "refused"
+    return f"exit code {result.returncode}: {message[-TAIL:] or 'no message'}"
 
 
-def works(case: Case, environment: Environment, folder: Path) -> str:
-    """What the command does with the extra: "works", or what is wrong."""
-    prepared(case, folder)
-    if case.before and (made := environment.run("-c", case.before, cwd=folder)).returncode:
-        return f"preparing: {made.stderr[-SHOWN:]}"
+def try_with(case: Case, environment: Environment, folder: Path) -> str:
+    """Run the command with the extra: "works", or what is wrong."""
+    prepare_folder(case, folder)
+    if case.setup and (setup := environment.run("-c", case.setup, cwd=folder)).returncode:
+        return f"setup: {setup.stderr[-TAIL:]}"
     with serving(case, environment.python, folder) as url:
-        done = environment.run(*asked(case, url), cwd=folder)
-    if done.returncode:
-        return f"exit code {done.returncode}: {done.stderr[-SHOWN:]}"
-    if missing := [pattern for pattern in case.leaves if not any(folder.glob(pattern))]:
-        return f"it leaves no {', '.join(missing)}: {done.stderr[-SHOWN:]}"
-    if case.after and (read := environment.run("-c", case.after, cwd=folder)).returncode:
-        return f"afterwards: {read.stderr[-SHOWN:]}"
+        result = environment.run(*build_argv(case, url), cwd=folder)
+    if result.returncode:
+        return f"exit code {result.returncode}: {result.stderr[-TAIL:]}"
+    if missing := [pattern for pattern in case.creates if not any(folder.glob(pattern))]:
+        return f"did not create {', '.join(missing)}: {result.stderr[-TAIL:]}"
+    if case.check and (check := environment.run("-c", case.check, cwd=folder)).returncode:
+        return f"check: {check.stderr[-TAIL:]}"
     return "works"
 
 
-# --- all
-
-
-def checked(extra: str, base: Environment, folder: Path, constraints: Path) -> dict[str, Any]:
-    """One extra, from an empty environment."""
-    extras, _ = project()
+def check_extra(extra: str, base: Environment, folder: Path, constraints: Path) -> dict[str, Any]:
+    """Try one extra in a new environment and return its row of the results."""
     cases = [case for case in CASES if case.extra == extra]
-    names = packages_of(extra, extras)
-    brought = set(base.versions(names)) == set(names)
-    refused = [without(case, base, folder / "work", brought) for case in cases]
+    names = packages_of(extra, read_extras()[0])
+    if set(base.versions(names)) == set(names):
+        without = ["already installed"] * len(cases)
+    else:
+        without = [try_without(case, base, folder / "work") for case in cases]
     environment = Environment(folder / extra, base)
     seconds = environment.install(f"policygrad[{extra}]", constraints)
-    done = [works(case, environment, folder / "work") for case in cases]
     return {
-        "shows": [case.shows for case in cases],
-        "mib": environment.added / 2**20,
+        "features": [case.feature for case in cases],
+        "with": [try_with(case, environment, folder / "work") for case in cases],
+        "without": without,
+        "mib": environment.added_bytes / 2**20,
         "seconds": seconds,
-        "without": refused,
-        "with": done,
         "versions": environment.versions(names),
     }
 
 
-def constraints(folder: Path) -> tuple[Path, Path]:
-    """(all that is pinned, only what stays as it is)."""
-    few = folder / "constraints.txt"
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    few.write_text("\n".join(line for line in lines if line.partition("==")[0] in PINNED) + "\n", encoding="utf-8")
-    return ROOT / "constraints.txt", few
-
-
-def bare(folder: Path) -> tuple[Environment, dict[str, Any]]:
-    """The environment of policygrad alone, from a copy: setuptools leaves `build/` behind."""
+def install_base(folder: Path) -> tuple[Environment, dict[str, Any]]:
+    """Install policygrad alone, from a copy because setuptools leaves `build/` behind."""
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -241,7 +414,7 @@ def bare(folder: Path) -> tuple[Environment, dict[str, Any]]:
     base = Environment(folder / BASE)
     seconds = base.install(source, ROOT / "constraints.txt")
     return base, {
-        "mib": base.added / 2**20,
+        "mib": base.added_bytes / 2**20,
         "seconds": seconds,
         "versions": base.versions(["policygrad", "torch", "transformers"]),
         "python": ".".join(map(str, sys.version_info[:2])),
@@ -249,36 +422,39 @@ def bare(folder: Path) -> tuple[Environment, dict[str, Any]]:
 
 
 def main() -> int:
-    """1 where an extra does not do what it is for."""
-    extras, pinned = project()
-    known = [name for name in extras if name != "dev"]
+    """Try the extras, write the results after each, and return 1 if one of them failed."""
+    extras, pinned = read_extras()
+    names = [name for name in extras if name != "dev"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=known, help="these; the others' results stay")
-    parser.add_argument("--go-on", action="store_true", help="take the environment of policygrad that is there")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".extras", help="of the environments (.extras)")
+    parser.add_argument("--only", nargs="+", choices=names, help="these; the others keep their results")
+    parser.add_argument("--reuse", action="store_true", help="reuse the environment of policygrad in the folder")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".extras", help="for the environments (.extras)")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    if args.go_on and BASE in found:
-        base = Environment(folder / BASE, there=True)
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    if args.reuse and BASE in results:
+        base = Environment(folder / BASE, reuse=True)
     else:
-        base, found[BASE] = bare(folder)
-    every, few = constraints(folder)
-    wrong = []
-    for extra in args.only or known:
-        found[extra] = row = checked(extra, base, folder, every if extra in pinned else few)
-        RESULTS.write_text(
-            json.dumps({n: found[n] for n in (BASE, *known) if n in found}, indent=1) + "\n", encoding="utf-8"
-        )
+        base, results[BASE] = install_base(folder)
+    some_pinned = folder / "constraints.txt"
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    some_pinned.write_text("\n".join(line for line in lines if line.partition("==")[0] in PINNED) + "\n")
+    failed = []
+    for extra in args.only or names:
+        constraints = ROOT / "constraints.txt" if extra in pinned else some_pinned
+        results[extra] = row = check_extra(extra, base, folder, constraints)
+        ordered = {name: results[name] for name in (BASE, *names) if name in results}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         shutil.rmtree(folder / extra)  # some take a gigabyte
-        for shown, before, after in zip(row["shows"], row["without"], row["with"], strict=True):
-            size_ = f"{row['mib']:.0f} MiB, {row['seconds']:.0f} s"
-            print(f"{extra:<12} {size_:<16} {shown}\n    without: {before}\n    with: {after}", flush=True)
-            wrong += [extra] * (before not in ("named", "policygrad brings it along") or after != "works")
-    if wrong:
-        print(f"not as they should be: {', '.join(dict.fromkeys(wrong))}", file=sys.stderr)
-    return int(bool(wrong))
+        for feature, without, with_ in zip(row["features"], row["without"], row["with"], strict=True):
+            print(f"{extra:<12} {row['mib']:.0f} MiB, {row['seconds']:.0f} s  {feature}")
+            print(f"    without: {without}\n    with: {with_}", flush=True)
+            if without not in ("refused", "already installed") or with_ != "works":
+                failed.append(extra)
+    if failed:
+        print(f"failed: {', '.join(dict.fromkeys(failed))}", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

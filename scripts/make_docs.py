@@ -9,12 +9,11 @@ docs/planning.md (predictions against measurements) and docs/real-model.md (resu
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
-from make_primer import FIGURES
-from pages.algorithms import algorithm_page, by_family, index_page, quoted
+from make_lab import PRIMER_FIGURES
+from pages.algorithms import algorithm_page, by_family, index_page, quote_finding
 from pages.architecture import layers_block, picture, tree
 from pages.blocks import (
     accuracy_block,
@@ -22,17 +21,16 @@ from pages.blocks import (
     engines_block,
     extras_block,
     faults_block,
-    judged_block,
     learned_block,
+    math_block,
     metrics_page,
-    options,
-    seen_block,
-    supervised,
+    options_block,
+    real_model_block,
+    real_model_picture,
+    supervised_options_block,
 )
-from pages.blocks import picture as real_model_picture
-from pages.checked import renew
 from pages.figures import gate_figure, owners
-from pages.formatting import load
+from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
 from pages.planning import checked_block
 from pages.reference import reference_pages
@@ -45,67 +43,57 @@ ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 CHECKED = (DOCS / "where-sources-disagree.md",)
 GENERATED = ("algorithms/*.md", "algorithms/gates/*.svg", "reference/*.md")
-"""Places of which every file is written here."""
+"""Patterns of files that are all generated."""
 
 
-def filled(path: Path, **blocks: str) -> str:
-    """A page with what stands between each block's marks replaced."""
-    text = path.read_text(encoding="utf-8")
-    for name, content in blocks.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        new = f"{begin}\n{content}\n{end}"
-        text, found = re.subn(f"{begin}.*?{end}", lambda _, new=new: new, text, flags=re.DOTALL)
-        if found != 1:
-            raise SystemExit(f"{path}: there must be one pair of marks {begin} and {end}")
-    return text
-
-
-def generated() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+def generate_files() -> dict[Path, str]:
+    """Return the content of every generated file."""
     pages = {DOCS / "algorithms" / f"{name}.md": algorithm_page(name) for name in ALGORITHMS}
     gates = {DOCS / "algorithms" / "gates" / f"{name}.svg": gate_figure(name) for name in owners()}
     reference = {DOCS / "reference" / name: text for name, text in reference_pages().items()}
     return {
-        README: filled(README, matrix=by_family("docs/algorithms/")),
-        DOCS / "architecture.md": filled(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
+        README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
+        DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),
-        DOCS / "architectures.md": filled(DOCS / "architectures.md", families=architectures_block()),
+        DOCS / "architectures.md": fill_blocks(DOCS / "architectures.md", families=architectures_block()),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
         **gates,
         **reference,
-        **coming_from(),
-        DOCS / "primer.md": filled(DOCS / "primer.md", **{name: quoted(name, "primer") for name in FIGURES}),
-        DOCS / "engines.md": filled(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
-        DOCS / "environments.md": filled(DOCS / "environments.md", learned=learned_block()),
-        DOCS / "extras.md": filled(DOCS / "extras.md", extras=extras_block()),
+        **coming_from_pages(),
+        DOCS / "primer.md": fill_blocks(
+            DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}
+        ),
+        DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
+        DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
+        DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "tables.md": tables_page(),
-        DOCS / "math-rewards.md": filled(DOCS / "math-rewards.md", judged=judged_block()),
+        DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "measured.svg": curves(load()),
-        DOCS / "real-model.md": filled(DOCS / "real-model.md", seen=seen_block()),
+        DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=real_model_block()),
         DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
-        DOCS / "many-processes.md": filled(DOCS / "many-processes.md", accuracy=accuracy_block()),
-        DOCS / "planning.md": filled(DOCS / "planning.md", checked=checked_block()),
+        DOCS / "many-processes.md": fill_blocks(DOCS / "many-processes.md", accuracy=accuracy_block()),
+        DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block()),
     }
 
 
-def coming_from() -> dict[Path, str]:
-    """The pages for whoever knows another library, with its options."""
+def coming_from_pages() -> dict[Path, str]:
+    """Return the pages for users of other libraries, with the tables of their options."""
     blocks = {
-        "TRL": {"options": options("TRL"), "supervised": supervised("TRL")},
-        "verl": {"options": options("verl")},
-        "OpenRLHF": {"options": options("OpenRLHF"), "supervised": supervised("OpenRLHF")},
+        "TRL": {"options": options_block("TRL"), "supervised": supervised_options_block("TRL")},
+        "verl": {"options": options_block("verl")},
+        "OpenRLHF": {"options": options_block("OpenRLHF"), "supervised": supervised_options_block("OpenRLHF")},
     }
     paths = {library: DOCS / f"coming-from-{library.lower()}.md" for library in blocks}
-    return {path: filled(path, **blocks[library]) for library, path in paths.items()}
+    return {path: fill_blocks(path, **blocks[library]) for library, path in paths.items()}
 
 
-def out_of_date(files: dict[Path, str]) -> list[Path]:
-    """Files that differ or are missing, and pages and pictures of what is no more."""
+def find_outdated(files: dict[Path, str]) -> list[Path]:
+    """Return the files that differ or are missing, and those that are generated no longer."""
     changed = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     old = {path for place in GENERATED for path in DOCS.glob(place)} - set(files)
     return changed + sorted(old)
@@ -120,9 +108,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.outputs:
         for path in CHECKED:
-            renew(path)
-    files = generated()
-    changed = out_of_date(files)
+            path.write_text(run_code_blocks(path.read_text(encoding="utf-8"), path.name), encoding="utf-8")
+    files = generate_files()
+    changed = find_outdated(files)
     if arguments.check:
         names = ", ".join(str(path.relative_to(ROOT)) for path in changed)
         sys.exit(f"out of date: {names}: make docs" if changed else 0)

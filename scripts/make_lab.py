@@ -1,19 +1,28 @@
-"""Fills docs/lab.md with what `policygrad lab` measures: python scripts/make_lab.py
+"""Write what the lab measures into the documentation: docs/lab.md, docs/lab/turns.md and the figures docs/primer/*.svg.
 
-The numbers are exact up to rounding, where no standard error stands beside them; they are written to three digits.
+python scripts/make_lab.py [lab] [turns] [primer]
+
+Without a name all three. Numbers without a standard error are exact up to rounding; they are written to three digits.
 """
 
 from __future__ import annotations
 
-import re
+import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
+from pages.figures import chart
+from pages.markdown import fill_blocks
 from policygrad.algorithms import ALGORITHMS
+from policygrad.lab.findings import critics
 from policygrad.lab.measurement import Finding, Measurement
-from policygrad.lab.report import LabReport, build_lab_report
+from policygrad.lab.plots import choose_plot
+from policygrad.lab.report import LabReport, build_lab_report, select_experiments, single_threaded
 from policygrad.lab.setting import supported_algorithms
+from policygrad.lab.worlds import walk_setting
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = ("lab", "turns", "primer")
 COLUMNS = {
     "scale": "scale",
     "bias": "bias",
@@ -23,76 +32,121 @@ COLUMNS = {
     "snr": "SNR",
     "best_mse": "best",
 }
+GROUP_SIZES = (2, 4, 8)
+TURN_GROUP_SIZE = 3  # episodes
+PRIMER_FIGURES = (
+    "optimal_baseline",
+    "gae_curve",
+    "product_ratio",
+    "bound_over_step",
+    "gates",
+    "entropy_collapse",
+    "k1_in_loss",
+    "reward_hacking",
+    "z_score",
+    "length_drift",
+)
+"""Experiments, in the order of docs/primer.md."""
 
-SIZES, SIZED = (2, 4, 8), ("bias", "variance")
-"""Completions of a group, and what is told over them."""
+
+def write_lab_page() -> None:
+    """Fill docs/lab.md: every algorithm's gradient, by group size, and every finding."""
+    report = build_lab_report(supported_algorithms(ALGORITHMS, 4))
+    smallest = supported_algorithms(ALGORITHMS, GROUP_SIZES[0])
+    by_size = [build_lab_report(smallest, size, names=()) for size in GROUP_SIZES]
+    on_policy, off_policy = ([pair[side] for pair in report.rows] for side in (0, 1))
+    away = f"Off-policy, {report.kl:g} nats a completion away:"
+    page = DOCS / "lab.md"
+    text = fill_blocks(
+        page,
+        table=f"Groups of {report.group_size}; {report.world}.\n\nOn-policy:\n\n{measurement_table(on_policy)}\n\n"
+        f"{away}\n\n{measurement_table(off_policy)}",
+        sizes=f"On-policy:\n\n{size_table(by_size, 0)}\n\n{away}\n\n{size_table(by_size, 1)}",
+        findings="\n".join(map(finding_item, report.findings)),
+    )
+    page.write_text(text, encoding="utf-8")
+    print(page)
 
 
-def figure(x: float) -> str:
-    """Three digits after the point; what is zero to rounding is 0."""
-    return "0" if abs(x) < 1e-9 else f"{x:.3f}"
+def write_turns_page() -> None:
+    """Fill docs/lab/turns.md: bias and variance of credit along turns."""
+    setting = walk_setting()
+    with single_threaded():
+        chains, with_critics = critics.measure_turn_table(TURN_GROUP_SIZE)
+    objective = float(setting.world.objective(setting.theta))
+    page = DOCS / "lab" / "turns.md"
+    text = fill_blocks(
+        page,
+        world=f"Groups of {TURN_GROUP_SIZE}; {setting.world.tree.size} episodes of up to three turns; J = {objective:.3f}; "
+        f"a critic that errs by {critics.ERROR:g}, where there is one.",
+        chains=measurement_table(chains),
+        critics=measurement_table(with_critics),
+    )
+    page.write_text(text, encoding="utf-8")
+    print(page)
 
 
-def table(rows: list[Measurement]) -> str:
-    """One row per algorithm."""
+def write_primer_figures() -> None:
+    """Draw docs/primer/NAME.svg for every experiment that the primer shows."""
+    (DOCS / "primer").mkdir(exist_ok=True)
+    for name, svg in draw_primer_figures():
+        path = DOCS / "primer" / f"{name}.svg"
+        path.write_text(svg, encoding="utf-8")
+        print(path, flush=True)
+
+
+def draw_primer_figures() -> Iterator[tuple[str, str]]:
+    """Run the experiments and yield (name, SVG)."""
+    for finding in (experiment(0) for experiment in select_experiments(PRIMER_FIGURES)):
+        plot = choose_plot(finding)
+        assert plot is not None, f"{finding.name} has no curves"
+        yield finding.name, chart(finding.claim, plot.to_data(finding))
+
+
+def measurement_table(rows: list[Measurement]) -> str:
+    """Write a table with one row per measurement."""
     lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---|" + "---:|" * len(COLUMNS)]
     for m in rows:
-        lines.append(f"| `{m.name}` | {' | '.join(figure(getattr(m.figures, name)) for name in COLUMNS)} |")
+        lines.append(f"| `{m.name}` | {' | '.join(_format(getattr(m.figures, name)) for name in COLUMNS)} |")
     return "\n".join(lines)
 
 
-def sizes(reports: list[LabReport], side: int) -> str:
-    """One row per algorithm: bias and variance over the group's size, ± a standard error where groups were sampled."""
-    heads = [f"{name}, G = {r.group_size}" for name in SIZED for r in reports]
+def size_table(reports: list[LabReport], side: int) -> str:
+    """Write bias and variance by group size, one row per algorithm, ± a standard error where groups were sampled.
+
+    Args:
+        side: 0 for on-policy, 1 for off-policy.
+    """
+    columns = ("bias", "variance")
+    heads = [f"{name}, G = {r.group_size}" for name in columns for r in reports]
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     for rows in zip(*(r.rows for r in reports), strict=True):
-        measured = [row[side] for row in rows]
+        measurements = [row[side] for row in rows]
         cells = [
-            figure(getattr(m.figures, name)) + (f" ± {getattr(m.errors, name):.3f}" if m.errors else "")
-            for name in SIZED
-            for m in measured
+            _format(getattr(m.figures, name)) + (f" ± {getattr(m.errors, name):.3f}" if m.errors else "")
+            for name in columns
+            for m in measurements
         ]
-        lines.append(f"| `{measured[0].name}` | {' | '.join(cells)} |")
+        lines.append(f"| `{measurements[0].name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def finding(f: Finding) -> str:
-    """One list item; a star is one, as in b*."""
-    error = "" if f.error is None else f" (standard error {f.error:.2g})"
-    claim, sentence = (text.replace("*", "\\*") for text in (f.claim, f.sentence))
-    return f"- {'✓' if f.holds else '✗'} **{claim}** {sentence}{error}  \n  `policygrad lab --experiment {f.name}`"
+def finding_item(finding: Finding) -> str:
+    """Write a finding as a list item, with the command that measures it."""
+    error = "" if finding.error is None else f" (standard error {finding.error:.2g})"
+    claim, sentence = (text.replace("*", "\\*") for text in (finding.claim, finding.sentence))  # b* is no emphasis
+    mark = "✓" if finding.holds else "✗"
+    return f"- {mark} **{claim}** {sentence}{error}  \n  `policygrad lab --experiment {finding.name}`"
 
 
-def blocks(found: LabReport, reports: list[LabReport]) -> dict[str, str]:
-    """What stands between which marks; `reports` of several group sizes."""
-    on, off = ([pair[i] for pair in found.rows] for i in (0, 1))
-    table_text = (
-        f"Groups of {found.group_size}; {found.world}.\n\nOn-policy:\n\n{table(on)}\n\n"
-        f"Off-policy, {found.kl:g} nats a completion away:\n\n{table(off)}"
-    )
-    size_text = (
-        f"On-policy:\n\n{sizes(reports, 0)}\n\nOff-policy, {found.kl:g} nats a completion away:\n\n{sizes(reports, 1)}"
-    )
-    return {"table": table_text, "sizes": size_text, "findings": "\n".join(map(finding, found.findings))}
-
-
-def filled(text: str, found: LabReport, reports: list[LabReport]) -> str:
-    """The page with the measured blocks in it."""
-    for name, block in blocks(found, reports).items():
-        text, count = re.subn(
-            f"<!-- {name}: begin -->.*?<!-- {name}: end -->",
-            lambda _, name=name, block=block: f"<!-- {name}: begin -->\n{block}\n<!-- {name}: end -->",
-            text,
-            flags=re.DOTALL,
-        )
-        if count != 1:
-            raise SystemExit(f"{PAGE}: there must be one pair of marks <!-- {name}: begin --> and <!-- {name}: end -->")
-    return text
+def _format(x: float) -> str:
+    return "0" if abs(x) < 1e-9 else f"{x:.3f}"  # below 1e-9 is rounding
 
 
 if __name__ == "__main__":
-    whole = build_lab_report(supported_algorithms(ALGORITHMS, 4))
-    rows = supported_algorithms(ALGORITHMS, SIZES[0])
-    over = [build_lab_report(rows, size, names=()) for size in SIZES]
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), whole, over), encoding="utf-8")
-    print(PAGE)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", choices=[*PAGES, []], metavar="lab|turns|primer")
+    names = parser.parse_args().pages or PAGES
+    for name, write in zip(PAGES, (write_lab_page, write_turns_page, write_primer_figures), strict=True):
+        if name in names:
+            write()

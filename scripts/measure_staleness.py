@@ -31,19 +31,15 @@ import policygrad as pg
 from measure_algorithms import RESULTS, ROOT, WORK, written
 from policygrad.commands import STOPPED
 from policygrad.commands.compare import compare
-from policygrad.planning.pipeline import (
-    LearnerSpeed,
-    Lengths,
-    SamplerSpeed,
-    Timeline,
+from policygrad.planning.pipeline import LearnerSpeed, Lengths, SamplerSpeed, Timeline, simulate
+from policygrad.samplers.config import SamplerConfig
+from staleness_model import (
     find_best_staleness,
     fit_learner_speed,
     fit_sampler_speed,
     resample_lengths,
-    simulate,
     smallest_sufficient,
 )
-from policygrad.samplers.config import SamplerConfig
 
 MODEL, STEPS = "tiny", 24
 SETTINGS = ((0, 0), (1, 0), (2, 0), (0, 8), (1, 8), (2, 8), (4, 8))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # before torch, and for what tests start: beside other tests a second thread only takes their core
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import policygrad as pg
+import screenshots
 from doubles.files import write_rows
 from policygrad import cli
 
@@ -107,3 +109,12 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, 
         return code, said.out, said.err
 
     return call
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser. Where there is none the test is skipped, or fails if POLICYGRAD_NEEDS_BROWSER is set."""
+    if (reason := screenshots.why_no_browser()) and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"):
+        pytest.skip(reason)
+    with screenshots.open_browser() as browser:
+        yield browser

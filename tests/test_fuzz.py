@@ -14,6 +14,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from doubles.files import read_examples
 from policygrad import cli
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.options import list_help_flags
@@ -21,7 +22,6 @@ from policygrad.commands.train import parse_run
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import PolicygradError
 from policygrad.tasks.preferences import read_demonstrations, read_preferences
-from policygrad.tasks.rows import read_examples as read_jsonl
 from policygrad.training.config.run import Run, RunOptions, UncheckedRun
 from policygrad.training.config.serialization import from_dict, list_parts, load_config
 from policygrad.training.config.supervised import SFTConfig
@@ -263,7 +263,7 @@ rows = st.lists(
 def test_json_lines(text: bytes, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(text)
-    for read in (read_jsonl, read_demonstrations, read_preferences):
+    for read in (read_examples, read_demonstrations, read_preferences):
         ends_well(lambda read=read: read(str(file)), list)  # type: ignore[misc]
 
 

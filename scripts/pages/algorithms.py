@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pages.figures import gate_section
-from pages.formatting import block, page, table
+from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
 from policygrad.algorithms import ALGORITHMS
@@ -35,46 +35,46 @@ LAB = Path(__file__).resolve().parents[2] / "docs" / "lab.md"
 
 
 def lab_section(name: str) -> str:
-    """An algorithm's gradient against the true one, on- and off-policy."""
-    world, head, sides = _measured(LAB.read_text(encoding="utf-8"))
+    """Compare an algorithm's gradient with the true one, on- and off-policy, by the numbers of docs/lab.md."""
+    world, head, sides = _parse_lab_table(LAB.read_text(encoding="utf-8"))
     rows = [(side, *cells[name]) for side, cells in sides.items() if name in cells]
     if not rows:
-        return "[The lab](../lab.md#what-is-measured) leaves it out, and says why."
+        return "[The lab](../lab.md#what-is-measured) does not measure it; the page says why."
     return (
         f"Its gradient against the true one, {world[0].lower()}{world[1:]} "
         f"[What the columns mean, and all algorithms](../lab.md#what-is-measured).\n\n{table(('', *head), rows)}"
     )
 
 
-def _measured(text: str) -> tuple[str, list[str], dict[str, dict[str, list[str]]]]:
-    """(what was measured, the columns, side -> algorithm -> cells)."""
+def _parse_lab_table(text: str) -> tuple[str, list[str], dict[str, dict[str, list[str]]]]:
+    """Return (the setting, the columns, side -> algorithm -> cells)."""
     (block,) = re.findall(r"<!-- table: begin -->\n(.*?)<!-- table: end -->", text, re.DOTALL)
     world, *parts = re.split(r"\n\n(?=O(?:n|ff)-policy)", block.strip())
     sides: dict[str, dict[str, list[str]]] = {}
     head: list[str] = []
     for part in parts:
-        side, _, rest = part.partition(":\n\n")
-        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines())
+        side, _, lines = part.partition(":\n\n")
+        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines())
         sides[side] = {row[0].strip("`"): row[1:] for row in rows}
     return world, head[1:], sides
 
 
-def finding(name: str) -> tuple[bool, str, str]:
-    """(whether the claim holds, the claim, what was found) of an experiment.
+def read_finding(name: str) -> tuple[bool, str, str]:
+    """Return (whether the claim holds, the claim, the result) of an experiment.
 
     Raises:
         SystemExit: the page has no such finding.
     """
     text = LAB.read_text(encoding="utf-8")
-    found = re.search(rf"^- ([✓✗]) \*\*(.+?)\*\* (.+?)  \n  `policygrad lab --experiment {name}`$", text, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^- ([✓✗]) \*\*(.+?)\*\* (.+?)  \n  `policygrad lab --experiment {name}`$", text, re.MULTILINE)
+    if match is None:
         raise SystemExit(f"{LAB}: there is no finding {name!r}: make lab")
-    return found[1] == "✓", found[2], found[3]
+    return match[1] == "✓", match[2], match[3]
 
 
-def quoted(name: str, folder: str) -> str:
-    """A finding as a paragraph under its picture in `folder`."""
-    holds, claim, sentence = finding(name)
+def quote_finding(name: str, folder: str) -> str:
+    """Write a finding as a paragraph below its picture in `folder`."""
+    holds, claim, sentence = read_finding(name)
     return (
         f"![{claim}]({folder}/{name}.svg)\n\n"
         f"{'✓' if holds else '✗'} **{claim}** {sentence} (`policygrad lab --experiment {name}`)"
@@ -85,7 +85,7 @@ OURS = "our choice"
 
 
 def algorithm_page(name: str) -> str:
-    """The whole page."""
+    """Write the page of an algorithm."""
     a, about = ALGORITHMS[name], CATALOG[name]
     return page(
         f"# {name}: {about.title}",
@@ -93,7 +93,7 @@ def algorithm_page(name: str) -> str:
         "## The equation",
         block("\n".join([_equation(a), "", *_symbols(a)]), "formula"),
         f"As published:\n\n{block(CATALOG[name].objective, 'formula')}",
-        f"**Where this row departs from it:** {CATALOG[name].deviations or NO_DEVIATIONS}.",
+        f"**Where this row differs from it:** {CATALOG[name].deviations or NO_DEVIATIONS}.",
         f"## The gate\n\n{gate_section(name)}",
         "## Step by step",
         block("\n".join(pseudo_code(a))),
@@ -128,7 +128,7 @@ def _symbols(a: Algorithm) -> list[str]:
 
 
 def pseudo_code(a: Algorithm) -> list[str]:
-    """One step of the loop, from the parts."""
+    """Write one training step as pseudo-code, from the algorithm's parts."""
     lines = [f"sample G = {a.samples_per_prompt} completions of every prompt from π_θ, and score them: R"]
     lines += [
         _note(f"sample {part.samples} completions of every step's prefix, and score them: V", part)
@@ -155,9 +155,9 @@ def pseudo_code(a: Algorithm) -> list[str]:
     inner = _inner(a)
     updates = a.update_rule.updates
     if updates > 1:
-        told = [f"repeat {a.update_rule.epochs} times"] * (a.update_rule.epochs > 1)
-        told += [f"for each of {a.update_rule.minibatches} shares of whole groups"] * (a.update_rule.minibatches > 1)
-        head = ", ".join(told)
+        loops = [f"repeat {a.update_rule.epochs} times"] * (a.update_rule.epochs > 1)
+        loops += [f"for each of {a.update_rule.minibatches} shares of whole groups"] * (a.update_rule.minibatches > 1)
+        head = ", ".join(loops)
         inner = [f"{head}:", *(f"    {line}" for line in inner)]
     lines += inner
     if a.reference is not None and a.reference.refresh_every and "logp_ref" in a.needs:
@@ -166,7 +166,7 @@ def pseudo_code(a: Algorithm) -> list[str]:
     lines += [_note("remember this rollout's rewards for the next", part) for part in remembers]
     adapts = [part for part in (*a.terms, *a.shaping) if getattr(part, "target", None) is not None]
     lines += [_note(f"adapt β, for a KL near {shorten_number(part.target)}", part) for part in adapts]
-    return _aligned(["for every step:", *(f"    {line}" for line in lines)])
+    return _align_comments(["for every step:", *(f"    {line}" for line in lines)])
 
 
 KEPT = {
@@ -200,23 +200,23 @@ def _note(text: str, part: Any) -> str:
     return f"{text}  # {type(part).__name__}"
 
 
-def _aligned(lines: list[str]) -> list[str]:
-    """The comments under each other."""
+def _align_comments(lines: list[str]) -> list[str]:
+    """Align the comments."""
     split = [line.partition("  # ") for line in lines]
     width = min(84, max(len(text) for text, mark, _ in split if mark))
     return [f"{text:<{width}}{mark}{note}".rstrip() for text, mark, note in split]
 
 
 def source(name: str) -> str:
-    """The lines of algorithms.py that build it."""
+    """Return the lines of algorithms.py that define an algorithm."""
     text = inspect.getsource(algorithms)
-    found = {}
+    definitions = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             value = getattr(algorithms, node.targets[0].id, None)
             if isinstance(value, Algorithm):
-                found[value.name] = ast.get_source_segment(text, node) or ""
-    return found[name]
+                definitions[value.name] = ast.get_source_segment(text, node) or ""
+    return definitions[name]
 
 
 def _difference(a: Algorithm) -> str:
@@ -226,23 +226,23 @@ def _difference(a: Algorithm) -> str:
     changed = diff_algorithms(ALGORITHMS[parent], a)
     rows = [(what, f"`{theirs}`", f"`{mine}`") for what, (theirs, mine) in changed.items()]
     rows = [tuple("–" if cell == "`–`" else cell for cell in row) for row in rows]
-    same = "Nothing in the matrix: every part is the parent's; the name says how it is meant to be used."
+    same = "No part: all are the parent's; only the intended use differs."
     body = table(("part", f"`{parent}`", f"`{a.name}`"), rows) if rows else same
     return f"## What it changes in [`{parent}`]({parent}.md)\n\n{body}"
 
 
 def defaults(a: Algorithm) -> list[tuple[str, str, str, str]]:
-    """(part, setting, value, source) of every default."""
+    """Return (part, setting, value, source) of every default."""
     rows = []
     for key, part in a.named_parts():
         field = key.partition(".")[0]
         if field == "reference" and "logp_ref" not in a.needs:
             continue
         label, kind = EQUATION_COLUMNS[field][1], type(part).__name__
-        known = list_settings(part)
-        if not known:
-            rows.append((f"{label}: `{kind}`", "–", "–", "nothing to set"))
-        for setting, value in known:
+        settings = list_settings(part)
+        if not settings:
+            rows.append((f"{label}: `{kind}`", "–", "–", "no settings"))
+        for setting, value in settings:
             shown = format_part(value, names=True) if hasattr(value, "__dataclass_fields__") else shorten_number(value)
             rows.append((f"{label}: `{kind}`", f"`{setting}`", f"`{shown}`", origin(a, part, setting, value)))
     samples = origin(a, None, "samples_per_prompt", a.samples_per_prompt)
@@ -250,7 +250,7 @@ def defaults(a: Algorithm) -> list[tuple[str, str, str, str]]:
 
 
 def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
-    """Where a default comes from: the algorithm's source, or its parent's where the value is the same, or us."""
+    """Return where a default comes from: the algorithm's source, its parent's if the value is the same, or our choice."""
     kind = type(part).__name__
     key = setting if part is None else f"{kind}.{setting}"
     if key in CATALOG[a.name].defaults:
@@ -258,13 +258,13 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
     parent = CATALOG[a.name].parent
     if parent is not None and key not in RECIPE_FIELDS:
         theirs = ALGORITHMS[parent]
-        held = [getattr(p, setting) for p in theirs.parts() if type(p) is type(part)]
-        if value in held if part is not None else value == theirs.samples_per_prompt:
+        values = [getattr(p, setting) for p in theirs.parts() if type(p) is type(part)]
+        if value in values if part is not None else value == theirs.samples_per_prompt:
             inherited = origin(theirs, part, setting, value)
             if inherited not in (OURS, DEFAULT_SOURCES.get(key)):
                 return inherited if inherited.startswith("as [") else f"as [`{parent}`]({parent}.md): {inherited}"
-    usual = any(f.name == setting and value == f.default for f in fields(part)) if part is not None else False
-    return DEFAULT_SOURCES.get(key, OURS) if usual else OURS
+    is_default = any(f.name == setting and value == f.default for f in fields(part)) if part is not None else False
+    return DEFAULT_SOURCES.get(key, OURS) if is_default else OURS
 
 
 def _run(a: Algorithm) -> str:
@@ -279,22 +279,22 @@ def _run(a: Algorithm) -> str:
 
 
 def measured(name: str) -> str:
-    """The runs on the embedded task, or how to make them."""
+    """Summarise the runs on the embedded task, or say how to do them."""
     row = row_of(name)
     if row is None:
-        return "Not measured yet: `python scripts/measure_algorithms.py` does, and `make docs` writes it here."
+        return "Not measured yet: run `python scripts/measure_algorithms.py`, then `make docs`."
     return f"{summary_sentence(row)} [All measured runs](../measured.md)."
 
 
 def matrix(folder: str) -> str:
-    """The matrix as a Markdown table; names link to their pages in `folder`."""
+    """Write the matrix as a table; names link to their pages in `folder`."""
     rows = {name: build_matrix_row(a) for name, a in ALGORITHMS.items()}
     head = ["algorithm", *next(iter(rows.values()))]
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
 
 
 def by_family(folder: str) -> str:
-    """Every name, by what its credit comes from and how it looks at old samples."""
+    """Write all names, by where their credit comes from and how they use old samples."""
     rows = (
         (kind, " ".join(f"[`{name}`]({folder}{name}.md)" for name in names))
         for kind, names in group_by_family().items()
@@ -303,23 +303,23 @@ def by_family(folder: str) -> str:
 
 
 DEPARTS = (
-    "Every row is compared with a literal transcription of its paper's objective, and where a row is not what was published it "
-    "says so here. Group and batch sizes are for small machines throughout: the papers' are on the pages, with each default's "
-    "source."
+    "Tests compare every row with a literal transcription of its paper's objective. This table lists where a row differs from "
+    "what was published. All group and batch sizes are for small machines; each algorithm's page has the paper's, and the source "
+    "of each default."
 )
 
 
 def departures() -> str:
-    """Row by row, what is not as published."""
+    """Write how each row differs from its publication."""
     rows = (
         (f"[`{name}`]({name}.md)", CATALOG[name].source, CATALOG[name].deviations or NO_DEVIATIONS)
         for name in ALGORITHMS
     )
-    return table(("algorithm", "published", "where our row departs"), rows)
+    return table(("algorithm", "published", "where our row differs"), rows)
 
 
 def tree(name: str | None = None, indent: str = "") -> list[str]:
-    """Names under their parents."""
+    """Draw the names below their parents."""
     children = [child for child in ALGORITHMS if CATALOG[child].parent == name]
     lines = []
     for child in children:
@@ -331,14 +331,14 @@ def tree(name: str | None = None, indent: str = "") -> list[str]:
 
 
 def index_page() -> str:
-    """The page."""
+    """Write docs/algorithms/index.md."""
     return page(
         "# The algorithms",
-        "Each one is a choice of parts in one equation. A row of the matrix is all there is to it; a name leads to its page: "
-        "the equation, pseudo-code, the defaults and where they come from, what it fixes, how it fails.",
+        "Each algorithm is a choice of parts in one equation, and a row of the matrix defines it completely. Its name links to a "
+        "page with the equation, pseudo-code, the defaults and their sources, what it fixes, how it fails.",
         f"## The matrix\n\n{matrix('')}",
-        "What a cell leaves out is that part's default; `policygrad show NAME` prints all of it.",
-        f"## Where it departs\n\n{DEPARTS}\n\n{departures()}",
+        "Cells leave out settings that have their default; `policygrad show NAME` prints all.",
+        f"## Where rows differ from their papers\n\n{DEPARTS}\n\n{departures()}",
         f"## The family\n\nEach algorithm under the one it was derived from:\n\n{block(chr(10).join(tree()))}",
         "## More\n\n"
         "- [Tables](../tables.md): model states, models in memory, what bounds a step, units and lengths\n"

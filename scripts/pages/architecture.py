@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from pages.formatting import block, table
+from pages.markdown import block, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "policygrad"

@@ -1,4 +1,4 @@
-"""The table in docs/architectures.md: every row of tests/architectures.toml is trained by a test, or seen refused."""
+"""Generated parts of documentation pages: tables of what was tried or measured, options of other libraries, metrics."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from check_extras import project
-from pages.formatting import Data, block, load, page, table
+from check_extras import read_extras
+from pages.markdown import Data, block, load, page, table
 from pages.measured import DARK, STYLE
 from policygrad.commands.foreign_options import load_foreign_options
-from policygrad.trackers.glossary import MetricSection, load_glossary
+from policygrad.trackers.glossary import load_glossary
 from stress_engines import KINDS
 
 FAMILIES = Path(__file__).parents[2] / "tests" / "architectures.toml"
@@ -22,7 +22,7 @@ HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "LoRA leaves 
 
 
 def architectures_block() -> str:
-    """The table of families, in the order of the file."""
+    """Write the table of model families (docs/architectures.md), in the order of tests/architectures.toml."""
     families = tomllib.loads(FAMILIES.read_text(encoding="utf-8"))["family"]
     return table(HEAD, [_row(family) for family in families])
 
@@ -40,93 +40,90 @@ def _row(family: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 _OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|bf16|[\d.]+ [\d.]+)\b)?")
-"""An option, and a value that stands behind it: a part, a file and its function, settings, a precision, two numbers."""
+"""An option, and its value if that is a part, a file and its function, settings, a precision or two numbers."""
 
 
-def options(library: str) -> str:
-    """Two tables: what has a name here, and what has none."""
+def options_block(library: str) -> str:
+    """Write two tables: options of the library that have an equivalent here, and those that have none."""
     names = load_foreign_options()[0][library]
-    there = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in names.items() if ours.flag]
-    not_there = [(f"`{name}`", _coded(ours.note)) for name, ours in names.items() if not ours.flag]
-    none = table((library, "no such option here"), not_there)
-    return f"{table((library, 'policygrad', 'what differs'), there)}\n\n{none}"
+    present = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in names.items() if ours.flag]
+    absent = [(f"`{name}`", _coded(ours.note)) for name, ours in names.items() if not ours.flag]
+    absent_table = table((library, "no such option here"), absent)
+    return f"{table((library, 'policygrad', 'what differs'), present)}\n\n{absent_table}"
 
 
-def supervised(library: str) -> str:
-    """The names for which `policygrad sft` and `reward-model` have another answer than `train`."""
-    own = {name: ours for name, ours in load_foreign_options()[1].items() if name in load_foreign_options()[0][library]}
-    rows = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in own.items()]
+def supervised_options_block(library: str) -> str:
+    """Write the table of options whose equivalent in `policygrad sft` and `reward-model` is not that of `train`."""
+    names, supervised = load_foreign_options()
+    rows = [(f"`{name}`", _coded(o.flag), _coded(o.note)) for name, o in supervised.items() if name in names[library]]
     return table((library, "`policygrad sft`, `reward-model`", "what differs"), rows)
 
 
 def _coded(text: str) -> str:
-    """Options between backticks, where they are not already."""
+    """Put options between backticks, where they are not already."""
     pieces = text.split("`")
-    pieces[::2] = [_OPTION.sub(lambda found: f"`{found[0]}`", piece) for piece in pieces[::2]]
+    pieces[::2] = [_OPTION.sub(lambda match: f"`{match[0]}`", piece) for piece in pieces[::2]]
     return "`".join(pieces)
 
 
 ABOUT = (
-    "Each step's line in `metrics.jsonl` holds these, as do the services of `--track`; `policygrad show NAME` says one of them. "
-    "`*` stands for what a run names: a reward function, a part. A number that does not apply to a run is absent. Numbers of a "
-    "step with several updates are means over what the updates saw, unless they say otherwise."
+    "Each step's line in `metrics.jsonl` holds these, as do the services of `--track`; `policygrad show NAME` explains one of "
+    "them. `*` is a name from the run: a reward function or a part. Metrics that do not apply to a run are absent. In a step with "
+    "several updates, a metric is the mean over the updates unless it says otherwise."
 )
 
 
 def metrics_page() -> str:
-    """The page."""
-    return page("# Metrics", ABOUT, *(_chapter(chapter) for chapter in load_glossary()))
-
-
-def _chapter(chapter: MetricSection) -> str:
-    rows = [(f"`{m.name}`", m.unit, m.text, m.interpretation or "–") for m in chapter.metrics]
-    return f"## {chapter.title}\n\n{table(('metric', 'unit', 'what it is', 'when it moves'), rows)}"
+    """Write docs/metrics.md."""
+    sections = []
+    for section in load_glossary():
+        rows = [(f"`{m.name}`", m.unit, m.text, m.interpretation or "–") for m in section.metrics]
+        sections.append(f"## {section.title}\n\n{table(('metric', 'unit', 'what it is', 'when it moves'), rows)}")
+    return page("# Metrics", ABOUT, *sections)
 
 
 EXTRAS_HEAD = ("extra", "tried", "packages", "adds, MiB", "s to install", "without it", "with it")
-WITHOUT = {"named": "refused by its name", "policygrad brings it along": "policygrad brings it along"}
+FAILED = "**failed**"
 
 
-def extras_block(found: Data | None = None) -> str:
-    """The block. found: another report than the committed one."""
-    found = load("extras") if found is None else found
-    if not found:
-        return "Not tried yet: `python scripts/check_extras.py` does it, and `make docs` writes this."
-    base, (extras, _) = found["policygrad"], project()
-    left = [name for name in extras if name not in {*found, "dev"}]
+def extras_block(report: Data | None = None) -> str:
+    """Write the block, from the committed report unless another is given."""
+    report = load("extras") if report is None else report
+    if not report:
+        return "Not tried yet: run `python scripts/check_extras.py`, then `make docs`."
+    base, (extras, _) = report["policygrad"], read_extras()
+    left = [name for name in extras if name not in {*report, "dev"}]
     versions = ", ".join(f"{name} {number}" for name, number in base["versions"].items())
     return "\n\n".join(
         (
             f"policygrad alone takes {base['mib']:,.0f} MiB and {base['seconds']:.0f} s to install, on Python {base['python']} "
-            f"({versions}). Bytes are those of the installed files; seconds are of one machine and its package index.",
-            table(EXTRAS_HEAD, [_extras_row(name, extra) for name, extra in found.items() if name != "policygrad"]),
-            "By `python scripts/check_extras.py`."
-            + (f" Not tried by it yet: {', '.join(f'`{name}`' for name in left)}." if left else ""),
+            f"({versions}). Sizes are those of the installed files; seconds were measured on one machine with its package index.",
+            table(EXTRAS_HEAD, [_extras_row(name, extra) for name, extra in report.items() if name != "policygrad"]),
+            "Measured by `python scripts/check_extras.py`."
+            + (f" Not tried yet: {', '.join(f'`{name}`' for name in left)}." if left else ""),
         )
     )
 
 
 def _extras_row(name: str, extra: dict[str, Any]) -> tuple[str, ...]:
     packages = ", ".join(f"{package} {number}" for package, number in extra["versions"].items())
-    refused = dict.fromkeys(WITHOUT.get(said, "**not as it should be**") for said in extra["without"])
-    works = dict.fromkeys(said if said == "works" else "**not as it should be**" for said in extra["with"])
-    size = f"{extra['mib']:,.0f}" if "mib" in extra else ""  # of some it was not taken
-    seconds, shown = f"{extra['seconds']:.0f}", "; ".join(extra["shows"])
-    return f"`{name}`", shown, packages, size, seconds, ", ".join(refused), ", ".join(works)
+    refused = dict.fromkeys(x if x in ("refused", "already installed") else FAILED for x in extra["without"])
+    works = dict.fromkeys(x if x == "works" else FAILED for x in extra["with"])
+    size = f"{extra['mib']:,.0f}" if "mib" in extra else ""  # not measured for some
+    seconds, features = f"{extra['seconds']:.0f}", "; ".join(extra["features"])
+    return f"`{name}`", features, packages, size, seconds, ", ".join(refused), ", ".join(works)
 
 
 ENVIRONMENTS_HEAD = ("task", "seed", "before", "after", "gain", "steps", "sampled tokens", "changes by")
 
 
-def learned_block(found: Mapping[str, Any] | None = None) -> str:
-    """The block. found: other results than the committed ones."""
-    found = load("environments") if found is None else found
-    if not found:
-        return (
-            "Not run yet: `python scripts/measure_environments.py` runs them, and `make docs` writes what came of it."
-        )
+def learned_block(report: Mapping[str, Any] | None = None) -> str:
+    """Write the block, from the committed results unless others are given."""
+    report = load("environments") if report is None else report
+    if not report:
+        return "Not run yet: run `python scripts/measure_environments.py`, then `make docs`."
     body = []
-    for task in found.values():
+    for task in report.values():
         for seed, run in task["seeds"].items():
             before, after = run["before"], run["after"]
             cells = (
@@ -137,30 +134,30 @@ def learned_block(found: Mapping[str, Any] | None = None) -> str:
                 f"{run['tokens']:,}",
             )
             body.append((task["title"], seed, *cells, _ends(run["ends"])))
-    one = next(iter(found.values()))
+    one = next(iter(report.values()))
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
-    said = [
+    completions = [
         f"- {task['title']}: `{task['said'][0]}` in the first step, `{task['said'][1]}` in the last"
-        for task in found.values()
+        for task in report.values()
     ]
     return "\n\n".join(
         (
-            f"`python scripts/measure_environments.py` ({versions}): GRPO on what demonstrations have made of the embedded model. "
-            "Before and after are mean rewards of two samples on each of the held-out problems.",
+            f"`python scripts/measure_environments.py` ({versions}): GRPO, starting from the embedded model after fine-tuning on "
+            "demonstrations. Before and after are mean rewards of two samples on each held-out problem.",
             table(ENVIRONMENTS_HEAD, body),
-            "The first completion of a step, of the first seed (` / ` stands between turns):",
-            "\n".join(said),
+            "The first completion of the first and the last step, with the first seed (` / ` separates turns):",
+            "\n".join(completions),
         )
     )
 
 
 def _ends(ends: Mapping[str, list[float]]) -> str:
-    """What else moved, from the first step to the last."""
+    """Write how other metrics changed from the first step to the last."""
     return ", ".join(f"{name.rpartition('/')[2].replace('_', ' ')} {a:.2f} → {b:.2f}" for name, (a, b) in ends.items())
 
 
 ENGINES_HEAD = (
-    "drawn by",
+    "sampled by",
     "held-out accuracy after",
     "mean",
     "largest probe",
@@ -172,46 +169,48 @@ ENGINES_HEAD = (
 )
 
 
-def engines_block(found: Data | None = None) -> str:
-    """Return the measurements of engines, from the committed report unless another is given."""
-    found = load("engines") if found is None else found
-    runs = {name: found[name] for name in ("local", "llama_cpp", "vllm") if found and name in found} if found else {}
-    if found is None or not runs:
-        return "Not measured yet: `python scripts/measure_engines.py` runs it, and `make docs` writes this."
+def engines_block(report: Data | None = None) -> str:
+    """Write the block, from the committed report unless another is given."""
+    report = load("engines") if report is None else report
+    runs = (
+        {name: report[name] for name in ("local", "llama_cpp", "vllm") if report and name in report} if report else {}
+    )
+    if report is None or not runs:
+        return "Not measured yet: run `python scripts/measure_engines.py`, then `make docs`."
     lines = [
         "`policygrad train grpo` with its default options, one run per seed; weights are published to disk after every step. The "
         "probe is the largest difference between log-probabilities of server and learner, in nats."
     ]
     lines.append(table(ENGINES_HEAD, [_engines_row(name, run) for name, run in runs.items()]))
-    if "throughput" in found:
-        lines.append(_throughput(found["throughput"]))
-    commands = dict.fromkeys(run["command"] for run in [*runs.values(), *filter(None, [found.get("throughput")])])
-    return "\n\n".join([*lines, "By " + ", ".join(f"`{command}`" for command in commands) + "."])
+    if "throughput" in report:
+        lines.append(_throughput(report["throughput"]))
+    commands = dict.fromkeys(run["command"] for run in [*runs.values(), *filter(None, [report.get("throughput")])])
+    return "\n\n".join([*lines, "Measured by " + ", ".join(f"`{command}`" for command in commands) + "."])
 
 
 def _engines_row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
     seeds, long = run["seeds"].values(), run.get("long")
     after = [seed["eval_reward_after"] for seed in seeds]
     probes = [seed["probe_max"] for seed in seeds if "probe_max" in seed]
-    told = (
+    cells = (
         "this process" if name == "local" else name,
         ", ".join(f"{x:.3f}" for x in after),
         f"{statistics.mean(after):.3f}",
     )
     if long is None:
-        return (*told, *("–",) * 6)
+        return (*cells, *("–",) * 6)
     nats = [max(probes), long["probe_max"], long["probe_median"]]
     largest, further, median = (f"{x:.1e}" for x in nats)
-    return (*told, largest, str(long["publications"]), further, median, f"{long['seconds']:.2f}", f"{long['mib']:.1f}")
+    return (*cells, largest, str(long["publications"]), further, median, f"{long['seconds']:.2f}", f"{long['mib']:.1f}")
 
 
-def _throughput(found: dict[str, Any]) -> str:
-    each = {name: statistics.median(values) for name, values in found["tokens_per_second"].items()}
+def _throughput(report: dict[str, Any]) -> str:
+    each = {name: statistics.median(values) for name, values in report["tokens_per_second"].items()}
     rates = ", ".join(f"{name} {value:,.0f}" for name, value in each.items())
-    turns = len(next(iter(found["tokens_per_second"].values())))
+    turns = len(next(iter(report["tokens_per_second"].values())))
     return (
         f"Tokens per second of one vLLM server, medians of {turns} turns, with completions of the maximum length: {rates} "
-        f"(a ratio of {found['share']:.2f})."
+        f"(a ratio of {report['share']:.2f})."
     )
 
 
@@ -229,19 +228,19 @@ ENGINE_FAULTS_HEAD = (
 _COUNTS = ("groups", "lost", "twice", "completions", "of_another_version", "asked_again", "ended_and_resumed")
 
 
-def faults_block(found: dict[str, Any] | None = None) -> str:
-    """The block. found: another report than the committed one."""
-    found = load("engine-faults") if found is None else found
-    if found is None:
-        return "Not measured yet: `python scripts/stress_engines.py` runs it, and `make docs` writes this table."
-    rows = [_engine_faults_row(kind, seen) for kind, seen in found["kinds"].items() if "steps" in seen]
-    versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("xllamacpp", "torch"))
+def faults_block(report: dict[str, Any] | None = None) -> str:
+    """Write the block, from the committed report unless another is given."""
+    report = load("engine-faults") if report is None else report
+    if report is None:
+        return "Not measured yet: run `python scripts/stress_engines.py`, then `make docs`."
+    rows = [_engine_faults_row(kind, seen) for kind, seen in report["kinds"].items() if "steps" in seen]
+    versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("xllamacpp", "torch"))
     intro = (
-        f"`{found['made_by']}`: two real llama.cpp servers, the embedded model, "
-        f"`--max-staleness {found['staleness']}`, each fault at "
-        f"random moments, for a random while ({versions}; {found['machine']}). {found.get('note', '')}".rstrip()
+        f"`{report['made_by']}`: two real llama.cpp servers, the embedded model, "
+        f"`--max-staleness {report['staleness']}`, each fault at "
+        f"random moments, lasting a random time ({versions}; {report['machine']}). {report.get('note', '')}".rstrip()
     )
-    wrong = "\n".join(f"- **It does not hold:** {text}." for text in found["broken"])
+    wrong = "\n".join(f"- **Broken:** {text}." for text in report["broken"])
     return "\n\n".join(part for part in (intro, table(ENGINE_FAULTS_HEAD, rows) if rows else "", wrong) if part)
 
 
@@ -250,41 +249,41 @@ def _engine_faults_row(kind: str, seen: dict[str, Any]) -> tuple[str, ...]:
     return (KINDS[kind], f"{seen['repeats']}: {moments}", *(f"{seen[name]:,}" for name in _COUNTS))
 
 
-MATH_KINDS = {"right": "right answers, written in another way, that got 0", "wrong": "wrong answers that got 1"}
+MATH_KINDS = {"right": "right answers in another notation that got 0", "wrong": "wrong answers that got 1"}
 
 
-def judged_block(found: Mapping[str, Any] | None = None) -> str:
-    """The block. found: other results than the committed ones."""
-    found = load("math_rewards") if found is None else found
-    if not found:
-        return "Not run yet: `python scripts/measure_math.py` runs it, and `make docs` writes what came of it."
+def math_block(report: Mapping[str, Any] | None = None) -> str:
+    """Write the block, from the committed results unless others are given."""
+    report = load("math_rewards") if report is None else report
+    if not report:
+        return "Not run yet: run `python scripts/measure_math.py`, then `make docs`."
     body = [
         (
             text,
             data,
             f"{_sum(rows, 'answers'):,}",
-            *(f"{_errors(rows, judge):,}" for judge in ("policygrad", "math_verify")),
+            *(f"{_errors(rows, grader):,}" for grader in ("policygrad", "math_verify")),
         )
         for kind, text in MATH_KINDS.items()
-        for data, rows in found[kind].items()
+        for data, rows in report[kind].items()
     ]
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     parts = [
         f"Errors of `math` and of math-verify alone ({versions}):",
         table(("", "of", "answers", "`math`", "math-verify"), body),
-        "By the way of writing, where one of them errs; each answer stands in a box or a sentence:",
-        table(("", "written as", "answers", "`math`", "math-verify", "such as"), _ways(found)),
-        block(found["measured_by"], "sh"),
+        "By notation, where one of them errs; each answer is in a box or a sentence:",
+        table(("", "written as", "answers", "`math`", "math-verify", "example"), _math_errors(report)),
+        block(report["measured_by"], "sh"),
     ]
     return "\n\n".join(parts)
 
 
-def _ways(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _math_errors(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows = []
     for kind in MATH_KINDS:
-        for data, ways in found[kind].items():
+        for data, ways in report[kind].items():
             for way in ways:
-                errors = [way["errors"][judge] for judge in ("policygrad", "math_verify")]
+                errors = [way["errors"][grader] for grader in ("policygrad", "math_verify")]
                 if any(errors):
                     examples = way["examples"].get("policygrad") or way["examples"]["math_verify"]
                     reference, completion = examples[0]
@@ -297,16 +296,16 @@ def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> int:
     return sum(row[name] for row in rows)
 
 
-def _errors(rows: Sequence[Mapping[str, Any]], judge: str) -> int:
-    return sum(row["errors"][judge] for row in rows)
+def _errors(rows: Sequence[Mapping[str, Any]], grader: str) -> int:
+    return sum(row["errors"][grader] for row in rows)
 
 
-def accuracy_block(found: Mapping[str, Any] | None = None) -> str:
-    """The block. found: other results than the committed ones."""
-    found = load("ranks") if found is None else found
-    if not found:
-        return "Not run yet: `python scripts/measure_default.py --ranks` runs them, and `make docs` writes what came of it."
-    runs = found["runs"]
+def accuracy_block(report: Mapping[str, Any] | None = None) -> str:
+    """Write the block, from the committed results unless others are given."""
+    report = load("ranks") if report is None else report
+    if not report:
+        return "Not run yet: run `python scripts/measure_default.py --ranks`, then `make docs`."
+    runs = report["runs"]
     seeds = sorted({seed for by_seed in runs.values() for seed in by_seed}, key=int)
     body = []
     for ranks, by_seed in runs.items():
@@ -314,7 +313,7 @@ def accuracy_block(found: Mapping[str, Any] | None = None) -> str:
         before = fmean(run["before"] for run in by_seed.values())
         mean = fmean(run["after"] for run in by_seed.values())
         body.append((ranks, f"{before:.3f}", *after, f"{mean:.3f}"))
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     return "\n\n".join(
         (
             f"`python scripts/measure_default.py --ranks` ({versions}): held-out accuracy of "
@@ -328,38 +327,38 @@ def accuracy_block(found: Mapping[str, Any] | None = None) -> str:
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 260, 50, 620, 20, 220
 
 
-def seen_block(found: dict[str, Any] | None = None) -> str:
-    """The block. found: other results than the committed ones."""
-    found = load("smollm2") if found is None else found
-    if found is None:
-        return "Not run yet: `python scripts/measure_smollm2.py` runs it, and `make docs` writes what came of it."
-    (_, before, error_before), (_, after, error_after) = found["eval/reward"][0], found["eval/reward"][-1]
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    seconds = found["processor_seconds"]
+def real_model_block(report: dict[str, Any] | None = None) -> str:
+    """Write the block, from the committed results unless others are given."""
+    report = load("smollm2") if report is None else report
+    if report is None:
+        return "Not run yet: run `python scripts/measure_smollm2.py`, then `make docs`."
+    (_, before, error_before), (_, after, error_after) = report["eval/reward"][0], report["eval/reward"][-1]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    seconds = report["processor_seconds"]
     took = f", {seconds / 60:.0f} minutes of processor time" if seconds else ""
-    weights = f" Its weights: {found['weights']}." if found["weights"] else ""
+    weights = f" Its weights: {report['weights']}." if report["weights"] else ""
     intro = (
-        f"`{found['made_by']}`, one seed ({versions}; {found['machine']}{took}).{weights} Held-out accuracy on 128 "
-        f"of the {found['problems']['eval/reward']} questions that are not trained on, 4 samples each at temperature 1: "
-        f"**{before:.3f} ± {error_before:.3f} before, {after:.3f} ± {error_after:.3f} after** {found['steps']} steps "
+        f"`{report['made_by']}`, one seed ({versions}; {report['machine']}{took}).{weights} Held-out accuracy on 128 "
+        f"of the {report['problems']['eval/reward']} held-out questions, 4 samples each at temperature 1: "
+        f"**{before:.3f} ± {error_before:.3f} before, {after:.3f} ± {error_after:.3f} after** {report['steps']} steps "
         f"(standard errors over problems)."
     )
     rows = [
-        (str(a["step"]), a["prompt"], f"`{a['completion'].strip()!r}`", f"{a['reward']:g}") for a in found["answers"]
+        (str(a["step"]), a["prompt"], f"`{a['completion'].strip()!r}`", f"{a['reward']:g}") for a in report["answers"]
     ]
-    said = table(("step", "question", "answer", "reward"), rows)
+    answers = table(("step", "question", "answer", "reward"), rows)
     picture = "![Mean reward of each step](real-model.svg)"
     return "\n\n".join(
-        (intro, picture, said, "The run, in the folder with the problems:", block(found["command"], "sh"))
+        (intro, picture, answers, "The run, in the folder with the problems:", block(report["command"], "sh"))
     )
 
 
-def picture(found: dict[str, Any] | None = None) -> str:
-    """The SVG: each step's mean reward as a dot, their line, and the held-out score before and after with its standard error."""
-    found = load("smollm2") if found is None else found
-    if found is None:
+def real_model_picture(report: dict[str, Any] | None = None) -> str:
+    """Draw an SVG of the mean reward of each step, and the held-out score before and after with its standard error."""
+    report = load("smollm2") if report is None else report
+    if report is None:
         return _svg(['<text x="20" y="35">Not run yet.</text>'])
-    end = max(step for step, _ in found["curve"])
+    end = max(step for step, _ in report["curve"])
 
     def at(step: float, value: float) -> tuple[float, float]:
         return LEFT + (RIGHT - LEFT) * step / end, BOTTOM - (BOTTOM - TOP) * value
@@ -369,23 +368,23 @@ def picture(found: dict[str, Any] | None = None) -> str:
         _, y = at(0, level)
         shapes.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>')
         shapes.append(f'<text class="small" x="{LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{level:g}</text>')
-    points = " ".join("{:.1f},{:.1f}".format(*at(step, reward)) for step, reward in found["curve"])
+    points = " ".join("{:.1f},{:.1f}".format(*at(step, reward)) for step, reward in report["curve"])
     shapes.append(f'<polyline class="curve" points="{points}"/>')
-    for step, score, error in found["eval/reward"]:
+    for step, score, error in report["eval/reward"]:
         x, low = at(step, score - error)
         _, high = at(step, score + error)
-        shapes.append(f'<path class="held" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')
-        shapes.append(f'<circle class="held" cx="{x:.1f}" cy="{(low + high) / 2:.1f}" r="4"/>')
-    words = "line: mean reward of the 128 answers of a step; circles: held-out accuracy, ± a standard error"
+        shapes.append(f'<path class="eval" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')
+        shapes.append(f'<circle class="eval" cx="{x:.1f}" cy="{(low + high) / 2:.1f}" r="4"/>')
+    caption = "line: mean reward of the 128 answers of a step; circles: held-out accuracy, ± a standard error"
     shapes.append(f'<text class="small" x="{LEFT}" y="{BOTTOM + 18}">step 0</text>')
     shapes.append(f'<text class="small" x="{RIGHT}" y="{BOTTOM + 18}" text-anchor="end">{end}</text>')
-    shapes.append(f'<text class="small" x="{LEFT}" y="{HEIGHT - 6}">{words}</text>')
+    shapes.append(f'<text class="small" x="{LEFT}" y="{HEIGHT - 6}">{caption}</text>')
     return _svg(shapes)
 
 
 def _svg(shapes: list[str]) -> str:
-    held = ".held { fill: #1a7f37; stroke: #1a7f37; stroke-width: 1.5 }"
-    style = f"<style>{STYLE}\n  {held}\n  @media (prefers-color-scheme: dark) {{{DARK}\n  }}\n</style>"
+    eval_style = ".eval { fill: #1a7f37; stroke: #1a7f37; stroke-width: 1.5 }"
+    style = f"<style>{STYLE}\n  {eval_style}\n  @media (prefers-color-scheme: dark) {{{DARK}\n  }}\n</style>"
     page = f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="8"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">'
     return "\n".join([head, "<title>SmolLM2-135M-Instruct learns sums</title>", style, page, *shapes, "</svg>"]) + "\n"

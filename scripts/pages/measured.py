@@ -1,4 +1,5 @@
-"""docs/measured.md and docs/measured.svg: what scripts/measure_algorithms.py has measured, from its reports in docs/results/."""
+"""docs/measured.md and docs/measured.svg: the results of scripts/measure_algorithms.py, from its reports in "
+"docs/results/."""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ from html import escape
 from typing import Any
 
 from measure_algorithms import REGIME, UNGATED
-from pages.formatting import Data, block, estimate, files, link, load, page, short, table
+from pages.markdown import Data, block, estimate, files, link, load, page, short, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS, OVERRIDES
 
 
 def ladder_section(name: str, found: Data | None) -> str:
-    """A ladder's section."""
+    """Write a ladder's section."""
     ladder, title = LADDERS[name], f"## {LADDERS[name].title}"
-    called = f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2"
-    command = block(called if found is None else found["measured_by"], "sh")
+    default_command = f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2"
+    command = block(default_command if found is None else found["measured_by"], "sh")
     if found is None:
         return f"{title}\n\n{ladder.why}\n\nNot measured yet:\n\n{command}"
     published = {rung.label: rung.published for rung in ladder.rungs}
@@ -38,7 +39,8 @@ def ladder_section(name: str, found: Data | None) -> str:
     return "\n\n".join(
         [
             title,
-            f"{ladder.why} Published: {ladder.source}. Here: {len(found['seeds'])} seeds, {found['tokens']:,} tokens a run; length "
+            f"{ladder.why} Published: {ladder.source}. Here: {len(found['seeds'])} seeds, {found['tokens']:,} tokens a "
+            f"run; length "
             "[tokens], share cut off and entropy [nats a token] are those of the last fifth of a run's steps.",
             table(head, rows),
             lists,
@@ -94,7 +96,8 @@ def summary_sentence(row: Data) -> str:
     )
     return (
         f"Held-out score {summary['before']:.3f} → {estimate(summary['final'])} ({runs} seed{'s' * (runs > 1)}{rate}, "
-        f"{short(summary['means']['tokens'])} sampled tokens in {summary['means']['updates']:.0f} updates; interquartile mean and "
+        f"{short(summary['means']['tokens'])} sampled tokens in {summary['means']['updates']:.0f} updates; interquartile "
+        f"mean and "
         f"95 % bootstrap interval; `{row['runs'][0]['command']}`)."
     )
 
@@ -102,19 +105,19 @@ def summary_sentence(row: Data) -> str:
 def measured_page(
     found: Data | None = None, ladders: Mapping[str, Data | None] | None = None, gates: Data | None = None
 ) -> str:
-    """The page: a row per algorithm, measured or not. found, ladders, gates: other reports than the committed ones."""
+    """Write the page, with a row per algorithm, from the committed reports unless others are given."""
     found = load() if found is None else found
     gates = load("gates") if gates is None else gates
     ladders = {name: load(f"ladder-{name}") for name in LADDERS} if ladders is None else ladders
-    called = "python scripts/measure_algorithms.py -- --jobs 2"
-    command = block(called if found is None else found["measured_by"], "sh")
+    default_command = "python scripts/measure_algorithms.py -- --jobs 2"
+    command = block(default_command if found is None else found["measured_by"], "sh")
     if found is None:
         waiting = f"Not measured yet:\n\n{command}\n\nruns it, and `make docs` writes this page."
         return page("# Every algorithm, measured", waiting, *(ladder_section(name, ladders[name]) for name in LADDERS))
     return page(
         "# Every algorithm, measured",
         _intro(found),
-        "![Learning curves of every algorithm over sampled tokens, each beside that of grpo](measured.svg)",
+        "![Learning curves of every algorithm over sampled tokens, with the curve of grpo for comparison](measured.svg)",
         *(_table(found, number, kind) for number, kind in enumerate(found["kinds"])),
         _not_measured(found),
         _section("What it says", [*_by_updates(found), *found["ranking"]]),
@@ -124,7 +127,8 @@ def measured_page(
         _overrides(),
         gates_section(found, gates),
         *(ladder_section(name, ladders[name]) for name in LADDERS),
-        f"## How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row and goes on where it stopped. "
+        f"## How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row and goes on where it "
+        f"stopped. "
         f"{files('algorithms')} hold every run and every curve.",
     )
 
@@ -133,19 +137,20 @@ def _intro(found: Data) -> str:
     kind, seeds = found["kinds"][0]["measure"], len(found["seeds"])
     return (
         f"Each algorithm trains the [embedded model](base-model.md) until {found['tokens']:,} tokens have been sampled, at "
-        f"the best learning rate of a grid, with {seeds} seeds. The rate is chosen on {len(found['tuning_seeds'])} other "
-        f"seeds, which are not reported. A score is the mean reward of {kind['samples']} samples on each of "
+        f"the best learning rate of a grid, with {seeds} seeds. The rate is chosen on "
+        f"{len(found['tuning_seeds'])} other {'seed' if len(found['tuning_seeds']) == 1 else 'seeds'}, not reported here. "
+        f"A score is the mean reward of {kind['samples']} samples on each of "
         f"{kind['problems']} held-out problems; a figure is the interquartile mean over seeds with its 95 % stratified "
-        "bootstrap interval, as in Agarwal et al. 2021. Rows are compared where all of them get: at equal tokens, at "
-        "equal updates of the weights, at equal seconds of training. *Area* is the mean height of the curve over tokens; "
-        "*above / open / below* counts the rows that this one is above of, cannot be told from, and is below of at equal "
+        "bootstrap interval, as in Agarwal et al. 2021. Rows are compared at points that all of them reach: equal tokens, "
+        "equal updates of the weights, equal seconds of training. *Area* is the mean height of the curve over tokens; "
+        "*above / open / below* counts the rows that this one beats, cannot be distinguished from, and loses to at equal "
         f"tokens; *it* is the threshold, {found['share']:.0%} of the way from the score before training to the best row's "
         "final one, and what it took to get there is a median over seeds."
     )
 
 
 def _table(found: Data, number: int, kind: Data) -> str:
-    """The rows of one kind."""
+    """Write the table of the rows of one kind."""
     rows = [_row(found, row) for row in found["rows"] if row["kind"] == number and row["summary"]]
     if not rows:
         return ""
@@ -164,7 +169,7 @@ def _row(found: Data, row: Data) -> tuple[str, ...]:
         "–" if row["option_value"] is None else f"{row['option_value']:g}" + "\\*" * bool(row["edge"]),
         *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates", "seconds")),
         estimate(summary["area"]),
-        standing(found, row["label"]),
+        count_pairs(found, row["label"]),
         f"{means['updates']:.0f}",
         short(means["tokens"]),
         f"{means['cpu_seconds']:.0f}" if "cpu_seconds" in means else "–",
@@ -172,8 +177,8 @@ def _row(found: Data, row: Data) -> tuple[str, ...]:
     )
 
 
-def standing(found: Data, label: str) -> str:
-    """`12 / 5 / 3`: rows below it, not told apart, above it, at equal tokens."""
+def count_pairs(found: Data, label: str) -> str:
+    """Count, at equal tokens, the rows that this one is above of, not distinguishable from and below of: `12 / 5 / 3`."""
     counts = {"above": 0, "open": 0, "below": 0}
     for pair in found["pairs"]:
         if label not in (pair["first"], pair["second"]):
@@ -185,7 +190,8 @@ def standing(found: Data, label: str) -> str:
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Compute Spearman's ρ: the correlation of ranks, equal values sharing the mean of theirs; 0 where either is constant."""
+    """Compute Spearman's ρ: the correlation of ranks, equal values sharing the mean of theirs; 0 where either is "
+    "constant."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         return [sum(v < value for v in values) + (sum(v == value for v in values) + 1) / 2 for value in values]
@@ -197,7 +203,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _by_updates(found: Data) -> list[str]:
-    """Say how far the order is that of the number of updates; trust regions, whose step is no gradient's, left out."""
+    """Compare the ranking with the number of updates, over the rows without a trust region."""
     rows = [
         row
         for row in found["rows"]
@@ -216,22 +222,22 @@ def _by_updates(found: Data) -> list[str]:
     return [
         f"Over the {len(rows)} rows without a trust region the score follows the number of updates that a row takes within "
         f"the budget: their rank correlation is {tokens:.2f} at equal tokens and {same:.2f} at equal updates. "
-        f"The order is mostly that of "
-        "how often a rollout is used, and no measure of the idea in a row."
+        f"The order mostly reflects "
+        "how often a rollout is used, not the idea in a row."
     ]
 
 
 def gates_section(found: Data, gates: Data | None) -> str:
-    """Show on how many tokens gates acted, at the rows' own settings and in a regime in which they act."""
-    title, called = "## Where gates act", "python scripts/measure_algorithms.py --gates"
+    """Write on how many tokens gates acted, at the rows' own settings and in a regime in which they act."""
+    title, command = "## Where gates act", "python scripts/measure_algorithms.py --gates"
     if gates is None:
-        return f"{title}\n\nNot measured yet:\n\n{block(called, 'sh')}"
-    own = {row["label"]: row["summary"]["means"] for row in found["rows"] if row["summary"]}
+        return f"{title}\n\nNot measured yet:\n\n{block(command, 'sh')}"
+    means_above = {row["label"]: row["summary"]["means"] for row in found["rows"] if row["summary"]}
     rows = []
     for row in gates["rows"]:
         if row["summary"] is None:
             continue
-        means, before = row["summary"]["means"], own.get(row["label"], {})
+        means, before = row["summary"]["means"], means_above.get(row["label"], {})
         rows.append(
             (
                 f"`{row['label']}`" if row["label"] == UNGATED else link(row["label"]),
@@ -245,15 +251,18 @@ def gates_section(found: Data, gates: Data | None) -> str:
     head = ("algorithm", "acted above", "acts here", "equal tokens", "equal updates", "updates")
     ends = gates["kinds"][0]["equal"]
     text = (
-        "In the table above some gates hardly act: a row with one update per rollout has r = 1 throughout, "
-        "and the bounds of others "
-        "are wide for rates at which a rollout's policies stay close. There, a row's place says nothing of "
-        "its gate. Here every row has "
-        f"`{' '.join(REGIME)}`: many updates on old samples at a high rate, π_old being the policy that "
-        f"sampled. *Acted* is the share "
-        "of tokens whose weight the gate cut to 0 or capped: above over the last fifth of the steps, here over all of them. "
-        f"`{UNGATED}` is dapo with its gate replaced by `Importance`, w = r. No rate was tuned. "
-        f"{len(gates['seeds'])} seeds; rows are compared at {ends['tokens']:,.0f} tokens and {ends['updates']:,.0f} updates."
+        "In the table above some gates hardly act: a row with one update per rollout has r = 1 throughout, and other "
+        "rows have "
+        "wide bounds for learning rates at which the policy hardly moves. There, a row's rank says nothing about its "
+        "gate. Here "
+        f"every row has `{' '.join(REGIME)}`: many updates on old samples at a high learning rate, with the sampler's "
+        f"policy as "
+        "π_old. *Acted* is the share of tokens whose weight the gate cut to 0 or capped: over the last fifth of the "
+        "steps above, "
+        f"over all steps here. `{UNGATED}` is dapo with its gate replaced by `Importance`, w = r. Learning rates were not "
+        f"tuned. "
+        f"{len(gates['seeds'])} seeds; rows are compared at {ends['tokens']:,.0f} tokens and {ends['updates']:,.0f} "
+        f"updates."
     )
     lists = "\n".join(f"- {sentence}" for sentence in [*gates["ranking"], *gates["caveats"]])
     return "\n\n".join(
@@ -262,14 +271,14 @@ def gates_section(found: Data, gates: Data | None) -> str:
 
 
 def _share(x: float) -> str:
-    """15 %, 0.63 %, 0.009 %: two digits, however small."""
+    """Format with two digits, however small: 15 %, 0.63 %, 0.009 %."""
     return "0 %" if x == 0 else f"{100 * x:.2g} %" if x >= 1e-4 else f"{100 * x:.4f} %"
 
 
 def _not_measured(found: Data) -> str:
-    """Rows that are missing, and why."""
-    there = {row["label"] for row in found["rows"]}
-    reasons = {name: "not measured yet" for name in ALGORITHMS if name not in there} | found.get("left_out", {})
+    """List the rows that are missing, and why."""
+    present = {row["label"] for row in found["rows"]}
+    reasons = {name: "not measured yet" for name in ALGORITHMS if name not in present} | found.get("left_out", {})
     failed = {
         row["label"]: f"every run failed: {row['failed'][-1]['error'].splitlines()[-1]}"
         if row["failed"]
@@ -281,10 +290,10 @@ def _not_measured(found: Data) -> str:
 
 
 def _rates(found: Data) -> str:
-    """Scores by value of what was tuned."""
+    """Write the scores by value of the tuned option."""
     sections = []
-    for knob in dict.fromkeys(row["tuned_option"] for row in found["rows"] if row["tuning"]):
-        rows = [row for row in found["rows"] if row["tuned_option"] == knob and row["tuning"]]
+    for option in dict.fromkeys(row["tuned_option"] for row in found["rows"] if row["tuning"]):
+        rows = [row for row in found["rows"] if row["tuned_option"] == option and row["tuning"]]
         values = sorted({tried["value"] for row in rows for tried in row["tuning"]})
         cells = []
         for row in rows:
@@ -296,33 +305,38 @@ def _rates(found: Data) -> str:
                     *(f"**{s}**" if v == row["option_value"] else s for v, s in zip(values, scores, strict=True)),
                 )
             )
-        sections.append(table((f"`{knob}`", *(f"{v:g}" for v in values)), cells))
+        sections.append(table((f"`{option}`", *(f"{v:g}" for v in values)), cells))
     if not sections:
         return ""
     head = (
-        "Mean final scores on the tuning seeds, the chosen value in bold; \\* above marks one at the edge of its grid."
+        "Mean final scores on the tuning seeds, with the chosen value in bold; \\* in the tables above marks a value at "
+        "the edge "
+        "of its grid."
     )
     return "\n\n".join(["## Learning rates", head, *sections])
 
 
 def _overrides() -> str:
     rows = [(link(name), f"`{' '.join(o.options)}`", o.reason) for name, o in OVERRIDES.items() if name in ALGORITHMS]
-    head = "Where an algorithm's own options do not suit answers of ten tokens, they were changed:"
-    told = [f"{head}\n\n{table(('algorithm', 'options', 'why'), rows)}"] if rows else []
-    return "\n\n".join(["## Options", *told, _remarks()])
+    head = "Options that do not suit answers of ten tokens were changed:"
+    changes = [f"{head}\n\n{table(('algorithm', 'options', 'why'), rows)}"] if rows else []
+    return "\n\n".join(["## Options", *changes, _remarks()])
 
 
 def _remarks() -> str:
-    """What has to be known to compare rows; derived, so that it holds for rows to come."""
+    """List what to know when comparing rows; derived from their parts, so that it holds for new rows too."""
     fitted = [link(name) for name, a in ALGORITHMS.items() if a.critic is not None and a.critic.pretrain]
     alone = [link(name) for name, a in ALGORITHMS.items() if not a.update_rule.uses_lr]
     remarks = [
         (
             list(map(link, ALGORITHMS)),
-            "tokens are all that were sampled for training, those of value estimates included",
+            "tokens count everything sampled for training, including value estimates",
         ),
-        (fitted, "the rollouts that fit the critic before training are part of the tokens"),
-        (alone, "the policy's step has no learning rate: its length δ is tuned, and the critic's rate is the default"),
+        (fitted, "tokens include the rollouts that fit the critic before training"),
+        (
+            alone,
+            "the policy's step has no learning rate: its length δ is tuned, and the critic's learning rate is the default",
+        ),
     ]
     every = len(ALGORITHMS)
     return "\n".join(
@@ -336,36 +350,36 @@ def _section(title: str, sentences: Sequence[str]) -> str:
 
 ACROSS, WIDTH, HEIGHT, LEFT, TOP = 6, 178, 132, 40, 34
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - 22, HEIGHT - 50
-BESIDE = "grpo"
+BASELINE = "grpo"
 STYLE = """
   .page { fill: #ffffff } .grid { stroke: #d8dee4 } .band { fill: #0969da; opacity: .18 } .curve { fill: none; stroke: #0969da;
-  stroke-width: 1.8 } .beside { fill: none; stroke: #8c959f; stroke-width: 1.2; stroke-dasharray: 3 3 }
+  stroke-width: 1.8 } .baseline { fill: none; stroke: #8c959f; stroke-width: 1.2; stroke-dasharray: 3 3 }
   text { font-family: ui-sans-serif, system-ui, "DejaVu Sans", sans-serif; fill: #1f2328; font-size: 12px }
   .small { font-size: 10px; fill: #57606a }"""
 DARK = """
-  .page { fill: #0d1117 } .grid { stroke: #30363d } .band { fill: #58a6ff } .curve { stroke: #58a6ff } .beside { stroke: #8b949e }
+  .page { fill: #0d1117 } .grid { stroke: #30363d } .band { fill: #58a6ff } .curve { stroke: #58a6ff } .baseline { stroke: #8b949e }
   text { fill: #e6edf3 } .small { fill: #9198a1 }"""
 
 
 def curves(found: dict[str, Any] | None) -> str:
-    """The SVG of a report; one that says so where there is none."""
+    """Draw the learning curves as an SVG, or 'Not measured yet'."""
     rows = [row for row in found["rows"] if row["summary"]] if found else []
     if found is None or not rows:
         return _svg(400, 60, ['<text x="20" y="35">Not measured yet.</text>'])
     xs = found["axes"]["tokens"]
-    beside = next((row["summary"]["curves"]["tokens"]["value"] for row in rows if row["label"] == BESIDE), None)
+    baseline = next((row["summary"]["curves"]["tokens"]["value"] for row in rows if row["label"] == BASELINE), None)
     down = -(-len(rows) // ACROSS)
     shapes = [
-        f'<text class="small" x="{LEFT}" y="16">held-out score over sampled tokens, 0 to {xs[-1]:,.0f}; dashed: {BESIDE}</text>'
+        f'<text class="small" x="{LEFT}" y="16">held-out score over sampled tokens, 0 to {xs[-1]:,.0f}; dashed: {BASELINE}</text>'
     ]
     for number, row in enumerate(rows):
         x, y = LEFT + number % ACROSS * WIDTH, TOP + number // ACROSS * HEIGHT
-        shapes += _panel(x, y, row, xs, None if row["label"] == BESIDE else beside, first=number % ACROSS == 0)
+        shapes += _panel(x, y, row, xs, None if row["label"] == BASELINE else baseline, first=number % ACROSS == 0)
     return _svg(LEFT + ACROSS * WIDTH, TOP + down * HEIGHT, shapes)
 
 
 def _panel(
-    x: float, y: float, row: dict[str, Any], xs: Sequence[float], beside: list[float] | None, *, first: bool
+    x: float, y: float, row: dict[str, Any], xs: Sequence[float], baseline: list[float] | None, *, first: bool
 ) -> list[str]:
     curve = row["summary"]["curves"]["tokens"]
     bottom, end = y + 16 + PLOT_HEIGHT, xs[-1] or 1.0
@@ -380,8 +394,8 @@ def _panel(
         shapes.append(f'<path class="grid" d="M{x} {height:.1f}h{PLOT_WIDTH}"/>')
         if first:
             shapes.append(f'<text class="small" x="{x - 6}" y="{height + 3:.1f}" text-anchor="end">{level:g}</text>')
-    if beside is not None:
-        shapes.append(f'<path class="beside" d="M{"L".join(points(beside))}"/>')
+    if baseline is not None:
+        shapes.append(f'<path class="baseline" d="M{"L".join(points(baseline))}"/>')
     shapes.append(f'<path class="band" d="M{"L".join([*points(curve["high"]), *points(curve["low"], -1)])}Z"/>')
     return [*shapes, f'<path class="curve" d="M{"L".join(points(curve["value"]))}"/>']
 

@@ -1,5 +1,5 @@
-"""Of docs/planning.md: predictions of `policygrad plan` against runs that others have published and that docs/results/bench.json
-holds, with their errors."""
+"""Part of docs/planning.md: predictions of `policygrad plan`, compared with published runs and with "
+"docs/results/bench.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from measure_algorithms import RESULTS
-from pages.formatting import table
+from pages.markdown import table
 from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
 from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
@@ -19,7 +19,7 @@ from policygrad.planning.render import GIB
 from policygrad.training.calibration import CPU
 
 NEMO = AlgorithmCost("grpo", frozen_models=1, scoring_passes=2, recomputes_head=True, updates=4)
-"""Its GRPO reads every rollout twice, for log π_old and log π_ref, and learns in four updates of 512 completions."""
+"""Its GRPO scores every rollout twice, for log π_old and log π_ref, and makes four updates of 512 completions."""
 SEVEN = ModelShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
 TWENTY_FIVE = ModelShape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
 HEAD = ("run", "what", "measured", "planned", "error")
@@ -43,54 +43,57 @@ class Row:
 
 
 def checked_block(bench: Mapping[str, Any] | None = None) -> str:
-    """The tables and what they come to. bench: other measurements than the committed ones."""
-    nemo, prime, here = list(published()), list(trainers()), list(measured(bench))
+    """Write the tables and their errors, from the committed measurements unless others are given."""
+    nemo, prime, own = list(nemo_rows()), list(prime_rows()), list(own_rows(bench))
     steps = [row for row in nemo if row.what == "s, a step"]
     memory = [row for row in prime if row.what.startswith("GiB")]
     rates = [row for row in prime if row not in memory]
     sentence = (
-        f"Whole steps are off by {_range(steps)}. What is assumed to be reached was set with these figures in view, the first "
-        "run's above all, so that this is no test of it. Publishing is the arithmetic of moving the weights alone: what an engine "
-        "needs to take them over and to wake up is not in it."
+        f"Full steps are off by {_range(steps)}. The assumed efficiencies were chosen with these figures in view, above "
+        f"all the first "
+        "run's, so this is not a test of them. Publishing counts only the transfer of the weights, not the time an "
+        "engine needs to "
+        "load them and wake up."
     )
     lines = [
-        "### Whole steps: NeMo-RL\n\n" + _table(nemo) + "\n\n" + sentence,
+        "### Full steps: NeMo-RL\n\n" + _table(nemo) + "\n\n" + sentence,
         "### A learner alone: prime-rl\n\n"
         + _table(prime)
         + f"\n\nRates are off by {_range(rates)}, memory by {_range(memory)}.",
     ]
-    if here:
-        lines.append("### This library on one core\n\n" + _table(here) + f"\n\n{_about(_calibration())}")
+    if own:
+        lines.append("### This library on one core\n\n" + _table(own) + f"\n\n{_describe(_calibration())}")
     else:
         lines.append(
-            "### This library on one core\n\nNot calibrated yet: `OMP_NUM_THREADS=1 policygrad plan --calibrate --calibration "
+            "### This library on one core\n\nNot calibrated yet: `OMP_NUM_THREADS=1 policygrad plan --calibrate "
+            "--calibration "
             "docs/results/calibration.json` does it, and `make docs` writes this."
         )
     return "\n\n".join(lines)
 
 
-def published() -> Iterator[Row]:
-    """NeMo-RL: https://nvidia-nemo.github.io/blog/2025/07/21/nemo-rl-v0.3/ (its figures also in issue 959 of NVIDIA-NeMo/RL), and
-    docs/about/performance-summary.md of version 0.4."""
-    plan = nemo("Llama-3.1-8B", 8, 1, 795)
+def nemo_rows() -> Iterator[Row]:
+    """Published by NeMo-RL: https://nvidia-nemo.github.io/blog/2025/07/21/nemo-rl-v0.3/ (its figures also in issue 959 of
+    NVIDIA-NeMo/RL), and docs/about/performance-summary.md of version 0.4."""
+    plan = plan_nemo("Llama-3.1-8B", 8, 1, 795)
     phases, run = plan.step_times, "Llama-3.1-8B, 8 × H100 (0.3)"
-    yield Row(run, "s, drawing", 58, phases.generation)
+    yield Row(run, "s, sampling", 58, phases.generation)
     yield Row(run, "s, learning", 28, phases.learning + phases.optimizer)
     yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
     yield Row(run, "s, publishing", 5, phases.publishing)
     yield Row(run, "s, a step", 112, plan.step_seconds)
-    plan = nemo("Llama-3.1-70B", 64, 4, 398)
+    plan = plan_nemo("Llama-3.1-70B", 64, 4, 398)
     phases, run = plan.step_times, "Llama-3.1-70B, 64 × H100 (0.3)"
-    yield Row(run, "s, drawing", 84, phases.generation)
+    yield Row(run, "s, sampling", 84, phases.generation)
     yield Row(run, "s, learning", 28, phases.learning + phases.optimizer)
     yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
     yield Row(run, "s, publishing", 14, phases.publishing)
     yield Row(run, "s, a step", 147, plan.step_seconds)
-    yield Row("Llama-3.1-8B, 16 × H100 (0.4)", "s, a step", 97.7, nemo("Llama-3.1-8B", 16, 1, 1060).step_seconds)
-    yield Row("Qwen3-32B, 32 × H100 (0.4)", "s, a step", 393, nemo("Qwen3-32B", 32, 4, 3206).step_seconds)
+    yield Row("Llama-3.1-8B, 16 × H100 (0.4)", "s, a step", 97.7, plan_nemo("Llama-3.1-8B", 16, 1, 1060).step_seconds)
+    yield Row("Qwen3-32B, 32 × H100 (0.4)", "s, a step", 393, plan_nemo("Qwen3-32B", 32, 4, 3206).step_seconds)
 
 
-def nemo(model: str, gpus: int, tensor: int, completion: float) -> CapacityPlan:
+def plan_nemo(model: str, gpus: int, tensor: int, completion: float) -> CapacityPlan:
     """Its recipe: 64 prompts × 32 completions, texts of at most 4,096 tokens, all devices in turns. Prompts of 132 tokens, as
     follows from version 0.4's tokens a second, seconds and mean length."""
     work = Workload(64, 32, 132, completion, 4096 - 132)
@@ -98,9 +101,10 @@ def nemo(model: str, gpus: int, tensor: int, completion: float) -> CapacityPlan:
     return CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, NEMO, Efficiency()), layout)
 
 
-def trainers() -> Iterator[Row]:
-    """prime-rl: benchmarks/results/BENCHMARKS.md of 2026-02-07 (PrimeIntellect-ai/prime-rl at 30bf494), "RL Full", activations
-    recomputed, two micro-batches of one text a step."""
+def prime_rows() -> Iterator[Row]:
+    """Published by prime-rl: benchmarks/results/BENCHMARKS.md of 2026-02-07 (PrimeIntellect-ai/prime-rl at 30bf494), "
+    ""RL Full",
+    activations recomputed, two micro-batches of one text a step."""
     for model, gpus, length, rate, peak in (
         ("Qwen3-0.6B", 1, 16384, 11900, 12.5),
         ("Qwen3-0.6B", 1, 65536, 10150, 19.6),
@@ -108,19 +112,17 @@ def trainers() -> Iterator[Row]:
         ("Qwen3-4B", 8, 65536, 28970, 36.1),
     ):
         work = Workload(2 * gpus, 1, 1, length - 1, length - 1)
-        asks, layout = (
-            AlgorithmCost("grpo", recomputes_head=True),
-            ParallelLayout(gpus, checkpointing=True, keeps_full_policy=False, micro_tokens=length),
-        )
-        plan = CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, asks, Efficiency()), layout)
+        cost = AlgorithmCost("grpo", recomputes_head=True)
+        layout = ParallelLayout(gpus, checkpointing=True, keeps_full_policy=False, micro_tokens=length)
+        plan = CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, cost, Efficiency()), layout)
         seconds = plan.step_times.learning + plan.step_times.optimizer
         run = f"{model}, {gpus} × H100, texts of {length:,}"
         yield Row(run, "tokens/s", rate, work.num_completions * length / seconds)
-        held = learner_memory(KNOWN_SHAPES[model], work, asks, layout, DEVICES["H100"])
-        yield Row(run, "GiB at most", peak, (sum(held.static.values()) + sum(held.training.values())) / GIB)
+        memory = learner_memory(KNOWN_SHAPES[model], work, cost, layout, DEVICES["H100"])
+        yield Row(run, "GiB at most", peak, (sum(memory.static.values()) + sum(memory.training.values())) / GIB)
 
 
-def measured(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
+def own_rows(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
     """Ours, of docs/results/bench.json, in CPU seconds at one thread, float32; nothing without a calibration."""
     found = _calibration()
     if found is None:
@@ -150,7 +152,7 @@ def measured(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
 
 
 def here(found: Calibration, of: ModelShape, work: Workload) -> CapacityPlan:
-    """Dr. GRPO on one core as it was calibrated."""
+    """Plan Dr. GRPO on one calibrated core."""
     device, reached = found.apply(DEVICES["cpu"], "fp32")
     layout = ParallelLayout(1, dtype="fp32", micro_tokens=MICRO_TOKENS_CPU)
     return CapacityPlan(
@@ -163,14 +165,16 @@ def _calibration() -> Calibration | None:
     return load_calibration(path) if path.exists() else None
 
 
-def _about(found: Calibration | None) -> str:
-    assert found is not None
-    reached, device, about = found.efficiency, found.device, found.details
+def _describe(calibration: Calibration | None) -> str:
+    assert calibration is not None
+    reached, device, details = calibration.efficiency, calibration.device, calibration.details
     return (
-        f"Calibrated afterwards on the same kind of machine ([calibration.json](results/calibration.json): {about['threads']} "
-        f"thread, torch {about['torch']}): {device.fp32 / 1e9:.0f} Gflop/s, {device.bandwidth / 1e9:.1f} GB/s; "
-        f"{reached.training:.0%} reached learning, {reached.scoring:.0%} reading, {reached.sampling:.0%} drawing, on a made-up "
-        f"model of {CPU.shape.parameters / 1e6:.1f}M parameters that is none of these."
+        f"Calibrated afterwards on the same kind of machine ([calibration.json](results/calibration.json): "
+        f"{details['threads']} "
+        f"thread, torch {details['torch']}): {device.fp32 / 1e9:.0f} Gflop/s, {device.bandwidth / 1e9:.1f} GB/s; "
+        f"{reached.training:.0%} of that when training, {reached.scoring:.0%} when scoring, {reached.sampling:.0%} when "
+        f"sampling, "
+        f"on another model, of {CPU.shape.parameters / 1e6:.1f}M parameters."
     )
 
 

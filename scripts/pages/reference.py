@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import policygrad
-from pages.formatting import block, page, table
+from pages.markdown import block, page, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.render import format_part, shorten_number
 from policygrad.commands.show import read_field_docs

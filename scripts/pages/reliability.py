@@ -1,4 +1,4 @@
-"""docs/reliability.md: tests/faults.toml as a table, its tests looked up in the code, and what was measured besides."""
+"""docs/reliability.md: the promises of tests/faults.toml, each with its tests, and what the stress scripts counted."""
 
 from __future__ import annotations
 
@@ -8,127 +8,131 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pages.formatting import Data, block, load, page, table
+from pages.markdown import Data, block, load, page, table
 
 COUNTED = {
-    "kills": ("SIGKILL before and after each call of a save", "the checkpoint before, or this one, whole"),
-    "errors": ("a disk error at each call of a save", "the same, and one error that says what is left"),
-    "flips": ("one bit of a checkpoint turned", "named, and not loaded"),
+    "kills": ("SIGKILL before and after each call of a save", "the previous checkpoint or this one is complete"),
+    "errors": ("a disk error at each call of a save", "the same, and one error that says what is intact"),
+    "flips": ("one flipped bit in a checkpoint", "the file is named and not loaded"),
     "supervised": (
         "SIGKILL of `sft` and `reward-model`",
-        "weights, optimiser, metrics and files of a run never killed",
+        "weights, optimizer, metrics and files of a run never killed",
     ),
 }
-"""fault and promise of each kind, as in tests/faults.toml."""
+"""Fault and promise of each kind, as in tests/faults.toml."""
 
 
-def counted_section(found: Data | None) -> str:
-    """How often each fault was made, and what did not hold."""
-    head = "## Counted\n\nOn checkpoints of PPO's run of the embedded model, and on whole runs:"
+def counted_section(report: Data | None) -> str:
+    """Write how often each fault was injected, and which promises broke."""
+    head = "## Counted\n\nOn checkpoints of a PPO run of the embedded model, and on complete runs:"
     command = block("python scripts/stress_checkpoints.py", "sh")
-    if found is None:
-        return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."
+    if report is None:
+        return f"{head}\n\n{command}\n\nNot measured yet."
     rows = []
     for kind, (fault, promise) in COUNTED.items():
-        if seen := found.get(kind):
-            told = seen.get("kinds") or [f"{name} {count}" for name, count in seen.get("phases", {}).items()]
-            more = f" ({', '.join(told)})" if told else ""
-            rows.append((fault + more, promise, str(seen["count"]), str(len(seen["wrong"]))))
-    wrong = [f"- **It does not hold:** {text}." for kind in COUNTED for text in found.get(kind, {}).get("wrong", ())]
-    lines = [head, command, table(("fault", "promise", "times", "did not hold"), rows)]
-    commands = dict.fromkeys(f"`{seen['made_by']}` ({seen['machine']})" for seen in found.values())
-    said = f"By {', '.join(commands)}. Kills of `policygrad train` are the soak's, below."
-    return "\n\n".join([*lines, *(["\n".join(wrong)] if wrong else []), said])
+        if counts := report.get(kind):
+            details = counts.get("kinds") or [f"{name} {n}" for name, n in counts.get("phases", {}).items()]
+            suffix = f" ({', '.join(details)})" if details else ""
+            rows.append((fault + suffix, promise, str(counts["count"]), str(len(counts["wrong"]))))
+    wrong = [f"- **Broken:** {text}." for kind in COUNTED for text in report.get(kind, {}).get("wrong", ())]
+    lines = [head, command, table(("fault", "promise", "times", "broken"), rows)]
+    commands = dict.fromkeys(f"`{seen['made_by']}` ({seen['machine']})" for seen in report.values())
+    source = f"Measured by {', '.join(commands)}. Kills of `policygrad train` are in the soak test below."
+    return "\n\n".join([*lines, *(["\n".join(wrong)] if wrong else []), source])
 
 
-def soak_section(found: Data | None, shorter: Data | None = None) -> str:
-    """What the soak has seen. shorter: another one, of fewer steps, which is told below the first."""
+def soak_section(report: Data | None, shorter: Data | None = None) -> str:
+    """Write the results of the soak test, and below them those of a shorter one."""
     command = block("python scripts/stress_soak.py", "sh")
     head = (
-        "## The soak\n\nOne run that is never killed and is watched, the same again with SIGKILL at random moments of every phase,"
-        " and a comparison of what they leave, bit for bit:"
+        "## The soak test\n\nOne run that is never killed, the same run again with SIGKILL at random moments of every "
+        "phase, and a "
+        "comparison of all they wrote, bit for bit:"
     )
     command += (
-        "\n\nIn parts: with `--minutes 50` it ends with exit code 75 as long as there is more to do, and the same command goes on, "
-        "with the same code only. With `--only watched` and `--only killed` in two terminals both runs go on at once, and the "
-        "command without it compares them."
+        "\n\nIt can be split: with `--minutes 50` it ends with exit code 75 while work is left, and the same command "
+        "continues it if "
+        "the code is unchanged. With `--only watched` and `--only killed` in two terminals both runs proceed at once; "
+        "the command "
+        "without `--only` compares them."
     )
-    if found is None:
-        return f"{head}\n\n{command}\n\nIts figures have not been taken yet; they will stand here."
+    if report is None:
+        return f"{head}\n\n{command}\n\nNot measured yet."
     more = []
     if shorter is not None:
         again = f"python scripts/stress_soak.py --steps {shorter['steps']} --watch {shorter['looks_every']}"
-        more = ["And a shorter one:", block(again, "sh"), *_told(shorter)]
-    return "\n\n".join([head, command, *_told(found), *_held(found), *more])
+        more = ["A shorter one:", block(again, "sh"), *_soak_results(shorter)]
+    return "\n\n".join([head, command, *_soak_results(report), *_resource_table(report), *more])
 
 
-def _told(found: Data) -> list[str]:
-    """How long the runs were, what the kills fell into, and what they left."""
-    said = [
-        f"{found['steps']:,} steps of `{found['command']}` (torch {found['versions']['torch']}; {found['machine']})."
+def _soak_results(report: Data) -> list[str]:
+    """Write how long the runs were, which phases the kills hit, and what differs between the runs."""
+    lines = [
+        f"{report['steps']:,} steps of `{report['command']}` (torch {report['versions']['torch']}; {report['machine']})."
     ]
-    if "kills" in found:
-        phases = ", ".join(f"{name} {count}" for name, count in found["phases"].items())
-        said.append(
-            f"{found['kills']} kills ({phases}); the last process that a killed run had started was gone after "
-            f"{found['slowest_to_be_gone']:.2f} s."
+    if "kills" in report:
+        phases = ", ".join(f"{name} {count}" for name, count in report["phases"].items())
+        lines.append(
+            f"{report['kills']} kills ({phases}); the processes that a killed run had started were gone after at most "
+            f"{report['slowest_to_be_gone']:.2f} s."
         )
-    wrong = [f"- **It does not hold:** {text}." for text in found["broken"]]
-    said.append(
-        "\n".join(wrong) or "Weights, optimiser, metrics, completions and files were those of the run never killed."
+    wrong = [f"- **Broken:** {text}." for text in report["broken"]]
+    lines.append(
+        "\n".join(wrong) or "Weights, optimizer, metrics, completions and files equal those of the run never killed."
     )
-    return [*said, *([found["remarks"]] if found.get("remarks") else [])]
+    return [*lines, *([report["remarks"]] if report.get("remarks") else [])]
 
 
-def _held(found: Data) -> list[str]:
-    """What the run never killed held, from its first to its last fifth."""
+def _resource_table(report: Data) -> list[str]:
+    """Write the resources of the run never killed, from its first to its last fifth."""
     names = {"trainer_mib": "trainer, resident [MiB]", "workers_mib": "reward workers, resident [MiB]"}
     rows = [
         (
             names.get(name, name),
-            *(f"{seen[key]:.1f}".removesuffix(".0") for key in ("first", "last", "least", "largest")),
-            f"{100 * seen['apart']:.2f}",
+            *(f"{row[key]:.1f}".removesuffix(".0") for key in ("first", "last", "least", "largest")),
+            f"{100 * row['apart']:.2f}",
         )
-        for name, seen in found.get("held", {}).items()
+        for name, row in report.get("held", {}).items()
     ]
-    few = "" if found.get("judged") else "; these looks are too few for a judgement"
-    told = (
-        "Medians of the first and the last fifth of the run never killed, after a tenth of warm-up, extremes, and how far the "
-        f"medians of its fifths are apart{few}:"
+    few = "" if report.get("judged") else " (too few samples to judge a leak)"
+    intro = (
+        "Resources of the run never killed, without its first tenth: medians of the first and the last fifth, extremes, "
+        "and the "
+        f"spread of the medians of its fifths{few}:"
     )
-    columns = ("", "at first", "at last", "least", "largest", "apart [%]")
-    return [told, table(columns, rows)] if rows else []
+    columns = ("", "first fifth", "last fifth", "minimum", "maximum", "spread [%]")
+    return [intro, table(columns, rows)] if rows else []
 
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 
-PROMISE = """A run that was stopped or killed, or has failed, can be resumed; nothing of what it had saved is lost. What cannot be
-done is refused with the way out, before it costs anything; what goes wrong on the way is said, counted, or ends the run where it
-can go on. What others have written (models, run folders, data, what a reward is given to judge) is read, and not run. Each line
-below is held by the tests that it names. A test that is renamed, removed or skipped, or loses the case that a line is about,
-fails `make lint`."""
+PROMISE = """A run that was stopped, was killed or has failed can be resumed, and nothing it had saved is lost. What cannot work is
+refused before it costs anything, with a remedy. Faults during a run are reported and counted, or end the run in a state that can
+be resumed. Files of other people (models, run folders, data, completions given to a reward) are read but never executed. Each row
+names the tests that check it; `make lint` fails if such a test is renamed, removed or skipped, or loses the case that the row is
+about."""
 
 NOT = """## What is not promised
 
-- **Networks.** No test has one: models from the hub are fetched by their own libraries. Locks on a network file system are those
-  that its server gives.
-- **GPUs.** Nothing here has been run on one. Checks stand before what would fail on a device; the tests see them on a CPU. Bit
-  for bit holds on a CPU in fp32 alone, with as many threads and the same torch.
-- **Crafted files outside of `checkpoints/`.** Logs and configuration in a folder from somebody else are parsed, and code that
-  they name needs leave; what else they say is believed.
-- **Virtual machines.** Reward workers are processes: [what that isolates and what not](rewards-isolation.md); a program that
-  exploits the kernel escapes [the sandbox](sandbox.md), too."""
+- **Networks.** No test uses one: models from the hub are downloaded by their own libraries. Locks on a network file system are as
+  good as its server's.
+- **GPUs.** These tests run on a CPU, also those of checks for GPUs. Resuming bit for bit holds on a CPU in fp32 only, with the same
+  number of threads and the same torch.
+- **Crafted files outside `checkpoints/`.** Logs and configuration in someone else's folder are parsed, and code they name needs
+  permission (`--allow-code`); their other content is trusted.
+- **Virtual machines.** Reward workers are processes: [what that isolates and what not](rewards-isolation.md). A program that
+  exploits the kernel also escapes [the sandbox](sandbox.md)."""
 
 
-class Lost(SystemExit):
-    """A line of tests/faults.toml that no test holds."""
+class MissingTestError(SystemExit):
+    """A row of tests/faults.toml has no test that checks it."""
 
 
 @cache
 def _module(file: Path) -> tuple[str, dict[str, ast.stmt]]:
-    """A test module's text, and what it defines by name."""
+    """Read a test module: (its text, its definitions by name)."""
     if not file.is_file():
-        raise Lost(f"tests/faults.toml: there is no {file.relative_to(TESTS.parent)}")
+        raise MissingTestError(f"tests/faults.toml: there is no {file.relative_to(TESTS.parent)}")
     text = file.read_text(encoding="utf-8")
     defined: dict[str, ast.stmt] = {}
     for node in ast.parse(text).body:
@@ -141,35 +145,35 @@ def _module(file: Path) -> tuple[str, dict[str, ast.stmt]]:
 
 
 def _source(text: str, node: ast.stmt) -> str:
-    """With its decorators, which hold the cases."""
+    """The source of a definition, with its decorators, which contain the cases."""
     first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
     return "\n".join(text.split("\n")[first - 1 : node.end_lineno])
 
 
-def _used(defined: dict[str, ast.stmt], name: str) -> set[str]:
-    """A test, and what of its module it is made of, fixtures included."""
-    found, new = set[str](), {name}
+def _find_used(defined: dict[str, ast.stmt], name: str) -> set[str]:
+    """Return a test and all definitions of its module that it uses, fixtures included."""
+    used, new = set[str](), {name}
     while new:
-        found |= new
+        used |= new
         nodes = [node for name in new for node in ast.walk(defined[name])]
         inside = {node.id for node in nodes if isinstance(node, ast.Name)}
-        new = ((inside | {node.arg for node in nodes if isinstance(node, ast.arg)}) & defined.keys()) - found
-    return found
+        new = ((inside | {node.arg for node in nodes if isinstance(node, ast.arg)}) & defined.keys()) - used
+    return used
 
 
-def looked_up(test: str) -> tuple[Path, str]:
-    """The file and name of `FILE::NAME` or `FILE::NAME[text]`.
+def find_test(test: str) -> tuple[Path, str]:
+    """Return the file and name of `FILE::NAME` or `FILE::NAME[text]`.
 
     Raises:
-        Lost: there is no such test, it is skipped, or the text stands nowhere in it.
+        MissingTestError: there is no such test, it is skipped, or it does not contain the text.
     """
-    place, _, rest = test.partition("::")
-    name, _, case = rest.removesuffix("]").partition("[") if rest.endswith("]") else (rest, "", "")
-    file = TESTS / place
+    path, _, selector = test.partition("::")
+    name, _, case = selector.removesuffix("]").partition("[") if selector.endswith("]") else (selector, "", "")
+    file = TESTS / path
     text, defined = _module(file)
     node = defined.get(name)
     if not name.startswith("test_") or not file.name.startswith("test_") or not isinstance(node, ast.FunctionDef):
-        raise Lost(f"tests/faults.toml: {place} has no test {name}")
+        raise MissingTestError(f"tests/faults.toml: {path} has no test {name}")
     marks = {
         part.attr
         for decorator in node.decorator_list
@@ -177,35 +181,37 @@ def looked_up(test: str) -> tuple[Path, str]:
         if isinstance(part, ast.Attribute)
     }
     if marks & {"skip", "xfail"}:
-        raise Lost(f"tests/faults.toml: {place}::{name} is not run: {', '.join(sorted(marks & {'skip', 'xfail'}))}")
-    if case and not any(case in _source(text, defined[used]) for used in _used(defined, name)):
-        raise Lost(f"tests/faults.toml: {place}::{name} has no case with {case}")
+        raise MissingTestError(
+            f"tests/faults.toml: {path}::{name} is not run: {', '.join(sorted(marks & {'skip', 'xfail'}))}"
+        )
+    if case and not any(case in _source(text, defined[used]) for used in _find_used(defined, name)):
+        raise MissingTestError(f"tests/faults.toml: {path}::{name} has no case with {case}")
     return file, name
 
 
-def faults() -> list[dict[str, Any]]:
-    """The items of tests/faults.toml, each {"title", "fault": [[fault, promise, test, …], …]}."""
+def load_faults() -> list[dict[str, Any]]:
+    """Read the items of tests/faults.toml, each {"title", "fault": [[fault, promise, test, …], …]}."""
     return list(tomllib.loads((TESTS / "faults.toml").read_text(encoding="utf-8"))["item"])
 
 
 def _link(test: str) -> str:
-    """The test's name in words, linked to its file."""
-    file, name = looked_up(test)
+    """Link the test's file, with its name in words."""
+    file, name = find_test(test)
     words = name.removeprefix("test_").replace("_", " ").replace(" s own", "'s own")
     return f"[{words}](../tests/{file.relative_to(TESTS).as_posix()})"
 
 
-def _rows(item: dict[str, Any]) -> str:
-    found = []
+def _fault_table(item: dict[str, Any]) -> str:
+    rows = []
     for fault, promise, *tests in item["fault"]:
         if not tests:
-            raise Lost(f"tests/faults.toml: {fault!r} has no test")
-        found.append((fault, promise, "; ".join(map(_link, tests))))
-    return table(("fault", "promise", "test"), found)
+            raise MissingTestError(f"tests/faults.toml: {fault!r} has no test")
+        rows.append((fault, promise, "; ".join(map(_link, tests))))
+    return table(("fault", "promise", "test"), rows)
 
 
 def reliability_page(soak: Data | None = None, counts: Data | None = None) -> str:
-    """The page. soak, counts: others than the committed ones."""
-    sections = [f"## {number}. {item['title']}\n\n{_rows(item)}" for number, item in enumerate(faults(), 1)]
+    """Write the page, from the committed reports unless others are given."""
+    sections = [f"## {number}. {item['title']}\n\n{_fault_table(item)}" for number, item in enumerate(load_faults(), 1)]
     measured = counted_section(counts or load("faults")), soak_section(soak or load("soak"), load("soak_short"))
     return page("# What a run survives, and what it refuses", PROMISE, *sections, *measured, NOT)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from measure_staleness import BEHAVIOURS, NAMES, STALENESS, label
-from pages.formatting import Data, block, estimate, files, link, load, page, short, table
+from pages.markdown import Data, block, estimate, files, link, load, page, short, table
 
 INTRO = """# Training on samples of older weights
 

@@ -1,4 +1,4 @@
-"""docs/tables.md: the family side by side. Every cell is computed from an algorithm's parts, or is its entry in CATALOG."""
+"""docs/tables.md: all algorithms side by side. Every cell is computed from an algorithm's parts or taken from CATALOG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from pages.formatting import page, table
+from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS, GRPO, PPO
 from policygrad.catalog import CATALOG
 from policygrad.core.algorithm import Algorithm
@@ -22,7 +22,8 @@ FAR = (0.25, 4.0)
 
 
 def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Batch:
-    """Two prompts, each with one short and one long completion; every field the algorithm reads holds random numbers."""
+    """Make a batch of two prompts, each with a short and a long completion, and random numbers in every field that is "
+    "read."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -51,7 +52,7 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
 
 
 def advantage_unit(algorithm: Algorithm) -> str:
-    """Whether Ψ differs between the tokens of one completion."""
+    """Return "token" if Ψ differs between the tokens of one completion, else "completion"."""
     batch = short_and_long(algorithm)
     psi = algorithm.with_max_tokens(batch.mask.shape[1]).compute_advantages(batch)
     spread = [float(row[keep].max() - row[keep].min()) for row, keep in zip(psi, batch.mask, strict=True)]
@@ -59,7 +60,7 @@ def advantage_unit(algorithm: Algorithm) -> str:
 
 
 def ratio_unit(algorithm: Algorithm) -> str:
-    """Which tokens' ratios move when one token's log-probability does."""
+    """Return which tokens' ratios change with one token's log-probability."""
     if algorithm.ratio is None:
         return "none, r = 1"
     mask = torch.ones(1, 4, dtype=torch.bool)
@@ -72,16 +73,17 @@ def ratio_unit(algorithm: Algorithm) -> str:
 
 
 def length_handling(algorithm: Algorithm) -> str:
-    """What a token, and a completion, of twice the length weighs."""
+    """Return the weight of a token, and of a completion, of twice the length."""
     batch = short_and_long(algorithm)
     c = algorithm.with_max_tokens(batch.mask.shape[1]).coefficients(batch)
     token = float(c[1, 0] / c[0, 0])
-    whole = float(c[1].sum() / c[0].sum())
-    return f"twice as long: a token × {token:g}, the completion × {whole:g}"
+    completion = float(c[1].sum() / c[0].sum())
+    return f"twice as long: a token × {token:g}, the completion × {completion:g}"
 
 
 def gate_weights(algorithm: Algorithm, psi: float, ratios: tuple[float, ...] = RATIOS) -> list[float]:
-    """w at each ratio, for Ψ = `psi`; where a gate looks at whole groups, of a token among four whose others have not moved."""
+    """Compute w at each ratio for Ψ = `psi`; for a gate that sees full groups, of one token among four with the others "
+    "at r = 1."""
     if algorithm.gate.requires_full_groups:
         return [_among_four(algorithm, psi, x) for x in ratios]
     r = torch.tensor(ratios, dtype=torch.float64)[:, None]
@@ -94,8 +96,8 @@ def _among_four(algorithm: Algorithm, psi: float, ratio: float) -> float:
     return float(algorithm.gate.weight(r, torch.full_like(r, psi), state)[0])
 
 
-def outside(algorithm: Algorithm) -> str:
-    """w once the ratio has gone far above 1 and far below, for both signs of Ψ; one phrase where they agree."""
+def describe_far_outside(algorithm: Algorithm) -> str:
+    """Describe w where the ratio is far above 1 and far below, for both signs of Ψ; in one phrase if they agree."""
     low, high = FAR
     sides = {}
     for sign, psi in (("Ψ>0", 1.0), ("Ψ<0", -1.0)):
@@ -115,7 +117,7 @@ def _kind(algorithm: Algorithm, psi: float, r: float) -> str:
 
 
 def kl_terms(algorithm: Algorithm) -> list[str]:
-    """Where a KL stands in the algorithm, from its parts' formulas."""
+    """List where the algorithm has a KL, from its parts' formulas."""
     found = [f"in the reward: {p.formula}" for p in algorithm.shaping if "logp_ref" in p.needs]
     for term in algorithm.terms:
         needs = term.needs
@@ -132,60 +134,72 @@ def kl_terms(algorithm: Algorithm) -> list[str]:
 
 
 ADAM = 4
-"""Copies of the parameters that training one model in full precision holds: weights, gradient, two moments."""
+"""Copies of the parameters that AdamW keeps in full precision: weights, gradient, two moments."""
 CONSTRAINED = 6
-"""The same of a constrained step: weights, gradient, four vectors of conjugate gradient."""
+"""Copies that a constrained step keeps: weights, gradient, four vectors of conjugate gradient."""
 
 
 def tables_page() -> str:
-    """The page."""
+    """Write the page."""
     return page(
         "# Tables",
-        "The whole family side by side, computed from the algorithms themselves. "
-        "[The algorithms](algorithms/index.md) have a page each.",
+        "All algorithms side by side, computed from their definitions. Each also has [a page of its "
+        "own](algorithms/index.md).",
         "## Which policy is which\n\n" + STATES,
-        table(("", "who makes it", "when it changes", "`Batch` field", "needed by"), states()),
+        table(("", "computed by", "when it changes", "`Batch` field", "needed by"), list_distributions()),
         STATES_NOTE,
         "## Models in memory\n\n" + MEMORY,
-        table(("", "policy", "reference", "critic", "reward model", "models", "parameters held"), classic()),
-        "And every named algorithm, with a verifier that is no model:",
-        table(("algorithm", "policy", "reference", "critic", "models", "parameters held"), models()),
+        table(
+            ("", "policy", "reference", "critic", "reward model", "models", "parameters in memory"), compare_memory()
+        ),
+        "And every named algorithm, with a verifier that is not a model:",
+        table(("algorithm", "policy", "reference", "critic", "models", "parameters in memory"), list_memory()),
         "## What bounds the step\n\n" + BOUNDS,
-        table(("algorithm", "gate w", "KL", "far outside"), bounds()),
-        "The gates in numbers, where tokens have a ratio of their own: w at the ratio r, for Ψ = +1 and for Ψ = −1.",
-        table(("algorithm", "Ψ", *(f"r = {r:g}" for r in RATIOS)), gates()),
+        table(("algorithm", "gate w", "KL", "far outside"), list_bounds()),
+        "The gates in numbers: w at the ratio r of a token, for Ψ = +1 and Ψ = −1.",
+        table(("algorithm", "Ψ", *(f"r = {r:g}" for r in RATIOS)), list_gates()),
         GATES_NOTE,
         "## Units, lengths, failures\n\n" + UNITS,
-        table(("algorithm", "baseline and scale", "Ψ per", "ratio per", "length", "how it fails"), units()),
+        table(("algorithm", "baseline and scale", "Ψ per", "ratio per", "length", "how it fails"), list_units()),
     )
 
 
-STATES = "Four distributions meet in the equation. They are often one and the same; the algorithms differ in when they are not."
+STATES = "The equation has four distributions. They are often identical; algorithms differ in when they are not."
 STATES_NOTE = (
-    "Policies are kept as log-probabilities of the tokens that were sampled, not as models: only π_θ and π_ref are weights "
-    "in memory. While every rollout feeds one update and is drawn with the weights as they are, π_old is π_θ and every ratio is 1. "
-    "Tokens that older weights drew are corrected for by π_old/μ (`TruncatedIS`, unless the algorithm has corrections), or, with "
-    "`old_policy='sampler'`, μ is taken as π_old."
+    "Only π_θ and π_ref are models in memory; π_old and μ are stored as log-probabilities of the sampled tokens. While "
+    "every "
+    "rollout is sampled with the current weights and feeds one update, π_old is π_θ and every ratio is 1. Tokens sampled "
+    "with older "
+    "weights are corrected by π_old/μ (`TruncatedIS`, unless the algorithm has corrections); with "
+    "`old_policy='sampler'`, μ is "
+    "used as π_old."
 )
 MEMORY = (
-    "Counted in copies of the policy's parameters P, in full precision: a model trained by AdamW costs 4 (weights, gradient, "
-    "two moments), one moved by a constrained step about 6 (weights, gradient, four vectors of conjugate gradient), a frozen "
-    "one 1. A critic or a reward model of another size counts by its own size. Activations and the sampler's cache come on "
-    "top. First the classic comparison:"
+    "Counted in copies of the policy's parameters P, in full precision: a model trained by AdamW takes 4 (weights, "
+    "gradient, "
+    "two moments), one trained by constrained steps about 6 (weights, gradient, four vectors of conjugate gradient), a "
+    "frozen "
+    "one 1. A critic or reward model of another size counts by its own size. Activations and the sampler's cache are "
+    "extra. "
+    "First the classic comparison:"
 )
 BOUNDS = (
-    "Clipping removes the incentive to go further; it does not stop a step that other tokens cause. A KL pulls back, "
-    "everywhere and softly. A constraint is the only one that promises. *Far outside*: the weight that is left of a token's "
-    "gradient once its ratio is far above or below 1."
+    "Clipping removes the incentive to move a token further, but does not stop steps that other tokens cause. A KL "
+    "penalty pulls "
+    "back softly everywhere. Only a constraint guarantees a bound. *Far outside*: the weight of a token's gradient where "
+    "its ratio "
+    "is far above or below 1."
 )
 GATES_NOTE = (
-    "A clip is one-sided: with Ψ > 0 it acts above 1 only, with Ψ < 0 below 1 only, so that a token which has moved the wrong "
-    "way can always come back. Ranges of 3e-4 are for a completion's ratio, in which single tokens average out. "
+    "A clip is one-sided: with Ψ > 0 it acts only above 1, with Ψ < 0 only below 1, so a token that has moved the wrong "
+    "way "
+    "can always move back. Ranges of 3e-4 are for a completion's ratio, in which single tokens average out. "
     "`SelfNormalised` is shown at one of four equally likely tokens of a state, the others at r = 1: w = r/m is at most 4."
 )
 UNITS = (
-    "Ψ and the ratio may live on tokens or on whole completions. The column on length compares two completions in one step, "
-    "one twice as long as the other: the coefficient c of a token, and of the completion as a whole."
+    "Ψ and the ratio may be per token or per completion. The column on length compares two completions of one step, one "
+    "twice "
+    "as long as the other: the coefficient c of a token, and of the full completion."
 )
 
 
@@ -194,8 +208,8 @@ def _names(field: str) -> str:
     return ", ".join(f"`{name}`" for name in users) or "none by default"
 
 
-def states() -> list[tuple[str, ...]]:
-    """π_θ, π_old, π_ref, μ."""
+def list_distributions() -> list[tuple[str, ...]]:
+    """Return the rows of π_θ, π_old, π_ref and μ."""
     refreshed = [
         f"`{n}` every {a.reference.refresh_every}"
         for n, a in ALGORITHMS.items()
@@ -204,7 +218,7 @@ def states() -> list[tuple[str, ...]]:
     return [
         ("π_θ, the policy", "the learner", "every update", "the forward pass: `Forward.logp`", "all"),
         (
-            "π_old, the policy when the rollout was taken",
+            "π_old, the policy when the rollout was sampled",
             "the learner evaluates the rollout once, before updating",
             "every rollout; differs from π_θ from a rollout's second update on",
             "`logp_old`",
@@ -213,7 +227,7 @@ def states() -> list[tuple[str, ...]]:
         (
             "π_ref, the reference",
             "a frozen copy of the initial model",
-            "never, or when renewed (" + ", ".join(refreshed) + " rollouts)",
+            "never, or when refreshed (" + ", ".join(refreshed) + " rollouts)",
             "`logp_ref`",
             _names("logp_ref"),
         ),
@@ -223,8 +237,8 @@ def states() -> list[tuple[str, ...]]:
             "with every load of new weights; differs from π_old by rounding or staleness",
             "`logp_sampler`",
             _names("logp_sampler")
-            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `old_policy='sampler'` takes it as π_old, and it is "
-            "else compared with π_old",
+            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `old_policy='sampler'` uses it as π_old, and otherwise "
+            "it is compared with π_old",
         ),
     ]
 
@@ -233,19 +247,19 @@ def _models(a: Algorithm, reward_model: bool) -> tuple[str, ...]:
     policy = ADAM if a.update_rule.uses_lr else CONSTRAINED
     reference = int("logp_ref" in a.needs)
     critic = ADAM * (a.critic is not None and a.critic.backbone == "separate")
-    held = [policy, reference, critic, int(reward_model)]
+    copies = [policy, reference, critic, int(reward_model)]
     return (
         f"trained, {policy} P",
         "frozen, 1 P" if reference else "",
         f"trained, {critic} P" if critic else "",
         *(("frozen, 1 P",) if reward_model else ()),
-        str(sum(map(bool, held))),
-        f"{sum(held)} P",
+        str(sum(map(bool, copies))),
+        f"{sum(copies)} P",
     )
 
 
-def classic() -> list[tuple[str, ...]]:
-    """PPO, GRPO, GRPO with a verifier, GRPO with a verifier and without KL."""
+def compare_memory() -> list[tuple[str, ...]]:
+    """Return the rows of PPO, GRPO, GRPO with a verifier, and GRPO with a verifier and without KL."""
     bare = replace(GRPO, name="custom", terms=(), reference=Reference())
     rows = []
     for label, a, reward_model in (
@@ -259,8 +273,8 @@ def classic() -> list[tuple[str, ...]]:
     return rows
 
 
-def models() -> list[tuple[str, ...]]:
-    """What each named algorithm holds."""
+def list_memory() -> list[tuple[str, ...]]:
+    """Return the models that each named algorithm keeps in memory."""
     return [(_link(name), *_models(a, False)) for name, a in ALGORITHMS.items()]
 
 
@@ -268,18 +282,18 @@ def _link(name: str) -> str:
     return f"[`{name}`](algorithms/{name}.md)"
 
 
-def bounds() -> list[tuple[str, ...]]:
-    """Gate, KL, and what is left of the gradient outside."""
+def list_bounds() -> list[tuple[str, ...]]:
+    """Return each algorithm's gate, KL, and weight far outside."""
     rows = []
     for name, a in ALGORITHMS.items():
         ratio = "" if a.ratio is None else f"; ratio per {ratio_unit(a)}"
         kl = "; ".join(f"`{text}`" for text in kl_terms(a))
-        rows.append((_link(name), f"`{type(a.gate).__name__}`: {a.gate.formula}{ratio}", kl, outside(a)))
+        rows.append((_link(name), f"`{type(a.gate).__name__}`: {a.gate.formula}{ratio}", kl, describe_far_outside(a)))
     return rows
 
 
-def gates() -> list[tuple[str, ...]]:
-    """w at five ratios, for both signs of Ψ; algorithms with one gate share a row."""
+def list_gates() -> list[tuple[str, ...]]:
+    """Return w at five ratios for both signs of Ψ; algorithms with the same gate share a row."""
     users: dict[str, list[str]] = {}
     for name, a in ALGORITHMS.items():
         users.setdefault(repr(a.gate), []).append(name)
@@ -294,8 +308,8 @@ def gates() -> list[tuple[str, ...]]:
     return rows
 
 
-def units() -> list[tuple[str, ...]]:
-    """Lever 1 and lever 2 in a line each, from the parts; failures from CATALOG."""
+def list_units() -> list[tuple[str, ...]]:
+    """Return advantage, ratio and aggregation of each algorithm, and its failure modes from CATALOG."""
     rows = []
     for name, a in ALGORITHMS.items():
         length = f"{length_handling(a)} (`{type(a.aggregation).__name__}`)"

@@ -51,6 +51,7 @@ from policygrad.core.updates import GradientSteps
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
 
+# One sample of a prompt, or several on-policy.
 REINFORCE = Algorithm("reinforce", advantage=(RunningMean(),), gate=OnPolicy(), aggregation=SequenceSum())
 RLOO = replace(
     REINFORCE,
@@ -60,41 +61,8 @@ RLOO = replace(
     samples_per_prompt=4,
 )
 OPO = replace(REINFORCE, name="opo", advantage=(OptimalBaseline("length", leave_one_out=False),))
-GRPO = Algorithm(
-    "grpo",
-    advantage=(GroupMean(), GroupStd()),
-    ratio=Token(),
-    gate=Clip(0.2, 0.2),
-    aggregation=SequenceMean(),
-    terms=(KLToReference(0.04, "k3"),),
-)
-GRPO_PROCESS = replace(GRPO, name="grpo_process", advantage=(ProcessReward(),))
-DR_GRPO = replace(GRPO, name="dr_grpo", advantage=(GroupMean(),), aggregation=FixedLength(), terms=())
-DAPO = replace(
-    GRPO,
-    name="dapo",
-    gate=Clip(0.2, 0.28),
-    aggregation=TokenMean(),
-    terms=(),
-    shaping=(SoftOverlong(),),
-    filters=(DropZeroVariance(), MaskTruncated()),
-    update_rule=GradientSteps(minibatches=16),
-)
-GSPO = replace(
-    GRPO, name="gspo", ratio=Sequence(), gate=Clip(3e-4, 4e-4), terms=(), update_rule=GradientSteps(minibatches=4)
-)
-CISPO = replace(
-    GRPO,
-    name="cispo",
-    gate=ClippedImportance(0.0, 5.0),
-    aggregation=TokenMean(),
-    terms=(),
-    shaping=(SoftOverlong(),),
-    filters=(DropZeroVariance(),),
-    update_rule=GradientSteps(minibatches=16),
-)
-SAPO = replace(GRPO, name="sapo", gate=SigmoidGate(1.0, 1.05), terms=(), update_rule=GradientSteps(minibatches=4))
 
+# A critic, or values from fresh completions.
 A2C = replace(
     REINFORCE,
     name="a2c",
@@ -123,9 +91,6 @@ PPO = Algorithm(
     update_rule=GradientSteps(epochs=4),
     critic=Critic(),
 )
-VINEPPO = replace(
-    PPO, name="vineppo", advantage=(PrefixValue(9),), critic=None, update_rule=GradientSteps(epochs=2, minibatches=8)
-)
 PPO_PENALTY = replace(PPO, name="ppo_penalty", gate=Importance(), terms=(KLToOld(1.0, target=0.01),), shaping=())
 VAPO = replace(
     PPO,
@@ -138,11 +103,34 @@ VAPO = replace(
     critic=Critic(lam=1.0, pretrain=20),
     samples_per_prompt=16,
 )
+VINEPPO = replace(
+    PPO, name="vineppo", advantage=(PrefixValue(9),), critic=None, update_rule=GradientSteps(epochs=2, minibatches=8)
+)
 
+# Completions of one prompt compared.
+GRPO = Algorithm(
+    "grpo",
+    advantage=(GroupMean(), GroupStd()),
+    ratio=Token(),
+    gate=Clip(0.2, 0.2),
+    aggregation=SequenceMean(),
+    terms=(KLToReference(0.04, "k3"),),
+)
+GRPO_PROCESS = replace(GRPO, name="grpo_process", advantage=(ProcessReward(),))
 ITERATIVE_GRPO = replace(
     GRPO, name="iterative_grpo", update_rule=GradientSteps(epochs=2), reference=Reference(refresh_every=100)
 )
-GSPO_TOKEN = replace(GSPO, name="gspo_token")
+DR_GRPO = replace(GRPO, name="dr_grpo", advantage=(GroupMean(),), aggregation=FixedLength(), terms=())
+DAPO = replace(
+    GRPO,
+    name="dapo",
+    gate=Clip(0.2, 0.28),
+    aggregation=TokenMean(),
+    terms=(),
+    shaping=(SoftOverlong(),),
+    filters=(DropZeroVariance(), MaskTruncated()),
+    update_rule=GradientSteps(minibatches=16),
+)
 PRORL = replace(
     DAPO,
     name="prorl",
@@ -161,7 +149,23 @@ MAGISTRAL = replace(
     shaping=(SoftOverlong(scale=0.1),),
     filters=(DropZeroVariance(),),
 )
+GSPO = replace(
+    GRPO, name="gspo", ratio=Sequence(), gate=Clip(3e-4, 4e-4), terms=(), update_rule=GradientSteps(minibatches=4)
+)
+GSPO_TOKEN = replace(GSPO, name="gspo_token")
+CISPO = replace(
+    GRPO,
+    name="cispo",
+    gate=ClippedImportance(0.0, 5.0),
+    aggregation=TokenMean(),
+    terms=(),
+    shaping=(SoftOverlong(),),
+    filters=(DropZeroVariance(),),
+    update_rule=GradientSteps(minibatches=16),
+)
+SAPO = replace(GRPO, name="sapo", gate=SigmoidGate(1.0, 1.05), terms=(), update_rule=GradientSteps(minibatches=4))
 
+# Other baselines and other objectives than the mean reward.
 REMAX = replace(REINFORCE, name="remax", advantage=(GreedyBaseline(),), samples_per_prompt=1)
 REINFORCE_PP = Algorithm(
     "reinforce_pp",
@@ -213,12 +217,11 @@ SCALE_RL = replace(
     filters=(DropZeroVariance("drop"), NoPositiveResampling(0.9)),
     old_policy="sampler",
 )
-
 LITE_PPO = replace(
     MAXRL, name="lite_ppo", advantage=(GroupMean(), BatchStd(of="rewards")), update_rule=GradientSteps(minibatches=8)
 )
-_OUTCOMES = (REMAX, REINFORCE_PP, REINFORCE_PP_BASELINE, GPG, RAFT, MAXRL, PASSK, TOPR, ASYMRE, SCALE_RL, LITE_PPO)
 
+# Other bounds on the change of the policy.
 GMPO = replace(GRPO, name="gmpo", gate=GeometricMean(0.4, 0.4), terms=(), update_rule=GradientSteps(minibatches=8))
 DPPO = replace(
     DR_GRPO,
@@ -236,9 +239,7 @@ M2PO = replace(
     update_rule=GradientSteps(minibatches=4),
     old_policy="sampler",
 )
-LUSPO = replace(
-    GSPO, name="luspo", gate=Clip(2e-3, 2.5e-3), aggregation=SequenceSum(), update_rule=GradientSteps(minibatches=4)
-)
+LUSPO = replace(GSPO, name="luspo", gate=Clip(2e-3, 2.5e-3), aggregation=SequenceSum())
 VESPO = replace(
     M2PO, name="vespo", ratio=SequenceProduct(), gate=GammaKernel(), update_rule=GradientSteps(minibatches=8)
 )
@@ -260,11 +261,9 @@ CLIP_COV = replace(
     update_rule=GradientSteps(minibatches=8),
 )
 KL_COV = replace(CLIP_COV, name="kl_cov", gate=Importance(), terms=(KLCov(1.0, fraction=2e-3),))
-HIGH_ENTROPY = replace(
-    DAPO, name="high_entropy", corrections=(HighEntropy(0.2),), update_rule=GradientSteps(minibatches=16)
-)
-_TRUST = (GMPO, DPPO, M2PO, LUSPO, VESPO, CPGD, CLIP_COV, KL_COV, HIGH_ENTROPY)
+HIGH_ENTROPY = replace(DAPO, name="high_entropy", corrections=(HighEntropy(0.2),))
 
+# Several rewards, turns, or demonstrations.
 GDPO = replace(
     GRPO,
     name="gdpo",
@@ -296,10 +295,9 @@ CHORD = replace(
     aggregation=TokenMean(),
     terms=(DemonstrationNLL(0.1),),
     filters=(SeparateDemonstrations(),),
-    samples_per_prompt=8,
 )
-_SEVERAL = (GDPO, GIGPO, LUFFY, CHORD)
 
+# A teacher, or a reward model beside the policy.
 DISTILL = Algorithm(
     "distill",
     advantage=(TeacherLogRatio(),),
@@ -320,8 +318,7 @@ PRIME = Algorithm(
     samples_per_prompt=4,
 )
 
-_TWO_MODELS = (DISTILL, PRIME)
-
+# Several next tokens of one state compared.
 TRPO_VINE = replace(
     TRPO,
     name="trpo_vine",
@@ -333,12 +330,11 @@ TRPO_VINE = replace(
     samples_per_prompt=4,
     old_policy="sampler",
 )
-_BRANCHING = (TRPO_VINE,)
 
-_CRITICS = (A2C, TRPO, NATURAL, PPO, PPO_PENALTY, VAPO, VINEPPO)
-_GROUPS = (GRPO, GRPO_PROCESS, ITERATIVE_GRPO, DR_GRPO, DAPO, PRORL, MAGISTRAL, GSPO, GSPO_TOKEN, CISPO, SAPO)
-_FAMILIES = ((REINFORCE, RLOO, OPO), _CRITICS, _GROUPS, _OUTCOMES, _TRUST, _SEVERAL, _TWO_MODELS, _BRANCHING)
-ALGORITHMS: dict[str, Algorithm] = {a.name: a for family in _FAMILIES for a in family}
+ALGORITHMS: dict[str, Algorithm] = {
+    value.name: value for value in list(globals().values()) if isinstance(value, Algorithm)
+}
+"""The algorithms by name, in the order above."""
 
 
 def get_algorithm(name: str) -> Algorithm:

@@ -84,9 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal gets ? for Ψ, not a traceback
+    # Ctrl-C as Python handles it, but not in the middle of an import; another handler that is installed stays.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    interrupts = (
+        SignalHandlers(signal.default_int_handler, (signal.SIGINT,)) if is_default else contextlib.nullcontext()
+    )
     try:
-        with warnings.catch_warnings(), _handle_sigint():
-            warnings.showwarning = _print_warning
+        with warnings.catch_warnings(), interrupts:
+            # without the line of code that raised it
+            warnings.showwarning = lambda message, *_, **__: _print_error(f"warning: {message}")
             return _run(args)
     except SystemExit as end:  # by tyro, after its help or error message
         return end.code if isinstance(end.code, int) else 0
@@ -103,13 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         _flush(sys.stdout)
         _flush(sys.stderr)
-
-
-def _handle_sigint() -> contextlib.AbstractContextManager[object]:
-    """Handle Ctrl-C as Python does, but not in the middle of an import, unless another handler is installed."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return contextlib.nullcontext()
-    return SignalHandlers(signal.default_int_handler, (signal.SIGINT,))
 
 
 def _print_error(text: str) -> None:
@@ -146,18 +145,6 @@ def _run(args: list[str]) -> int:
     module, _, function = COMMANDS[name].partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
     return command(args)
-
-
-def _print_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print a warning without the line of code that raised it."""
-    _print_error(f"warning: {message}")
 
 
 if __name__ == "__main__":

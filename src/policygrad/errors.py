@@ -5,7 +5,9 @@ Each class also inherits the matching built-in exception.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import importlib
+import sys
+from typing import Any, ClassVar
 
 
 def install_command(extra: str) -> str:
@@ -14,6 +16,20 @@ def install_command(extra: str) -> str:
     The package is not on an index, so the command names a clone (docs/extras.md covers wheel files).
     """
     return f"pip install '.[{extra}]' in a clone of policygrad"
+
+
+def import_optional(module: str, what: str, extra: str) -> Any:
+    """Import a module of an optional package, and return the package. what: needs it, for the message.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs {package}, which is not installed: {install_command(extra)}") from error
+    return sys.modules[package]
 
 
 class PolicygradError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-import signal
 import socket
 import sys
 import tomllib
@@ -30,7 +29,7 @@ from policygrad.cluster.config import (
     describe_shortage,
     plan_actor_groups,
 )
-from policygrad.cluster.launch import DriverSignals, check_reachable, check_versions, connect_ray, installed_versions
+from policygrad.cluster.launch import check_reachable, check_versions, connect_ray, installed_versions
 from policygrad.commands.train import parse_run
 from policygrad.errors import ConfigError, EngineError, RunError
 from policygrad.rewards.config import RewardConfig
@@ -70,42 +69,6 @@ def test_the_options_that_say_so_are_read_as_the_same(config: ClusterConfig, wor
     assert config.cli_flags == words
     assert parse_run(["grpo", *shlex.split(words)])[1].build_cluster_config() == config
     assert set(CLUSTER_OPTIONS) == {field.name for field in fields(ClusterConfig)} - {"address"}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_noted_once_something_has_begun_and_ends_the_command_at_once_before(number: signal.Signals) -> None:
-    found = signal.signal(number, signal.default_int_handler)  # whatever it was: under nohup a SIGHUP is ignored
-    try:
-        with DriverSignals() as ending:
-            ending.started = True
-            assert not ending.stop_requested
-            signal.raise_signal(number)
-            assert ending.stop_requested
-        assert signal.getsignal(number) is signal.default_int_handler
-        with DriverSignals(), pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-    finally:
-        signal.signal(number, found)
-
-
-def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    with DriverSignals() as ending:
-        ending.started = True
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # as `timeout` and `ray job stop` send them
-            signal.raise_signal(number)
-        monkeypatch.setattr("policygrad.cluster.launch.DUPLICATE_WINDOW_SECONDS", 0.0)
-        signal.raise_signal(signal.SIGHUP)  # a terminal that goes says nothing new
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with DriverSignals():
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_whose_rewards_fail_is_gone_on_with_where_it_was(small: pg.Run, tmp_path: Path) -> None:

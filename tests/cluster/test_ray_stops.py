@@ -72,7 +72,7 @@ def test_a_signal_ends_a_run_resumably_and_leaves_nobody(
     os.killpg(began.pid, number)  # as a terminal does: the whole group
     assert began.wait(PATIENCE) == STOPPED, log.read_text()
     last = log.read_text().splitlines()[-1]
-    assert last.startswith(f"stopped; go on with: policygrad train --resume {folder} ")
+    assert last.startswith(f"stopped; resume with: policygrad train --resume {folder} ")
     assert last.endswith(f" --cluster {where} --cluster.cpus 0.6 --cluster.timeout {PATIENCE}")
     assert 2 <= _steps(folder) < run.steps
     assert cluster.comes(cluster.empty)
@@ -119,7 +119,7 @@ def test_a_job_is_submitted_stopped_and_gone_on_with(
     groups = {group.name for group in list_placement_groups(cluster.dashboard, filters=[("state", "=", "CREATED")])}
     assert groups >= {"run learner", "run sampler", "run reward workers"}
     assert "was stopped" in job(cluster, "stop", "one")
-    assert f"stopped; go on with: policygrad train --resume {folder} " in job(cluster, "logs", "one")
+    assert f"stopped; resume with: policygrad train --resume {folder} " in job(cluster, "logs", "one")
     assert 2 <= _steps(folder) < run.steps
     assert cluster.comes(cluster.empty)
     on_with = [sys.executable, "-m", "policygrad", "train", "--resume", str(folder), *words[6:]]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from policygrad.commands.evaluate import build_report, list_eval_flags, parse_options
+from policygrad.commands.evaluate import build_report, parse_options
+from policygrad.commands.options import list_help_flags
 from policygrad.compare.statistics import paired_difference
 from policygrad.errors import ConfigError
 from policygrad.rewards.builtin import find_answer_extractor
@@ -90,7 +91,7 @@ def test_options_are_those_of_train(trained: Path, small: pg.Run, leave: tuple[s
     )
     named = [word for name, word in zip(long, short[1::2], strict=True) for word in (f"--{name}", word)]
     assert parse_options(["tiny", *short]) == parse_options(["tiny", *named])
-    assert {f"--{name}" for name in long} | set(short[::2]) <= set(list_eval_flags())
+    assert {f"--{name}" for name in long} | set(short[::2]) <= set(list_help_flags(lambda: parse_options(["--help"])))
     assert parse_options(["tiny"]).task == "embedded"
 
 

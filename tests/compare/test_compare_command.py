@@ -351,7 +351,7 @@ def test_resume_plan_with_permission_passes_it_to_the_runs(
             started.append((tuple(given["allow"]), threads))
             super().__init__()
 
-    monkeypatch.setattr("policygrad.compare.runner.SubprocessRunner", Recorded)
+    monkeypatch.setattr("policygrad.commands.compare.SubprocessRunner", Recorded)
     received(here / "c", "grpo", "--reward", "c/planted.py:score")
     code, _, err = run_command("compare", "--resume", "c", "--allow-code", "c/planted.py")
     assert code == 0, err

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-import browser as browsers
 from doubles.comparison import MEASURE, StubRunner, plan, row
 from policygrad.compare.page import MAX_SHOWN_ROWS, render_comparison
 from policygrad.compare.report import ComparisonReport, build_report, format_learning_rate
@@ -23,9 +20,6 @@ if TYPE_CHECKING:
 
 LABELS = [f"row_{i}" for i in range(MAX_SHOWN_ROWS + 1)]
 NASTY = "</script><b>bad"
-needs_browser = pytest.mark.skipif(
-    browsers.missing() is not None and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"), reason=str(browsers.missing())
-)
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +121,6 @@ def file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browsers.chromium() as browser:
-        yield browser
-
-
 def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "light") -> tuple[Page, list[str]]:
     page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     wrong: list[str] = []
@@ -144,7 +132,6 @@ def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "ligh
     return page, wrong
 
 
-@needs_browser
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_it_fits_and_is_light_or_dark(chromium: Browser, file: Path, width: int, scheme: str) -> None:
     page, wrong = opened(chromium, file, width, scheme)
@@ -155,7 +142,6 @@ def test_it_fits_and_is_light_or_dark(chromium: Browser, file: Path, width: int,
     assert wrong == []
 
 
-@needs_browser
 def test_axis_legend_hover_pairs_and_sorting(chromium: Browser, file: Path) -> None:
     page, wrong = opened(chromium, file)
     figure = page.locator('[data-curves="0"]')

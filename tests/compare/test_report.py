@@ -13,7 +13,7 @@ from doubles.comparison import MEASURE, StubRunner, plan, row
 from policygrad.commands.compare import format_comparison
 from policygrad.compare.page import render_comparison
 from policygrad.compare.plan import FIRST_TUNING_SEED, Job
-from policygrad.compare.report import ComparisonReport, build_report
+from policygrad.compare.report import ComparisonReport, RowReport, build_report
 from policygrad.compare.runner import ComparisonRun, Results, RunOutcome
 from policygrad.errors import ConfigError
 
@@ -37,6 +37,10 @@ def by_hand(
     )
     outcomes = {Job(label, None, seed): o for label, runs in rows.items() for seed, o in enumerate(runs)}
     return build_report(found, Results(outcomes, {}, dict.fromkeys(rows)), share)
+
+
+def row_of(report: ComparisonReport, label: str) -> RowReport:
+    return next(row for row in report.rows if row.label == label)
 
 
 def carried_out(folder: Path, **fails: Any) -> ComparisonReport:
@@ -65,7 +69,7 @@ def test_equal_tokens_updates_and_seconds_by_hand() -> None:
     found = by_hand({"short": [outcome(0.6)], "long": [outcome(1.0, tokens=400.0, updates=40.0, seconds=10.0)]})
     (kind,) = found.kinds
     assert kind.equal == {"tokens": 100.0, "updates": 10.0, "seconds": 10.0}
-    short, long = (found.row(label).summary for label in ("short", "long"))
+    short, long = (row_of(found, label).summary for label in ("short", "long"))
     assert short is not None
     assert long is not None
     assert short.equal["tokens"].value == pytest.approx(0.6)
@@ -83,7 +87,7 @@ def test_equal_tokens_updates_and_seconds_by_hand() -> None:
 def test_the_threshold_by_hand() -> None:
     found = by_hand({"a": [outcome(1.0)] * 3, "b": [outcome(0.6), outcome(0.9), outcome(0.9)]})
     assert found.kinds[0].threshold == pytest.approx(0.2 + 0.8 * 0.8)
-    a, b = (found.row(label).summary for label in ("a", "b"))
+    a, b = (row_of(found, label).summary for label in ("a", "b"))
     assert a is not None
     assert b is not None
     assert a.reach["tokens"].median == pytest.approx(80.0)
@@ -157,7 +161,7 @@ def test_a_ladder_is_told_rung_by_rung() -> None:
 
 def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
     found = carried_out(tmp_path, fails=lambda words: words[1] == "ppo" or (words[1] == "grpo" and words[-1] == "2"))
-    ppo, grpo = found.row("ppo"), found.row("grpo")
+    ppo, grpo = row_of(found, "ppo"), row_of(found, "grpo")
     assert ppo.summary is None
     assert len(ppo.failed) == 3
     assert len(grpo.runs) == 2
@@ -170,9 +174,9 @@ def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
 
 def test_a_row_whose_tuning_failed_altogether(tmp_path: Path) -> None:
     found = carried_out(tmp_path, fails=lambda words: "--lr" in words)
-    assert found.row("grpo").summary is None
-    assert found.row("grpo").option_value is None
-    assert all(tried.mean is None for tried in found.row("grpo").tuning)
+    assert row_of(found, "grpo").summary is None
+    assert row_of(found, "grpo").option_value is None
+    assert all(tried.mean is None for tried in row_of(found, "grpo").tuning)
     assert "\n".join(text(found))
 
 
@@ -209,7 +213,7 @@ def test_the_report_is_json(tmp_path: Path) -> None:
 
 def test_a_curve_ends_where_its_shortest_run_does() -> None:
     found = by_hand({"a": [outcome(0.6), outcome(0.6, tokens=60.0)], "b": [outcome(0.7)]})
-    summary = found.row("a").summary
+    summary = row_of(found, "a").summary
     assert summary is not None
     there = [
         x for x, value in zip(found.axes["tokens"], summary.curves["tokens"].value, strict=True) if value is not None

@@ -13,7 +13,6 @@ from policygrad.compare.statistics import (
     bootstrap_band,
     estimate_iqm,
     first_crossing,
-    interpolate,
     interquartile_mean,
     mean_height,
     median_crossing,
@@ -134,7 +133,6 @@ def test_how_often_equals_are_separated() -> None:
 
 
 def test_between_points_a_curve_is_straight() -> None:
-    assert interpolate([0, 10], [0.2, 0.4], 5) == pytest.approx(0.3)
     assert mean_height([0, 10], [0.0, 1.0], 10) == pytest.approx(0.5)
     assert mean_height([0, 10, 20], [0.0, 1.0, 1.0], 20) == pytest.approx(0.75)
     assert mean_height([0, 10, 20], [0.0, 1.0, 1.0], 15) == pytest.approx((5 + 5) / 15)  # cut between points

@@ -82,7 +82,7 @@ def test_max_variance_subset_is_the_maximum(rewards: list[float], keep: int) -> 
 def test_downsampling_keeps_the_number_per_group(shape: Shape, keep: int, by: str, rollout: int) -> None:
     batch, _ = make(shape)
     part = FrozenDownsample(keep, by, rollout=rollout)  # type: ignore[arg-type]
-    chosen, available = part.choose(batch, rollout), batch.mask.any(1)
+    chosen, available = part.choose(batch), batch.mask.any(1)
     assert not bool((chosen & ~available).any())
     for g in batch.group.unique():
         here = batch.group == g

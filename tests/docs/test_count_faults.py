@@ -94,6 +94,6 @@ def test_the_page_says_what_did_not_hold() -> None:
     text = counted_section(found)
     assert "| 60 | 1 |" in text
     assert "(updating 2)" in text
-    assert "**It does not hold:** killed at call 3 of a save: it is gone." in text
+    assert "**Broken:** killed at call 3 of a save: it is gone." in text
     assert text.count("`python scripts/stress_checkpoints.py`") == 1
-    assert "not been taken yet" in counted_section(None)
+    assert "Not measured yet" in counted_section(None)

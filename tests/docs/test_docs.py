@@ -16,7 +16,7 @@ import make_docs
 import policygrad as pg
 from pages import algorithms as algorithm_pages
 from pages import algorithms as index
-from pages import architecture, checked, tables
+from pages import architecture, markdown, tables
 from pages import architecture as picture
 from pages import tables as probe
 from policygrad.algorithms import ALGORITHMS
@@ -31,7 +31,7 @@ OWN = (DOCS / "your-own-algorithm.md").read_text(encoding="utf-8")
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    assert make_docs.out_of_date(make_docs.generated()) == []
+    assert make_docs.find_outdated(make_docs.generate_files()) == []
 
 
 def test_a_page_that_is_out_of_date_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_page_that_is_out_of_date_is_found(tmp_path: Path, monkeypatch: pytest
     for path in (right, wrong, old):
         path.write_text("text")
     monkeypatch.setattr(make_docs, "DOCS", tmp_path)
-    assert make_docs.out_of_date({right: "text", wrong: "other", missing: "text"}) == [wrong, missing, old]
+    assert make_docs.find_outdated({right: "text", wrong: "other", missing: "text"}) == [wrong, missing, old]
 
 
 def test_every_file_is_in_the_tree_and_every_room_in_the_picture() -> None:
@@ -89,13 +89,15 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_pages_print_what_they_say(path: Path) -> None:
     """Every ```python block that a ```text block follows; the figures in the page are this code's."""
     text = path.read_text(encoding="utf-8")
-    assert len(checked.BLOCK.findall(text)) == text.count("```text") > 0, "a ```text block without code before it"
-    assert checked.executed(text, path.name) == text
+    assert len(markdown.CODE_AND_OUTPUT.findall(text)) == text.count("```text") > 0, (
+        "a ```text block without code before it"
+    )
+    assert markdown.run_code_blocks(text, path.name) == text
 
 
 def test_a_changed_figure_is_found() -> None:
     text = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
-    assert checked.executed(text) == text.replace("3", "2")
+    assert markdown.run_code_blocks(text) == text.replace("3", "2")
 
 
 # --- what the pages say of every algorithm
@@ -233,15 +235,15 @@ def test_units_and_lengths(name: str, unit: str, ratio: str, length: str) -> Non
 def test_gates_in_numbers() -> None:
     assert probe.gate_weights(pg.GRPO, 1.0) == [0.5, 0.9, 1.0, 1.1, 0.0]
     assert probe.gate_weights(pg.GRPO, -1.0) == [0.0, 0.9, 1.0, 1.1, 1.5]
-    assert probe.outside(pg.GRPO) == "Ψ>0: w = 0 above, r below; Ψ<0: w = r above, 0 below"
-    assert probe.outside(pg.CISPO) == "w = 5 above, r below"
-    assert probe.outside(pg.REINFORCE) == "w = 1"
-    assert probe.outside(pg.SAPO) == "w → 0"
+    assert probe.describe_far_outside(pg.GRPO) == "Ψ>0: w = 0 above, r below; Ψ<0: w = r above, 0 below"
+    assert probe.describe_far_outside(pg.CISPO) == "w = 5 above, r below"
+    assert probe.describe_far_outside(pg.REINFORCE) == "w = 1"
+    assert probe.describe_far_outside(pg.SAPO) == "w → 0"
 
 
 def test_the_classic_comparison_of_memory() -> None:
     """PPO holds four models, GRPO three, with a verifier two, without KL one."""
-    assert [row[-2:] for row in tables.classic()] == [("4", "10 P"), ("3", "6 P"), ("2", "5 P"), ("1", "4 P")]
+    assert [row[-2:] for row in tables.compare_memory()] == [("4", "10 P"), ("3", "6 P"), ("2", "5 P"), ("1", "4 P")]
 
 
 # --- an algorithm of one's own
@@ -271,8 +273,8 @@ def test_own_algorithm_in_15_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert len([line for line in module.splitlines() if line]) <= 15
     write_own(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert OWN.count("```text") == len(checked.BLOCK.findall(OWN)) == 1
-    assert checked.executed(OWN) == OWN
+    assert OWN.count("```text") == len(markdown.CODE_AND_OUTPUT.findall(OWN)) == 1
+    assert markdown.run_code_blocks(OWN) == OWN
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:
     }
     text = faults_block(found)
     assert "| 30: learning 10, rollout 20 | 320 | 0 | 0 | 1,280 | 0 | 17 | 0 |" in text
-    assert "**It does not hold:** garbage: the run ended: x." in text
+    assert "**Broken:** garbage: the run ended: x." in text
     assert text.count(engine_faults.KINDS["garbage"]) == 0
 
 

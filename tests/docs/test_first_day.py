@@ -123,7 +123,6 @@ def followed(last: int) -> None:
 
 def test_the_model_asks_as_its_template_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's model ends a question with its own token, and is closed by the end token."""
-    from policygrad.models.chat_template import encode_prompt
     from policygrad.models.loading import load_model
     from policygrad.models.tokenizer import load_tokenizer
 
@@ -133,6 +132,6 @@ def test_the_model_asks_as_its_template_says(tmp_path: Path, monkeypatch: pytest
     model = load_model("my-model")
     tokenizer = load_tokenizer("my-model", model)
     reply = tokenizer.hf.convert_tokens_to_ids("<|reply|>")
-    ids = encode_prompt(tokenizer, ({"role": "user", "content": "1 + 1 ="},))
+    ids = tokenizer.encode(({"role": "user", "content": "1 + 1 ="},), 0).tolist()
     assert ids[-1] == reply == model.get_input_embeddings().weight.shape[0] - 1
     assert json.loads(Path("my-model/config.json").read_text())["vocab_size"] == reply + 1

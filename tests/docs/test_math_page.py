@@ -3,8 +3,8 @@
 import pytest
 from measure_math import RIGHT, WRONG, cases, other
 
-from pages.blocks import judged_block
-from pages.formatting import load
+from pages.blocks import math_block
+from pages.markdown import load
 
 
 def written(answer, rewrites):
@@ -42,10 +42,10 @@ def test_the_page_shows_sums_and_the_ways_of_writing_that_fail():
         "examples": {"math_verify": [["1", "|2|"]]},
     }
     found = {"measured_by": "python it.py", "versions": {"sympy": "1"}, "right": {"MATH": [row]}, "wrong": {"MATH": []}}
-    block = judged_block(found)
+    block = math_block(found)
     assert "| MATH | 1,000 | 0 | 2 |" in block
     assert "| MATH, right | 1,234 | 1,000 | 0 | 2 | `1` and `\\|2\\|` |" in block
-    assert "Not run yet" in judged_block({})
+    assert "Not run yet" in math_block({})
 
 
 @pytest.mark.parametrize(("kind", "most"), [("right", 1e-3), ("wrong", 1e-3)])

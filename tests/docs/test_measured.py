@@ -14,7 +14,7 @@ import pytest
 import measure_algorithms
 import measure_control
 from doubles.comparison import MEASURE, StubRunner, plan, row
-from pages import formatting as reports
+from pages import markdown as reports
 from pages import measured
 from pages.measured import curves
 from policygrad.algorithms import ALGORITHMS
@@ -128,7 +128,7 @@ def test_a_sentence_for_an_algorithms_page(found: dict[str, Any]) -> None:
 
 
 def test_standings_count_every_other_row_once(found: dict[str, Any]) -> None:
-    counts = {label: measured.standing(found, label) for label in ("grpo", "ppo", "trpo", "vineppo")}
+    counts = {label: measured.count_pairs(found, label) for label in ("grpo", "ppo", "trpo", "vineppo")}
     assert counts == {"grpo": "2 / 0 / 0", "ppo": "1 / 0 / 1", "trpo": "0 / 0 / 2", "vineppo": "0 / 0 / 0"}
 
 
@@ -187,14 +187,14 @@ def test_a_refused_row_is_left_out_with_its_reason() -> None:
     assert left_out["no_such"].startswith("unknown algorithm 'no_such'")
 
 
-def test_lines_of_control_runs_are_appended_and_forgotten(tmp_path: Path) -> None:
+def test_results_of_control_runs_are_appended_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.jsonl"
-    assert measure_control.results(path) == []
+    assert measure_control.read_results(path) == []
     for name in ("ppo", "trpo"):
-        measure_control.append({"name": name, "seed": 0}, path)
-    assert [r["name"] for r in measure_control.results(path)] == ["ppo", "trpo"]
-    measure_control.forget(["ppo"], path)
-    assert [r["name"] for r in measure_control.results(path)] == ["trpo"]
+        measure_control.append_result({"name": name, "seed": 0}, path)
+    assert [r["name"] for r in measure_control.read_results(path)] == ["ppo", "trpo"]
+    measure_control.remove_results(["ppo"], path)
+    assert [r["name"] for r in measure_control.read_results(path)] == ["trpo"]
     path.write_text(path.read_text() + '{"name": "gr')
-    with pytest.raises(measure_control.MeasureError, match=r"line 2 is no JSON"):
-        measure_control.results(path)
+    with pytest.raises(measure_control.MeasureError, match=r"line 2 is not JSON"):
+        measure_control.read_results(path)

@@ -59,4 +59,4 @@ def test_the_block() -> None:
     assert "| this process | 0.910, 0.890 | 0.900 | – |" in text
     assert "| llama_cpp | 0.900, 0.880 | 0.890 | 2.0e-06 | 100 | 5.0e-06 | 1.0e-06 | 0.42 | 2.7 |" in text
     assert "policygrad 1,000, vllm bench serve 1,000 (a ratio of 1.00)" in text
-    assert text.endswith("By `python a`, `python b`.")
+    assert text.endswith("Measured by `python a`, `python b`.")

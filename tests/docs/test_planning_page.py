@@ -19,7 +19,7 @@ def test_errors_are_of_the_prediction() -> None:
 
 
 def test_published_runs_are_planned() -> None:
-    rows = [*planning.published(), *planning.trainers()]
+    rows = [*planning.nemo_rows(), *planning.prime_rows()]
     assert {"s, drawing", "s, learning", "GiB at most", "tokens/s"} <= {row.what for row in rows}
     assert all(row.planned > 0 for row in rows)
     step = next(row for row in rows if (row.measured, row.what) == (112, "s, a step"))
@@ -30,7 +30,7 @@ def test_published_runs_are_planned() -> None:
 
 def test_runs_here_are_within_a_fifth_of_the_plan() -> None:
     """Of a calibration that was taken afterwards."""
-    rows = list(planning.measured())
+    rows = list(planning.own_rows())
     assert rows
     assert all(abs(row.error) < 0.2 for row in rows if row.what == "CPU s, a step")
 

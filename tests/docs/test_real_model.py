@@ -66,14 +66,14 @@ def test_what_is_told_of_a_run_and_the_page_of_it(found: dict[str, Any]) -> None
         *((1, f"4 | 7 = 1{i}") for i in (0, 2, 4, 6)),
         (2, "11"),
     ]
-    block = real_model.seen_block(found)
+    block = real_model.real_model_block(found)
     assert "**0.250 ± 0.020 before, 0.500 ± 0.010 after** 2 steps" in block
     assert "10 minutes of processor time" in block
     assert "| 1 | What is 4 + 7? Reply with the number only. | `'4 \\| 7 = 10'` | 0 |" in block
 
 
 def test_the_picture_has_every_step_and_both_measurements(found: dict[str, Any]) -> None:
-    svg = ElementTree.fromstring(real_model.picture(found))
+    svg = ElementTree.fromstring(real_model.real_model_picture(found))
     space = "{http://www.w3.org/2000/svg}"
     (line,) = svg.iter(f"{space}polyline")
     heights = [float(point.split(",")[1]) for point in line.attrib["points"].split(" ")]

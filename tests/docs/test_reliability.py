@@ -11,7 +11,7 @@ from pages import reliability as faults
 
 
 def test_every_item_of_what_may_go_wrong_is_there() -> None:
-    items = reliability.faults()
+    items = reliability.load_faults()
     assert len(items) == 20
     assert all(len(row) >= 3 for item in items for row in item["fault"])
     faults = [(item["title"], row[0]) for item in items for row in item["fault"]]
@@ -61,7 +61,7 @@ def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "test", ["test_there", 'test_there["two": 2]', "test_there[decorated]", "test_there[by a fixture]", "test_on_linux"]
 )
 def test_what_holds_a_line(tests: Path, test: str) -> None:
-    assert reliability.looked_up(f"test_it.py::{test}") == (tests / "test_it.py", test.partition("[")[0])
+    assert reliability.find_test(f"test_it.py::{test}") == (tests / "test_it.py", test.partition("[")[0])
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_what_holds_a_line(tests: Path, test: str) -> None:
     ],
 )
 def test_what_holds_none_is_found(tests: Path, test: str, says: str) -> None:
-    with pytest.raises(reliability.Lost, match=says):
-        reliability.looked_up(test)
+    with pytest.raises(reliability.MissingTestError, match=says):
+        reliability.find_test(test)
 
 
 def test_a_line_that_has_lost_its_test_makes_no_page(tests: Path) -> None:
@@ -101,12 +101,12 @@ def test_a_soak_that_broke_says_so() -> None:
         "versions": {"torch": "2"},
         "broken": ["kill 3 (saving) lost 9 steps"],
     }
-    assert "**It does not hold:** kill 3 (saving) lost 9 steps." in faults.soak_section(found)
-    assert "not been taken yet" in faults.soak_section(None)
+    assert "**Broken:** kill 3 (saving) lost 9 steps." in faults.soak_section(found)
+    assert "Not measured yet" in faults.soak_section(None)
     both = faults.soak_section(found | {"broken": []}, found | {"steps": 5, "looks_every": 1})
     assert (
         both.index("9 steps of")
         < both.index("--steps 5 --watch 1")
         < both.index("5 steps of")
-        < both.index("**It does not hold:**")
+        < both.index("**Broken:**")
     )

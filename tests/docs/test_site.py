@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import make_site
-from browser import chromium, missing
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 MISSING = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
 HEAD = '<h1 id="top">T</h1>'
@@ -73,9 +75,7 @@ WIDE = """() => [...document.querySelectorAll("article pre, article .table-wrapp
     .map((box) => `${box.scrollWidth} in ${box.clientWidth}: ${box.innerText.slice(0, 60)}`)"""
 
 
-def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path) -> None:
-    if (reason := missing()) and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"):
-        pytest.skip(reason)
+def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path, chromium: Browser) -> None:
     names = [
         "algorithms/index",
         "algorithms/vapo",
@@ -85,9 +85,8 @@ def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path) -> None:
         "measured",
         "benchmarks",
     ]
-    with chromium() as browser:
-        tab = browser.new_page(viewport={"width": 1400, "height": 900})
-        for name in names:
-            tab.goto((site / f"{name}.html").as_uri())
-            assert tab.evaluate(WIDE) == [], name
-            assert tab.evaluate("() => document.documentElement.scrollWidth") <= 1400, name
+    tab = chromium.new_page(viewport={"width": 1400, "height": 900})
+    for name in names:
+        tab.goto((site / f"{name}.html").as_uri())
+        assert tab.evaluate(WIDE) == [], name
+        assert tab.evaluate("() => document.documentElement.scrollWidth") <= 1400, name

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from policygrad.tasks.base import Example
+from policygrad.tasks.rows import EXAMPLE, RowOptions, load_examples
+from policygrad.tasks.sources import open_source
 
 if TYPE_CHECKING:  # workers of rewards import what uses this, and are not to wait for torch
     import torch
@@ -15,6 +19,11 @@ def write_rows(path: Path, rows: Iterable[Any]) -> str:
     """JSON Lines; the path as a run takes it."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def read_examples(name: str, options: RowOptions | None = None) -> Sequence[Example]:
+    """The rows of a file or other data, as a task reads them."""
+    return load_examples(open_source(name, EXAMPLE), options or RowOptions(), name)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ def pair(
     torch.manual_seed(1)  # for a critic's head
     local = LocalLearner(one, spec, reference=teachers[0])
     torch.manual_seed(1)
-    return local, FsdpController.of(workers, whole, spec, reference=teachers[1]), whole
+    return local, FsdpController(workers, whole, spec, reference=teachers[1]), whole
 
 
 @cache

@@ -44,7 +44,7 @@ class AtUpdate(Callback):
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
         if step == self.at - 1:
-            optimizer = trainer.optimizer
+            optimizer = trainer.learner.optimizer
 
             def sends() -> Any:
                 del optimizer.step  # the class's own is back

@@ -15,13 +15,15 @@ import policygrad as pg
 from policygrad.environments.registry import (
     code_references,
     initial_observation,
+    join_texts,
     parse_choice,
     reply_observation,
     resolve_environment,
     split_environment_name,
     to_http_url,
 )
-from policygrad.environments.textarena import SHARED_FROM, IsolatedRandom, iter_large_collections, join_messages
+from policygrad.environments.textarena import SHARED_FROM, iter_large_collections
+from policygrad.tasks.base import IsolatedRandom
 from policygrad.tasks.verifiers import taskset_module
 from policygrad.training.config.trust import code_in_argv, missing_permissions
 
@@ -153,7 +155,7 @@ def test_replies_have_the_format_of_the_prompt() -> None:
 
 
 def test_messages_of_a_game_are_lines() -> None:
-    assert join_messages(["a\n", "  ", "\nb"]) == "a\nb"
+    assert join_texts(["a\n", "  ", "\nb"]) == "a\nb"
 
 
 # --- randomness of an episode's own

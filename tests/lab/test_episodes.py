@@ -10,8 +10,8 @@ import torch
 
 import policygrad as pg
 from policygrad.lab.episodes import ConversationSetting, ConversationWorld, EpisodeTree, Walk
-from policygrad.lab.estimators import enumerate_steps
-from policygrad.lab.findings.critics import COMPARED, FAMILIES, UNBIASED, measure_chain, turn_algorithm
+from policygrad.lab.findings.advantages import exact_figures, with_advantage
+from policygrad.lab.findings.critics import COMPARED, FAMILIES, UNBIASED
 from policygrad.lab.policies import TabularPolicy
 from policygrad.lab.sequences import EOS, derivative
 from policygrad.lab.worlds import walk_setting
@@ -95,8 +95,8 @@ def test_the_enumerated_batch_equals_a_rollout_s() -> None:
     """Mask, rewards, turn rewards, and which turns begin alike: by the production path from trajectories."""
     start = EpisodeSpec(Example("walk"), (0, TRAIN, 1, 0), 9)
     groups = [EpisodeGroup(start, torch.tensor([0]), tuple(trajectories()))]
-    algorithm = turn_algorithm("", (pg.TurnReturn(),))
-    book, plain = SETTING.enumerate_batch(algorithm), SETTING.enumerate_batch(turn_algorithm("", ()))
+    algorithm = with_advantage(pg.TurnReturn())
+    book, plain = SETTING.enumerate_batch(algorithm), SETTING.enumerate_batch(with_advantage())
     made = batch_groups(groups)
     width = made.mask.shape[1]
     assert torch.equal(plain.mask[:, :width], made.mask)
@@ -115,7 +115,7 @@ def test_the_enumerated_batch_equals_a_rollout_s() -> None:
 
 def test_values_are_those_of_what_follows() -> None:
     """A critic without error is E[R_n | history]: after the first turn it forgets what that turn earned."""
-    book = SETTING.enumerate_batch(turn_algorithm("", (pg.TurnGAE(),)))
+    book = SETTING.enumerate_batch(with_advantage(pg.TurnGAE()))
     chance = SETTING.world.logp(SETTING.theta).exp().flatten()
     to_go = pg.TurnReturn()(torch.zeros_like(book.mask, dtype=torch.float64), book)
     assert book.values is not None
@@ -146,22 +146,21 @@ def brute(algorithm: pg.Algorithm, size: int) -> torch.Tensor:
 def test_siblings_are_unbiased_by_brute_force(name: str) -> None:
     world, theta = walk_setting(turns=2).world, walk_setting(turns=2).theta
     truth = derivative(lambda x: (world.logp(x).exp() * world.tree.total()).sum(), theta)
-    torch.testing.assert_close(brute(turn_algorithm(name, UNBIASED[name]), 2), truth, rtol=0, atol=1e-13)
+    torch.testing.assert_close(brute(with_advantage(*UNBIASED[name]), 2), truth, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_theorems_about_unbiased_estimators(seed: int) -> None:
     """No bias where none is claimed: whatever the critic at λ = 1, at any λ where it is exact; and one where we say so."""
     setting = walk_setting(seed=seed)
-    alone, pairs = enumerate_steps(setting, 1), enumerate_steps(setting, 2)
     for psi in UNBIASED.values():
-        assert measure_chain("", psi, setting, pairs).figures.bias < 1e-12
-    assert measure_chain("", COMPARED["GroupInGroup(std=False)"], setting, pairs).figures.bias > 1e-2
+        assert exact_figures(with_advantage(*psi), setting, 2).bias < 1e-12
+    assert exact_figures(with_advantage(*COMPARED["GroupInGroup(std=False)"]), setting, 2).bias > 1e-2
     erring = replace(setting, critic_error=0.5, seed=seed)
     for level, made in FAMILIES.items():
-        assert measure_chain("", (made(1.0),), erring, alone).figures.bias < 1e-12
-        assert measure_chain("", (made(0.0),), erring, alone).figures.bias > 1e-2
-        exact = measure_chain("", (made(0.3),), setting, alone).figures.bias
+        assert exact_figures(with_advantage(made(1.0)), erring, 1).bias < 1e-12
+        assert exact_figures(with_advantage(made(0.0)), erring, 1).bias > 1e-2
+        exact = exact_figures(with_advantage(made(0.3)), setting, 1).bias
         assert exact > 1e-2 if level == "both" else exact < 1e-12
 
 
@@ -169,7 +168,7 @@ def test_both_levels_are_unbiased_where_turns_are_equally_long() -> None:
     """One token a turn: nobody chooses which is the last."""
     tree = EpisodeTree(vocabulary=3, length=6, turn_tokens=1)
     setting = ConversationSetting(
-        ConversationWorld.from_tree(tree, TabularPolicy(tree)), TabularPolicy(tree).initial(0)
+        ConversationWorld(tree, tree.total()[None], TabularPolicy(tree)), TabularPolicy(tree).initial(0)
     )
     for link in (pg.BiLevelGAE(lam=0.3, turn_lam=0.6), pg.TurnGAE(lam=0.6), pg.MultiTurnGAE(lam=0.6)):
-        assert measure_chain("", (link,), setting, enumerate_steps(setting, 1)).figures.bias < 1e-12
+        assert exact_figures(with_advantage(link), setting, 1).bias < 1e-12

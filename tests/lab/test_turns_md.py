@@ -10,8 +10,8 @@ import pytest
 
 from policygrad.core.base import Advantage
 from policygrad.core.turns import BiLevelGAE, TurnGAE
-from policygrad.lab.estimators import enumerate_steps
-from policygrad.lab.findings.critics import COMPARED, ERROR, UNBIASED, measure_chain
+from policygrad.lab.findings.advantages import exact_figures, with_advantage
+from policygrad.lab.findings.critics import COMPARED, ERROR, UNBIASED
 from policygrad.lab.worlds import walk_setting
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab" / "turns.md").read_text(encoding="utf-8")
@@ -40,6 +40,6 @@ def test_the_page_has_every_chain() -> None:
 )
 def test_the_figures_are_current(name: str, psi: tuple[Advantage, ...]) -> None:
     setting = ERRING if "lam" in name else SETTING
-    f = measure_chain(name, psi, setting, enumerate_steps(setting, 3)).figures
+    f = exact_figures(with_advantage(*psi), setting, 3)
     now = [f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse]
-    assert WRITTEN[name] == pytest.approx(now, abs=6e-4), "python scripts/make_turns.py"
+    assert WRITTEN[name] == pytest.approx(now, abs=6e-4), "python scripts/make_lab.py turns"

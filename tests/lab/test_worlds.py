@@ -15,9 +15,6 @@ from policygrad.lab.sequences import (
     World,
     derivative,
     perturb_policy,
-    reward_min_length,
-    reward_sum,
-    reward_table,
     sample_right_answers,
 )
 
@@ -158,7 +155,7 @@ def test_values_are_expected_rewards_and_distances_are_kept() -> None:
     tree = PrefixTree(3, 3)
     policy = TabularPolicy(tree)
     theta = policy.initial(0)
-    world = World(tree, reward_table(tree, reward_sum(3)), policy)
+    world = World(tree, torch.tensor([[float(sum(word) == 3) for word in tree.completions]]).double(), policy)
     to_go = world.reward.flatten()[:, None].expand(world.mask.shape)
     value = world.values(theta, to_go)
     assert float(value[0]) == pytest.approx(float(world.objective(theta)))
@@ -212,9 +209,3 @@ def test_a_sequence_world_as_a_decision_process(gamma: float) -> None:
     assert (world.conditionals(theta).exp() * exact.advantage).sum(1).abs().max() < 1e-12
     if gamma == 1:
         assert float(exact.occupancy.sum()) == pytest.approx(float(world.mean_length(theta)))
-
-
-def test_verifiers() -> None:
-    tree = PrefixTree(3, 2)
-    assert reward_table(tree, reward_sum(2)).tolist() == [[0, 0, 1, 1, 0, 0, 0]]
-    assert reward_table(tree, reward_min_length(2), 2).tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2

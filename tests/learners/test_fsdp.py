@@ -118,7 +118,7 @@ def _recomputes_activations(local: LocalLearner, ranked: FsdpController) -> None
 def _learns_in_bf16(ranks: WorkerGroup) -> None:
     """Masters in float32, passes in bfloat16: the published model is the masters', rounded."""
     whole = model(torch.bfloat16)
-    ranked = FsdpController.of(ranks, whole, make_spec(pg.DR_GRPO))
+    ranked = FsdpController(ranks, whole, make_spec(pg.DR_GRPO))
     batch = replace(BATCH, reward=BATCH.reward.float())
     learned(ranked, pg.DR_GRPO.with_max_tokens(6), batch)
     ranked.publish()
@@ -156,9 +156,9 @@ def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
     for rank in range(size):
         idle: list[Pack] = []
         ranks: Any = SimpleNamespace(rank=rank, size=size)
-        mine = list(
-            FsdpWorkDivision(ranks, None, None).divide(partial(pack_micro_batches, BATCH, rows), budget, idle.append)
-        )  # type: ignore[arg-type]
+        division: Any = FsdpWorkDivision(ranks, None, None)  # type: ignore[arg-type]
+        make_packs, count = partial(pack_micro_batches, BATCH, rows), lambda part: len(part.ids)
+        mine = list(division.divide(make_packs, budget, idle.append, count))
         given += [row for part in mine for row in part.rows.tolist()]
         turns.append(len(mine) + len(idle))
         assert all(len(part.ids) <= budget or len(part.paths) == 1 for part in mine)
@@ -205,7 +205,7 @@ def test_a_trust_region_of_a_model_without_forward_mode_is_refused() -> None:
     bloom = tf.BloomForCausalLM(tf.BloomConfig(**PLAIN, hidden_size=8, n_layer=1, n_head=2)).eval()
     ranks = WorkerGroup.start(1)
     with pytest.raises(pg.ConfigError, match=r"forward-mode derivatives.*learner\.world_size=1"):
-        FsdpController.of(ranks, bloom, make_spec(replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None)))
+        FsdpController(ranks, bloom, make_spec(replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None)))
     ranks.close()
 
 

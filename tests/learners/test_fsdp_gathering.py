@@ -60,7 +60,7 @@ def test_no_process_has_more_than_its_share_and_one_parameter(
     total, largest = (f(p.nbytes for p in whole.parameters()) for f in (sum, max))
     alone = LocalLearner(local, make_spec(ALGORITHM))
     before = held_here() - total  # beside the model that is spread now
-    ranked = FsdpController.of(ranks, whole, make_spec(ALGORITHM), stream_weights=True)
+    ranked = FsdpController(ranks, whole, make_spec(ALGORITHM), stream_weights=True)
     assert all(p.is_meta for p in whole.parameters())
     tensors, most = ranked.publish().tensors, [0, 0]
     assert isinstance(tensors, LazyStateDict)

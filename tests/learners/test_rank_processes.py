@@ -16,17 +16,17 @@ from policygrad.learners.fsdp import processes
 from policygrad.learners.fsdp.processes import (
     LOCALHOST,
     MAX_LOCAL_PROCESSES,
+    LocalWorker,
     WorkerGroup,
     WorkerLauncher,
     check_devices,
     kill_workers,
-    launch_worker,
 )
 
 RANK_0 = """
 import sys
-from policygrad.learners.fsdp.processes import launch_worker
-print(launch_worker("127.0.0.1", int(sys.argv[1]), 1, 2).pid, flush=True)
+from policygrad.learners.fsdp.processes import LocalWorker
+print(LocalWorker("127.0.0.1", int(sys.argv[1]), 1, 2).pid, flush=True)
 sys.stdin.read()
 """
 
@@ -55,7 +55,7 @@ def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, mo
     with socket.socket() as rank_0:
         rank_0.bind((LOCALHOST, 0))
         rank_0.listen()
-        rank = launch_worker(LOCALHOST, rank_0.getsockname()[1], 1, 2)
+        rank = LocalWorker(LOCALHOST, rank_0.getsockname()[1], 1, 2)
         try:
             while not select.select([rank_0], [], [], 0.1)[0]:  # it connects once its imports are done
                 assert rank.poll() is None, "it imported a module of the folder"

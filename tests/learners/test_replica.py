@@ -35,8 +35,7 @@ def logits(model: nn.Module) -> Tensor:
 def small(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype).eval()
-    for module in model.modules():
-        disable_dropout(module)
+    disable_dropout(model)
     return model
 
 

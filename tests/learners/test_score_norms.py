@@ -19,7 +19,8 @@ from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.score_norms import ScoreNorms, pack_singly, select_parameters
+from policygrad.learners.local.packing import pack_micro_batches
+from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
 from policygrad.models.loading import load_model
 
 RLOO = replace(pg.RLOO, advantage=(pg.OptimalBaseline(),), shaping=())
@@ -85,8 +86,8 @@ def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     """Memory for three completions' gradients, then for one: then there is nothing to do together."""
     batch, norms, calls = make_batch(6), norms_of(gpt2), []
     truth, size = scored(norms, batch), sum(p.numel() for p in gpt2.parameters())
-    singly = "policygrad.learners.local.score_norms.pack_singly"
-    monkeypatch.setattr(singly, lambda *a: calls.append(1) or pack_singly(*a))
+    singly = "policygrad.learners.local.score_norms.pack_micro_batches"
+    monkeypatch.setattr(singly, lambda *a: calls.append(1) or pack_micro_batches(*a))
     for at_once in (3, 1):
         monkeypatch.setattr("policygrad.learners.local.score_norms.MAX_LOGITS", at_once * size)
         torch.testing.assert_close(scored(norms, batch), truth, rtol=1e-10, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
@@ -114,23 +115,27 @@ def test_a_sleeping_thread_is_idle_until_it_computes_or_moves() -> None:
     wake.set()
 
 
-def test_missed_heartbeats_are_counted() -> None:
-    store = dict[str, str]()
+class _Store:
+    """Rank 1 sends a new heartbeat at every check, rank 2 its only one before the first."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+
+    def get(self, key: str) -> str | None:
+        self.checks += key == heartbeat_key(1)
+        return f'{{"number": {self.checks if key == heartbeat_key(1) else 1}, "idle_beats": 0}}'
+
+
+@pytest.mark.parametrize(("timeout", "message"), [(0.03, "rank 2 did not answer"), (0.0, "")])
+def test_missed_heartbeats_are_counted(monkeypatch: pytest.MonkeyPatch, timeout: float, message: str) -> None:
+    monkeypatch.setattr("policygrad.learners.fsdp.watchdog.BEAT_SECONDS", 0.01)
+    store = _Store()
     watchdog = Watchdog(cast(Any, store), 3, ())
-    watchdog.start(0.0, None)
+    watchdog.start(timeout, None)  # 0 waits forever
+    while store.checks < 6:
+        time.sleep(0.01)
+    assert watchdog.unresponsive == message
     watchdog.close()
-    watchdog._thread.join()  # type: ignore[union-attr]
-    watchdog._missed = [0, 0, 0]
-    store[heartbeat_key(1)] = '{"number": 1, "idle_beats": 0}'
-    watchdog._collect_heartbeats()
-    watchdog._collect_heartbeats()
-    assert watchdog._missed == [0, 1, 2]
-    store[heartbeat_key(1)] = '{"number": 2, "idle_beats": 0}'
-    watchdog._collect_heartbeats()
-    assert watchdog._missed == [0, 0, 3]
-    assert watchdog.unresponsive == ""  # a timeout of 0 waits forever
-    watchdog._limit = 3
-    assert watchdog.unresponsive == "rank 2 did not answer"
 
 
 def test_the_timeout_is_an_option_of_the_learner() -> None:

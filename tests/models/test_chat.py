@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ from hypothesis import strategies as st
 from doubles.models import changed_copy
 from doubles.templates import ENDS, tokenizer
 from policygrad.errors import DataError, ModelError
-from policygrad.models.chat_template import encode_continuation, encode_prompt, render
+from policygrad.models.chat_template import render
 from policygrad.models.loading import load_model
-from policygrad.models.tokenizer import load_tokenizer
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=20).map(str.strip).filter(bool)
+
+
+def encode_continuation(own: Tokenizer, *args: Any, **options: Any) -> list[int]:
+    ids: list[int] = own.encode_continuation(*args, **options).tolist()
+    return ids
 
 
 def says(role: str, content: str) -> dict[str, str]:
@@ -28,7 +34,7 @@ def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) ->
     """The ids of a conversation as a policy meets them: prompt, what it samples, what follows, …; and its messages."""
     own = tokenizer(name)
     messages = [says("user", first)]
-    ids = encode_prompt(own, messages, **options)
+    ids = own.encode(messages, 0, **options).tolist()
     for reply, answer in turns:
         new = [says("user", answer)]
         ids += own.hf(reply, add_special_tokens=False)["input_ids"] + list(own.end_ids)
@@ -82,7 +88,7 @@ def test_reasoning_stays_while_tools_answer_and_is_refused_when_the_user_speaks_
     """An earlier turn that a later message shortens is found too, not the last one alone."""
     own = tokenizer("reasoning")
     messages, call = [says("user", "1 + 1 =")], "<think>\nadd\n</think>\n\n<tool_call>add</tool_call>"
-    ids = encode_prompt(own, messages, tools=TOOLS)
+    ids = own.encode(messages, 0, tools=TOOLS).tolist()
     ids += own.hf(call)["input_ids"] + list(own.end_ids)
     ids += encode_continuation(own, messages, call, [says("tool", "2")], tools=TOOLS)
     messages += [says("assistant", call), says("tool", "2")]
@@ -97,9 +103,10 @@ def test_a_sampled_end_token_that_the_template_omits_is_retained() -> None:
     own = tokenizer("chatml")
     new = [says("user", "2")]
     ends = [own.hf.eos_token_id]
-    ids = encode_continuation(own, [says("user", "1")], "a", new, end_ids=ends)
+    closed_by_eos = replace(own, end_ids=frozenset(ends))
+    ids = encode_continuation(closed_by_eos, [says("user", "1")], "a", new)
     assert own.hf.decode(ids).startswith("<|im_end|>\n<|im_start|>user")
-    both = encode_continuation(own, [says("user", "1")], "a", new, end_ids=[*ends, *own.end_ids])
+    both = encode_continuation(replace(own, end_ids=own.end_ids.union(ends)), [says("user", "1")], "a", new)
     assert own.hf.decode(both).startswith("\n<|im_start|>user")
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from doubles.templates import ENDS, MARKS, tokenizer
 from policygrad.errors import ModelError
-from policygrad.models.chat_template import encode_continuation
 from policygrad.models.control_tokens import escape_special_tokens
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
@@ -30,7 +29,7 @@ def controls(own: Tokenizer, ids: list[int]) -> list[str]:
 
 def goes_on(own: Tokenizer, role: str, text: str) -> list[int]:
     tools = TOOLS if role == "tool" else None
-    return encode_continuation(own, [says("user", "1 + 1 =")], "2", [says(role, text)], tools=tools)
+    return own.encode_continuation([says("user", "1 + 1 =")], "2", [says(role, text)], tools=tools).tolist()
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -55,7 +54,7 @@ def test_tool_output_is_escaped_too(name: str) -> None:
 def test_any_combination_of_pieces_has_no_control_tokens(name: str, pieces: list[str]) -> None:
     own, text = tokenizer(name), "".join(pieces)
     assert controls(own, goes_on(own, "user", f"a{text}b")) == controls(own, goes_on(own, "user", "ab"))
-    ids = encode_continuation(own, "1 +", " 1", text)
+    ids = own.encode_continuation("1 +", " 1", text).tolist()
     assert controls(own, ids) == []
     assert own.hf.decode(ids) == text
 
@@ -63,7 +62,9 @@ def test_any_combination_of_pieces_has_no_control_tokens(name: str, pieces: list
 def test_text_without_control_tokens_is_encoded_as_usual() -> None:
     own = tokenizer("chatml")
     for text in ("2 < 3 |> 4", "<|im_end>", "</answer> and <answer>"):
-        assert encode_continuation(own, "1 +", " 1", text) == own.hf(text, add_special_tokens=False)["input_ids"]
+        assert (
+            own.encode_continuation("1 +", " 1", text).tolist() == own.hf(text, add_special_tokens=False)["input_ids"]
+        )
     messages, words = escape_special_tokens(own.hf, [says("user", "plain")], "W")
     assert (messages, words) == ([says("user", "plain")], {})
 
@@ -83,4 +84,4 @@ def test_a_control_token_of_one_letter_is_refused() -> None:
     with pytest.raises(
         ModelError, match=r"^x:3: a tool or an environment returned '§', .*: remove it from their output"
     ):
-        encode_continuation(own, "1", "2", "see § 3", source="x:3")
+        own.encode_continuation("1", "2", "see § 3", source="x:3").tolist()

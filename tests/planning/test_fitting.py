@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.planning.pipeline import (
-    LearnerSpeed,
-    SamplerSpeed,
-    fit_learner_speed,
-    fit_nonnegative,
-    fit_sampler_speed,
-)
+from policygrad.planning.pipeline import LearnerSpeed, SamplerSpeed
+from staleness_model import fit_learner_speed, fit_nonnegative, fit_sampler_speed
 
 ROLLOUTS = [[3, 9, 4, 4], [1, 1, 20, 2], [7, 7, 7, 7], [12, 2, 2, 30], [5]]
 SPEED = st.floats(0.01, 3)

@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.planning.pipeline import (
-    LearnerSpeed,
-    SamplerSpeed,
-    Timeline,
-    find_best_staleness,
-    resample_lengths,
-    simulate,
-    smallest_sufficient,
-)
+from policygrad.planning.pipeline import LearnerSpeed, SamplerSpeed, Timeline, simulate
+from staleness_model import find_best_staleness, resample_lengths, smallest_sufficient
 
 ONE = SamplerSpeed(fixed=0.0, per_completion=1.0, max_concurrency=1)  # a token a second
 lengths = st.lists(st.integers(0, 20), min_size=1, max_size=12)
@@ -34,7 +27,7 @@ def test_lock_step_is_the_sum() -> None:
     assert found.rollout_ready == (4.0, 4.0 + 3.0 + 0.25 + 5.0)
     assert found.step_ends == (7.25, 7.25 + 5.0 + 3.5 + 0.25)
     assert found.learner_waits == (4.0, 5.0)
-    assert found.total_seconds == 16.0
+    assert found.step_ends[-1] == 16.0
     assert found.idle_fractions(slice(0, 2)) == (9 / 16, 7 / 16)
     assert (found.steady_state, found.step_seconds) == (slice(1, 2), 8.75)
     assert (found.learner_idle, found.sampler_idle) == found.idle_fractions() == (5 / 8.75, 1 - 5 / 8.75)
@@ -47,7 +40,7 @@ def test_beside_an_update_a_step_takes_the_longer_of_both() -> None:
     assert found.learner_waits == (4.0 + 1.0, 1.0, 1.0, 0.0)
     deeper = simulate(rollouts, ONE, learner, 2)
     assert deeper.rollout_ready[0] == 8.0  # two are drawn first, by the same weights
-    assert deeper.total_seconds == 8.0 + 5.0 + 5.0 + 4.0 + 4.0
+    assert deeper.step_ends[-1] == 8.0 + 5.0 + 5.0 + 4.0 + 4.0
 
 
 def test_a_sampler_that_takes_weights_in_flight_draws_on() -> None:
@@ -70,9 +63,9 @@ def test_no_run_is_faster_than_the_slower_of_both_nor_slower_than_lock_step(
     found = simulate(rollouts, ONE, learner, staleness, in_flight=in_flight)
     together = simulate(rollouts, ONE, learner, 0)
     learning, drawing = len(rollouts) * (update + publish), sum(map(sum, rollouts))
-    assert found.total_seconds >= max(learning, drawing) - 1e-9
-    assert found.total_seconds <= together.total_seconds + 1e-9
-    assert found.total_seconds == pytest.approx(learning + sum(found.learner_waits))
+    assert found.step_ends[-1] >= max(learning, drawing) - 1e-9
+    assert found.step_ends[-1] <= together.step_ends[-1] + 1e-9
+    assert found.step_ends[-1] == pytest.approx(learning + sum(found.learner_waits))
     assert all(a <= b for a, b in zip(found.rollout_ready, found.step_ends, strict=True))
     assert 0 <= found.sampler_idle <= 1
 
@@ -82,7 +75,7 @@ def test_more_room_is_never_slower_for_a_sampler_that_draws_on(
     rollouts: list[list[int]], update: float, staleness: int
 ) -> None:
     learner = LearnerSpeed(update, 0.0, 0.5)
-    some, more = (simulate(rollouts, ONE, learner, k, in_flight=True).total_seconds for k in (staleness, staleness + 1))
+    some, more = (simulate(rollouts, ONE, learner, k, in_flight=True).step_ends[-1] for k in (staleness, staleness + 1))
     assert more <= some + 1e-9
 
 
@@ -134,7 +127,7 @@ def test_without_an_end_to_staleness_nobody_waits_twice(draws: list[int], update
     assert line.step_ends == pytest.approx(
         [max(whole[j] + (i - j + 1) * update for j in range(i + 1)) for i in range(len(draws))]
     )
-    assert line.idle_fractions(slice(0, len(draws)))[1] == pytest.approx(1 - whole[-1] / line.total_seconds)
+    assert line.idle_fractions(slice(0, len(draws)))[1] == pytest.approx(1 - whole[-1] / line.step_ends[-1])
 
 
 def test_lengths_that_change_are_what_staleness_is_for() -> None:

@@ -10,7 +10,7 @@ from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, Worklo
 from policygrad.planning.hardware import DEVICES, Efficiency
 from policygrad.planning.model_shapes import KNOWN_SHAPES
 from policygrad.planning.planner import CapacityPlan, PlanRequest, suggest_changes
-from policygrad.planning.render import list_assumptions, plan_summary, plan_tables
+from policygrad.planning.render import PlanReport, list_assumptions, plan_summary, plan_tables
 
 
 def plan(model: str, layout: ParallelLayout, device: str = "H100", budget: int = 3840) -> CapacityPlan:
@@ -91,7 +91,9 @@ def test_where_nothing_is_enough_it_says_so() -> None:
     ways = suggest_changes(found)
     assert ways
     assert not any(way.plan.fits for way in ways)  # the policy whole is more than an H100 has
-    told = next(table for table in plan_tables(found, [found], ways, 1000, None) if table.title == "What to change")
+    told = next(
+        table for table in plan_tables(PlanReport(found, [found], ways, 1000, None)) if table.title == "What to change"
+    )
     assert "None of these is enough" in told.note
     assert "It does not fit" in plan_summary(found, 1000, None)
     assert any("keeps the full policy" in text for text in list_assumptions(found))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import browser as browsers
 from doubles.comparison import plan
 from doubles.comparison import row as comparison_row
 from doubles.runs import row, run_folder
@@ -25,9 +22,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 NASTY = "</script><img src=x onerror=alert(1)>"
-needs_browser = pytest.mark.skipif(
-    browsers.missing() is not None and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"), reason=str(browsers.missing())
-)
 
 
 def metrics(step: int, high: float) -> dict[str, float]:
@@ -188,12 +182,6 @@ def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_pa
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browsers.chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("page") / "report.html"
     place.write_text(text, encoding="utf-8")
@@ -212,7 +200,6 @@ def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "ligh
     return tab, wrong
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_it_loads_without_an_error_and_fits(chromium: Browser, file: Path, width: int, scheme: str) -> None:
@@ -226,7 +213,6 @@ def test_it_loads_without_an_error_and_fits(chromium: Browser, file: Path, width
     assert wrong == []
 
 
-@needs_browser
 def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Browser, file: Path) -> None:
     tab, wrong = opened(chromium, file)
     reward = tab.locator('#first [data-metric="reward"]')
@@ -246,7 +232,6 @@ def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Brow
     assert wrong == []
 
 
-@needs_browser
 def test_completions_are_found_and_compared(chromium: Browser, file: Path) -> None:
     tab, wrong = opened(chromium, file)
     tab.fill("#text", "it is 2")

@@ -12,15 +12,18 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
 
-import browser as browsers
 from doubles.runs import row, run_folder
 from policygrad.errors import ConfigError, RunError
 from policygrad.report.server import ReportServer, create_server
 from policygrad.trackers import JsonlTracker
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @contextmanager
@@ -74,9 +77,9 @@ def test_without_the_token_there_is_nothing(tmp_path: Path) -> None:
 def test_the_page_follows_the_run_and_is_made_again_only_then(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [])  # not a step is done
     with serving(folder) as found:
-        stamp, before = ask(found, f"/stamp?token={found.token}")[1], found.pages.text()
+        stamp, before = ask(found, f"/stamp?token={found.token}")[1], found.text()
         assert "0 steps" in before
-        assert found.pages.text() is before
+        assert found.text() is before
         assert ask(found, f"/stamp?token={found.token}")[1] == stamp
         with JsonlTracker(folder) as files:
             files.log(1, {"reward": 0.5}, [row("1+1=", "2", 1.0)])
@@ -110,12 +113,9 @@ def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path) -> No
         assert process.wait(timeout=60) == 0
 
 
-@pytest.mark.skipif(
-    browsers.missing() is not None and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"), reason=str(browsers.missing())
-)
-def test_a_browser_shows_a_step_that_came_later_and_keeps_its_filters(tmp_path: Path) -> None:
+def test_a_browser_shows_a_step_that_came_later_and_keeps_its_filters(tmp_path: Path, chromium: Browser) -> None:
     folder = run_folder(tmp_path / "a", [])
-    with serving(folder) as found, browsers.chromium() as chromium:
+    with serving(folder) as found:
         tab = chromium.new_page()
         wrong: list[str] = []
         tab.on("pageerror", lambda error: wrong.append(str(error)))

@@ -67,15 +67,15 @@ def test_other_samples_are_tried_before_giving_up() -> None:
 
 
 def test_lost_calls_are_counted_per_function() -> None:
-    never = UnresponsiveFunctionDetector(["a", "b"], 2)
-    never.record_lost(0, "hung")
-    never.record_lost(1, "hung")
-    never.record_results(1, [SampleResult(None, "raised"), SampleResult(0.0)])
-    assert never.has_succeeded(1)
-    never.record_lost(1, "hung")
-    never.record_results(0, [SampleResult(None, "raised")])
+    never = UnresponsiveFunctionDetector(2)
+    never.record_lost("a", "hung")
+    never.record_lost("b", "hung")
+    never.record_results("b", [SampleResult(None, "raised"), SampleResult(0.0)])
+    assert never.has_succeeded("b")
+    never.record_lost("b", "hung")
+    never.record_results("a", [SampleResult(None, "raised")])
     with pytest.raises(RewardError, match=r"reward 'a' .* 2 calls .* last one hung"):
-        never.record_lost(0, "hung")
+        never.record_lost("a", "hung")
 
 
 # --- steps
@@ -138,18 +138,18 @@ def test_invalid_options(options: dict[str, Any]) -> None:
 
 def slot(name: str, *, ready: bool, deadline: float) -> WorkerSlot:
     start = WorkerStart(((name, b"", False),))
-    work = WorkItem(Chunk(b"", ((0, (0,)),)), (0,), (1,))
-    return WorkerSlot(start, ready=ready, work=work, deadline=deadline)
+    work = WorkItem(Chunk(b"", ((0, (0,)),)), (0,), ("x",))
+    return WorkerSlot(start, timeouts=(10.0,), ready=ready, work=work, deadline=deadline)
 
 
 def test_slow_calls_are_reported_after_seconds_and_then_every_second() -> None:
     now, told = [0.0], list[tuple[str, int, int]]()
-    waits = SlowCallReporter(lambda *words: told.append(words), ["x"], [10.0], 512, after=4.0, clock=lambda: now[0])
+    waits = SlowCallReporter(lambda *words: told.append(words), 512, clock=lambda: now[0])
     busy = [slot("x", ready=True, deadline=9.0), slot("x", ready=False, deadline=99.0)]
     for now[0] in (0.0, 3.9):
         waits.report_if_due(busy)
     assert told == []
-    waits.record_results(3)
+    waits.num_results = 3
     for now[0] in (4.0, 4.5, 5.0):
         waits.report_if_due(busy)
     waiting_for_x = "waiting for reward 'x' (each call has up to 10 s)"

@@ -257,14 +257,14 @@ def test_overlap_is_worthwhile_for_many_slow_calls() -> None:
 
 def test_call_times_are_discounted_means() -> None:
     pace = CallTimeEstimator()
-    assert pace[0] == 0.0
+    assert pace.get("a") == 0.0
     for seconds in (1.0, 3.0):
-        pace.record(0, seconds)
-    assert (pace[0], pace[1]) == (2.0, 0.0)
+        pace.record("a", seconds)
+    assert (pace.get("a"), pace.get("b")) == (2.0, 0.0)
     pace.end_scoring()
-    assert pace[0] == 2.0
-    pace.record(0, 0.0)
-    assert pace[0] == 1.0  # the first two count as one now
+    assert pace.get("a") == 2.0
+    pace.record("a", 0.0)
+    assert pace.get("a") == 1.0  # the first two count as one now
 
 
 # --- starting workers

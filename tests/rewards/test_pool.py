@@ -17,7 +17,7 @@ import policygrad as pg
 from policygrad.errors import ConfigError, DataError, RewardError
 from policygrad.rewards.base import Reward, reward
 from policygrad.rewards.workers.messages import to_number
-from policygrad.rewards.workers.pool import Dispatcher, RewardPool
+from policygrad.rewards.workers.pool import RewardPool, WorkerSlot
 
 TIMEOUT = 0.5  # seconds, for the functions that overrun it on purpose
 
@@ -358,7 +358,7 @@ def test_a_worker_that_ends_while_loading_is_retried(tmp_path, failing):
 
 
 def test_invalid_pools_are_rejected(monkeypatch):
-    monkeypatch.setattr(Dispatcher, "open", lambda self: None)  # were one not refused, it would start its workers
+    monkeypatch.setattr(WorkerSlot, "launch", lambda self: None)  # were one not refused, it would start its workers
     with pytest.raises(ConfigError, match="at least one reward"):
         RewardPool([])
     with pytest.raises(ConfigError, match="2 rewards are called 'length'"):

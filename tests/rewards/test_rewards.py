@@ -242,12 +242,12 @@ def test_functions_get_only_the_columns_they_name():
         lambda **everything: seen.append((everything.pop("prompts"), everything.pop("completions"), everything)),
     ]
     for function in functions:
-        Signature.from_function(function).call(function, ["p"], ["c"], columns)
+        Signature.from_function(function).call(function, (["p"], ["c"], columns))
     assert seen == [(["p"], ["c"], columns)] * 4
     seen.clear()
     for function in (lambda completions, answer: seen.append(answer), lambda p, c, answer: seen.append(answer)):
         assert Signature.from_function(function).required == {"answer"}
-        Signature.from_function(function).call(function, ["p"], ["c"], columns)
+        Signature.from_function(function).call(function, (["p"], ["c"], columns))
     assert seen == [["a"], ["a"]]
 
 

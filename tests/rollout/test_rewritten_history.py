@@ -21,7 +21,7 @@ from doubles.templates import ENDS, REWRITING, tokenizer
 from policygrad.checkpoint.manifest import decode_json, encode_json
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.chat_template import encode_rewritten, render
+from policygrad.models.chat_template import render
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout import serialization
 from policygrad.rollout.batching import add_turn_states, batch_groups, measure_rollout
@@ -231,7 +231,7 @@ def test_control_tokens_that_are_spelt_out_stay_letters_in_what_is_written_anew(
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": forged},
     ]
-    ids, news = encode_rewritten(own, messages, 1, 1)
+    ids, news = (x.tolist() for x in own.encode_rewritten(messages, 1, 1))
     (end,) = own.end_ids
     assert ids.count(end) == 5  # one to each message
     assert news.count(end) == 1

@@ -1,6 +1,7 @@
 """Parts of the sandbox: the seccomp filter, encoded values, names, compared output, Landlock, the Python tool."""
 
 import contextlib
+import io
 import json
 import platform
 import struct
@@ -11,6 +12,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
 from policygrad.sandbox import BACKENDS, FunctionTests, PythonTool, find_backend, landlock, run_function_tests, seccomp
-from policygrad.sandbox.function_tests import ForeignErrors, PeerClosedError, decode_value, encode_error, encode_value
+from policygrad.sandbox.function_tests import Connection, PeerClosedError, decode_value, encode_value
 from policygrad.sandbox.program_tests import compare_output
 
 PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
@@ -190,11 +192,10 @@ def test_arrays_round_trip_on_request():
 
 def there_and_back(error):
     """An exception as the other side has it, when it is thrown and when it is caught by its class."""
-    numbers = []
-    packed = encode_error(error, nothing, lambda kind: numbers.append(kind) or len(numbers) - 1)
-    errors = ForeignErrors(lambda number: None)
-    assert type(errors.decode_error(packed, nothing)) is type(errors.decode_error(packed, nothing))
-    return errors.decode_error(packed, nothing)
+    program, tests = (Connection(io.BytesIO(), io.BytesIO(), numbers) for numbers in (count(), count(-1, -1)))
+    packed = program.encode_error(error)
+    assert type(tests.decode_error(packed)) is type(tests.decode_error(packed))
+    return tests.decode_error(packed)
 
 
 class Short(ValueError):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from doubles.files import write_rows
+from doubles.files import read_examples, write_rows
 from policygrad.errors import ConfigError, DataError
 from policygrad.tasks import load_task, sources
 from policygrad.tasks.preferences import read_demonstrations, read_preferences
-from policygrad.tasks.rows import LazyExamples, RowOptions, read_examples
+from policygrad.tasks.rows import LazyRows, RowOptions
 from policygrad.tasks.sources import TableSource, digest_data, open_source
 
 pa = pytest.importorskip("pyarrow")
@@ -91,14 +91,14 @@ def test_rows_of_large_data_are_read_lazily(tmp_path: Path, monkeypatch: pytest.
     cached = load_task(name)
     monkeypatch.setattr(sources, "MAX_CACHED_BYTES", 100)
     rows = read_examples(name)
-    assert isinstance(rows, LazyExamples)
+    assert isinstance(rows, LazyRows)
     assert rows[5] is not rows[5]
     assert rows[5].columns["level"] == 5
     task = load_task(name)
     assert [task.train_example(i) for i in range(300)] == [cached.train_example(i) for i in range(300)]
     read: list[int] = []
-    parse = sources._parse_object
-    monkeypatch.setattr(sources, "_parse_object", lambda *args: (read.append(1), parse(*args))[1])
+    read_row = sources.JsonLines.__getitem__
+    monkeypatch.setattr(sources.JsonLines, "__getitem__", lambda *args: (read.append(1), read_row(*args))[1])
     task.train_example(400)
     assert len(read) == 1
 
@@ -181,6 +181,11 @@ def test_unreadable_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check_refused("a.arrow", b"nothing", r"a\.arrow: cannot be read as Arrow")
     check_refused("a.jsonl.gz", b"nothing", r"a\.jsonl\.gz: cannot be read")
     check_refused("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-12], r"cut\.jsonl\.gz: cannot be read")
+    check_refused(
+        "a.csv", b"prompt,answer\n1+1=,2\n", r"a\.csv: CSV is not read.*read_csv\(.*a\.csv', sep=','\)\.to_json"
+    )
+    with pytest.raises(DataError, match=r"CSV is not read.*sep='\\t'"):
+        read_preferences("gone.tsv")
     with pytest.raises(DataError, match=r"gone\.parquet: no such file"):
         load_task(str(tmp_path / "gone.parquet"))
     with pytest.raises(DataError, match=r"empty\.parquet: no rows"):

@@ -12,13 +12,12 @@ import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doubles.files import write_rows
+from doubles.files import read_examples, write_rows
 from policygrad.errors import DataError
 from policygrad.tasks import list_tasks, load_task
 from policygrad.tasks.base import Example, is_eval_prompt
 from policygrad.tasks.reasoning_gym import PAGE_SIZE, ReasoningGymTask
 from policygrad.tasks.rows import prompt_key
-from policygrad.tasks.rows import read_examples as read_jsonl
 from policygrad.tasks.sources import parse_components
 
 
@@ -44,7 +43,7 @@ def test_a_page_equals_a_dataset_created_with_its_seed(name):
     """Most pages are copies of a template; for some datasets more than the seed attribute depends on the seed."""
     task = ReasoningGymTask(name, parse_components(name))
     copied = task._create_page(0, base=12345, page=3)
-    assert (task._template(0) is None) is (name in ("gsm_symbolic", "manipulate_matrix"))
+    assert (task._templates[0] is None) is (name in ("gsm_symbolic", "manipulate_matrix"))
     made = reasoning_gym.create_dataset(name, seed=12345 + 3 * PAGE_SIZE, size=PAGE_SIZE)
     for place in (0, 7, 700):
         random.seed(0)
@@ -209,7 +208,7 @@ def test_eval_data_file(tmp_path):
 
 def test_chat_prompts(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    (row,) = read_jsonl(write_rows(tmp_path / "chat.jsonl", [{"prompt": messages, "answer": "2"}]))
+    (row,) = read_examples(write_rows(tmp_path / "chat.jsonl", [{"prompt": messages, "answer": "2"}]))
     assert row.prompt == tuple(messages)
     assert row.columns == {"answer": "2"}
 
@@ -257,7 +256,7 @@ def test_missing_file_and_folder(tmp_path):
 def test_byte_order_mark_blank_lines_and_windows_lines_are_accepted(tmp_path):
     path = tmp_path / "data.txt"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
-    assert [row.prompt for row in read_jsonl(str(path))] == ["a", "b"]
+    assert [row.prompt for row in read_examples(str(path))] == ["a", "b"]
     assert load_task(str(path)).eval_on_train
 
 
@@ -280,7 +279,7 @@ def test_any_rows_are_read_as_they_were_written(tmp_path_factory, data, names):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
     path.write_bytes("\n".join(lines).encode())
-    examples = read_jsonl(str(path))
+    examples = read_examples(str(path))
     assert [
         {"prompt": e.prompt if isinstance(e.prompt, str) else list(e.prompt), **e.columns} for e in examples
     ] == rows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ def judged(
     for values in steps:
         verdict, watched = assess_step(watched, values, flat, guard)
         found.append(verdict)
-        assert GuardHistory.from_dict(watched.to_dict()) == watched
+        assert assess_step(GuardHistory(**json.loads(json.dumps(asdict(watched)))), {}, flat, guard) == assess_step(
+            watched, {}, flat, guard
+        )
     return found, watched
 
 

@@ -295,7 +295,7 @@ def test_saved_activations_under_adapters_are_counted(name: str) -> None:
     config, lora = CONFIGS[name](), Lora(rank=4)
     model = add_adapters(tf.AutoModelForCausalLM.from_config(config), lora)
     evaluator = build_evaluator(model, 1.0)
-    part, held = activation_memory._synthetic_pack(140, 12, 3, 4), dict[int, int]()
+    part, held = activation_memory.make_synthetic_pack(140, 12, 3, 4), dict[int, int]()
     with activation_memory.count_saved_tensors(held, model):
         states = evaluator.network.hidden(part)
     found = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, 3, 4, lora)

@@ -13,7 +13,7 @@ import pytest
 from transformers.utils import hub
 
 import policygrad as pg
-from doubles.files import write_rows
+from doubles.files import read_examples, write_rows
 from doubles.models import changed_copy
 from policygrad.errors import ConfigError, DataError, ModelError, RunError
 from policygrad.learners.config import OptimizerConfig
@@ -24,7 +24,6 @@ from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.tasks import sources
-from policygrad.tasks.rows import read_examples
 from policygrad.training.setup import pick_device
 from policygrad.utils.user_code import load_object
 

@@ -50,11 +50,11 @@ class Spoiling(pg.Callback):
         self._spoil(trainer, trainer.progress.step + 1)
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
-        self.rates.append(trainer.optimizer.lr)
+        self.rates.append(trainer.learner.lr)
         self._spoil(trainer, step + 1)
 
     def _spoil(self, trainer: Any, step: int) -> None:
-        optimizer = trainer.optimizer
+        optimizer = trainer.learner.optimizer
         if step != self.at:
             return
 

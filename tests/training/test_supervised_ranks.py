@@ -81,7 +81,7 @@ def both(
     config = replace(CONFIG, learner=replace(CONFIG.learner, **learner))
     skeleton = None if causal else ModelSkeleton.without_shortcuts(whole)
     spec = pg.LearnerSpec(NULL_ALGORITHM, config.lr, 4, config=config.learner, optimizer=config.optimizer)
-    return LocalSupervisedLearner(one, config, 4, causal), FsdpController.of(ranks, whole, spec, skeleton=skeleton)
+    return LocalSupervisedLearner(one, config, 4, causal), FsdpController(ranks, whole, spec, skeleton=skeleton)
 
 
 DATA: dict[str, Any] = {"sft": replace(BATCH, reward=BATCH.reward), "reward-model": TEXTS}

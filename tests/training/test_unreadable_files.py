@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from doubles.files import read_examples
 from policygrad.errors import ConfigError, DataError
-from policygrad.tasks.rows import read_examples
 from policygrad.training.config.run import UncheckedRun
 from policygrad.training.config.serialization import load_config
 from policygrad.utils.filesystem import MAX_CONFIG_BYTES

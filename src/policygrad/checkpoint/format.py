@@ -128,9 +128,13 @@ class CheckpointWriter:
             self.folder.mkdir()
 
     def finish(self, wait_for_shards: Callable[[], Sequence[ShardFile]] = tuple) -> Path:
-        """Write the rest, verify it and rename the folder into place. `wait_for_shards` waits until others have
-        written into `folder`, and returns their files, named by their place in the list. Raises CheckpointError if it
-        cannot be written, or another could not write."""
+        """Write the rest, verify it and rename the folder into place.
+
+        `wait_for_shards` waits until others have written into `folder`, and returns their files, named by their place in the list.
+
+        Raises:
+            CheckpointError: It cannot be written, or another could not write.
+        """
         with self._cleanup_on_error():
             files = wait_for_shards()
             entries = {shard_name(number): file.entry for number, file in enumerate(files)}
@@ -258,8 +262,7 @@ def parse_step(path: Path) -> int | None:
 
 def newest_step(directory: Path) -> int:
     """Return the step of the newest checkpoint, intact or not; 0 if there is none."""
-    checkpoints = list_checkpoints(Path(directory))
-    return (parse_step(checkpoints[0]) or 0) if checkpoints else 0
+    return max((parse_step(path) or 0 for path in list_checkpoints(Path(directory))), default=0)
 
 
 def is_intact(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from policygrad.checkpoint import format as checkpoints
-from policygrad.checkpoint.shards import BackgroundSave, SavedState, ShardedState
+from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import CheckpointError, NumericsError
+from policygrad.utils.async_runner import start_thread
 
 
 class HasStep(Protocol):
@@ -47,7 +49,7 @@ class Checkpointer(Generic[P]):
     check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None
     """Raises CheckpointError for a checkpoint that lacks something, so that the one before it is used."""
     sharded: ShardedState[P] | None = None  # how several processes save their shards; None = `pack` has everything
-    _pending: BackgroundSave | None = field(default=None, init=False)
+    _pending: tuple[int, Future[Path]] | None = field(default=None, init=False)  # a step, whose save a thread finishes
 
     def restore(self) -> checkpoints.Checkpoint | None:
         """Load the newest intact checkpoint, and set torch's global random state to the saved one. Raises
@@ -80,16 +82,12 @@ class Checkpointer(Generic[P]):
     def on_step(self, progress: P, *, final: bool) -> None:
         """Save after a step if it is time to. With several processes only the final checkpoint is waited for. Raises
         CheckpointError if the final checkpoint cannot be written; a failure of any other is a note."""
-        if self._pending is not None and self._pending.done:
+        if self._pending is not None and self._pending[1].done():
             self.wait_for_save()
         if final or progress.step % self.every == 0:
             try:
                 self.sync()
-                if self.sharded is None:
-                    self._write(progress, self.pack(progress), torch.get_rng_state(), self.keep)
-                else:
-                    self.wait_for_save()
-                    self._start_sharded_save(self.sharded, progress, torch.get_rng_state(), self.keep)
+                self._save(progress, None, torch.get_rng_state(), self.keep)
                 if final:
                     self._wait_pending()
             except CheckpointError as error:
@@ -108,8 +106,9 @@ class Checkpointer(Generic[P]):
     def _wait_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait()
-            self.saved = pending.step
+            step, outcome = pending
+            outcome.result()
+            self.saved = step
 
     def _note_failure(self, error: CheckpointError) -> None:
         self.note(f"{error}. Training continues, and saves again in {self.every} steps")
@@ -141,31 +140,31 @@ class Checkpointer(Generic[P]):
         if it cannot be written; the weights have changed, and there is no copy of them."""
         if self.snapshot is None and self.version() != self._snapshot_version:
             raise CheckpointError("the weights have changed since, and the state is too large for a copy to be kept")
-        if self.snapshot is None and self.sharded is not None:
-            self._start_sharded_save(self.sharded, self.last, self.random, keep)
-            self._wait_pending()
-        else:
-            self._write(self.last, self.snapshot or self.pack(self.last), self.random, keep)
+        self._save(self.last, self.snapshot, self.random, keep)
+        self._wait_pending()
 
-    def _start_sharded_save(self, sharded: ShardedState[P], progress: P, random: Tensor, keep: int) -> None:
-        """Let every process copy its shard; a thread waits until all are on the disk and writes the rest."""
-        tensors, values = sharded.pack(progress)
-        local = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    def _save(self, progress: P, state: SavedState | None, random: Tensor, keep: int) -> None:
+        """Save a state (None = the current one). If it is sharded every process copies its shard, and a thread waits until all are
+        on the disk and writes the rest."""
+        if self.sharded is None or state is not None:
+            tensors, values = state or self.pack(progress)
+            tensors = tensors | {"rng/torch": random}
+            checkpoints.save_checkpoint(self.folder, progress.step, tensors, values, keep=keep, every=self.every)
+            self.saved = progress.step
+            return
+        self.wait_for_save()
+        tensors, values = self.sharded.pack(progress)
+        local = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()} | {"rng/torch": random}
         suffix = f"-{secrets.token_hex(4)}"  # a process that outlived an earlier run may still be writing
-        state = local | {"rng/torch": random}
-        writer = checkpoints.CheckpointWriter(self.folder, progress.step, state, values, keep, suffix, self.every)
+        writer = checkpoints.CheckpointWriter(self.folder, progress.step, local, values, keep, suffix, self.every)
         writer.begin()
         try:
-            wait_for_shards = sharded.start_save(writer.folder)
+            wait_for_shards = self.sharded.start_save(writer.folder)
         except BaseException:
             writer.abandon()
             raise
-        self._pending = BackgroundSave(progress.step, lambda: writer.finish(wait_for_shards))
-
-    def _write(self, progress: P, state: SavedState, random: Tensor, keep: int) -> None:
-        tensors, values = state[0] | {"rng/torch": random}, state[1]
-        checkpoints.save_checkpoint(self.folder, progress.step, tensors, values, keep=keep, every=self.every)
-        self.saved = progress.step
+        outcome, _ = start_thread(lambda: writer.finish(wait_for_shards), f"checkpoint {progress.step}")
+        self._pending = progress.step, outcome
 
     @contextmanager
     def save_on_error(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -143,8 +142,7 @@ class ShardedTensors:
         invalid index; OSError, SafetensorError for an invalid file."""
         self._folder, self._aliases = folder, record["aliases"]
         self._stack, self._files = ExitStack(), dict[str, Any]()
-        self.unsharded = set(self._file(TENSORS_FILE).keys())
-        """Names of the tensors in TENSORS_FILE."""
+        self.unsharded = set(self._file(TENSORS_FILE).keys())  # names of the tensors in TENSORS_FILE
         self._index: dict[str, Any] = record.get("shards", {})
         for name, entry in self._index.items():
             _check_entry(name, entry)
@@ -168,8 +166,7 @@ class ShardedTensors:
         CheckpointError if a file contains another shard than the index says."""
         name = self._aliases.get(name, name)
         if box is None and name in self.unsharded:
-            data: Tensor = self._file(TENSORS_FILE).get_tensor(name)
-            return data.clone()
+            return self._file(TENSORS_FILE).get_tensor(name).clone()  # type: ignore[no-any-return]
         dtype, shape, shards = self._entry(name)
         begin, size = ([0] * len(shape), shape) if box is None else box
         for file, _, extent in shards:  # before allocating memory for what may not exist
@@ -232,30 +229,3 @@ class ShardedState(Generic[P]):
     """Makes every process copy its shard and write the copy into the folder. The result waits until all have, and raises OSError
     or CheckpointError if one could not."""
     is_sharded: Callable[[str], bool]  # whether the processes read a checkpoint's tensor, by its name
-
-
-class BackgroundSave:
-    """A checkpoint that a thread finishes."""
-
-    def __init__(self, step: int, finish: Callable[[], object]) -> None:
-        self.step, self._finish = step, finish
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint {step}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:  # `wait` raises it
-            self._error = error
-
-    @property
-    def done(self) -> bool:
-        """It has finished, so `wait` returns at once."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until it is written, and raise what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error

@@ -15,9 +15,9 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any
 
 import cloudpickle
@@ -35,18 +35,11 @@ from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
-from policygrad.rewards.workers.messages import SampleResult
-from policygrad.rewards.workers.pool import (
-    IncrementalScoring,
-    RewardPool,
-    RewardScorer,
-    Samples,
-    check_lengths,
-    select_samples,
-)
+from policygrad.rewards.workers.messages import SampleResult, Samples, select_samples
+from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, RewardScorer, check_lengths
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.http import ServerUnavailableError
-from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
+from policygrad.samplers.engines.server_pool import ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
 from policygrad.training.config.run import Run
@@ -115,14 +108,24 @@ class ActorPool:
     def __init__(self, actors: dict[str, Any], timeout: float, role: str, on_progress: ProgressCallback) -> None:
         """`timeout`: seconds to wait for an actor to come back."""
         self._actors, self._timeout, self._role = actors, timeout, role
-        self.servers = ServerPool(list(actors), self._prepare_server, 1, timeout, on_progress)
+        self.servers = ServerPool(
+            list(actors),
+            lambda server: call_actor(actors[server.url], *self.setup, timeout=timeout),
+            max_concurrency=1,
+            recovery_timeout=timeout,
+            on_progress=on_progress,
+        )
 
     def __len__(self) -> int:
         return len(self._actors)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return the result of an actor's method, or raise its PolicygradError, or EngineError if no actor comes back. An
-        actor has one call at a time, others wait."""
+        """Return the result of an actor's method. An actor has one call at a time, others wait.
+
+        Raises:
+            PolicygradError: The method has raised it.
+            EngineError: No actor comes back.
+        """
         with self._explaining():
             return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
 
@@ -137,13 +140,6 @@ class ActorPool:
 
         for actor in self._actors.values():
             ray.kill(actor)
-
-    async def _prepare_server(self, server: EngineServer) -> None:
-        try:
-            async with asyncio.timeout(self._timeout):
-                await call_actor(self._actors[server.url], *self.setup)
-        except TimeoutError as error:
-            raise ServerUnavailableError(f"not ready after {self._timeout:g} s") from error
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -160,17 +156,24 @@ class ActorPool:
             ) from error
 
 
-async def call_actor(actor: Any, method: str, *args: Any) -> Any:
-    """Return the result of an actor's method, or raise its PolicygradError, or ServerUnavailableError if it has died or is
-    restarting."""
+async def call_actor(actor: Any, method: str, *args: Any, timeout: float | None = None) -> Any:
+    """Return the result of an actor's method.
+
+    Raises:
+        PolicygradError: The method has raised it.
+        ServerUnavailableError: The actor has died, is restarting, or needs more than `timeout` seconds.
+    """
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
-        return await getattr(actor, method).remote(*args)
+        async with asyncio.timeout(timeout):
+            return await getattr(actor, method).remote(*args)
     except RayActorError as error:
         raise ServerUnavailableError(str(error)) from error
     except RayTaskError as error:
         raise unwrap_error(error) from error
+    except TimeoutError as error:
+        raise ServerUnavailableError(f"not ready after {timeout:g} s") from error
 
 
 def unwrap_error(error: Any) -> BaseException:
@@ -180,8 +183,11 @@ def unwrap_error(error: Any) -> BaseException:
 
 
 def serialise(value: Any, what: str) -> bytes:
-    """Pickle a value for another machine; classes from the user's files are sent by value. Raises ConfigError if it
-    cannot be pickled."""
+    """Pickle a value for another machine; classes from the user's files are sent by value.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith(FILE_MODULE):
             cloudpickle.register_pickle_by_value(module)
@@ -258,7 +264,7 @@ class RaySampler:
         bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share a prompt
         chunks = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
         sampled: list[Any] = await gather_or_cancel([self._pool.call("generate", chunk) for chunk in chunks])
-        return [generation for chunk in sampled for generation in chunk]
+        return list(chain.from_iterable(sampled))
 
     async def close(self) -> None:
         await self._pool.servers.close()
@@ -326,21 +332,13 @@ class RayRewardPool(RewardScorer):
 # Environments: an episode whose actor dies is replayed in another from the policy's actions.
 
 
-@dataclass(eq=False)
-class _Episode:
-    """An episode in its actor."""
-
-    environment: Environment
-    responses: list[Any] = field(default_factory=list)  # by call
-
-
 class EnvironmentActor(NamedActor):
     """Runs environments, by the number of their episode."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._factory: EnvironmentFactory | None = None
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, tuple[Environment, list[Any]]] = {}  # with the responses by call
 
     async def call(self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> list[Any]:
         """Return the responses to `reset` (None) and actions, of which the last is new; calls unknown to this actor are
@@ -348,30 +346,28 @@ class EnvironmentActor(NamedActor):
         if self._factory is None:
             self._factory = pickle.loads(factory)
         if number not in self._episodes:
-            self._episodes[number] = _Episode(make_environment(self._factory, example, seed))
-        episode = self._episodes[number]
-        for action in calls[len(episode.responses) :]:
-            method = "reset" if action is None else "step"
-            pending: Any = getattr(episode.environment, method)(*([] if action is None else [action]))
+            self._episodes[number] = make_environment(self._factory, example, seed), []
+        environment, responses = self._episodes[number]
+        for action in calls[len(responses) :]:
+            pending: Any = environment.reset() if action is None else environment.step(action)
             if not inspect.isawaitable(pending):
-                raise EngineError(
-                    f"{type(episode.environment).__name__}.{method} is not async: write `async def {method}`"
-                )
-            episode.responses.append(await pending)
-        return episode.responses
+                method = "reset" if action is None else "step"
+                raise EngineError(f"{type(environment).__name__}.{method} is not async: write `async def {method}`")
+            responses.append(await pending)
+        return responses
 
     async def on_truncated(
         self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]
     ) -> float | None:
         """Call `on_truncated` after these calls, if the environment has it."""
         await self.call(factory, number, example, seed, calls)
-        on_truncated = getattr(self._episodes[number].environment, "on_truncated", None)
+        on_truncated = getattr(self._episodes[number][0], "on_truncated", None)
         return None if on_truncated is None else await on_truncated()
 
     async def close(self, number: int) -> None:
         """Close an episode."""
-        episode = self._episodes.pop(number, None)
-        close = getattr(episode.environment, "close", None) if episode is not None else None
+        environment, _ = self._episodes.pop(number, (None, []))
+        close = getattr(environment, "close", None)
         if close is not None and inspect.isawaitable(closed := close()):
             await closed
 
@@ -381,9 +377,8 @@ class RayEnvironmentFactory:
 
     def __init__(self, actors: ActorFactory, size: int, factory: EnvironmentFactory) -> None:
         self.factory_bytes = serialise(factory, "the environment")
-        restarts = actors.config.restarts
+        restarts = actors.config.restarts  # a retry is safe: a call contains all calls before it
         options = {"max_restarts": restarts, "max_task_retries": restarts, "max_concurrency": MAX_CONCURRENT_CALLS}
-        # a retry is safe: a call contains all calls before it
         self._actors = [actors.create(EnvironmentActor, ENVIRONMENTS, i, **options) for i in range(size)]
         self._count = count()
 
@@ -443,9 +438,8 @@ class RayEnvironment:
         return responses[-1]
 
     async def _call(self, method: str) -> Any:
-        factory = self._factory
-        arguments = (factory.factory_bytes, self._number, self._example, self._seed, self._calls)
-        return await factory.call(self._number, method, *arguments)
+        arguments = (self._factory.factory_bytes, self._number, self._example, self._seed, self._calls)
+        return await self._factory.call(self._number, method, *arguments)
 
 
 # Learning: ranks above 0 as actors, which Ray places and starts; they communicate by torch.distributed as usual.
@@ -476,8 +470,7 @@ class _ActorProcess:
         """It has ended before it was told to."""
 
     def wait(self, timeout: float | None = None) -> int:
-        code = self.poll(timeout)
-        if code is None:
+        if (code := self.poll(timeout)) is None:
             raise subprocess.TimeoutExpired("serve", timeout or 0.0)
         return code
 
@@ -510,7 +503,6 @@ class LearnerActors:
 
     @property
     def launcher(self) -> WorkerLauncher:
-        """Starts them for a `WorkerGroup`."""
         from ray.util import get_node_ip_address
 
         def start(host: str, port: int, rank: int, size: int) -> _ActorProcess:

@@ -10,11 +10,10 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from policygrad.checkpoint.format import newest_step
@@ -35,10 +34,9 @@ from policygrad.trackers import Tracker, default_tracker
 from policygrad.training.base_trainer import TrainingResult
 from policygrad.training.config.run import Run
 from policygrad.training.config.run_name import name_run
-from policygrad.training.interrupts import STOP_MESSAGE
+from policygrad.training.interrupts import STOP_MESSAGE, StopController
 from policygrad.training.run_folder import create_next_free, resolve_resume_folder
 from policygrad.training.trainer import Trainer
-from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SignalHandlers
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"  # the environment variable that Ray reads for auto
 CONNECT_TIMEOUT = 5.0  # seconds to connect
@@ -51,19 +49,62 @@ Outcome = tuple[TrainingResult[float | None], str]  # (the result, the command t
 def train_on_cluster(
     run: Run, config: ClusterConfig, *, resume: str | None = None, note: Callable[[str], None] = print, **options: Any
 ) -> TrainingResult[float | None]:
-    """Train on a cluster, as `policygrad.train` does on this machine; `options` are the other fields of `TrainJob`.
-    Raises PolicygradError if Ray or the cluster is missing or has too few resources, and whatever the training raises."""
+    """Train on a cluster, as `policygrad.train` does on this machine.
+
+    Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP stop the run, resumably, or end the command at once if no run has started yet.
+
+    Args:
+        options: The other fields of `TrainJob`.
+
+    Raises:
+        PolicygradError: Ray or the cluster is missing or has too few resources, or the training raises it.
+    """
     if run.object_options:
         raise RunError(
             f"{' and '.join(run.object_options)} given as Python objects: a run on a cluster needs names, as in run.toml"
         )
-    with connect_ray(config) as ray, DriverSignals() as signals:
-        groups = plan_actor_groups(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
-        job = TrainJob(run, os.getcwd(), resume, **options)
-        with reserve_actor_groups(ray, groups, config, _run_name(job), note) as placement_groups:
-            gpus = {group.name: group.gpus for group in groups}
-            actors = ActorFactory(_run_name(job), placement_groups, config, gpus)
-            result, resume_command = _run_training(ray, job, actors, groups, signals, note)
+    job = TrainJob(run, os.getcwd(), resume, **options)
+    with connect_ray(config) as ray, StopController() as stopping, ExitStack() as stack:
+        from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+
+        try:
+            with stopping.interruptible():
+                groups = plan_actor_groups(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
+                name, gpus = _run_name(job), {group.name: group.gpus for group in groups}
+                reserved = stack.enter_context(reserve_actor_groups(ray, groups, config, name, note))
+                actors = ActorFactory(name, reserved, config, gpus)
+                restarts = {"max_restarts": config.restarts, "max_task_retries": config.restarts}
+                trainer = actors.create(TrainerActor, LEARNERS, 0, **restarts)
+                stack.callback(ray.kill, trainer)
+                check_versions(ray.get(trainer.versions.remote()))
+                job = ray.get(trainer.resolve_folders.remote(job))
+                actors = replace(actors, run=Path(job.run.output or name).name)
+            done = trainer.train.remote(job, actors, groups)
+            cancelled = False
+            while not ray.wait([done], timeout=POLL_SECONDS)[0]:
+                if stopping.requested and not cancelled:
+                    note(STOP_MESSAGE)
+                    ray.cancel(done, recursive=False)
+                    cancelled = True
+            try:
+                outcome = ray.get(done)
+            except TaskCancelledError:  # the run may also have finished meanwhile, or failed
+                outcome = ray.get(trainer.outcome.remote())
+                if isinstance(outcome, BaseException):
+                    raise outcome from None
+                if outcome is None:  # it had not begun, or its actor has died since
+                    nothing = TrainingResult(Path(job.run.output or "."), 0, None, None, None, interrupted=True)
+                    outcome = nothing, _resume_command(job, config)
+        except RayTaskError as error:
+            raise unwrap_error(error) from error
+        except RayActorError as error:
+            hint = f": resume with {_resume_command(job, config)}" if job.run.output else ""
+            raise RunError(
+                f"the actor of rank 0 has died after {config.restarts} restarts (--cluster.restarts){hint}; "
+                f"{' '.join(str(error).split())[:300]}"
+            ) from error
+    result: TrainingResult[float | None]
+    result, resume_command = outcome
     # rank 0 shows this too, but its output may arrive after a driver has left the cluster
     if result.model is None:
         note(f"stopped; resume with: {resume_command}")
@@ -95,8 +136,7 @@ class CancellationTracker(Tracker):
     It checks whenever the run reports something, since Ray tells only the actor's own thread.
     """
 
-    def __init__(self) -> None:
-        self._stopping = False
+    _stopping = False
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self._check()
@@ -121,8 +161,11 @@ class TrainerActor(NamedActor):
         return installed_versions()
 
     def resolve_folders(self, job: TrainJob) -> TrainJob:
-        """Return the job with the names of folders on this machine. Raises RunError if this machine does not see the
-        command's working directory."""
+        """Return the job with the names of folders on this machine.
+
+        Raises:
+            RunError: This machine does not see the command's working directory.
+        """
         _change_directory(job.directory)
         run = job.run
         resume = resolve_resume_folder(job.resume, "train", run)
@@ -147,9 +190,13 @@ class TrainerActor(NamedActor):
                 if stop_after is not None and job.resume is None:  # a resumed run's first step is not known here
                     stop_after = max(1, stop_after - newest_step(folder / "checkpoints"))
                 print(f"restarted after the actor died: resuming {folder}", flush=True)
-            placement, overwrite = make_placement(actors, groups, job.run, learners), job.overwrite and resume is None
-            display, trackers = default_tracker(plain=True), [CancellationTracker()]
-            trainer = Trainer(job.run, display=display, trackers=trackers, placement=placement)
+            trainer = Trainer(
+                job.run,
+                display=default_tracker(plain=True),
+                trackers=[CancellationTracker()],
+                placement=make_placement(actors, groups, job.run, learners),
+            )
+            overwrite = job.overwrite and resume is None
             result = trainer.train(resume=resume, stop_after=stop_after, time_limit=job.time_limit, overwrite=overwrite)
             outcome = self._outcome = result, trainer.resume_command
             return outcome
@@ -183,8 +230,11 @@ def _change_directory(directory: str) -> None:
 
 @contextmanager
 def connect_ray(config: ClusterConfig) -> Iterator[Any]:
-    """Yield the package `ray`, connected. Raises RunError if Ray is not installed, no cluster answers at the address,
-    or its version of Ray or Python differs."""
+    """Yield the package `ray`, connected.
+
+    Raises:
+        RunError: Ray is not installed, no cluster answers at the address, or its version of Ray or Python differs.
+    """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without GPUs keeps its environment
     try:
         ray = import_module("ray")
@@ -251,10 +301,14 @@ def _first_line(error: BaseException) -> str:
 def reserve_actor_groups(
     ray: Any, groups: tuple[ActorGroup, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a placement group for each actor group, once all have their resources. Raises RunError if there are too few
-    resources.
+    """Yield a placement group for each actor group, once all have their resources.
 
-    `run` is its name, for the dashboard; `note` shows what is waited for.
+    Args:
+        run: Its name, for the dashboard.
+        note: Shows what is waited for.
+
+    Raises:
+        RunError: There are too few resources.
     """
     from ray.util import placement_group, remove_placement_group
 
@@ -280,75 +334,6 @@ def reserve_actor_groups(
     finally:
         for reserved in placement_groups.values():
             remove_placement_group(reserved)
-
-
-class DriverSignals(SignalHandlers):
-    """A context in which Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP set `stop_requested`.
-
-    A second Ctrl-C or SIGTERM ends the command at once, as does the first before `started`. Signals within half a second count as
-    one. A SIGHUP that is ignored (nohup) stays ignored, and outside of the main thread nothing changes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(self._request_stop)
-        self.stop_requested, self.started = False, False
-        self._first = 0.0
-
-    def _request_stop(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        is_repeated = number == getattr(signal, "SIGHUP", None) or now - self._first < DUPLICATE_WINDOW_SECONDS
-        if self.stop_requested and is_repeated:
-            return
-        if self.stop_requested or not self.started:
-            raise KeyboardInterrupt
-        self.stop_requested, self._first = True, now
-
-
-def _run_training(
-    ray: Any,
-    job: TrainJob,
-    actors: ActorFactory,
-    groups: tuple[ActorGroup, ...],
-    signals: DriverSignals,
-    note: Callable[[str], None],
-) -> Outcome:
-    from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
-
-    config = actors.config
-    trainer = actors.create(TrainerActor, LEARNERS, 0, max_restarts=config.restarts, max_task_retries=config.restarts)
-    try:
-        check_versions(ray.get(trainer.versions.remote()))
-        job = ray.get(trainer.resolve_folders.remote(job))
-        actors = replace(actors, run=Path(job.run.output or _run_name(job)).name)
-        signals.started = True
-        done = trainer.train.remote(job, actors, groups)
-        cancelled = False
-        while not ray.wait([done], timeout=POLL_SECONDS)[0]:
-            if signals.stop_requested and not cancelled:
-                note(STOP_MESSAGE)
-                ray.cancel(done, recursive=False)
-                cancelled = True
-        try:
-            return ray.get(done)  # type: ignore[no-any-return]
-        except TaskCancelledError:  # the run may also have finished meanwhile, or failed
-            outcome = ray.get(trainer.outcome.remote())
-            if isinstance(outcome, BaseException):
-                raise outcome from None
-            if outcome is None:  # it had not begun, or its actor has died since
-                folder = Path(job.run.output or ".")
-                stopped: TrainingResult[float | None] = TrainingResult(folder, 0, None, None, None, interrupted=True)
-                return stopped, _resume_command(job, config)
-            return outcome  # type: ignore[no-any-return]
-    except RayTaskError as error:
-        raise unwrap_error(error) from error
-    except RayActorError as error:
-        hint = f": resume with {_resume_command(job, config)}" if job.run.output else ""
-        raise RunError(
-            f"the actor of rank 0 has died after {config.restarts} restarts (--cluster.restarts){hint}; "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
-    finally:
-        ray.kill(trainer)
 
 
 def _resume_command(job: TrainJob, config: ClusterConfig) -> str:

@@ -6,18 +6,33 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands.options import reject_cluster_flags, reject_empty_values, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_paragraphs, wrap_styled
+from policygrad.commands.options import (
+    check_at_least_1,
+    parse_arguments,
+    reject_cluster_flags,
+    reject_empty_values,
+    write_text_file,
+)
+from policygrad.commands.render import (
+    HEAD,
+    QUIET,
+    Column,
+    StyledLine,
+    align_columns,
+    get_terminal_width,
+    print_lines,
+    wrap_styled,
+)
+from policygrad.compare.page import format_short, render_comparison
 from policygrad.compare.plan import (
     FIRST_TUNING_SEED,
     LABEL_PATTERN,
@@ -35,14 +50,20 @@ from policygrad.compare.plan import (
     option_values,
     read_plan,
 )
-from policygrad.compare.report import ComparisonReport, RowReport, format_learning_rate, pluralise
-from policygrad.compare.runner import AXES
-from policygrad.compare.statistics import Estimate
+from policygrad.compare.report import (
+    ComparisonReport,
+    RowReport,
+    build_report,
+    format_learning_rate,
+    pluralise,
+    too_few_seeds,
+)
+from policygrad.compare.runner import AXES, ComparisonRun, SubprocessRunner
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.config.run import Run, RunOptions, optional_arg
+from policygrad.training.config.run import Run, RunOptions, check_folders, optional_arg
 from policygrad.training.config.trust import (
     CodePermissions,
     code_in_argv,
@@ -50,6 +71,7 @@ from policygrad.training.config.trust import (
     find_remote_targets,
     require_permissions,
 )
+from policygrad.utils.filesystem import hold_lock
 
 # Rows: merge the arguments of each, check them by a dry run, and note its settings.
 
@@ -58,15 +80,8 @@ RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after"
 PROBLEMS, SAMPLES = 256, 2
 EVAL_FRACTION = 0.25
 """Maximum number of completions for evaluation, as a fraction of those for training: about a tenth of a run's time."""
-DEFAULT_OPTIONS = (
-    "--evaluation.problems",
-    f"{PROBLEMS}",
-    "--evaluation.samples-per-prompt",
-    f"{SAMPLES}",
-    "--checkpoint.every",
-    "10",
-    "--checkpoint.keep",
-    "1",
+DEFAULT_OPTIONS = shlex.split(
+    f"--evaluation.problems {PROBLEMS} --evaluation.samples-per-prompt {SAMPLES} --checkpoint.every 10 --checkpoint.keep 1"
 )
 MIN_STEPS = 1000
 ALLOW = "--allow-code"
@@ -120,7 +135,7 @@ def build_rows(
     setting = ladder.setting if ladder else ()
     if "--lr" in option_names(common) and lr_grid:
         raise ConfigError("--lr for all rows leaves nothing for --lr-grid to choose; give only one of them")
-    rows = []
+    rows, grids = [], dict(zip(TUNABLE_OPTIONS, (lr_grid, delta_grid), strict=True))
     for row in request:
         adapts = overrides and not {"--task", "--model"} & option_names([*common, *setting])
         override = OVERRIDES.get(row.argv[0]) if adapts else None
@@ -132,17 +147,12 @@ def build_rows(
                 )
         argv = merge_argv(row.argv[:1], *layers)
         _check(row.label, argv)
-        rows.append(_row(row, argv, override.reason if override else "", lr_grid, delta_grid, tokens))
+        rows.append(_row(row, argv, override.reason if override else "", grids, tokens))
     return tuple(rows)
 
 
 def _row(
-    request: RowRequest,
-    argv: tuple[str, ...],
-    reason: str,
-    lr_grid: tuple[float, ...],
-    delta_grid: tuple[float, ...],
-    tokens: int,
+    request: RowRequest, argv: tuple[str, ...], reason: str, grids: Mapping[str, tuple[float, ...]], tokens: int
 ) -> ComparisonRow:
     """Return the row with its tuned option, its evaluation interval and its settings."""
     argv = merge_argv(argv[:1], DEFAULT_OPTIONS, argv[1:])
@@ -155,22 +165,35 @@ def _row(
     argv = merge_argv(argv[:1], ("--evaluation.every", str(every), "--steps", str(steps)), argv[1:])
     # Tune the learning rate, or the radius of a trust region, unless the row sets it.
     lr, delta = TUNABLE_OPTIONS
-    knob, grid = "", tuple[float, ...]()
-    if run.algorithm.update_rule.uses_lr:
-        knob, grid = lr, lr_grid
-    elif isinstance(run.algorithm.update_rule, TrustRegion):
-        knob, grid = delta, delta_grid
-    if knob in option_names(argv):
-        knob, grid = "", ()
+    rule = run.algorithm.update_rule
+    knob = lr if rule.uses_lr else delta if isinstance(rule, TrustRegion) else ""
+    knob = "" if knob in option_names(argv) else knob
+    grid = grids.get(knob, ())
     tried = resolve_row(request.label, (*argv, knob, f"{grid[0]:g}") if grid else argv)
+    measure = {
+        "model": tried.model,
+        "task": tried.task,
+        "eval_data": tried.eval_data or "",
+        "reward": ", ".join(tried.reward),
+        "max_tokens": tried.sampling.max_tokens,
+        "temperature": tried.sampling.temperature,
+        "problems": tried.evaluation.problems,
+        "samples": tried.evaluation.samples_per_prompt,
+    }
+    settings = {
+        "updates_per_rollout": tried.algorithm.update_rule.updates,
+        "samples_per_prompt": tried.effective_samples_per_prompt,
+        "prompts_per_step": tried.prompts_per_step,
+        "evaluated_every": tried.evaluation.every,
+    }
     return ComparisonRow(
         label=request.label,
         argv=argv,
         algorithm=run.algorithm.name,
         tuned_option=knob,
         grid=grid,
-        measure=describe_measurement(tried),
-        settings={name: value for name, value in describe_settings(tried).items() if f"--{name}" != knob},
+        measure=measure,
+        settings=settings if knob == lr else {**settings, "lr": tried.lr},
         change=request.change,
         reason=reason,
     )
@@ -185,31 +208,6 @@ def resolve_row(label: str, argv: Sequence[str]) -> Run:
     except ConfigError as error:
         raise ConfigError(f"the row {label}: {error}") from error
     return run.resolve()
-
-
-def describe_measurement(run: Run) -> dict[str, Any]:
-    """Return the settings that define a run's evaluation score."""
-    return {
-        "model": run.model,
-        "task": run.task,
-        "eval_data": run.eval_data or "",
-        "reward": ", ".join(run.reward),
-        "max_tokens": run.sampling.max_tokens,
-        "temperature": run.sampling.temperature,
-        "problems": run.evaluation.problems,
-        "samples": run.evaluation.samples_per_prompt,
-    }
-
-
-def describe_settings(run: Run) -> dict[str, Any]:
-    """Return the settings of a run that matter besides its equation."""
-    return {
-        "updates_per_rollout": run.algorithm.update_rule.updates,
-        "samples_per_prompt": run.effective_samples_per_prompt,
-        "prompts_per_step": run.prompts_per_step,
-        "evaluated_every": run.evaluation.every,
-        "lr": run.lr,
-    }
 
 
 def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> None:
@@ -232,13 +230,6 @@ def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> 
             raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}; remove it")
     argv = [word for row in plan.rows for word in row.argv]
     require_permissions(_missing(plan, folder, allowed), TRUST_FLAG in option_names(argv), folder / PLAN_FILE, allowed)
-
-
-def list_permission_flags(plan: ComparisonPlan, folder: Path) -> list[str]:
-    """Return the flags with which `policygrad compare --resume` may run a plan in `folder`; empty if it needs none."""
-    missing = _missing(plan, folder, CodePermissions(), new_process=True)
-    asks = any(TRUST_FLAG in option_names(row.argv) for row in plan.rows)
-    return [*([ALLOW, *missing] if missing else []), *([TRUST_FLAG] if asks else [])]
 
 
 def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, new_process: bool = False) -> list[str]:
@@ -329,11 +320,7 @@ class CompareOptions:
     """Print every run's command without running it."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "seeds", "jobs", "tuning_seeds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"--threads must be at least 1, not {self.threads}")
+        check_at_least_1(self, "tokens", "seeds", "jobs", "tuning_seeds", "threads")
         if self.seeds > FIRST_TUNING_SEED:
             raise ConfigError(f"--seeds must be at most {FIRST_TUNING_SEED}; higher seeds are for tuning")
         if not 0 < self.threshold <= 1:
@@ -347,82 +334,13 @@ class CompareOptions:
 
 def compare(args: list[str]) -> int:
     """Run `policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
+    from policygrad import __version__
+
     reject_cluster_flags(args, "compare", "runs on this machine, several at a time with --jobs N")
     at = args.index("--") if "--" in args else len(args)
     mine, common = args[:at], args[at + 1 :]
     reject_empty_values(mine, "--allow-code")
-    options = tyro.cli(
-        CompareOptions,
-        args=mine,
-        prog="policygrad compare",
-        description=wrap_paragraphs(*HELP),
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    plan, folder = _make_plan(options, common, shlex.join(["policygrad", "compare", *args]))
-    if options.dry_run:
-        print(format_commands(plan))
-        return 0
-    return run_comparison(plan, folder, options)
-
-
-def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) -> int:
-    """Run the missing jobs, and report."""
-    from policygrad.compare.page import render_comparison
-    from policygrad.compare.report import build_report, too_few_seeds
-    from policygrad.compare.runner import ComparisonRun, SubprocessRunner
-    from policygrad.utils.filesystem import hold_lock
-
-    plan = open_comparison(folder, plan)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = options.threads or max(1, cores // options.jobs)
-    with hold_lock(folder / "lock"):
-        print(
-            f"{folder}: {pluralise(options.jobs, 'runs')} at a time, {pluralise(threads, 'threads')} each",
-            file=sys.stderr,
-        )
-        if few := too_few_seeds(plan):
-            _say(few)
-        results = ComparisonRun(
-            plan, folder, SubprocessRunner(threads, allow=options.allow_code), options.jobs, _say
-        ).run()
-        report = build_report(plan, results, options.threshold)
-        text = json.dumps(report.to_dict(), ensure_ascii=False) + "\n"
-        write_text_file(folder / "comparison.json", text, "--output")
-        write_text_file(folder / "comparison.html", render_comparison(report), "--output")
-    if options.json:
-        print(text, end="")
-    else:
-        print_lines(format_comparison(report, shutil.get_terminal_size((100, 24)).columns))
-    _say(f"{folder / 'comparison.html'}")
-    for job, error in results.failures.items():
-        _say(f"failed: {job}: {error.splitlines()[-1]}")
-    if results.stopped:
-        resume = ["policygrad", "compare", "--resume", str(folder), *list_permission_flags(plan, folder)]
-        _say(f"stopped; continue with: {shlex.join(resume)}")
-        return STOPPED
-    return 1 if results.failures else 0
-
-
-def format_commands(plan: ComparisonPlan) -> str:
-    """Return every run's command; reported runs of tuned rows show the grid instead of the chosen value."""
-    from policygrad.compare.report import too_few_seeds
-
-    lines, tuning = list[str](), plan.tuning_jobs()
-    if tuning:
-        lines.append(f"# {len(tuning)} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report")
-    if few := too_few_seeds(plan):
-        lines.append(f"# {few}")
-    lines += [shlex.join(["policygrad", *plan.train_argv(job)]) for job in tuning]
-    for job in plan.reported_jobs({row.label: row.grid[0] if row.grid else None for row in plan.rows}):
-        row = plan.row(job.row)
-        line = shlex.join(["policygrad", *plan.train_argv(job)])
-        best = f"  # {row.tuned_option}: the best of {', '.join(f'{x:g}' for x in row.grid)}"
-        lines.append(line + best if row.is_tuned else line)
-    return "\n".join(lines)
-
-
-def _make_plan(options: CompareOptions, common: Sequence[str], command: str) -> tuple[ComparisonPlan, Path]:
-    """Return the plan and its folder: those of --resume, or new ones."""
+    options = parse_arguments(CompareOptions, mine, "compare", *HELP)
     if options.resume is not None:
         if options.rows or options.ladder or common or options.output:
             raise ConfigError("--resume continues plan.json in the folder; omit rows, --output and options of train")
@@ -435,36 +353,83 @@ def _make_plan(options: CompareOptions, common: Sequence[str], command: str) -> 
             )
         plan, folder = read_plan(Path(options.resume)), Path(options.resume)
         check_plan(plan, folder, CodePermissions(options.allow_code, options.trust_remote_code))
-        return plan, folder
-    ladder = LADDERS[options.ladder] if options.ladder else None
-    if not options.rows and ladder is None:
-        raise ConfigError(
-            "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
-        )
-    from policygrad import __version__
-    from policygrad.training.config.run import check_folders
-
-    plan = ComparisonPlan(
-        rows=build_rows(
-            options.rows,
-            ladder,
-            common,
-            options.options,
-            lr_grid=_grid(options.lr_grid, "--lr-grid"),
-            delta_grid=_grid(options.delta_grid, "--delta-grid"),
+    else:
+        ladder = LADDERS[options.ladder] if options.ladder else None
+        if not options.rows and ladder is None:
+            raise ConfigError(
+                "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
+            )
+        plan = ComparisonPlan(
+            rows=build_rows(
+                options.rows,
+                ladder,
+                common,
+                options.options,
+                lr_grid=_grid(options.lr_grid, "--lr-grid"),
+                delta_grid=_grid(options.delta_grid, "--delta-grid"),
+                tokens=options.tokens,
+                overrides=not options.no_overrides,
+            ),
             tokens=options.tokens,
-            overrides=not options.no_overrides,
-        ),
-        tokens=options.tokens,
-        seeds=tuple(range(options.seeds)),
-        tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)),
-        command=command,
-        version=__version__,
-        ladder=ladder.to_dict() if ladder else {},
-    )
-    check_folders(options.output)
-    named = None if options.output is None else Path(options.output)
-    return plan, named or next_comparison_folder([row.label for row in plan.rows], options.ladder)
+            seeds=tuple(range(options.seeds)),
+            tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)),
+            command=shlex.join(["policygrad", "compare", *args]),
+            version=__version__,
+            ladder=ladder.to_dict() if ladder else {},
+        )
+        check_folders(options.output)
+        labels = [row.label for row in plan.rows]
+        folder = Path(options.output) if options.output else next_comparison_folder(labels, options.ladder)
+    if options.dry_run:
+        print(format_commands(plan))
+        return 0
+    return run_comparison(plan, folder, options)
+
+
+def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) -> int:
+    """Run the missing jobs, and report."""
+    plan = open_comparison(folder, plan)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = options.threads or max(1, cores // options.jobs)
+    with hold_lock(folder / "lock"):
+        _say(f"{folder}: {pluralise(options.jobs, 'runs')} at a time, {pluralise(threads, 'threads')} each")
+        if few := too_few_seeds(plan):
+            _say(few)
+        runner = SubprocessRunner(threads, allow=options.allow_code)
+        results = ComparisonRun(plan, folder, runner, options.jobs, _say).run()
+        report = build_report(plan, results, options.threshold)
+        text = json.dumps(report.to_dict(), ensure_ascii=False) + "\n"
+        write_text_file(folder / "comparison.json", text, "--output")
+        write_text_file(folder / "comparison.html", render_comparison(report), "--output")
+    if options.json:
+        print(text, end="")
+    else:
+        print_lines(format_comparison(report, get_terminal_width()))
+    _say(f"{folder / 'comparison.html'}")
+    for job, error in results.failures.items():
+        _say(f"failed: {job}: {error.splitlines()[-1]}")
+    if results.stopped:
+        missing = _missing(plan, folder, CodePermissions(), new_process=True)
+        resume = ["policygrad", "compare", "--resume", str(folder), *([ALLOW, *missing] if missing else [])]
+        resume += [TRUST_FLAG] if any(TRUST_FLAG in option_names(row.argv) for row in plan.rows) else []
+        _say(f"stopped; continue with: {shlex.join(resume)}")
+        return STOPPED
+    return 1 if results.failures else 0
+
+
+def format_commands(plan: ComparisonPlan) -> str:
+    """Return every run's command; reported runs of tuned rows show the grid instead of the chosen value."""
+    lines, tuning = list[str](), plan.tuning_jobs()
+    if tuning:
+        lines.append(f"# {len(tuning)} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report")
+    if few := too_few_seeds(plan):
+        lines.append(f"# {few}")
+    lines += [shlex.join(["policygrad", *plan.train_argv(job)]) for job in tuning]
+    for job in plan.reported_jobs({row.label: row.grid[0] if row.grid else None for row in plan.rows}):
+        row = plan.row(job.row)
+        best = f"  # {row.tuned_option}: the best of {', '.join(f'{x:g}' for x in row.grid)}" if row.is_tuned else ""
+        lines.append(shlex.join(["policygrad", *plan.train_argv(job)]) + best)
+    return "\n".join(lines)
 
 
 def _grid(text: str, option: str) -> tuple[float, ...]:
@@ -482,8 +447,6 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-Column = tuple[str, Sequence[str]]
-"""Heading and cells."""
 MISSING = "–"
 LEGEND = (
     "interquartile mean of evaluation scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy and KL to "
@@ -500,7 +463,7 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
         head = f"{kind.measure.get('task', '')}, {kind.measure.get('model', '')}: {report.tokens:,} tokens a run, "
         lines += wrap_styled((), head + pluralise(len(report.seeds), "seeds"), width, HEAD)
         lines += wrap_styled((), LEGEND, width, QUIET)
-        lines += [*_align(_list_scores(rows), width), ()]
+        lines += [*align_columns(_list_scores(rows), width), ()]
         # Tokens, updates and seconds to the threshold.
         summaries = [row.summary for row in rows]
         if any(summaries) and kind.threshold is None:
@@ -510,14 +473,15 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
             for axis in AXES:
                 reach = [s.reach[axis] if s else None for s in summaries]
                 medians = [
-                    MISSING if r is None else "not reached" if r.median is None else _short(r.median) for r in reach
+                    MISSING if r is None else format_short(r.median) if r.median is not None else "not reached"
+                    for r in reach
                 ]
                 columns.append((axis, medians))
             reach = [s.reach["tokens"] if s else None for s in summaries]
             counts = [MISSING if r is None else f"{r.num_reached} of {len(r.each)}" for r in reach]
             head = f"To a score of {kind.threshold:.3f}, {report.share:.0%} of the way: median over seeds"
             lines += wrap_styled((), head, width, HEAD)
-            lines += [*_align([*columns, ("runs that reach it", counts)], width), ()]
+            lines += [*align_columns([*columns, ("runs that reach it", counts)], width), ()]
         # P(row above column), with a star if the interval excludes ½.
         labels = [row.label for row in rows if row.summary]
         if len(labels) > 1:
@@ -528,7 +492,7 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
                 above[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
             columns = [(label, [above.get((row, label), MISSING) for row in labels]) for label in labels]
             head = "P(row above column) at equal tokens; * = separated, the 95 % interval excludes ½"
-            lines += [*wrap_styled((), head, width, HEAD), *_align([("", labels), *columns], width), ()]
+            lines += [*wrap_styled((), head, width, HEAD), *align_columns([("", labels), *columns], width), ()]
     # The mean final score of every value on the tuning seeds.
     if tuned := [row for row in report.rows if row.tuning]:
         columns = [("", [row.label for row in tuned])]
@@ -538,7 +502,7 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
             cells = [MISSING if m is None else f"{m:.3f}{mark}" for m, mark in zip(means, marks, strict=True)]
             columns.append((f"{value:g}", cells))
         head = f"Mean final score by value, seeds {', '.join(map(str, report.tuning_seeds))}; * = chosen"
-        lines += [*wrap_styled((), head, width, HEAD), *_align(columns, width), ()]
+        lines += [*wrap_styled((), head, width, HEAD), *align_columns(columns, width), ()]
     for title, sentences in (
         ("What it says", report.ranking),
         ("What differs besides the algorithm", report.differences),
@@ -567,39 +531,11 @@ def _list_scores(rows: Sequence[RowReport]) -> list[Column]:
             MISSING if r.option_value is None else f"{r.option_value:g}" + e for r, e in zip(rows, edges, strict=True)
         ]
         columns.append(("tuned", values))
-    columns += [(f"equal {axis}", [_estimate(s.equal[axis]) if s else MISSING for s in summaries]) for axis in AXES]
-    columns.append(("area", [_estimate(s.area) if s else MISSING for s in summaries]))
-    formats = {"entropy": "{:.2g}".format, "kl": "{:.2g}".format, "length": _short, "truncated": "{:.0%}".format}
+    columns += [(f"equal {axis}", [str(s.equal[axis]) if s else MISSING for s in summaries]) for axis in AXES]
+    columns.append(("area", [str(s.area) if s else MISSING for s in summaries]))
+    formats = {"entropy": "{:.2g}".format, "kl": "{:.2g}".format, "length": format_short, "truncated": "{:.0%}".format}
     for name in (*formats, "updates", "tokens", "seconds"):
-        cell = formats.get(name, _short)
+        cell = formats.get(name, format_short)
         means = [cell(s.means[name]) if s and name in s.means else MISSING for s in summaries]
         columns.append(("KL" if name == "kl" else name, means))
     return [*columns, ("seeds", [str(len(row.runs)) for row in rows])]
-
-
-def _align(columns: Sequence[Column], width: int) -> list[StyledLine]:
-    """Align columns; those that do not fit follow below, each block with the labels."""
-    widths = [max(map(len, [head, *cells])) for head, cells in columns]
-    lines: list[StyledLine] = []
-    remaining = list(range(1, len(columns)))
-    while remaining:
-        block = [remaining.pop(0)]
-        while remaining and widths[0] + sum(widths[i] + 2 for i in [*block, remaining[0]]) <= width:
-            block.append(remaining.pop(0))
-        head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
-        lines.append(((head, HEAD),))
-        for number, label in enumerate(columns[0][1]):
-            cells = "".join("  " + columns[i][1][number].rjust(widths[i]) for i in block)
-            lines.append(((label.ljust(widths[0]), NAME), (cells, "")))
-    return lines
-
-
-def _estimate(x: Estimate) -> str:
-    return f"{x.value:.3f} [{x.low:.3f} {x.high:.3f}]"
-
-
-def _short(x: float) -> str:
-    """Format a count as 38, 1.2k or 250k."""
-    if x < 1000:
-        return f"{x:.0f}" if x >= 10 else f"{x:.1f}"
-    return f"{x / 1000:.3g}k" if x < 1e6 else f"{x / 1e6:.3g}M"

@@ -17,8 +17,13 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.cluster.config import ADDRESSES
 from policygrad.commands import COMMANDS
-from policygrad.commands.options import build_option_type, list_help_flags, list_part_flags
-from policygrad.commands.render import wrap_paragraphs
+from policygrad.commands.options import (
+    SELECTABLE_FIELDS,
+    build_option_type,
+    list_help_flags,
+    list_part_flags,
+    parse_arguments,
+)
 from policygrad.compare.plan import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.report import EXPERIMENTS
@@ -67,6 +72,28 @@ function __policygrad
 end
 complete -c policygrad -f -a '(__policygrad)'
 """
+FIELD_FLAGS = {name: f"--algorithm.{name.replace('_', '-')}" for name in SELECTABLE_FIELDS}
+_REQUIRED = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
+FLAG_VALUES = {
+    **{flag: [*(["none"] if name not in _REQUIRED else []), *list_parts(name)] for name, flag in FIELD_FLAGS.items()},
+    "--algorithm|--base": list(ALGORITHMS),
+    "--config|--resume|--output|--directory|--eval-data|--data": [],  # files and folders, completed by the shell
+    "--experiment": [*EXPERIMENTS, "none"],
+    "--ladder": list(LADDERS),
+    "--gpus": list(DEVICES),
+    "--model": ["tiny"],
+    "--task": list(EMBEDDED),
+    "--dtype": ["fp32", "bf16"],
+    "--learner.dtype": ["auto", "fp32", "bf16"],
+    "--reward": [*list_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
+    "--track": list(SERVICES),
+    "--optimizer.schedule": ["constant", "linear", "cosine"],
+    "--sampler.engine": [LOCAL, *ENGINES],
+    "--cluster": list(ADDRESSES),
+    "--sampler.lora-sync": [*LORA_SYNCS],
+    "--sampler.weight-transport|--weight-transport": [*WEIGHT_TRANSPORTS],
+}
+"""Values of each flag; flags with the same values are joined by |."""
 HELP = (
     "Print a script for tab completion of commands, algorithms, parts and options.",
     "bash:  policygrad completion bash > ~/.local/share/bash-completion/completions/policygrad",
@@ -85,15 +112,21 @@ class CompletionOptions:
 
 def completion(args: list[str]) -> int:
     """Run `policygrad completion bash|zsh|fish`."""
-    description = wrap_paragraphs(*HELP)
-    shell = tyro.cli(CompletionOptions, args=args, prog="policygrad completion", description=description).shell
-    print(generate_script(shell), end="")
+    print(generate_script(parse_arguments(CompletionOptions, args, "completion", *HELP).shell), end="")
     return 0
 
 
 def generate_script(shell: str) -> str:
     """Return the script for bash, which zsh runs through its bashcompinit, or for fish."""
-    values, options = _list_values(), _list_options()
+    options = dict[str, list[str]]()  # command -> words that it accepts anywhere
+    for name, place in COMMANDS.items():
+        module, _, function = place.partition(":")
+        command = getattr(import_module(module), function)
+        options[name] = [*list_help_flags(lambda command=command: command(["--help"])), "--help"]  # type: ignore[misc]
+    part_flags = (flag for a in ALGORITHMS.values() for flag in list_part_flags(build_option_type(a)))
+    options["train"] = list(dict.fromkeys([*options["train"], *FIELD_FLAGS.values(), *part_flags]))
+    options["compare"] += ALGORITHMS
+    options["show"] = [*ALGORITHMS, *list_parts()]
     arguments = {  # words that a command accepts as its first argument
         "train": list(ALGORITHMS),
         "plan": list(ALGORITHMS),
@@ -107,7 +140,7 @@ def generate_script(shell: str) -> str:
             commands=_quote([*COMMANDS, "--help", "--version"]),
             values="".join(
                 f"            case {flags.replace('|', ' ')}\n                set words {_quote(words)}\n"
-                for flags, words in values.items()
+                for flags, words in FLAG_VALUES.items()
             ),
             options="".join(
                 f"                    case {name}\n                        set words {_quote(words)}\n"
@@ -119,60 +152,13 @@ def generate_script(shell: str) -> str:
         shell=shell,
         setup="autoload -Uz bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         commands=_quote([*COMMANDS, "--help", "--version"]),
-        values="".join(f"        {flags}) words={_quote(words)} ;;\n" for flags, words in values.items()),
+        values="".join(f"        {flags}) words={_quote(words)} ;;\n" for flags, words in FLAG_VALUES.items()),
         options="".join(
             f'            {name}) words={_quote(words)}; [ "$COMP_CWORD" -eq 2 ] && words="$words "'
             f"{_quote(arguments.get(name, ()))} ;;\n"
             for name, words in options.items()
         ),
     )
-
-
-def _list_options() -> dict[str, list[str]]:
-    """Return the words that each command accepts anywhere."""
-    options = dict[str, list[str]]()
-    for name, place in COMMANDS.items():
-        module, _, function = place.partition(":")
-        command = getattr(import_module(module), function)
-        options[name] = [*list_help_flags(lambda command=command: command(["--help"])), "--help"]  # type: ignore[misc]
-    part_flags = (flag for a in ALGORITHMS.values() for flag in list_part_flags(build_option_type(a)))
-    algorithm_fields = (f"--algorithm.{name.replace('_', '-')}" for name in _list_part_fields())
-    options["train"] = list(dict.fromkeys([*options["train"], *algorithm_fields, *part_flags]))
-    options["compare"] += ALGORITHMS
-    options["show"] = [*ALGORITHMS, *list_parts()]
-    return options
-
-
-def _list_values() -> dict[str, list[str]]:
-    """Return the values of each flag; flags with the same values are joined by |."""
-    required = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
-    parts = {
-        f"--algorithm.{name.replace('_', '-')}": [*(["none"] if name not in required else []), *list_parts(name)]
-        for name in _list_part_fields()
-    }
-    return parts | {
-        "--algorithm|--base": list(ALGORITHMS),
-        "--config|--resume|--output|--directory|--eval-data|--data": [],  # files and folders, completed by the shell
-        "--experiment": [*EXPERIMENTS, "none"],
-        "--ladder": list(LADDERS),
-        "--gpus": list(DEVICES),
-        "--model": ["tiny"],
-        "--task": list(EMBEDDED),
-        "--dtype": ["fp32", "bf16"],
-        "--learner.dtype": ["auto", "fp32", "bf16"],
-        "--reward": [*list_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
-        "--track": list(SERVICES),
-        "--optimizer.schedule": ["constant", "linear", "cosine"],
-        "--sampler.engine": [LOCAL, *ENGINES],
-        "--cluster": list(ADDRESSES),
-        "--sampler.lora-sync": [*LORA_SYNCS],
-        "--sampler.weight-transport|--weight-transport": [*WEIGHT_TRANSPORTS],
-    }
-
-
-def _list_part_fields() -> list[str]:
-    """Return the fields of an algorithm that hold parts."""
-    return [f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt")]
 
 
 def _quote(words: Iterable[str]) -> str:

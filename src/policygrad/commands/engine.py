@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from policygrad.commands.render import wrap_paragraphs
+from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
 from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig
@@ -31,7 +31,6 @@ HELP = (
     "policygrad engine vllm --model M --print  shows the environment and the command that start a server",
     "policygrad engine check URL --model M  compares what a server samples with the model's distribution",
 )
-_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -95,9 +94,7 @@ class EngineOptions:
 
 def engine(args: list[str]) -> int:
     """Run `policygrad engine ENGINE|check …`."""
-    options = tyro.cli(
-        EngineOptions, args=args, prog="policygrad engine", description=wrap_paragraphs(*HELP), config=_CONFIG
-    )
+    options = parse_arguments(EngineOptions, args, "engine", *HELP)
     if options.target == CHECK:
         return _check(options)
     environment, argv = build_launch_command(options)
@@ -114,7 +111,9 @@ def engine(args: list[str]) -> int:
 
 def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
     """Return the environment variables and the argv that start a server."""
-    from policygrad.models.loading import resolve_model
+    from transformers import AutoConfig
+
+    from policygrad.models.loading import load_error, read_config, resolve_model
     from policygrad.samplers.engines.base import LaunchOptions
 
     engine = load_engine_class(options.target)
@@ -122,6 +121,13 @@ def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[s
     base = adapter_base(model)
     if base is not None and engine.supports_lora:  # the folder of an adapter: servers start with its base model
         model, lora = base, lora or read_lora(model)
+    what = f"the model {model!r}"
+    read_config(model, what)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise load_error(what, error, "config.json and safetensors", model) from error
+    max_positions = getattr(config, "max_position_embeddings", None)  # None if it does not tell
     return engine.launch_command(
         LaunchOptions(
             model=model,
@@ -129,27 +135,13 @@ def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[s
             host=options.host,
             port=options.port,
             dtype=DTYPES[options.dtype],
-            context_length=min(options.context_length, _get_max_positions(model) or options.context_length),
+            context_length=min(options.context_length, max_positions or options.context_length),
             max_concurrency=options.max_concurrency,
             threads=options.threads or os.cpu_count() or 1,
             weight_transport=options.weight_transport,
             lora=lora,
         )
     )
-
-
-def _get_max_positions(model: str) -> int | None:
-    """Return the maximum tokens that a model reads; None if its configuration does not tell."""
-    from transformers import AutoConfig
-
-    from policygrad.models.loading import load_error, pretrained_kwargs, read_config
-
-    read_config(model, f"the model {model!r}")
-    try:
-        config = AutoConfig.from_pretrained(model, **pretrained_kwargs(False))
-    except (OSError, ValueError) as error:
-        raise load_error(f"the model {model!r}", error, "config.json and safetensors", model) from error
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _check(options: EngineOptions) -> int:
@@ -163,9 +155,8 @@ def _check(options: EngineOptions) -> int:
         max_concurrency=options.max_concurrency,
         logprob_tolerance=options.logprob_tolerance,
     )
-    name = (
-        adapter_base(resolve_model(options.model)) or options.model
-    )  # a server samples from the base until an adapter is loaded
+    # A server samples from the base model until an adapter is loaded.
+    name = adapter_base(resolve_model(options.model)) or options.model
     model = load_model(name, dtype=options.dtype)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(name, model)

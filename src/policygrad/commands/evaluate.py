@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from policygrad.commands.options import list_help_flags, reject_cluster_flags, reject_empty_values
-from policygrad.commands.render import wrap_paragraphs
+from policygrad.commands.options import (
+    check_at_least_1,
+    drop_trust_flag,
+    parse_arguments,
+    reject_cluster_flags,
+    reject_empty_values,
+)
 from policygrad.compare.statistics import LEVEL, paired_difference
 from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError, RewardError
 from policygrad.learners.config import LearnerConfig
-from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.lora_config import is_model_folder
 from policygrad.rewards.config import Isolation, RewardConfig
 from policygrad.rewards.resolve import resolve_reward
@@ -44,7 +48,6 @@ HELP = (
     "For a run's folder, its own task, reward and lengths are the defaults. Several models use those of the first run, the same "
     "problems and the same random numbers, and the table shows their differences.",
 )
-_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 _RUN_DEFAULT = "the run's, or "
 
 
@@ -108,9 +111,7 @@ class EvalOptions:
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
     def __post_init__(self) -> None:
-        for name in ("problems", "samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least_1(self, "problems", "samples")
         check_completion_count("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.reward_timeout < math.inf:
             raise ConfigError(f"--timeout must be above 0 seconds and finite, not {self.reward_timeout}")
@@ -127,9 +128,15 @@ def evaluate(args: list[str]) -> int:
     options = parse_options(args)
     from policygrad.training.evaluation import evaluate as measure
 
-    folder = None if options.output is None else make_output_folder(options.output)
+    folder = None if options.output is None else Path(options.output)
+    if folder is not None:  # before any work is done
+        with convert_write_errors(folder, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise ConfigError(f"{folder} is not empty; choose another --output")
     outcomes = {}
     for model in options.model:
+        display = ProgressLines(model if len(options.model) > 1 else "")
         outcomes[model] = outcome = measure(
             RunOptions(
                 **{name: getattr(options, name) for name in (*EVAL_OPTIONS, "sampler")},
@@ -138,13 +145,13 @@ def evaluate(args: list[str]) -> int:
                 rewards=RewardConfig(**asdict(options.rewards), timeout=options.reward_timeout),
                 evaluation=EvaluationConfig(problems=options.problems, samples_per_prompt=options.samples),
             ),
-            progress=_count(model if len(options.model) > 1 else ""),
-            phase=_report_waiting(),
+            progress=display.count,
+            phase=display.wait,
         )
         if not outcome.has_scores:
-            said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
+            reason = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
             raise RewardError(
-                f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {said}"
+                f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {reason}"
             )
     report = build_report(options.task, options.eval_data, options.samples, options.threshold, outcomes)
     if folder is not None:
@@ -164,7 +171,8 @@ def parse_options(args: list[str]) -> EvalOptions:
     if run is None:
         options = _parse(EvalOptions(), args)
     else:
-        own, objects = load_eval_options(run / RUN_FILE, _allowed(plain, args))
+        allowed = CodePermissions((*plain.allow_code, *code_in_argv(args)), plain.trust_remote_code)
+        own, objects = load_eval_options(run / RUN_FILE, allowed)
         options = _parse(options_from_run(own), args)
         if plain.task:  # the data options of the run's own task do not apply to another one
             names = ("eval_data", "row_map", "skip_bad_rows")
@@ -207,45 +215,24 @@ def options_from_run(run: UncheckedRun) -> EvalOptions:
 
 
 def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
-    args = [word for word in args if word != TRUST_FLAG] if default.trust_remote_code else args
-    return tyro.cli(
-        EvalOptions,
-        args=args,
-        default=default,
-        prog="policygrad eval",
-        description=wrap_paragraphs(*HELP),
-        config=_CONFIG,
-    )
+    return parse_arguments(EvalOptions, drop_trust_flag(default, args), "eval", *HELP, default=default)
 
 
-def _allowed(plain: EvalOptions, args: list[str]) -> CodePermissions:
-    return CodePermissions((*plain.allow_code, *code_in_argv(args)), plain.trust_remote_code)
+class ProgressLines:
+    """Show on standard error how many problems of a model are done, and once each what rewards are waiting for."""
 
+    def __init__(self, model: str) -> None:
+        self.model, self.waits = model, {""}
 
-def list_eval_flags() -> list[str]:
-    """Return every flag of `policygrad eval`."""
-    return list_help_flags(lambda: _parse(EvalOptions(), ["--help"]))
-
-
-def _report_waiting() -> Callable[[str, int, int], None]:
-    """Return a callback that reports on standard error, once each, what rewards are waiting for."""
-    reported = {""}
-
-    def tell(text: str, done: int, total: int) -> None:
-        if text not in reported:
-            reported.add(text)
-            print(f"{text}: {done} of {total} results so far", file=sys.stderr, flush=True)
-
-    return tell
-
-
-def _count(model: str) -> Callable[[int, int], None]:
-    def tell(done: int, total: int) -> None:
+    def count(self, done: int, total: int) -> None:
         if sys.stderr.isatty():
             end = "\n" if done == total else ""
-            print(f"\r  {model} {done}/{total} problems", end=end, file=sys.stderr, flush=True)
+            print(f"\r  {self.model} {done}/{total} problems", end=end, file=sys.stderr, flush=True)
 
-    return tell
+    def wait(self, text: str, done: int, total: int) -> None:
+        if text not in self.waits:
+            self.waits.add(text)
+            print(f"{text}: {done} of {total} results so far", file=sys.stderr, flush=True)
 
 
 SAMPLES_FILE, REPORT_FILE = "samples.jsonl", "eval.json"
@@ -272,22 +259,22 @@ def build_report(
         )
     if len(rows) == 1:
         return rows[0]
-    first, *remaining = outcomes
-    a, differences = outcomes[first], []
-    for other in remaining:
-        b = outcomes[other]
-        pairs = {
-            k: (a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)
+    (first, a), *others = outcomes.items()
+    differences = [
+        {
+            "model": first,
+            "less": other,
+            "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
+            "pass": {
+                str(k): asdict(
+                    paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold))
+                )
+                for k in _list_ks(samples)
+            },
+            "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
         }
-        differences.append(
-            {
-                "model": first,
-                "less": other,
-                "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
-                "pass": {str(k): asdict(paired_difference(*pair)) for k, pair in pairs.items()},
-                "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
-            }
-        )
+        for other, b in others
+    ]
     return {"models": rows, "differences": differences, "level": LEVEL}
 
 
@@ -320,73 +307,48 @@ def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_
         print(json.dumps(report, ensure_ascii=False))
         return
     rows = report.get("models", [report])
-    first = rows[0]
-    names = ", ".join(row["model"] for row in rows)
-    data = first["eval_data"] or first["task"]
-    print(f"{names} on {data}: {first['problems']} problems × {first['samples']} samples\n")
+    first, names = rows[0], ", ".join(row["model"] for row in rows)
+    k, ks = first["samples"], list(first["pass"])
+    print(f"{names} on {first['eval_data'] or first['task']}: {first['problems']} problems × {k} samples\n")
     if len(rows) == 1:
-        print(
-            f"  mean@{first['samples']:<4} {first['mean']:.4f} ± {first['stderr']:.4f} (standard error over problems)"
-        )
-        for k, value in first["pass"].items():
-            print(f"  pass@{k:<4} {value:.4f}")
-        print(f"  maj@{first['samples']:<5} {first['majority']:.4f}")
+        print(f"  mean@{k:<4} {first['mean']:.4f} ± {first['stderr']:.4f} (standard error over problems)")
+        for each, value in first["pass"].items():
+            print(f"  pass@{each:<4} {value:.4f}")
+        print(f"  maj@{k:<5} {first['majority']:.4f}")
         print(f"  {_format_failures(first)}")
         if show > 0:
             print()
-        for problem in outcomes[first["model"]].problems[: max(0, show)]:
-            print(f"  {format_number(problem[0].score):>5}  {to_one_line(problem[0].text, 70)}")
     else:
-        _print_several(report, outcomes, show)
-    for message in dict.fromkeys(note for row in rows for note in row["notes"]):
-        print(f"note: {message}", file=sys.stderr)
-
-
-def _print_several(report: Mapping[str, Any], outcomes: Outcomes, show: int) -> None:
-    rows, differences = report["models"], report["differences"]
-    k, ks = rows[0]["samples"], list(rows[0]["pass"])
-    lines = [["", f"mean@{k}", *(f"pass@{each}" for each in ks), f"maj@{k}"]]
-    lines += [
-        [row["model"], *(f"{x:.4f}" for x in (row["mean"], *row["pass"].values(), row["majority"]))] for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for name, *cells in lines:
-        numbers = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        print(f"  {name:<{widths[0]}}{''.join(numbers)}".rstrip())
-    for difference in differences:
-        print(
-            f"\n{difference['model']} − {difference['less']}, {report['level']:.0%} bootstrap intervals over the same problems:"
-        )
-        named = {
-            f"mean@{k}": difference["mean"],
-            **{f"pass@{each}": difference["pass"][each] for each in ks},
-            f"maj@{k}": difference["majority"],
-        }
-        for name, x in named.items():
-            separated = "" if x["low"] <= 0 <= x["high"] else "  excludes 0"
-            print(f"  {name:<9} {x['value']:+.4f} [{x['low']:+.4f}, {x['high']:+.4f}]{separated}")
-    print()
-    for row in rows:
-        print(f"  {row['model']}: {_format_failures(row)}")
+        lines = [["", f"mean@{k}", *(f"pass@{each}" for each in ks), f"maj@{k}"]]
+        for row in rows:
+            lines.append([row["model"], *(f"{x:.4f}" for x in (row["mean"], *row["pass"].values(), row["majority"]))])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for name, *cells in lines:
+            numbers = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            print(f"  {name:<{widths[0]}}{''.join(numbers)}".rstrip())
+        for pair in report["differences"]:
+            head = f"{report['level']:.0%} bootstrap intervals over the same problems:"
+            print(f"\n{pair['model']} − {pair['less']}, {head}")
+            passes = {f"pass@{each}": pair["pass"][each] for each in ks}
+            for name, x in {f"mean@{k}": pair["mean"], **passes, f"maj@{k}": pair["majority"]}.items():
+                separated = "" if x["low"] <= 0 <= x["high"] else "  excludes 0"
+                print(f"  {name:<9} {x['value']:+.4f} [{x['low']:+.4f}, {x['high']:+.4f}]{separated}")
+        print()
+        for row in rows:
+            print(f"  {row['model']}: {_format_failures(row)}")
+    # The first sample of the first problems, of each model.
     for i in range(max(0, show)):
         for model, outcome in outcomes.items():
             for sample in outcome.problems[i][:1] if i < len(outcome.problems) else ():
-                print(f"  {format_number(sample.score):>5}  {to_one_line(model, 24)}: {to_one_line(sample.text, 60)}")
+                text = f"{to_one_line(model, 24)}: {to_one_line(sample.text, 60)}"
+                print(f"  {format_number(sample.score):>5}  {to_one_line(sample.text, 70) if len(rows) == 1 else text}")
+    for message in dict.fromkeys(note for row in rows for note in row["notes"]):
+        print(f"note: {message}", file=sys.stderr)
 
 
 def _format_failures(row: Mapping[str, Any]) -> str:
     total = row["problems"] * row["samples"]
     return f"{row['truncated']} truncated, {row['failed']} without a reward, of {total} completions"
-
-
-def make_output_folder(output: str) -> Path:
-    """Create the folder before any work is done. Raises ConfigError if it is not empty."""
-    folder = Path(output)
-    with convert_write_errors(folder, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; choose another --output")
-    return folder
 
 
 def save_results(folder: Path, report: Mapping[str, Any], outcomes: Outcomes) -> None:

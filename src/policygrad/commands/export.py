@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from policygrad.commands.render import wrap_paragraphs
+from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.models.loading import check_hub_repo, push_to_hub
 from policygrad.models.lora_config import is_model_folder
 from policygrad.training.config.run import optional_arg
+from policygrad.training.run_folder import CONFIG_FILES
 
 HELP = (
     "--merge adds the adapter of a run with --learner.lora to the weights of its base model: a folder that loads without peft. "
@@ -71,25 +72,20 @@ class ExportOptions:
 
 def export(args: list[str]) -> int:
     """`policygrad export RUN [--merge [--output DIR]] [--push OWNER/NAME]`, or `… --format gguf [--output FILE]`."""
-    config = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(
-        ExportOptions, args=args, prog="policygrad export", description=wrap_paragraphs(*HELP), config=config
-    )
-    folder = Path(options.run)
-    trained, files = folder / "model", ("run.toml", "sft.toml", "reward-model.toml")
-    stopped = not is_model_folder(trained) and any((folder / name).is_file() for name in files)
-    plain = not (options.merge or options.format) and options.push is None
-    if stopped and plain:
+    options = parse_arguments(ExportOptions, args, "export", *HELP)
+    folder, trained = Path(options.run), Path(options.run, "model")
+    is_stopped = not is_model_folder(trained) and any((folder / name).is_file() for name in CONFIG_FILES)
+    if not (options.merge or options.format or options.push is not None):
+        if not is_stopped:
+            raise ConfigError(
+                f"what a run has trained is in {trained}, as others load it; --merge writes a model with the adapter in its "
+                "weights, --format gguf one file for llama.cpp, --push OWNER/NAME puts it on the hub"
+            )
         from policygrad.training.export import export_stopped
 
         print(export_stopped(folder, trust_remote_code=options.trust_remote_code, phase=_say))
         return 0
-    if plain:
-        raise ConfigError(
-            f"what a run has trained is in {trained}, as others load it; --merge writes a model with the adapter in its weights, "
-            "--format gguf one file for llama.cpp, --push OWNER/NAME puts it on the hub"
-        )
-    if stopped:
+    if is_stopped:
         raise ConfigError(
             f"the run in {folder} has no model yet: finish it, with --resume {folder}, or name the folder that `policygrad export "
             f"{folder}` makes of its last checkpoint"

@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import re
-import shutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,23 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.options import check_writable, merge_repeated_flags, write_text_file
+from policygrad.commands.options import (
+    check_at_least_1,
+    check_writable,
+    merge_repeated_flags,
+    parse_arguments,
+    write_text_file,
+)
 from policygrad.commands.render import (
     HEAD,
     NAME,
     QUIET,
     StyledLine,
+    align_columns,
     build_matrix_row,
-    describe_command,
     format_part,
+    get_terminal_width,
     print_lines,
     wrap_styled,
 )
@@ -33,8 +37,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.lab.control.train import Settings, find_preset, with_gamma
-from policygrad.trackers import CompositeTracker, RunInfo, Tracker
+from policygrad.lab.control.train import find_preset, with_gamma
 from policygrad.training.config.run import check_seed, optional_arg
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import check_part_field, load_algorithm, load_part_class, parse_part
@@ -59,29 +62,11 @@ def select_algorithms(names: Sequence[str]) -> dict[str, Algorithm]:
     return algorithms
 
 
-@dataclass(frozen=True)
-class PartTrial:
-    """A part, or a chain of parts, to insert into `base` and compare with it."""
+def insert_part(base: Algorithm, spec: str) -> tuple[Algorithm, str]:
+    """Insert a part, `mine:Gate(width=0.3)`, or a chain of parts, `advantage=GroupMean,mine:Asym`, into an algorithm.
 
-    label: str
-    """Row label: the parts' names with the given settings."""
-    algorithm: Algorithm
-    base: str
-    """Name of the algorithm that it was inserted into."""
-    field: str
-    """Field that holds it."""
-    replaced: tuple[str, ...]
-    """Names of the parts that it replaced."""
-
-    @property
-    def sentence(self) -> str:
-        """Description of the algorithm and the replaced parts."""
-        instead = f"in place of {' and '.join(self.replaced)}" if self.replaced else "which was empty"
-        return f"{self.label} is {self.base} with {self.field} = {self.label}, {instead}"
-
-
-def insert_part(base: Algorithm, spec: str) -> PartTrial:
-    """Insert a part, `mine:Gate(width=0.3)`, or a chain of parts, `advantage=GroupMean,mine:Asym`, into an algorithm."""
+    Returns the algorithm, named after the parts with the given settings, and a sentence that says what they replaced.
+    """
     place, items = _split_spec(spec)
     path = ",".join(name for name, _ in items)
     dotted = f"algorithm.{place or 'gate'}" if ":" in path else "part"
@@ -119,7 +104,9 @@ def insert_part(base: Algorithm, spec: str) -> PartTrial:
         changes["ratio"] = None
     label = "+".join(labels)
     replaced = tuple(type(part).__name__ for part in (before if several else (before,)) if part is not None)
-    return PartTrial(label, replace(base, name=label, **changes), name_run(base).name, place, replaced)
+    instead = f"in place of {' and '.join(replaced)}" if replaced else "which was empty"
+    sentence = f"{label} is {name_run(base).name} with {place} = {label}, {instead}"
+    return replace(base, name=label, **changes), sentence
 
 
 def _split_spec(spec: str) -> tuple[str, list[tuple[str, str]]]:
@@ -169,13 +156,13 @@ def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
     return given
 
 
-def try_part(trial: PartTrial, spec: str, size: int) -> None:
+def try_part(algorithm: Algorithm, spec: str, size: int) -> None:
     """Measure the part in a world of seven completions; its errors become a ConfigError with file and line."""
     from policygrad.lab.estimators import enumerate_steps
     from policygrad.lab.measurement import measure_algorithm
     from policygrad.lab.worlds import one_prompt
 
-    algorithm, setting = trial.algorithm, one_prompt(2)
+    setting = one_prompt(2)
     try:
         measure_algorithm(algorithm, replace(setting, old=setting.theta), enumerate_steps(setting, min(size, 4)))
     except Exception as error:
@@ -233,8 +220,7 @@ class LabOptions:
     """Write one self-contained page with interactive plots."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"--group-size must be at least 1, not {self.group_size}")
+        check_at_least_1(self, "group_size")
         check_seed(self.seed)
         if not 0 < self.kl < 100:
             raise ConfigError(f"--kl must be above 0 nats and below 100, not {self.kl:g}")
@@ -251,10 +237,10 @@ def lab(args: list[str]) -> int:
     if args[:1] == ["control"]:
         return control(args[1:])
     args = merge_repeated_flags(args, "--algorithm", "--part", "--experiment")
-    options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_arguments(LabOptions, args, "lab")
     from policygrad.lab.report import EXPERIMENTS, build_lab_report
 
-    width = shutil.get_terminal_size((100, 24)).columns
+    width = get_terminal_width()
     if options.list_experiments:
         longest = max(map(len, EXPERIMENTS))
         for name, experiment in EXPERIMENTS.items():
@@ -273,26 +259,27 @@ def lab(args: list[str]) -> int:
             if why := unsupported_reason(row, options.group_size):
                 print(f"{row.name} is omitted: {why}", file=sys.stderr)
         chosen = supported_algorithms(ALGORITHMS, options.group_size)
-    trials = dict[str, PartTrial]()
+    trials, sentences = dict[str, Algorithm](), list[str]()
     for spec in options.part:
-        trial = insert_part(load_algorithm(options.base), spec)
+        trial, sentence = insert_part(load_algorithm(options.base), spec)
         try_part(trial, spec, options.group_size)
-        trials[spec if trial.label in {*chosen, *trials, *ALGORITHMS} else trial.label] = trial
+        trials[spec if trial.name in {*chosen, *trials, *ALGORITHMS} else trial.name] = trial
+        sentences.append(sentence)
     base = ""
     if trials:
         ((base, algorithm),) = select_algorithms([options.base]).items()
         base = next((name for name, row in chosen.items() if row == algorithm), base)
-        chosen = {**chosen, base: algorithm, **{name: trial.algorithm for name, trial in trials.items()}}
+        chosen = {**chosen, base: algorithm, **trials}
     names = () if options.experiment == ("none",) or (alone and not options.experiment) else options.experiment or None
     result = build_lab_report(chosen, options.group_size, options.kl, options.seed, names)
-    result = replace(result, parts=tuple(trial.sentence for trial in trials.values()))
+    result = replace(result, parts=tuple(sentences))
     if options.output is not None:
         write_text_file(options.output, build_lab_page(result, chosen), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
     elif options.output is None:
-        pairs = [((base, chosen[base]), (name, trial.algorithm)) for name, trial in trials.items()]
+        pairs = [((base, chosen[base]), trial) for trial in trials.items()]
         print_lines(format_lab_report(result, width, pairs, brief=alone))
     return 0
 
@@ -336,15 +323,9 @@ def format_lab_report(
     if not brief:
         # the length of E g along ∇J per prompt, and the factor of a token's ∇log π per length
         lines += [(), (("By difficulty and length, on-policy", HEAD),)]
-        figures = {on.name: _detail_figures(on) for on, _ in report.rows}
-        heads = [head for head, _ in next(iter(figures.values()))]
-        name_width = max(map(len, figures)) + 2
-        room = max(1, (width - name_width) // CELL)
-        for start in range(0, len(heads), room):
-            lines.append(((" " * name_width + _row(heads[start : start + room]), HEAD),))
-            for name, row in figures.items():
-                cells = _row([text for _, text in row[start : start + room]])
-                lines.append(((name.ljust(name_width), NAME), (cells, "")))
+        figures = [_detail_figures(on) for on, _ in report.rows]
+        columns = [(row[0][0], [text for _, text in row]) for row in zip(*figures, strict=True)]
+        lines += align_columns([("", [on.name for on, _ in report.rows]), *columns], width)
     if pairs or not brief:
         lines += wrap_styled((("  ", ""),), DETAIL, text, QUIET)
     if report.findings:
@@ -462,22 +443,19 @@ class ControlOptions:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for name in ("steps", "episodes", "num_envs", "rollout", "max_episode_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        check_at_least_1(self, "steps", "episodes", "num_envs", "rollout", "max_episode_steps")
 
 
 def control(args: list[str]) -> int:
     """Run `policygrad lab control`."""
-    options = tyro.cli(
-        ControlOptions,
-        args=args,
-        prog="policygrad lab control",
-        description=describe_command(ControlOptions),
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    algorithm, settings = resolve_control(options)
+    options = parse_arguments(ControlOptions, args, "lab control")
+    preset = find_preset(options.algorithm)
+    algorithm = preset.algorithm if options.gamma is None else with_gamma(preset.algorithm, options.gamma)
+    if options.lr is not None and not algorithm.update_rule.uses_lr:
+        raise ConfigError(f"--lr: {algorithm.name} sets its step length by a KL, not by a learning rate; omit it")
+    changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    settings = replace(preset.settings, normalise=options.normalise, **changes)
     if options.output is not None:
         check_writable(options.output, "--output")
     from policygrad.lab.control.environments import GymEnvironments
@@ -485,22 +463,19 @@ def control(args: list[str]) -> int:
 
     environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
     title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
-    with CompositeTracker([] if options.json else [ControlLines()]) as trackers:
-        trackers.start(
-            RunInfo(title, algorithm.equation(), options.steps, step_unit="environment step", config=asdict(settings))
-        )
-        watch = lambda update: trackers.log(update.steps, update_metrics(update))  # noqa: E731
-        trained = train_control(
-            environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=watch
-        )
-        fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
-        episodes = evaluate_control(
-            trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy
-        )
+    if not options.json:
+        equation = [f"  {symbol:6} {formula}" for symbol, formula in algorithm.equation().items()]
+        print("\n".join([title, *equation]), flush=True)
+    show = None if options.json else ControlLines(options.steps)
+    trained = train_control(environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=show)
+    fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
+    episodes = evaluate_control(
+        trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy
+    )
+    if not options.json:
         error = "" if episodes.error is None else f" ± {episodes.error:.2f} (standard error)"
         policy = "the most probable actions" if episodes.greedy else "sampled actions"
-        summary = f"{episodes.mean:.2f}{error}, {policy}"
-        trackers.finish({f"mean return of {len(episodes.returns)} fresh episodes": summary})
+        print(f"mean return of {len(episodes.returns)} fresh episodes: {episodes.mean:.2f}{error}, {policy}")
     record: dict[str, Any] = {
         "env": options.env,
         "algorithm": algorithm.name,
@@ -518,52 +493,21 @@ def control(args: list[str]) -> int:
     return 0
 
 
-def resolve_control(options: ControlOptions) -> tuple[Algorithm, Settings]:
-    """Return the preset of an algorithm with the options applied."""
-    preset = find_preset(options.algorithm)
-    algorithm, settings = preset.algorithm, preset.settings
-    if options.lr is not None and not algorithm.update_rule.uses_lr:
-        raise ConfigError(f"--lr: {algorithm.name} sets its step length by a KL, not by a learning rate; omit it")
-    changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
-    settings = replace(settings, normalise=options.normalise, **{n: v for n, v in changes.items() if v is not None})
-    return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
+@dataclass
+class ControlLines:
+    """Print at most `LINES` of a training's updates, one line each."""
 
+    steps: int
+    """Environment steps in total."""
+    next_line: float = 0.0
 
-def update_metrics(u: Update) -> dict[str, float]:
-    """Return an update as metrics for trackers."""
-    values = {
-        "return": u.mean_return,
-        "entropy": u.entropy,
-        "kl": u.kl,
-        "explained_variance": u.explained_variance,
-        "steps_per_second": u.steps / max(u.seconds, 1e-9),
-        "updates/taken": None if u.accepted is None else float(u.accepted),
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-class ControlLines(Tracker):
-    """Print at most `LINES` progress lines."""
-
-    def start(self, info: RunInfo) -> None:
-        self.steps, self.next_line = info.steps, 0.0
-        for line in (info.title, *(f"  {symbol:6} {formula}" for symbol, formula in info.facts.items())):
-            print(line, flush=True)
-
-    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        if step < min(self.next_line, self.steps):
+    def __call__(self, u: Update) -> None:
+        if u.steps < min(self.next_line, self.steps):
             return
-        self.next_line = step + self.steps / LINES * 0.99
-        score = f"return {metrics['return']:8.2f}" if "return" in metrics else "no episode yet"
-        line = f"{step:8d}  {score}  entropy {metrics['entropy']:6.3f}  kl {metrics['kl']:.5f}"
-        if "explained_variance" in metrics:
-            line += f"  explained {metrics['explained_variance']:6.3f}"
-        refused = "  no step taken" * (metrics.get("updates/taken") == 0)
-        print(f"{line}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
-
-    def note(self, text: str) -> None:
-        print(f"note: {text}", flush=True)
-
-    def finish(self, summary: Mapping[str, str]) -> None:
-        for name, value in summary.items():
-            print(f"{name}: {value}", flush=True)
+        self.next_line = u.steps + self.steps / LINES * 0.99
+        score = "no episode yet" if u.mean_return is None else f"return {u.mean_return:8.2f}"
+        line = f"{u.steps:8d}  {score}  entropy {u.entropy:6.3f}  kl {u.kl:.5f}"
+        if u.explained_variance is not None:
+            line += f"  explained {u.explained_variance:6.3f}"
+        refused = "  no step taken" if u.accepted is False else ""
+        print(f"{line}  {u.steps / max(u.seconds, 1e-9):6.0f} steps/s{refused}", flush=True)

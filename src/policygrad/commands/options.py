@@ -9,24 +9,28 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.render import summarise_docstring
+from policygrad.commands import STOPPED
+from policygrad.commands.render import summarise_docstring, wrap_paragraphs
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import ObjectiveTerm, Part
 from policygrad.errors import ConfigError, RunError
+from policygrad.learners.fsdp.torchrun import resolve_world_size, torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
+from policygrad.training.config.paths import find_changed_options, is_own_config
 from policygrad.training.config.run import UncheckedRun, optional_arg
-from policygrad.training.config.serialization import from_dict
-from policygrad.training.config.supervised import SupervisedConfig
+from policygrad.training.config.serialization import from_dict, load_config
+from policygrad.training.config.trust import CodePermissions
 from policygrad.training.interrupts import parse_duration
-from policygrad.training.run_folder import check_no_run_file
+from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
 
 SWITCHES = (
     "--dry-run",
@@ -37,11 +41,34 @@ SWITCHES = (
     "--learner.routing-replay",
 )
 """Flags without a value."""
-_NO_PART_FLAG = ("name", "samples_per_prompt")
-_NO_PART_OPTIONS = (*_NO_PART_FLAG, "old_policy")  # selected like a part, but a plain word
+SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
+"""Fields of an algorithm that are selected like parts: all that hold some, and old_policy, a plain word."""
 _CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()
+OptionsT = TypeVar("OptionsT")
+ConfigT = TypeVar("ConfigT", bound=Any)
+"""A configuration of train, sft or reward-model."""
+
+
+def parse_arguments(
+    kind: Callable[..., OptionsT], args: Sequence[str], command: str, *texts: str, **settings: Any
+) -> OptionsT:
+    """Parse the arguments of `policygrad COMMAND`.
+
+    Args:
+        texts: Paragraphs of the command's description; by default the docstring of `kind`.
+        settings: Further arguments of `tyro.cli`.
+    """
+    options: OptionsT = tyro.cli(
+        kind,
+        args=args,
+        prog=f"policygrad {command}",
+        description=wrap_paragraphs(*(texts or [" ".join((kind.__doc__ or "").split())])),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
+        **settings,
+    )
+    return options
 
 
 @dataclass(frozen=True)
@@ -72,6 +99,74 @@ class CommandOptions:
             parse_duration(self.time_limit, "--time-limit")
 
 
+def load_base(
+    default: ConfigT, command: str, resume: str | None, config: str | None, permissions: CodePermissions
+) -> ConfigT:
+    """Return the configuration before flags: defaults < resumed run < TOML file."""
+    base = default
+    if resume is not None:
+        base = load_config(config_file(check_resumable(Path(resume), command), command), base, permissions)
+    if config is not None:
+        base = load_config(config, base, permissions)
+        if is_own_config(base, Path(config)):
+            base = replace(base, output=None)  # a finished run's own file starts a new run in a new folder
+    return base
+
+
+def resume_in_folder(base: Any, config: ConfigT, folder: str, fixed: Mapping[str, str], restart: str) -> ConfigT:
+    """Return the configuration of a resumed run, whose output is its own folder unless another one is given.
+
+    Args:
+        base: The configuration before flags.
+        fixed: Option -> reason why a resumed run cannot change it.
+        restart: Options that start a new run from this one.
+
+    Raises:
+        ConfigError: A flag changes a fixed option.
+    """
+    changed = find_changed_options(base, config)
+    for name, reason in fixed.items():
+        if name in changed:
+            raise ConfigError(f"--resume {folder} {reason}. Omit it, or start a new run with {restart} --output DIR")
+    return config if "output" in changed else replace(config, output=folder)
+
+
+def run_training(
+    trainer: str, config: Any, command: str, options: CommandOptions, describe: Callable[[Any], str]
+) -> int:
+    """Train in this process, or serve as one of several that torchrun started; return the exit code.
+
+    Args:
+        trainer: module:function, which is imported only when needed.
+        describe: Returns what --dry-run prints instead.
+    """
+    if (rank_and_size := torchrun_rank()) is not None:
+        world_size = resolve_world_size(config.learner.world_size)
+        config = replace(config, learner=replace(config.learner, world_size=world_size))
+        if rank_and_size[0] > 0:  # rank 0 sends the commands
+            from policygrad.learners.fsdp.worker import join_torchrun
+
+            return 0 if options.dry_run else join_torchrun()
+    if options.dry_run:
+        print(describe(config).rstrip())
+        return 0
+    from policygrad.trackers import default_tracker
+    from policygrad.training.run_folder import resolve_resume_folder
+
+    module, _, function = trainer.partition(":")
+    train = getattr(import_module(module), function)
+    display = default_tracker(plain=options.plain or None)
+    result = train(
+        config,
+        resume=resolve_resume_folder(options.resume, command, config),
+        stop_after=options.stop_after,
+        time_limit=options.time_limit,
+        overwrite=options.overwrite,
+        display=display,
+    )
+    return STOPPED if result.interrupted else 0
+
+
 def list_help_flags(parse_help: Callable[[], object]) -> list[str]:
     """Return every flag that a command's help lists, for tab completion."""
     out = io.StringIO()
@@ -79,6 +174,14 @@ def list_help_flags(parse_help: Callable[[], object]) -> list[str]:
         parse_help()
     lines = re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9](?=\s|$).*)", out.getvalue(), re.MULTILINE)
     return [flag for line in lines for flag in re.findall(r"(?:^|, )(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", line)]
+
+
+def check_at_least_1(options: object, *names: str) -> None:
+    """Raise ConfigError for a number below 1; None is an open choice."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -107,7 +210,7 @@ def write_text_file(path: Path, text: str, option: str) -> None:
         raise RunError(f"{option} {path} was not written: {error.strerror}; choose another path") from error
 
 
-def drop_trust_flag(base: UncheckedRun | SupervisedConfig, args: list[str]) -> list[str]:
+def drop_trust_flag(base: Any, args: list[str]) -> list[str]:
     """Remove --trust-remote-code if a file has set it already: tyro has no flag for a switch that is on."""
     return [word for word in args if word != TRUST_FLAG] if base.trust_remote_code else args
 
@@ -140,12 +243,12 @@ def pop_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
         if word == "--algorithm" and i + 1 < len(args):
             return args[i + 1], args[:i] + args[i + 2 :]
         before = args[i - 1].replace("_", "-")
+        if before.startswith("--") and "=" not in before and before not in SWITCHES:
+            continue  # the value of an option
         last_flag = next((w for w in reversed(args[:i]) if w.startswith("--")), "")
         follows_list = last_flag.partition("=")[0] in ("--reward", "--allow-code")  # whose values may be files, too
-        is_value = before.startswith("--") and "=" not in before and before not in SWITCHES
-        if word.lower().replace("-", "_") in ALGORITHMS and not is_value:
-            return word, args[:i] + args[i + 1 :]
-        if _CUSTOM_NAME.fullmatch(word) and not is_value and not follows_list:
+        is_known = word.lower().replace("-", "_") in ALGORITHMS
+        if is_known or (_CUSTOM_NAME.fullmatch(word) and not follows_list):
             return word, args[:i] + args[i + 1 :]
     return None, args
 
@@ -172,18 +275,17 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
     """Apply and remove every `--algorithm.FIELD Part[,Part…]`; `none` leaves a field empty."""
     remaining: list[str] = []
     changes: dict[str, Any] = {}
-    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NO_PART_FLAG}
     pending = iter(args)
     for word in pending:
         flag, _, value = word.partition("=")
         key = flag.removeprefix("--algorithm.").replace("-", "_")
-        if not flag.startswith("--algorithm.") or key not in names:
+        if not flag.startswith("--algorithm.") or key not in SELECTABLE_FIELDS:
             remaining.append(word)
             continue
         value = value or next(pending, "")
         if not value or value.startswith("-"):
             raise ConfigError(f"{flag} needs the name of a part, or none")
-        several = isinstance(names[key], tuple)
+        several = isinstance(getattr(base, key), tuple)
         parts = [] if several and value == "none" else value.split(",")
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
@@ -194,17 +296,14 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
 def build_option_type(chosen: Algorithm) -> type:
     """Build a dataclass of an algorithm's parts, so that every field of every part becomes an option with its type and help."""
     columns: list[tuple[str, Any, Any]] = []
-    for f in fields(Algorithm):
-        value = getattr(chosen, f.name)
-        if f.name in _NO_PART_OPTIONS:
-            continue
+    for name in SELECTABLE_FIELDS:
+        value = getattr(chosen, name)
         if isinstance(value, tuple):
-            members = [_column(name, part) for name, part in _named(value) if _has_fields(part)]
-            if members:
-                kind = make_dataclass(f.name, members, frozen=True)
-                columns.append((f.name, kind, field(default_factory=kind)))
-        elif _has_fields(value):
-            columns.append(_column(f.name, value))
+            if members := [_column(option, part) for option, part in _named(value) if fields(part)]:
+                kind = make_dataclass(name, members, frozen=True)
+                columns.append((name, kind, field(default_factory=kind)))
+        elif is_dataclass(value) and fields(value):
+            columns.append(_column(name, value))
     return make_dataclass("Parts", columns, frozen=True)
 
 
@@ -213,14 +312,12 @@ def list_part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
     hints = get_type_hints(kind)
     for f in fields(kind):
         flag = f"{prefix}.{f.name.replace('_', '-')}"
-        default = (
-            f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
-        )
+        default = f.default_factory() if callable(f.default_factory) else f.default
         if is_dataclass(default):
             yield from list_part_flags(type(default), flag)
-        elif not any(
-            isinstance(k, type) and issubclass(k, Part) for k in get_args(hints[f.name])
-        ):  # an optional part that is None has no flag
+        elif any(isinstance(k, type) and issubclass(k, Part) for k in get_args(hints[f.name])):
+            continue  # an optional part that is None has no flag
+        else:
             yield flag if default is not True else f"{prefix}.no-{f.name.replace('_', '-')}"
 
 
@@ -229,10 +326,8 @@ def apply_options(chosen: Algorithm, options: Any) -> Algorithm:
     changes: dict[str, Any] = {}
     for f in fields(options):
         current, new = getattr(chosen, f.name), getattr(options, f.name)
-        if isinstance(current, tuple):
-            changes[f.name] = tuple(getattr(new, name, part) for name, part in _named(current))
-        else:
-            changes[f.name] = new
+        several = isinstance(current, tuple)
+        changes[f.name] = tuple(getattr(new, name, part) for name, part in _named(current)) if several else new
     return replace(chosen, **changes)
 
 
@@ -264,10 +359,6 @@ def _named(parts: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(part).__name__).lower()
         seen[name] = seen.get(name, 0) + 1
         yield name if seen[name] == 1 else f"{name}_{seen[name]}", part
-
-
-def _has_fields(value: Any) -> bool:
-    return value is not None and bool(fields(value))
 
 
 def reject_empty_values(args: Sequence[str], *flags: str) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from policygrad.commands.options import check_writable, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_paragraphs, wrap_styled
+from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments, write_text_file
+from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import DTYPE_BYTES, MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
 from policygrad.planning.hardware import Efficiency, load_calibration, parse_devices
@@ -21,13 +19,19 @@ from policygrad.planning.model_shapes import load_shape
 from policygrad.planning.planner import (
     CapacityPlan,
     PlanRequest,
-    Suggestion,
     device_counts,
     find_best_split,
     plan_device_counts,
     suggest_changes,
 )
-from policygrad.planning.render import PlanTable, list_assumptions, plan_summary, plan_tables, plan_title
+from policygrad.planning.render import (
+    PlanReport,
+    list_assumptions,
+    plan_summary,
+    plan_tables,
+    plan_title,
+    render_plan_page,
+)
 from policygrad.training.config.run import optional_arg
 
 HELP = (
@@ -93,8 +97,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
-        if self.steps < 1:
-            raise ConfigError(f"--steps must be at least 1, not {self.steps}")
+        check_at_least_1(self, "steps")
         if self.price is not None and not 0 <= self.price < float("inf"):
             raise ConfigError(f"--price must be at least 0 and finite, not {self.price:g}")
         if self.context <= self.prompt:
@@ -111,10 +114,7 @@ def plan(args: list[str]) -> int:
         if any(arg.partition("=")[0] == "--algorithm" for arg in args):
             raise ConfigError(f"the algorithm is given twice, as {name!r} and by --algorithm; give it once")
         args = ["--algorithm", name, *args]
-    config = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(
-        PlanOptions, args=args, prog="policygrad plan", description=wrap_paragraphs(*HELP), config=config
-    )
+    options = parse_arguments(PlanOptions, args, "plan", *HELP)
     if options.calibrate:
         import torch
 
@@ -132,18 +132,14 @@ def plan(args: list[str]) -> int:
     result = make_plan(options)
     alternatives = plan_device_counts(result.request, result.layout, device_counts(result.layout.gpus))
     alternatives = [result if other.layout.gpus == result.layout.gpus else other for other in alternatives]
-    changes = suggest_changes(result)
+    report = PlanReport(result, alternatives, suggest_changes(result), options.steps, options.price)
     if options.output is not None:
-        from policygrad.planning.render import render_plan_page
-
-        page = render_plan_page(result, alternatives, changes, options.steps, options.price)
-        write_text_file(options.output, page, "--output")
+        write_text_file(options.output, render_plan_page(report), "--output")
         print(options.output, file=sys.stderr)
     if options.json:
-        print(json.dumps(plan_to_dict(result, alternatives, changes, options), ensure_ascii=False))
+        print(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
-        width = shutil.get_terminal_size((100, 24)).columns
-        print_lines(format_plan(result, alternatives, changes, options.steps, options.price, width))
+        print_lines(format_plan(report, get_terminal_width()))
     return 0
 
 
@@ -196,65 +192,34 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
     return find_best_split(request, layout) if find_split else CapacityPlan(request, layout)
 
 
-def plan_to_dict(
-    plan: CapacityPlan, alternatives: Sequence[CapacityPlan], changes: Sequence[Suggestion], options: PlanOptions
-) -> dict[str, Any]:
-    """Return the object that --json prints."""
-    request, cost = plan.request, (options.steps, options.price)
-    return {
-        "model": asdict(request.shape) | {"parameters": request.shape.parameters},
-        "device": asdict(request.device),
-        "algorithm": asdict(request.algorithm),
-        "workload": asdict(request.workload) | {"sampled_tokens": request.workload.sampled_tokens},
-        "efficiency": asdict(request.efficiency),
-        "plan": plan.to_dict(*cost),
-        "gpus": [other.to_dict(*cost) for other in alternatives],
-        "changes": [
-            {"option": change.option, "description": change.description, **change.plan.to_dict(*cost)}
-            for change in changes
-        ],
-    }
-
-
-def format_plan(
-    plan: CapacityPlan,
-    alternatives: Sequence[CapacityPlan],
-    changes: Sequence[Suggestion],
-    steps: int,
-    price: float | None,
-    width: int,
-) -> list[StyledLine]:
+def format_plan(report: PlanReport, width: int) -> list[StyledLine]:
     """Format the plan for a terminal, with running text within `width`."""
+    plan = report.plan
     text = max(40, min(width, 100))
     lines: list[StyledLine] = [
         *wrap_styled((), plan_title(plan), text, HEAD),
-        *wrap_styled((), plan_summary(plan, steps, price), text),
+        *wrap_styled((), plan_summary(plan, report.steps, report.price), text),
         (),
     ]
-    for table in plan_tables(plan, alternatives, changes, steps, price):
-        lines += [*_format_table(table, text), ()]
+    for table in plan_tables(report):
+        # Names and texts are aligned to the left, figures to the right.
+        lines.append(((table.title, HEAD),))
+        has_head = any(table.head)
+        cells = [table.head, *table.rows] if has_head else list(table.rows)
+        widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
+        is_text = [  # columns without a heading and without figures in the first row
+            i == 0 or not (title or any(c.isdigit() or c == "–" for c in table.rows[0][i]))
+            for i, title in enumerate(table.head)
+        ]
+        for number, row in enumerate(cells):
+            style = QUIET if has_head and number == 0 else ""
+            columns = zip(row, widths, is_text, strict=True)
+            first, *figures = [cell.ljust(w) if left else cell.rjust(w) for cell, w, left in columns]
+            lines.append(((f"  {first}", style or NAME), ("  " + "  ".join(figures), style)))
+        if table.note:
+            lines += wrap_styled((("  ", ""),), table.note, text, QUIET)
+        lines.append(())
     lines.append((("Assumptions", HEAD),))
     for sentence in list_assumptions(plan):
         lines += wrap_styled((("  · ", QUIET),), sentence, text)
     return lines
-
-
-def _format_table(table: PlanTable, width: int) -> Iterator[StyledLine]:
-    """Align names and texts to the left, figures to the right."""
-    yield ((table.title, HEAD),)
-    has_head = any(table.head)
-    cells = [table.head, *table.rows] if has_head else list(table.rows)
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
-    is_text = [  # columns without a heading and without figures in the first row
-        bool(table.rows) and not title and not any(c.isdigit() or c == "–" for c in table.rows[0][i])
-        for i, title in enumerate(table.head)
-    ]
-    for number, row in enumerate(cells):
-        style = QUIET if has_head and number == 0 else ""
-        first, *figures = [
-            cell.ljust(w) if i == 0 or is_text[i] else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ((f"  {first}", style or NAME), ("  " + "  ".join(figures), style))
-    if table.note:
-        yield from wrap_styled((("  ", ""),), table.note, width, QUIET)

@@ -11,9 +11,9 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import CATALOG, AlgorithmInfo
+from policygrad.catalog import CATALOG
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config.run_name import RunName, name_run
+from policygrad.training.config.run_name import name_run
 from policygrad.utils.user_code import find_definition
 
 
@@ -37,6 +37,8 @@ def find_source(part: Any) -> str:
 
 StyledLine = tuple[tuple[str, str], ...]
 """Pieces (text, rich style) of one line."""
+Column = tuple[str, Sequence[str]]
+"""Heading and cells."""
 HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
 EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "filters": ("", "filters"),
@@ -76,14 +78,14 @@ def wrap_paragraphs(*texts: str) -> str:
     return "\n".join(f" {line}" for line in lines)
 
 
-def describe_command(options: type) -> str:
-    """Return a command's description, the docstring of its options."""
-    return wrap_paragraphs(" ".join((options.__doc__ or "").split()))
-
-
 def get_page_width() -> int:
     """Return the columns for running text: the terminal's, at most 100; 80 in a pipe."""
     return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+
+
+def get_terminal_width() -> int:
+    """Return the columns for tables: the terminal's; 100 in a pipe."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def shorten_number(value: Any) -> str:
@@ -107,24 +109,25 @@ def format_part(part: Any, *, names: bool = False, changed: bool = False) -> str
         names: write `Clip(low=0.2, high=0.28)`.
         changed: omit the values if all of them are defaults.
     """
-    kind = type(part)
-    if changed and list_settings(part) == list_settings(replace(part, **_defaults(kind))):
-        return kind.__name__
-    shown, usual = list_settings(part), _defaults(kind)
-    if not names and len(shown) > 3:  # too many to read by position: name those that are not defaults
-        names, shown = True, [(name, v) for name, v in shown if v != usual.get(name)]
+    name, settings = type(part).__name__, list_settings(part)
+    if changed and settings == list_settings(replace(part, **_defaults(type(part)))):
+        return name
+    if not names and len(settings) > 3:  # too many to read by position
+        return format_changed_part(part)
     written = [
-        (f"{name}=" if names else "") + (format_part(v, names=names) if is_dataclass(v) else shorten_number(v))
-        for name, v in shown
+        (f"{key}=" if names else "") + (format_part(v, names=names) if is_dataclass(v) else shorten_number(v))
+        for key, v in settings
     ]
-    return f"{kind.__name__}({', '.join(written)})" if written else kind.__name__
+    return f"{name}({', '.join(written)})" if written else name
 
 
 def format_changed_part(part: Any) -> str:
     """Format a part with the names and values of the settings that are not defaults, as `Reference(refresh_every=100)`."""
     usual = _defaults(type(part))
     values = ", ".join(
-        f"{name}={shorten_number(value)}" for name, value in list_settings(part) if value != usual.get(name)
+        f"{key}={format_part(v, names=True) if is_dataclass(v) else shorten_number(v)}"
+        for key, v in list_settings(part)
+        if v != usual.get(key)
     )
     return f"{type(part).__name__}({values})" if values else type(part).__name__
 
@@ -142,6 +145,23 @@ def wrap_styled(lead: StyledLine, text: str, width: int, style: str = "") -> Ite
         yield ((" " * indent, ""), (row, style))
 
 
+def align_columns(columns: Sequence[Column], width: int) -> list[StyledLine]:
+    """Align columns; those that do not fit follow below, each block with the labels."""
+    widths = [max(map(len, [head, *cells])) for head, cells in columns]
+    lines: list[StyledLine] = []
+    remaining = list(range(1, len(columns)))
+    while remaining:
+        block = [remaining.pop(0)]
+        while remaining and widths[0] + sum(widths[i] + 2 for i in [*block, remaining[0]]) <= width:
+            block.append(remaining.pop(0))
+        head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
+        lines.append(((head, HEAD),))
+        for number, label in enumerate(columns[0][1]):
+            cells = "".join("  " + columns[i][1][number].rjust(widths[i]) for i in block)
+            lines.append(((label.ljust(widths[0]), NAME), (cells, "")))
+    return lines
+
+
 def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None) -> list[StyledLine]:
     """Describe an algorithm: equation, parts with sources, differences from its parent, what it fixes and how it fails.
 
@@ -149,7 +169,28 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
     """
     run_name = name_run(a, budget)
     about = CATALOG.get(a.name)
-    lines = _title(run_name, about, width)
+    of = f" ({a.name})" if run_name.part_changes else ""
+    lines: list[StyledLine]
+    # Name and source; for a composition those of the named algorithm, and each change with its source.
+    if run_name.part_changes:
+        source = f" ({about.source})" if about else ""
+        lines = [((run_name.name, NAME),), *wrap_styled((("  ", ""),), run_name.base + source, width)]
+    else:
+        lines = [((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+        indent = " " * (len(run_name.name) + 2)
+        lines += wrap_styled(((indent, ""),), about.source, width, QUIET) if about else []
+    for swap in run_name.part_changes:
+        label = EQUATION_COLUMNS.get(swap.field, ("", swap.field))[1]
+        for part in swap.added:
+            change = f"{label} = {format_part(part, names=True)} ({find_source(part)})"
+            lines += wrap_styled((("  with ", ""),), change, width)
+        if removed := swap.removed[len(swap.added) :]:
+            change = f"{label} {', '.join(type(p).__name__ for p in removed)}"
+            lines += wrap_styled((("  without ", ""),), change, width)
+    for s in run_name.setting_changes:
+        change = f"{shorten_number(s.new_value)} instead of {shorten_number(s.base_value)}"
+        lines += wrap_styled((("  with ", ""),), f"{s.part}.{s.name}".lstrip(".") + f" = {change}", width)
+    # The equation, as it is and as published.
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     equation = a.equation()
     size = max(map(len, equation))
@@ -159,13 +200,11 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
             symbol, text = head, tail
         equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
         lines += wrap_styled(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
-    if a.name in CATALOG:
+    if about:
         lines += [(), ((f"{a.name} as published" if run_name.part_changes else "As published", HEAD),)]
-        lines += [
-            row for text in CATALOG[a.name].objective.split("\n") for row in wrap_styled((("  ", ""),), text, width)
-        ]
-        of = f" ({a.name})" if run_name.part_changes else ""
-        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), CATALOG[a.name].deviations or NO_DEVIATIONS, width)]
+        for text in about.objective.split("\n"):
+            lines += wrap_styled((("  ", ""),), text, width)
+        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), about.deviations or NO_DEVIATIONS, width)]
     lines += [(), (("Parts", HEAD), (" and their settings" if run_name.is_changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
     parent = a.name if run_name.is_changed else about.parent if about else None
@@ -175,37 +214,8 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
         for column, (theirs, mine) in diff_algorithms(row, a).items():
             lines += wrap_styled(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
     if about:
-        of = f" ({a.name})" if run_name.part_changes else ""
         lines += [(), *wrap_styled(((f"Fixes{of}  ", HEAD),), about.addresses, width)]
         lines += [*wrap_styled(((f"Fails{of}  ", HEAD),), about.failure_modes, width)]
-    return lines
-
-
-def _title(run_name: RunName, about: AlgorithmInfo | None, width: int) -> list[StyledLine]:
-    """Return name and source; for a composition those of the named algorithm, and each changed part with its source."""
-    if run_name.part_changes:
-        source = f" ({about.source})" if about else ""
-        lines: list[StyledLine] = [((run_name.name, NAME),), *wrap_styled((("  ", ""),), run_name.base + source, width)]
-    else:
-        lines = [((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD))]
-        indent = " " * (len(run_name.name) + 2)
-        lines += wrap_styled(((indent, ""),), about.source, width, QUIET) if about else []
-    for swap in run_name.part_changes:
-        label = EQUATION_COLUMNS.get(swap.field, ("", swap.field))[1]
-        for part in swap.added:
-            lines += wrap_styled(
-                (("  with ", ""),), f"{label} = {format_part(part, names=True)} ({find_source(part)})", width
-            )
-        if removed := swap.removed[len(swap.added) :]:
-            lines += wrap_styled(
-                (("  without ", ""),), f"{label} {', '.join(type(p).__name__ for p in removed)}", width
-            )
-    for s in run_name.setting_changes:
-        change = (
-            f"{s.part}.{s.name}".lstrip(".")
-            + f" = {shorten_number(s.new_value)} instead of {shorten_number(s.base_value)}"
-        )
-        lines += wrap_styled((("  with ", ""),), change, width)
     return lines
 
 
@@ -227,7 +237,10 @@ def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:
 
 
 def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:
-    """Return one row of the matrix: the algorithm's parts by column, in the order of the equation."""
+    """Return one row of the matrix: the algorithm's parts by column, in the order of the equation.
+
+    The last column has the update rule, reference, group size and old policy where they differ from the defaults.
+    """
     row: dict[str, tuple[str, ...]] = {}
     for name in ("advantage", "ratio", "gate", "aggregation", "critic", "terms", "shaping", "filters"):
         value = getattr(a, name)
@@ -238,17 +251,13 @@ def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[
             parts += (a.reward_model,)  # a second trained model, like V
         symbol, label = EQUATION_COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(format_part(p, changed=changed) for p in parts)
-    return {**row, "also": list_other_changes(a)}
-
-
-def list_other_changes(a: Algorithm) -> tuple[str, ...]:
-    """Return the update rule, reference, group size and old policy where they differ from the defaults."""
     usual = Algorithm()
-    changes = [format_changed_part(a.update_rule)] if a.update_rule != usual.update_rule else []
+    also = [format_changed_part(a.update_rule)] if a.update_rule != usual.update_rule else []
     if a.reference is not None and a.reference != usual.reference and "logp_ref" in a.needs:
-        changes.append(format_changed_part(a.reference))
-    changes += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
-    return (*changes, *(["π_old = μ"] if a.old_policy != usual.old_policy else []))
+        also.append(format_changed_part(a.reference))
+    also += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
+    also += ["π_old = μ"] if a.old_policy != usual.old_policy else []
+    return {**row, "also": tuple(also)}
 
 
 def diff_algorithms(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
@@ -256,12 +265,21 @@ def diff_algorithms(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str
     changed: dict[str, tuple[str, str]] = {}
     for name, (_, label) in EQUATION_COLUMNS.items():
         theirs, mine = _list_parts(parent, name), _list_parts(a, name)
-        if [list_settings(p) for p in theirs] != [list_settings(p) for p in mine] or list(map(type, theirs)) != list(
-            map(type, mine)
-        ):
-            changed[label] = _format_change(
-                theirs, mine, names=name in ("update_rule", "critic", "reward_model", "reference")
-            )
+        kinds, other_kinds = [type(p) for p in mine], [type(p) for p in theirs]
+        old, new = [dict(list_settings(p)) for p in theirs], [dict(list_settings(p)) for p in mine]
+        if kinds == other_kinds and old == new:
+            continue
+        if len(mine) == 1 and kinds == other_kinds:  # of many settings only those that differ
+            differ = [key for key in {**old[0], **new[0]} if old[0].get(key) != new[0].get(key)]
+            if len(differ) < len(new[0]):
+                sides = (
+                    ", ".join(f"{key}={shorten_number(side.get(key))}" for key in differ) for side in (old[0], new[0])
+                )
+                before, after = (f"{kinds[0].__name__}({side})" for side in sides)
+                changed[label] = (before, after)
+                continue
+        write = format_changed_part if name in ("update_rule", "critic", "reward_model", "reference") else format_part
+        changed[label] = (" ".join(map(write, theirs)) or "–", " ".join(map(write, mine)) or "–")
     if parent.samples_per_prompt != a.samples_per_prompt:
         changed["samples"] = (str(parent.samples_per_prompt), str(a.samples_per_prompt))
     return changed
@@ -272,16 +290,3 @@ def _list_parts(a: Algorithm, name: str) -> tuple[Any, ...]:
     value = getattr(a, name)
     parts = value if isinstance(value, tuple) else (value,)
     return tuple(p for p in parts if p is not None and (name != "reference" or "logp_ref" in a.needs))
-
-
-def _format_change(theirs: tuple[Any, ...], mine: tuple[Any, ...], *, names: bool) -> tuple[str, str]:
-    """Format both sides; for one part with many settings, only those that differ."""
-    if len(theirs) == len(mine) == 1 and type(theirs[0]) is type(mine[0]) and len(list_settings(mine[0])) > 1:
-        old, new = dict(list_settings(theirs[0])), dict(list_settings(mine[0]))
-        differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        if len(differ) < len(new):
-            sides = [", ".join(f"{n}={shorten_number(side.get(n))}" for n in differ) for side in (old, new)]
-            return f"{type(mine[0]).__name__}({sides[0]})", f"{type(mine[0]).__name__}({sides[1]})"
-    write = format_changed_part if names else format_part
-    written = [" ".join(map(write, side)) or "–" for side in (theirs, mine)]
-    return written[0], written[1]

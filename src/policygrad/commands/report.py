@@ -11,8 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from policygrad.commands.options import check_writable, write_text_file
-from policygrad.commands.render import wrap_paragraphs
+from policygrad.commands.options import check_writable, parse_arguments, write_text_file
 from policygrad.compare.plan import PLAN_FILE as PLAN
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import optional_arg
@@ -53,10 +52,7 @@ class ReportOptions:
 
 def report(args: list[str]) -> int:
     """Run `policygrad report RUN... [--output FILE | --watch]`."""
-    config = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(
-        ReportOptions, args=args, prog="policygrad report", description=wrap_paragraphs(*HELP), config=config
-    )
+    options = parse_arguments(ReportOptions, args, "report", *HELP)
     folders_given = tuple(dict.fromkeys(Path(run) for run in options.runs))
     folders = find_runs(folders_given)
     if options.watch:

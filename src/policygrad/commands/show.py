@@ -9,9 +9,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Annotated, Any
 
 import tyro
@@ -19,6 +19,7 @@ import tyro
 import policygrad
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.catalog import CATALOG
+from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import (
     EQUATION,
     EQUATION_COLUMNS,
@@ -28,7 +29,6 @@ from policygrad.commands.render import (
     StyledLine,
     build_matrix_row,
     describe_algorithm,
-    describe_command,
     format_part,
     get_page_width,
     print_lines,
@@ -107,53 +107,39 @@ def format_matrix(width: int | None) -> list[StyledLine]:
     if width is None:
         return _table(_joined(full), {})
     for rows in (_joined(full), _joined(short), short):
-        widths = _widths(rows)
-        if sum(widths) + 2 * (len(widths) - 1) <= width:
-            return _table(rows, grouped)
-    return _blocks(short, grouped, width)
+        lines = _table(rows, grouped)
+        if max(sum(len(text) for text, _ in line) for line in lines) <= width:
+            return lines
+    # Lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells.
+    lead = max(map(len, names)) + 2 if width >= 72 else 4
 
+    def tie(text: str) -> str:
+        return text.replace(" ", _TIED) if len(text) <= width - lead else text
 
-def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[StyledLine]:
-    """Format lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells."""
-    lead = max(map(len, rows)) + 2 if width >= 72 else 4
-    labels = [column.split() for column in next(iter(rows.values()))]
+    labels = [column.split() for column in next(iter(short.values()))]
     legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
-    lines = [*wrap_styled((("", ""),), legend, width, QUIET)]
-    for family, names in grouped.items():
-        lines += [(), *wrap_styled((("", ""),), family, width, HEAD)]
-        for name in names:
-            named = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
-            cells = [
-                " ".join(
-                    [f"{symbol} {parts[0]}".replace(" ", _TIED), *(part.replace(" ", _TIED) for part in parts[1:])]
-                )
-                for symbol, parts in named
-            ]
-            lines += _packed(name, cells, lead, width)
+    lines = [*wrap_styled((), legend, width, QUIET)]
+    for family, members in grouped.items():
+        lines += [(), *wrap_styled((), family, width, HEAD)]
+        for name in members:
+            # A cell longer than a line is broken between parts, and a part longer than a line between its settings.
+            cells = [(column.split()[0], parts) for column, parts in short[name].items() if parts]
+            text = "   ".join(
+                tie(" ".join([tie(f"{symbol}{_TIED}{first}"), *map(tie, more)])) for symbol, (first, *more) in cells
+            )
+            head = name.ljust(max(lead, len(name) + 2))
+            wrapped = textwrap.wrap(
+                text,
+                width,
+                initial_indent=head,
+                subsequent_indent=" " * lead,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            wrapped = [row.replace(_TIED, " ") for row in wrapped]
+            lines.append(((head, NAME), (wrapped[0].removeprefix(head), "")))
+            lines += [((row, ""),) for row in wrapped[1:]]
     return lines
-
-
-def _packed(name: str, cells: list[str], lead: int, width: int) -> list[StyledLine]:
-    """Cells one after the other, as many on a line as fit; one that is longer than a line breaks between parts, then"""
-    first = max(lead, len(name) + 2)
-    lines, row, indent = list[StyledLine](), "", first
-    for cell in cells:
-        if row and indent + len(row) + 3 + len(cell) > width:
-            lines.append(_line(name if not lines else "", indent, row))
-            row, indent = "", lead
-        row = f"{row}   {cell}" if row else cell
-        while indent + len(row) > width:
-            head = row[: width - indent + 1]
-            cut = at if (at := head.rfind(" ")) > 0 else head.rfind(_TIED)
-            if cut <= 0:
-                break
-            lines.append(_line(name if not lines else "", indent, row[:cut]))
-            row, indent = row[cut + 1 :], lead + 2
-    return [*lines, _line(name if not lines else "", indent, row)]
-
-
-def _line(name: str, indent: int, text: str) -> StyledLine:
-    return ((name.ljust(indent), NAME), (text.replace(_TIED, " ").rstrip(), ""))
 
 
 def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:
@@ -161,30 +147,26 @@ def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:
     return {name: {k: (" ".join(v),) if v else () for k, v in row.items()} for name, row in rows.items()}
 
 
-def _widths(rows: dict[str, Cells]) -> list[int]:
-    columns = next(iter(rows.values()))
-    parts = [[len(part) for row in rows.values() for part in row[column]] for column in columns]
-    return [max(map(len, rows)), *(max([len(column), *sizes]) for column, sizes in zip(columns, parts, strict=True))]
-
-
 def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[StyledLine]:
     """Format aligned columns, with a family's name above its first row."""
-    widths = _widths(rows)
     columns = ["", *next(iter(rows.values()))]
+    table = {name: [(name,), *(parts or ("–",) for parts in row.values())] for name, row in rows.items()}
+    widths = [
+        max(len(text) for cell in [(column,), *cells] for text in cell)
+        for column, *cells in zip(columns, *table.values(), strict=True)
+    ]
+
+    def format_row(cells: Iterable[str], style: str) -> StyledLine:
+        first, *others = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        return ((first, style or NAME), ("  " + "  ".join(others).rstrip(), style))
+
+    lines: list[StyledLine] = [format_row(columns, HEAD)]
     heads = {names[0]: family for family, names in grouped.items()}
-    lines: list[StyledLine] = [_row(columns, widths, HEAD)]
-    for name, row in rows.items():
+    for name, cells in table.items():
         if name in heads:
             lines += [(), ((heads[name], HEAD),)]
-        cells = [(name,), *(parts or ("–",) for parts in row.values())]
-        for i in range(max(map(len, cells))):
-            lines.append(_row([cell[i] if i < len(cell) else "" for cell in cells], widths, ""))
+        lines += [format_row(texts, "") for texts in zip_longest(*cells, fillvalue="")]
     return lines
-
-
-def _row(cells: list[str], widths: list[int], style: str) -> StyledLine:
-    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-    return ((padded[0], style or NAME), ("  " + "  ".join(padded[1:]).rstrip(), style))
 
 
 _SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}
@@ -294,7 +276,7 @@ class MatrixOptions:
 
 def algorithms(args: list[str]) -> int:
     """Run `policygrad algorithms [--json]`."""
-    options = tyro.cli(MatrixOptions, args=args, prog="policygrad algorithms", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_arguments(MatrixOptions, args, "algorithms")
     if options.json:
         rows = {
             name: {**algorithm_to_dict(a), "departs": CATALOG[name].deviations if name in CATALOG else ""}
@@ -322,12 +304,24 @@ class ShowOptions:
 
 def show(args: list[str]) -> int:
     """Run `policygrad show [NAME]`."""
-    name = tyro.cli(ShowOptions, args=args, prog="policygrad show", description=describe_command(ShowOptions)).name
+    name = parse_arguments(ShowOptions, args, "show").name
     width = get_page_width()
     if name is None:
         print_lines(list_everything(width))
     elif is_user_reference(name):
-        print_lines(_describe_custom(name, width))
+        custom = load_object(name, f"show {name}", (Algorithm, type))
+        if isinstance(custom, Algorithm):
+            code = (("Code  ", HEAD), (find_assignment(name), QUIET))
+            print_lines([*describe_algorithm(load_algorithm(name), width), (), code])
+            return 0
+        if not (isinstance(custom, type) or is_dataclass(custom)):
+            raise ConfigError(
+                f"show {name}: {type(custom).__name__} is neither an algorithm nor a part. An algorithm is a "
+                "policygrad.Algorithm(…); a part is a class with @dataclass(frozen=True)."
+            )
+        if problem := frozen_problem(custom if isinstance(custom, type) else type(custom)):
+            raise ConfigError(f"show {name}: {problem}")
+        print_lines(describe_part(custom, width))
     elif name in list_parts():
         print_lines(describe_part(load_part_class(name, "show", "part"), width))
     elif name.lower().replace("-", "_") in ALGORITHMS:
@@ -342,22 +336,3 @@ def show(args: list[str]) -> int:
         hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
         raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
     return 0
-
-
-def _describe_custom(name: str, width: int) -> list[StyledLine]:
-    """Describe an algorithm or part from a user's module or file."""
-    result = load_object(name, f"show {name}", (Algorithm, type))
-    if isinstance(result, Algorithm):
-        return [
-            *describe_algorithm(load_algorithm(name), width),
-            (),
-            (("Code  ", HEAD), (find_assignment(name), QUIET)),
-        ]
-    if not (isinstance(result, type) or is_dataclass(result)):
-        raise ConfigError(
-            f"show {name}: {type(result).__name__} is neither an algorithm nor a part. An algorithm is a "
-            "policygrad.Algorithm(…); a part is a class with @dataclass(frozen=True)."
-        )
-    if problem := frozen_problem(result if isinstance(result, type) else type(result)):
-        raise ConfigError(f"show {name}: {problem}")
-    return describe_part(result, width)

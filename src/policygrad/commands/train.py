@@ -6,7 +6,6 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -23,22 +22,23 @@ from policygrad.commands.options import (
     choose_parts,
     drop_trust_flag,
     list_help_flags,
-    merge_repeated_flags,
+    load_base,
+    parse_arguments,
     pop_algorithm,
     reject_empty_values,
     reopen_lengths,
+    resume_in_folder,
+    run_training,
 )
-from policygrad.commands.render import describe_algorithm, get_page_width, wrap_paragraphs
-from policygrad.core.algorithm import Algorithm
+from policygrad.commands.render import describe_algorithm, get_page_width
+from policygrad.compare.plan import option_values
 from policygrad.errors import ConfigError
-from policygrad.learners.fsdp.torchrun import resolve_world_size, torchrun_rank
+from policygrad.learners.fsdp.torchrun import torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
-from policygrad.training.config.paths import find_changed_options, is_own_config
 from policygrad.training.config.run import Run, RunOptions, UncheckedRun, describe_idle_schedules, optional_arg
 from policygrad.training.config.run_name import name_run
-from policygrad.training.config.serialization import dump_config, load_algorithm, load_config
+from policygrad.training.config.serialization import dump_config, load_algorithm
 from policygrad.training.config.trust import CodePermissions, code_in_argv, overridden_in_argv
-from policygrad.training.run_folder import check_resumable
 
 HELP = (
     "Train a causal language model by policy gradient.",
@@ -51,7 +51,15 @@ HELP = (
 _FLAT = tyro.conf.arg(name="")
 _NAMES = {"skip_bad_rows": "task.skip-bad-rows", "decontaminate": "task.decontaminate"}
 """Flags with a name other than their field's."""
-_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed)
+_MEASURED = ("tokenizer", "task", "row_map", "skip_bad_rows", "decontaminate", "eval_data", "reward", "environment")
+_FIXED = {
+    "model": "continues with the run's own weights, so --model has no effect",
+    **{
+        name: f"with another --{_NAMES.get(name, name.replace('_', '-'))} would make evaluations before and after incomparable"
+        for name in _MEASURED
+    },
+}
+"""Options that a resumed run cannot change, and why."""
 
 
 @dataclass(frozen=True)
@@ -96,53 +104,24 @@ def train(args: list[str]) -> int:
     """Run `policygrad train [ALGORITHM] [options]`."""
     run, command = parse_run(args)
     cluster = command.build_cluster_config()
-    if (rank_and_size := torchrun_rank()) is not None:
-        if cluster is not None:
-            raise ConfigError(
-                "--cluster lets Ray start the processes, but torchrun has already started several. Run `policygrad train "
-                "--cluster …` as one process."
-            )
-        run = replace(run, learner=replace(run.learner, world_size=resolve_world_size(run.learner.world_size)))
-        if rank_and_size[0] > 0:
-            return 0 if command.dry_run else _follow()
-    if command.dry_run:
-        print(format_configuration(run))
-        print(format_memory_note(run))
-        return 0
-    if cluster is not None:
-        from policygrad.cluster.launch import train_on_cluster
-
-        done = train_on_cluster(
-            run,
-            cluster,
-            resume=command.resume,
-            stop_after=command.stop_after,
-            time_limit=command.time_limit,
-            overwrite=command.overwrite,
+    if cluster is not None and torchrun_rank() is not None:
+        raise ConfigError(
+            "--cluster lets Ray start the processes, but torchrun has already started several. Run `policygrad train "
+            "--cluster …` as one process."
         )
-        return STOPPED if done.interrupted else 0
-    from policygrad.trackers import default_tracker
-    from policygrad.training.run_folder import resolve_resume_folder
-    from policygrad.training.trainer import train as start
+    if cluster is None or command.dry_run:
+        return run_training("policygrad.training.trainer:train", run, "train", command, format_configuration)
+    from policygrad.cluster.launch import train_on_cluster
 
-    display = default_tracker(plain=command.plain or None)
-    result = start(
+    done = train_on_cluster(
         run,
-        resume=resolve_resume_folder(command.resume, "train", run),
+        cluster,
+        resume=command.resume,
         stop_after=command.stop_after,
         time_limit=command.time_limit,
         overwrite=command.overwrite,
-        display=display,
     )
-    return STOPPED if result.interrupted else 0
-
-
-def _follow() -> int:
-    """Serve as a torchrun process above rank 0, which executes the commands of rank 0."""
-    from policygrad.learners.fsdp.processes import WorkerGroup
-    from policygrad.learners.fsdp.worker import serve_controller
-
-    return serve_controller(WorkerGroup.from_torchrun())
+    return STOPPED if done.interrupted else 0
 
 
 def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
@@ -152,44 +131,39 @@ def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
     )
     reject_empty_values(args, "--reward", "--allow-code")
     name, args = pop_algorithm(args)
-    base = _base(name, args)
+    allowed = CodePermissions(
+        (*option_values(args, "--allow-code"), *code_in_argv(args)), TRUST_FLAG in args, overridden_in_argv(args)
+    )
+    base = load_base(UncheckedRun(), "train", _flag(args, "--resume"), _flag(args, "--config"), allowed)
+    base = base if name is None else replace(base, algorithm=load_algorithm(name))
     chosen, rest = choose_parts(reopen_lengths(base.algorithm, base.sampling.max_tokens), drop_trust_flag(base, args))
     run, command = _parse(replace(base, algorithm=chosen), rest)
-    run = rename_custom_algorithm(run, base.algorithm)
-    if command.resume is not None:
-        _check_resumable(base, run, command.resume)
-        run = run if "output" in find_changed_options(base, run) else replace(run, output=command.resume)
+    if (
+        base.algorithm.name not in ALGORITHMS
+    ):  # a changed algorithm of the user's says so by its name; others when displayed
+        name = name_run(run.algorithm, run.sampling.max_tokens, base.algorithm).name
+        run = replace(run, algorithm=replace(run.algorithm, name=name))
+    if (folder := command.resume) is not None:
+        run = resume_in_folder(base, run, folder, _FIXED, f"--config {folder}/run.toml --model {folder}/model")
     return run, command
 
 
-def rename_custom_algorithm(run: Run, base: Algorithm) -> Run:
-    """Give a changed user-defined algorithm a name that says so; for named algorithms the comparison is made when displaying."""
-    if base.name in ALGORITHMS:
-        return run
-    name = name_run(run.algorithm, run.sampling.max_tokens, base).name
-    return replace(run, algorithm=replace(run.algorithm, name=name))
-
-
 def format_configuration(run: Run) -> str:
-    """Return the configuration as TOML for --config, with the equation in comments above it."""
-    warning = [run.minibatch_warning, ""] if run.minibatch_warning else []
-    run = run.resolve()
-    description = describe_algorithm(run.algorithm, get_page_width() - 2, run.sampling.max_tokens)
-    lines = ["".join(text for text, _ in line) for line in description]
-    for text in describe_idle_schedules(run):
-        lines += ["", *textwrap.wrap(f"Note: {text}", get_page_width() - 2)]
-    return "\n".join([*(f"# {line}".rstrip() for line in [*warning, *lines]), "", dump_config(run).rstrip()])
-
-
-def format_memory_note(run: Run) -> str:
-    """Return the estimated memory as a comment, or the reason why there is no estimate."""
+    """Return the configuration as TOML for --config; comments above it show the equation, and below it the memory needed."""
     from policygrad.training.cost_estimate import estimate_memory
 
+    warning = [run.minibatch_warning, ""] if run.minibatch_warning else []
+    run, width = run.resolve(), get_page_width() - 2
+    description = describe_algorithm(run.algorithm, width, run.sampling.max_tokens)
+    lines = ["".join(text for text, _ in line) for line in description]
+    for text in describe_idle_schedules(run):
+        lines += ["", *textwrap.wrap(f"Note: {text}", width)]
     try:
-        note = str(estimate_memory(run.resolve()))
+        memory = str(estimate_memory(run))
     except Exception as error:  # any failure to read the model, which the run itself would report
-        note = f"memory: unknown, {error}"
-    return "\n".join(f"# {line}" for line in textwrap.wrap(note, get_page_width() - 2))
+        memory = f"memory: unknown, {error}"
+    head = [f"# {line}".rstrip() for line in [*warning, *lines]]
+    return "\n".join([*head, "", dump_config(run).rstrip(), *(f"# {line}" for line in textwrap.wrap(memory, width))])
 
 
 def list_train_flags(name: str) -> list[str]:
@@ -202,30 +176,20 @@ def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
     columns = [("command", Annotated[TrainOptions, _FLAT]), ("run", Annotated[RunOptions, _FLAT]), ("algorithm", parts)]
     shape: Any = make_dataclass("Train", columns, frozen=True)
     defaults = RunOptions(**{f.name: getattr(base, f.name) for f in fields(RunOptions)})
-    parsed = tyro.cli(
-        shape,
-        args=args,
-        prog="policygrad train",
-        description=wrap_paragraphs(*HELP),
-        default=shape(TrainOptions(), defaults, parts()),
-        config=_CONFIG,
-        registry=TYRO_REGISTRY,
-    )
+    default = shape(TrainOptions(), defaults, parts())
+    parsed = parse_arguments(shape, args, "train", *HELP, default=default, registry=TYRO_REGISTRY)
     if parsed.command.algorithm is not None:
         load_algorithm(parsed.command.algorithm)  # raises for an unknown name, with the nearest
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many; give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(RunOptions)}
-    chosen = set_teacher(apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher)
+    chosen, teacher = apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher
+    if teacher is not None:
+        if chosen.reference is None:
+            raise ConfigError(
+                f"--teacher {teacher} sets a reference, but algorithm.reference is none; omit one of them"
+            )
+        chosen = replace(chosen, reference=replace(chosen.reference, model=teacher))
     return Run(**options, algorithm=chosen), parsed.command
-
-
-def set_teacher(algorithm: Algorithm, name: str | None) -> Algorithm:
-    """Return the algorithm with this model as its reference."""
-    if name is None:
-        return algorithm
-    if algorithm.reference is None:
-        raise ConfigError(f"--teacher {name} sets a reference, but algorithm.reference is none; omit one of them")
-    return replace(algorithm, reference=replace(algorithm.reference, model=name))
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:
@@ -237,49 +201,3 @@ def _flag(args: Sequence[str], name: str) -> str | None:
         elif word.startswith(f"{name}="):
             value = word.partition("=")[2]
     return value
-
-
-def _base(name: str | None, args: Sequence[str]) -> UncheckedRun:
-    """Return the configuration before flags: defaults < resumed run < TOML file < named algorithm."""
-    run = UncheckedRun()
-    resumed, config = _flag(args, "--resume"), _flag(args, "--config")
-    if resumed is not None:
-        run = load_config(check_resumable(Path(resumed), "train") / "run.toml", run, _allowed(args))
-    if config is not None:
-        run = load_config(config, run, _allowed(args))
-        if is_own_config(run, Path(config)):
-            run = replace(run, output=None)  # a finished run's run.toml starts a new run in a new folder
-    return run if name is None else replace(run, algorithm=load_algorithm(name))
-
-
-def _allowed(args: Sequence[str]) -> CodePermissions:
-    """Return the permissions that the flags give to a configuration file."""
-    merged = merge_repeated_flags(list(args), "--allow-code")
-    names = merged[merged.index("--allow-code") + 1 :] if "--allow-code" in merged else []
-    return CodePermissions((*names, *code_in_argv(args)), TRUST_FLAG in args, overridden_in_argv(args))
-
-
-def _check_resumable(before: UncheckedRun, run: UncheckedRun, folder: str) -> None:
-    """Raise ConfigError for options that a resumed run would ignore, or that would make its metrics incomparable."""
-    changed = find_changed_options(before, run)
-    if "model" in changed:
-        raise ConfigError(
-            f"--resume {folder} continues with the run's own weights, so --model has no effect. Omit it, or start a new run "
-            f"with  --config {folder}/run.toml --model {folder}/model --output DIR"
-        )
-    for name in (
-        "tokenizer",
-        "task",
-        "row_map",
-        "skip_bad_rows",
-        "decontaminate",
-        "eval_data",
-        "reward",
-        "environment",
-    ):
-        if name in changed:
-            flag = _NAMES.get(name, name.replace("_", "-"))
-            raise ConfigError(
-                f"--resume {folder} with another --{flag} would make evaluations before and after incomparable. Omit it, or start "
-                f"a new run with --config {folder}/run.toml --model {folder}/model --output DIR"
-            )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from policygrad.compare.report import ComparisonReport, Kind, RowReport, format_learning_rate, pluralise
+from policygrad.compare.report import ComparisonReport, Kind, format_learning_rate, pluralise
 from policygrad.compare.runner import AXES
-from policygrad.compare.statistics import Estimate
 from policygrad.pages.render import BANDS, render_page
 
 MAX_SHOWN_ROWS = 8
@@ -30,49 +28,38 @@ DIAGNOSTIC_COLUMNS = {
 
 def render_comparison(report: ComparisonReport) -> str:
     """Render the page."""
+    # measure -> first -> second -> [P(first above second), low, high, 1 if they differ], both ways
+    pairs: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in MEASURES}
+    for name, cells in pairs.items():
+        for pair in report.pairs:
+            p, separated = pair.probability[name], float(pair.separated[name])
+            cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, separated]
+            cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, separated]
+    tuned = [row for row in report.rows if row.tuning]
+    data = {
+        "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in report.axes.items()},
+        "kinds": [_kind(report, number, kind) for number, kind in enumerate(report.kinds)],
+        "pairs": pairs,
+        "rates": {name: _plot_tuning(report, name) for name in dict.fromkeys(row.tuned_option for row in tuned)},
+    }
+    known = {name for row in report.rows if row.summary for name in row.summary.means}
+    labels = [row.label for row in report.rows]
+    names = f"{', '.join(labels[:-1])} and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
     web = files("policygrad.compare") / "web"
     return render_page(
         web / "compare.html",
-        comparison_data(report),
+        data,
         styles=(web / "compare.css",),
         scripts=(BANDS, web / "compare.js"),
-        filters={
-            "short": format_short,
-            "counted": pluralise,
-            "estimate": format_estimate,
-            "share": lambda x: f"{x:.0%}",
-        },
+        filters={"short": format_short, "counted": pluralise, "share": lambda x: f"{x:.0%}"},
         found=report,
-        title=comparison_title(report),
+        title=f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured",
         axes=AXES,
         measures=MEASURES,
-        signs={
-            key: texts
-            for key, texts in DIAGNOSTIC_COLUMNS.items()
-            if any(r.summary and key in r.summary.means for r in report.rows)
-        },
-        tuned=[row for row in report.rows if row.tuning],
+        signs={key: texts for key, texts in DIAGNOSTIC_COLUMNS.items() if key in known},
+        tuned=tuned,
         rate=format_learning_rate,
     )
-
-
-def comparison_title(report: ComparisonReport) -> str:
-    """Return a heading with the compared rows."""
-    labels = [row.label for row in report.rows]
-    names = ", ".join(labels[:-1]) + f" and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
-    return f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured"
-
-
-def comparison_data(report: ComparisonReport) -> dict[str, Any]:
-    """Return the data that the script draws."""
-    return {
-        "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in report.axes.items()},
-        "kinds": [_kind(report, number, kind) for number, kind in enumerate(report.kinds)],
-        "pairs": {name: _matrix(report, name) for name in MEASURES},
-        "rates": {
-            knob: _rates(report, knob) for knob in dict.fromkeys(row.tuned_option for row in report.rows if row.tuning)
-        },
-    }
 
 
 def _kind(report: ComparisonReport, number: int, kind: Kind) -> dict[str, Any]:
@@ -92,29 +79,14 @@ def _kind(report: ComparisonReport, number: int, kind: Kind) -> dict[str, Any]:
     }
 
 
-def _matrix(report: ComparisonReport, measure: str) -> dict[str, dict[str, list[float]]]:
-    """first -> second -> [P(first above second), low, high, 1 if they differ], both ways."""
-    cells: dict[str, dict[str, list[float]]] = {}
-    for pair in report.pairs:
-        p = pair.probability[measure]
-        separated = float(pair.separated[measure])
-        cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, separated]
-        cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, separated]
-    return cells
-
-
-def _rates(report: ComparisonReport, knob: str) -> dict[str, Any]:
+def _plot_tuning(report: ComparisonReport, option: str) -> dict[str, Any]:
     """Return the plot of mean final scores over the values of a tuned option."""
-    rows = [row for row in report.rows if row.tuned_option == knob and row.tuning]
+    rows = [row for row in report.rows if row.tuned_option == option and row.tuning]
     values = sorted({tried.value for row in rows for tried in row.tuning})
-
-    def line(row: RowReport) -> list[float | None]:
-        means: Mapping[float, float | None] = {tried.value: tried.mean for tried in row.tuning}
-        return [means.get(value) for value in values]
-
-    label = {"--lr": "learning rate"}.get(knob, knob.removeprefix("--algorithm."))
-    lines = [{"series": number, "values": line(row)} for number, row in enumerate(rows)]
+    means = [{tried.value: tried.mean for tried in row.tuning} for row in rows]
+    lines = [{"series": i, "values": [by_value.get(x) for x in values]} for i, by_value in enumerate(means)]
     panel = {"label": "mean final score on the tuning seeds", "log": False, "low": None, "high": None, "lines": lines}
+    label = "learning rate" if option == "--lr" else option.removeprefix("--algorithm.")
     return {
         "x": {"label": label, "values": values, "log": True},
         "series": [row.label for row in rows],
@@ -129,7 +101,3 @@ def format_short(x: float | None) -> str:
     if abs(x) < 1000:
         return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
     return f"{x / 1000:.3g}k" if abs(x) < 1e6 else f"{x / 1e6:.3g}M"
-
-
-def format_estimate(x: Estimate) -> str:
-    return f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"

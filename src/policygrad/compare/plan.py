@@ -6,7 +6,8 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,33 @@ TUNABLE_OPTIONS = ("--lr", "--algorithm.update-rule.delta")
 """Options of train that can be tuned: the learning rate, or the size of a trust region."""
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One row of a comparison: arguments of `policygrad train` and their meaning."""
+@dataclass(frozen=True, kw_only=True)
+class RowDescription:
+    """The name of a row and what a reader needs to know of it."""
 
     label: str
-    argv: tuple[str, ...]
-    """The algorithm and its options, without what differs between runs."""
     algorithm: str
     """Name of the algorithm in the run."""
     tuned_option: str = ""
-    """The tuned option; empty if there is none, or `argv` sets it."""
-    grid: tuple[float, ...] = ()
-    """Values of the tuned option."""
-    measure: Mapping[str, Any] = field(default_factory=dict)
-    """What the evaluation score measures: rows that differ here are never compared by score."""
+    """The tuned option; empty if there is none, or the row's arguments set it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Other settings a reader needs: updates per rollout, samples per prompt, …"""
+    """Updates per rollout, samples per prompt, …"""
     change: str = ""
     """What it adds to the row before, in a ladder."""
     reason: str = ""
     """Reason for options that differ from the algorithm's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow(RowDescription):
+    """One row of a comparison: arguments of `policygrad train` and their meaning."""
+
+    argv: tuple[str, ...]
+    """The algorithm and its options, without what differs between runs."""
+    grid: tuple[float, ...] = ()
+    """Values of the tuned option."""
+    measure: Mapping[str, Any] = field(default_factory=dict)
+    """What the evaluation score measures: rows that differ here are never compared by score."""
 
     @property
     def is_tuned(self) -> bool:
@@ -66,9 +73,8 @@ class Job:
     @property
     def folder(self) -> str:
         """Path in the comparison's folder."""
-        return (
-            f"runs/{self.row}/{'default' if self.option_value is None else f'{self.option_value:g}'}/seed-{self.seed}"
-        )
+        value = "default" if self.option_value is None else f"{self.option_value:g}"
+        return f"runs/{self.row}/{value}/seed-{self.seed}"
 
     def __str__(self) -> str:
         value = "" if self.option_value is None else f" at {self.option_value:g}"
@@ -87,7 +93,6 @@ class ComparisonPlan:
     tuning_seeds: tuple[int, ...]
     """Seeds of tuning runs, which are never reported."""
     command: str
-    """The command line."""
     version: str
     ladder: Mapping[str, Any] = field(default_factory=dict)
     """Title, source and reason of the ladder, if the rows are one."""
@@ -128,14 +133,33 @@ class ComparisonPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ComparisonPlan:
-        """Raises KeyError, TypeError, ValueError or AttributeError if the data is not a plan."""
+        """Restore a plan, checking values that would otherwise change folders or command lines.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: The data is not a plan.
+        """
         each: list[dict[str, Any]] = [
             {k: tuple(v) if k in ("argv", "grid") else v for k, v in row.items()} for row in data["rows"]
         ]
         rows = tuple(ComparisonRow(**row) for row in each)
         options: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}
         plan = cls(rows=rows, **options)
-        _check_values(plan)
+        for row in plan.rows:
+            if not (isinstance(row.label, str) and LABEL_PATTERN.fullmatch(row.label)):
+                raise ValueError(f"the label {row.label!r} of a row must consist of letters, digits and . _ + -")
+            if not (row.argv and all(isinstance(word, str) for word in row.argv)):
+                raise ValueError(f"the row {row.label}: argv must be an algorithm and its options, not {row.argv!r}")
+            if row.tuned_option not in ("", *TUNABLE_OPTIONS):
+                names = " or ".join(TUNABLE_OPTIONS)
+                raise ValueError(
+                    f"the row {row.label}: tuned_option must be {names}, or empty, not {row.tuned_option!r}"
+                )
+            if not all(type(x) in (int, float) and 0 < x < math.inf for x in row.grid):
+                raise ValueError(f"the row {row.label}: grid must be numbers, not {row.grid!r}")
+        if len({row.label for row in plan.rows}) < len(plan.rows):
+            raise ValueError("two rows have the same label")
+        if not all(type(number) is int and number >= 0 for number in (plan.tokens, *plan.seeds, *plan.tuning_seeds)):
+            raise ValueError("tokens, seeds and tuning_seeds must be whole numbers of at least 0")
         return plan
 
 
@@ -152,90 +176,60 @@ def read_plan(folder: Path) -> ComparisonPlan:
         raise RunError(f"{path} is not a plan of a comparison ({error}): use another folder, --output DIR") from error
 
 
-def _check_values(plan: ComparisonPlan) -> None:
-    """Raises ValueError for values in plan.json that would change folders or command lines."""
-    for row in plan.rows:
-        if not (isinstance(row.label, str) and LABEL_PATTERN.fullmatch(row.label)):
-            raise ValueError(f"the label {row.label!r} of a row: letters, digits and . _ + - make one")
-        if not (row.argv and all(isinstance(word, str) for word in row.argv)):
-            raise ValueError(f"the row {row.label}: argv must be an algorithm and its options, not {row.argv!r}")
-        if row.tuned_option not in ("", *TUNABLE_OPTIONS):
-            raise ValueError(
-                f"the row {row.label}: tuned_option must be {' or '.join(TUNABLE_OPTIONS)}, or empty, not {row.tuned_option!r}"
-            )
-        if not all(type(x) in (int, float) and 0 < x < math.inf for x in row.grid):
-            raise ValueError(f"the row {row.label}: grid must be numbers, not {row.grid!r}")
-    if len({row.label for row in plan.rows}) < len(plan.rows):
-        raise ValueError("two rows have the same label")
-    if not all(type(number) is int and number >= 0 for number in (plan.tokens, *plan.seeds, *plan.tuning_seeds)):
-        raise ValueError("tokens, seeds and tuning_seeds must be whole numbers of at least 0")
-
-
 def open_comparison(folder: Path, plan: ComparisonPlan) -> ComparisonPlan:
-    """Start a comparison in a new folder, or continue the one in it. Returns the plan to carry out. Raises RunError if the
-    folder holds another comparison (the message has the difference), or something else.
+    """Start a comparison in a new folder, or continue the one in it, and return the plan to carry out.
 
-    A plan may request more than the existing one: further rows, values or seeds. Finished runs are then reused."""
-    if (folder / PLAN_FILE).exists():
-        existing = read_plan(folder)
-        if (differ := _differ(existing, plan)) and _requests_more(existing, plan):
-            write_atomically(folder / PLAN_FILE, json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
-            return plan
-        if differ:
-            raise RunError(
-                f"{folder} holds another comparison, which differs in {', '.join(differ)}: continue it with --resume {folder}, or "
-                "use another folder, --output DIR"
+    A plan may request more than the existing one: further rows, values or seeds. Finished runs are then reused.
+
+    Raises:
+        RunError: The folder holds another comparison (the message has the difference), or something else.
+    """
+    path = folder / PLAN_FILE
+    if path.exists():
+        existing, rows = read_plan(folder), {row.label: row for row in plan.rows}
+        if [row.label for row in existing.rows] == [*rows]:
+            differing = [f"the row {row.label}" for row in existing.rows if row != rows[row.label]]
+        else:
+            differing = ["the rows"]
+        old, new = existing.to_dict(), plan.to_dict()
+        differing += [n.replace("_", " ") for n in ("tokens", "seeds", "tuning_seeds", "ladder") if old[n] != new[n]]
+        if not differing:
+            return existing
+        requests_more = (
+            (existing.tokens, existing.ladder) == (plan.tokens, plan.ladder)
+            and {*existing.seeds} <= {*plan.seeds}
+            and {*existing.tuning_seeds} <= {*plan.tuning_seeds}
+            and all(
+                row.label in rows
+                and {*row.grid} <= {*rows[row.label].grid}
+                and replace(row, grid=rows[row.label].grid) == rows[row.label]
+                for row in existing.rows
             )
-        return existing
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        )
+        if not requests_more:
+            raise RunError(
+                f"{folder} holds another comparison, which differs in {', '.join(differing)}: continue it with --resume {folder}, "
+                "or use another folder, --output DIR"
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} is not empty and holds no comparison: use another folder, --output DIR")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / PLAN_FILE, json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
     return plan
 
 
 def next_comparison_folder(labels: Sequence[str], ladder: str | None) -> Path:
     """Return the next free folder comparisons/NAME-N."""
     name = f"{ladder}-ladder" if ladder else "-".join(labels) if len(labels) <= 4 else f"{len(labels)}-rows"
-    number = 1
-    while (folder := Path("comparisons") / f"{name}-{number}").exists():
-        number += 1
-    return folder
-
-
-def _differ(existing: ComparisonPlan, plan: ComparisonPlan) -> list[str]:
-    """Return the names of the fields in which two plans differ, except command and version."""
-    names = [f.name for f in fields(ComparisonPlan) if f.name not in ("command", "version", "rows")]
-    old, new = existing.to_dict(), plan.to_dict()
-    differing = [name.replace("_", " ") for name in names if old[name] != new[name]]
-    if [row.label for row in existing.rows] != [row.label for row in plan.rows]:
-        return ["the rows", *differing]
-    return [
-        *(f"the row {a.label}" for a, b in zip(existing.rows, plan.rows, strict=True) if asdict(a) != asdict(b)),
-        *differing,
-    ]
-
-
-def _requests_more(existing: ComparisonPlan, plan: ComparisonPlan) -> bool:
-    """Return True if `plan` includes all runs of the existing plan unchanged."""
-    rows = {row.label: row for row in plan.rows}
-    common = [replace(row, grid=rows[row.label].grid) for row in existing.rows if row.label in rows]
-    more = all({*row.grid} <= {*rows[row.label].grid} for row in existing.rows if row.label in rows)
-    seeds = all({*getattr(existing, name)} <= {*getattr(plan, name)} for name in ("seeds", "tuning_seeds"))
-    same = existing.tokens == plan.tokens and existing.ladder == plan.ladder and len(common) == len(existing.rows)
-    return more and seeds and same and all(asdict(row) == asdict(rows[row.label]) for row in common)
+    folders = (Path("comparisons") / f"{name}-{number}" for number in count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def iter_options(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (option, its arguments, the option first); "" for arguments before the first option."""
-    current: list[str] = []
-    for word in argv:
-        if word.startswith("--") and current:
-            yield option_name(current[0]), tuple(current)
-            current = []
-        current.append(word)
-    if current:
-        yield option_name(current[0]), tuple(current)
+    starts = [i for i, word in enumerate(argv) if i == 0 or word.startswith("--")]
+    for start, end in zip_longest(starts, starts[1:]):
+        yield option_name(argv[start]), tuple(argv[start:end])
 
 
 def option_name(word: str) -> str:
@@ -256,10 +250,7 @@ def option_values(argv: Sequence[str], option: str) -> list[str]:
 
 def merge_argv(*layers: Sequence[str]) -> tuple[str, ...]:
     """Merge argument lists: an option keeps its first place and takes its last values."""
-    merged: dict[str, tuple[str, ...]] = {}
-    for layer in layers:
-        for option, argv in iter_options(layer):
-            merged[option] = argv
+    merged = {option: argv for layer in layers for option, argv in iter_options(layer)}
     return tuple(word for argv in merged.values() for word in argv)
 
 
@@ -271,9 +262,7 @@ class Rung:
     change: tuple[str, ...]
     """Options of `policygrad train` that it adds to the rung below, or changes."""
     description: str
-    """What it adds."""
     published: str = ""
-    """The paper's result."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +314,7 @@ LADDERS: dict[str, Ladder] = {
             Rung(
                 "overlong_mask",
                 ("--algorithm.filters", "MaskTruncated"),
-                "answers that were cut off do not move the policy",
+                "truncated answers do not move the policy",
                 "36",
             ),
             Rung("clip_higher", ("--algorithm.gate.high", "0.28"), "the upper clip bound 0.28 for 0.2", "38"),

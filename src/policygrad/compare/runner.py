@@ -18,11 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from policygrad.compare.plan import ComparisonPlan, Job, option_names, option_values
 from policygrad.errors import RunError
 from policygrad.models.loading import TRUST_FLAG
+from policygrad.trackers.console import format_duration
 from policygrad.trackers.jsonl import METRICS, read_rows
 from policygrad.training.config.trust import code_in_argv
 from policygrad.training.interrupts import STOP_MESSAGE, StopController
@@ -82,9 +83,13 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_outcome(folder: Path) -> RunOutcome:
-    """Read a finished run. Raises RunError if the run has no evaluation scores, or its files are invalid."""
+    """Read a finished run.
+
+    Raises:
+        RunError: The run has no evaluation scores, or its files are invalid.
+    """
     try:
-        return _outcome(folder)
+        return _parse_outcome(folder)
     except (
         OSError,
         ValueError,
@@ -97,7 +102,7 @@ def read_outcome(folder: Path) -> RunOutcome:
         ) from error
 
 
-def _outcome(folder: Path) -> RunOutcome:
+def _parse_outcome(folder: Path) -> RunOutcome:
     result = read_json(folder / "result.json")
     rows = list[dict[str, Any]]()
     for number, (_, row) in enumerate(read_rows(folder / METRICS), 1):
@@ -110,31 +115,28 @@ def _outcome(folder: Path) -> RunOutcome:
     if 0 not in scores or last not in scores:
         log = folder.with_name(folder.name + ".log")
         raise RunError(f"{folder} has no evaluation score before or after training: see the notes in {log}")
-    totals = (0.0, 0.0, 0.0)  # tokens, updates and seconds so far
-    at = {0: totals}
-    ordered = [steps[step] for step in sorted(steps)]
-    for row in ordered:
-        spent = (row.get("time/rollout") or 0.0) + (row.get("time/update") or 0.0)
-        totals = (totals[0] + row["tokens/sampled"], totals[1] + (row.get("updates/taken") or 0.0), totals[2] + spent)
-        at[row["step"]] = totals
-    tail = ordered[-math.ceil(FINAL_FRACTION * len(ordered)) :] if ordered else ()
-    diagnostics = {}  # means over the last fifth of the steps
-    for metric, name in DIAGNOSTICS.items():
-        if values := [row[metric] for row in tail if row.get(metric) is not None]:
-            diagnostics[name] = sum(values) / len(values)
+    tokens = updates = seconds = 0.0  # so far
+    at = {0: (tokens, updates, seconds)}
+    for step, row in sorted(steps.items()):
+        tokens += row["tokens/sampled"]
+        updates += row.get("updates/taken") or 0.0
+        seconds += (row.get("time/rollout") or 0.0) + (row.get("time/update") or 0.0)
+        at[step] = (tokens, updates, seconds)
+    tail = [steps[step] for step in sorted(steps)[-math.ceil(FINAL_FRACTION * len(steps)) :]]
+    finals = {name: [r[metric] for r in tail if r.get(metric) is not None] for metric, name in DIAGNOSTICS.items()}
     clipped = [
         r["clip_ratio/low"] + r["clip_ratio/high"] for r in steps.values() if r.get("clip_ratio/low") is not None
     ]
     points = sorted(step for step in scores if step in at)
-    tokens, updates, seconds = zip(*(at[step] for step in points), strict=True)
+    tokens_at, updates_at, seconds_at = zip(*(at[step] for step in points), strict=True)
     return RunOutcome(
-        tokens=tokens,
-        updates=updates,
-        seconds=seconds,
+        tokens=tokens_at,
+        updates=updates_at,
+        seconds=seconds_at,
         score=tuple(float(scores[step]["eval/reward"]) for step in points),
         score_stderr=float(scores[points[-1]].get("eval/reward_stderr") or 0.0),
         steps=int(last),
-        diagnostics=diagnostics,
+        diagnostics={name: sum(values) / len(values) for name, values in finals.items() if values},
         cost=read_cost(folder),
         gated_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
@@ -163,43 +165,40 @@ REMOVABLE_OUTPUTS = ("checkpoints", "completions.jsonl", "model")
 """Outputs removed from finished tuning runs; from reported runs only the first."""
 
 
-class Runner(Protocol):
-    """Carries out runs."""
-
-    def __call__(self, argv: Sequence[str], folder: Path) -> None:
-        """Start or resume `policygrad ARGV` in `folder`, until it is finished or `stop` is called. Raises RunError if the run
-        failed; the message ends with its output."""
-        ...
-
-    def stop(self) -> None:
-        """Stop all runs soon, so that they can be resumed."""
-        ...
-
-
 class SubprocessRunner:
-    """Carries out each run in a process. `threads`: torch threads per run; `program`: command before the arguments of
-    `policygrad`; `allow`: user code that the runs' files may refer to, besides that in their arguments."""
+    """Carries out each run in a process."""
 
     def __init__(self, threads: int, program: Sequence[str] = PROGRAM, allow: Sequence[str] = ()) -> None:
+        """Create a runner without runs.
+
+        Args:
+            threads: Torch threads per run.
+            program: The command before the arguments of `policygrad`.
+            allow: User code that the runs' files may refer to, besides that in their arguments.
+        """
         self.threads, self.program, self.allow = threads, tuple(program), tuple(allow)
         self._live: set[subprocess.Popen[bytes]] = set()
         self._lock, self._stopping = Lock(), False
 
     def __call__(self, argv: Sequence[str], folder: Path) -> None:
+        """Start or resume `policygrad ARGV` in `folder`, until it is finished or `stop` is called.
+
+        Raises:
+            RunError: The run failed; the message ends with its output.
+        """
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(folder.with_name(folder.name + ".lock"), wait=lambda: not self._stopping) as lock:
             if is_finished(folder):  # by a process that outlived an earlier comparison
                 return
             if folder.exists() and not (folder / "run.toml").exists():  # killed before it wrote its configuration
                 shutil.rmtree(folder)
-            resumes = (folder / "run.toml").exists()
-            named = (*code_in_argv(argv), *option_values(argv, "--sampler.folder")) if resumes else ()
-            allow = sorted({*self.allow, *named})  # permissions are not stored in the run's file
-            permitted = ["--allow-code", *allow] if allow else []
-            if resumes and TRUST_FLAG in option_names(argv):
-                permitted += [TRUST_FLAG]
-            command = ["train", "--resume", str(folder)] if resumes else [*argv, "--output", str(folder)]
-            command += permitted
+            command, allow, trust = [*argv, "--output", str(folder)], {*self.allow}, False
+            if (folder / "run.toml").exists():  # it has the options, but not the permissions
+                command = ["train", "--resume", str(folder)]
+                allow |= {*code_in_argv(argv), *option_values(argv, "--sampler.folder")}
+                trust = TRUST_FLAG in option_names(argv)
+            command += ["--allow-code", *sorted(allow)] if allow else []
+            command += [TRUST_FLAG] if trust else []
             log = folder.with_name(folder.name + ".log")
             code = self._process([*command, "--plain"], folder, log, lock)
         if not is_finished(folder) and not self._stopping:
@@ -272,11 +271,9 @@ class Results:
 
     outcomes: Mapping[Job, RunOutcome]
     failures: Mapping[Job, str]
-    """Error messages of failed runs."""
     chosen: Mapping[str, float | None]
     """Row -> value of its tuned option; without rows of which no tuning run succeeded."""
     stopped: bool = False
-    """True if a signal stopped it early."""
 
 
 @dataclass
@@ -285,7 +282,7 @@ class ComparisonRun:
 
     plan: ComparisonPlan
     folder: Path
-    runner: Runner
+    runner: SubprocessRunner
     jobs: int
     """Number of runs at a time."""
     print_line: Callable[[str], None]
@@ -304,18 +301,20 @@ class ComparisonRun:
         """Carry out runs; return False if they were stopped early."""
         todo = [job for job in jobs if not is_finished(self.folder / job.folder)]
         for job in (job for job in jobs if job not in todo):
-            self._read(job, self.folder / job.folder)
+            self._read(job)
         if jobs:
             self.print_line(f"{len(todo)} of {len(jobs)} {'tuning ' if jobs[0].is_tuning else ''}runs to do")
         with ThreadPoolExecutor(self.jobs) as pool:
-            left = {pool.submit(self._one, job): job for job in todo}
+            left = {pool.submit(self._carry_out, job): job for job in todo}
             took: list[float] = []
             announced = False
             try:
                 while left:
                     done, _ = wait(left, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
                     for future in done:
-                        self._collect(future, left.pop(future), took, len(left))
+                        job = left.pop(future)
+                        if not future.cancelled():
+                            self._collect(future, job, took, len(left))
                     if stopping.requested and not announced:
                         announced = True
                         self.print_line(STOP_MESSAGE)
@@ -329,13 +328,13 @@ class ComparisonRun:
                 raise
         return not stopping.requested
 
-    def _read(self, job: Job, folder: Path) -> None:
+    def _read(self, job: Job) -> None:
         try:
-            self.outcomes[job] = read_outcome(folder)
+            self.outcomes[job] = read_outcome(self.folder / job.folder)
         except RunError as error:
             self.failures[job] = str(error)
 
-    def _one(self, job: Job) -> float:
+    def _carry_out(self, job: Job) -> float:
         """Carry out one run; return its seconds."""
         folder, started = self.folder / job.folder, time.perf_counter()
         self.runner(self.plan.train_argv(job), folder)
@@ -344,28 +343,25 @@ class ComparisonRun:
         return time.perf_counter() - started
 
     def _collect(self, future: Future[float], job: Job, took: list[float], left: int) -> None:
-        """Process the end of a run."""
-        folder = self.folder / job.folder
-        if future.cancelled():
-            return
+        """Read and print the result of a run that ended; one that was stopped, to be resumed, has none."""
         try:
             seconds = future.result()
         except RunError as error:
             self.failures[job] = str(error)
             self.print_line(f"{job}: failed\n{error}")
             return
-        if not is_finished(folder):  # stopped, to be resumed
+        if not is_finished(self.folder / job.folder):
             return
-        self._read(job, folder)
+        self._read(job)
         if job in self.failures:
             self.print_line(f"{job}: {self.failures[job]}")
             return
         took.append(seconds)
-        outcome = self.outcomes[job]
-        remaining = f"  {left} left, about {_span(statistics.fmean(took) * left / self.jobs)}" if left else ""
-        score = f"{outcome.before:.3f} -> {outcome.after:.3f}"
+        outcome, remaining = self.outcomes[job], format_duration(statistics.fmean(took) * left / self.jobs)
         self.print_line(
-            f"{job}: {score}  {outcome.tokens[-1]:,.0f} tokens  {outcome.updates[-1]:.0f} updates  {seconds:.0f} s{remaining}"
+            f"{job}: {outcome.before:.3f} -> {outcome.after:.3f}  {outcome.tokens[-1]:,.0f} tokens  "
+            f"{outcome.updates[-1]:.0f} updates  {seconds:.0f} s"
+            + (f"  {left} left, about {remaining}" if left else "")
         )
 
 
@@ -392,10 +388,3 @@ def choose_values(plan: ComparisonPlan, outcomes: Mapping[Job, RunOutcome]) -> d
         if complete:
             chosen[row.label] = max(complete, key=lambda value: (complete[value], -value))
     return chosen
-
-
-def _span(seconds: float) -> str:
-    """Format as 12 s, 3 min, 2.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

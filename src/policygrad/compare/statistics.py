@@ -1,14 +1,14 @@
 """Statistics of a few runs: interquartile means, stratified bootstrap intervals, the probability of improvement.
 
-Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264), sec. 4, and
-its library rliable, with the same results (a test compares with 1.2.0). The library itself needs scipy, pandas, statsmodels and
-seaborn for four formulas, and its version of arch does not import with pandas 3.
+Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264), sec. 4. The
+results are those of its library rliable 1.2.0, which would need scipy, pandas, statsmodels and seaborn for four formulas.
 Scores are [runs, tasks], float64; one task is a table of one column.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,10 +48,10 @@ def resample_indices(runs: int, tasks: int, reps: int = NUM_RESAMPLES, seed: int
     return np.random.default_rng(seed).integers(0, runs, (reps, runs, tasks))
 
 
-def percentile_interval(statistics: ArrayLike, level: float = LEVEL) -> tuple[Any, Any]:
+def percentile_interval(replicated: ArrayLike, level: float = LEVEL) -> tuple[Any, Any]:
     """Return the percentile interval over the first axis, that of the replications."""
     tail = 100 * (1 - level) / 2
-    low, high = np.percentile(np.asarray(statistics, dtype=np.float64), [tail, 100 - tail], axis=0)
+    low, high = np.percentile(np.asarray(replicated, dtype=np.float64), [tail, 100 - tail], axis=0)
     return low, high
 
 
@@ -60,7 +60,7 @@ def estimate_iqm(scores: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) ->
 
     scores: [runs, tasks] or [runs].
     """
-    table = _table(scores)
+    table = _as_table(scores)
     indices = resample_indices(table.shape[0], table.shape[1], reps, seed)
     replicated = interquartile_mean(table[indices, np.arange(table.shape[1])].reshape(reps, -1))
     low, high = percentile_interval(replicated)
@@ -79,12 +79,13 @@ def bootstrap_band(curves: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) 
 
 
 def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
-    """Estimate P(X > Y): per task the fraction of pairs in which a run of X is above one of Y, a tie counting ½ (Mann and
-    Whitney's U over n·m), then the mean over tasks. Source: Agarwal et al. 2021, sec. 4.
+    """Estimate P(X > Y), the mean over tasks of the fraction of pairs in which a run of X is above one of Y, a tie counting ½.
+
+    Per task it is Mann and Whitney's U over n·m. Source: Agarwal et al. 2021, sec. 4.
 
     x: [n, tasks] or [n]; y: [m, tasks] or [m].
     """
-    a, b = _table(x), _table(y)
+    a, b = _as_table(x), _as_table(y)
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"scores on {a.shape[1]} tasks cannot be compared with scores on {b.shape[1]}")
     wins = np.where(a[:, None] > b[None], 1.0, np.where(a[:, None] == b[None], 0.5, 0.0))  # [n, m, tasks]
@@ -97,9 +98,10 @@ def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAM
 
 
 def paired_difference(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
-    """Estimate the mean of x − y over problems, with its percentile interval. Problems are resampled with both of their
-    values, so that their difficulty cancels out. Source: Efron and Tibshirani 1993, ch. 13; for the pairs, Koehn 2004
-    (Statistical Significance Tests for Machine Translation Evaluation, EMNLP).
+    """Estimate the mean of x − y over problems, with its percentile interval.
+
+    Problems are resampled with both of their values, so that their difficulty cancels out. Source: Efron and Tibshirani 1993,
+    ch. 13; for the pairs, Koehn 2004 (Statistical Significance Tests for Machine Translation Evaluation, EMNLP).
 
     x, y: [problems], the same ones in the same order. For one problem the interval is the value itself.
     """
@@ -127,17 +129,11 @@ def fewest_runs(level: float = LEVEL) -> int:
     return runs
 
 
-def interpolate(xs: ArrayLike, ys: ArrayLike, x: ArrayLike) -> Any:
-    """Interpolate a curve linearly; xs ascending."""
-    points, heights = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
-    return np.interp(np.asarray(x, dtype=np.float64), points, heights)
-
-
 def mean_height(xs: ArrayLike, ys: ArrayLike, end: float) -> float:
     """Return the area under a curve from its first point to `end`, divided by its width: the mean score during the run."""
     points, heights = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     inside = points < end
-    points, heights = np.append(points[inside], end), np.append(heights[inside], interpolate(points, heights, end))
+    points, heights = np.append(points[inside], end), np.append(heights[inside], np.interp(end, points, heights))
     width = end - points[0]
     return float(np.trapezoid(heights, points) / width) if width > 0 else float(heights[0])
 
@@ -157,12 +153,10 @@ def first_crossing(xs: ArrayLike, ys: ArrayLike, level: float) -> float | None:
 
 def median_crossing(crossings: list[float | None]) -> float | None:
     """Return the median, with runs that never cross as the latest; None if these are half or more."""
-    ordered = sorted(np.inf if x is None else x for x in crossings)
-    middle = len(ordered) // 2
-    value = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return None if np.isinf(value) else float(value)
+    median = statistics.median(math.inf if x is None else x for x in crossings)
+    return None if math.isinf(median) else median
 
 
-def _table(scores: ArrayLike) -> Floats:
+def _as_table(scores: ArrayLike) -> Floats:
     table = np.asarray(scores, dtype=np.float64)
     return table[:, None] if table.ndim == 1 else table

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from policygrad.compare.plan import ComparisonPlan, ComparisonRow, Job
-from policygrad.compare.runner import AXES, Results, RunOutcome, mean_final_score
+from policygrad.compare.plan import Job
+from policygrad.compare.runner import AXES, RunOutcome
 from policygrad.compare.statistics import (
     Estimate,
     bootstrap_band,
     estimate_iqm,
     first_crossing,
-    interpolate,
     mean_height,
     median_crossing,
 )
@@ -79,11 +78,6 @@ class RowSummary:
     """Axis or `area` -> scores by seed, from which estimates and pairs are computed."""
 
 
-def common_endpoints(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
-    """Return the point of each axis that every run reaches."""
-    return {axis: min(outcome.axis(axis)[-1] for outcome in outcomes) for axis in AXES}
-
-
 def summarise_row(
     outcomes: Sequence[RunOutcome],
     common: Mapping[str, float],
@@ -98,38 +92,18 @@ def summarise_row(
         grids: Axis -> points of the curves.
         level: Threshold score; None = no threshold.
     """
-    scores = {axis: tuple(float(interpolate(o.axis(axis), o.score, common[axis])) for o in outcomes) for axis in AXES}
+    scores = {axis: tuple(float(np.interp(common[axis], o.axis(axis), o.score)) for o in outcomes) for axis in AXES}
     scores["area"] = tuple(mean_height(o.tokens, o.score, common["tokens"]) for o in outcomes)
-    reach = {}
-    for axis in AXES if level is not None else ():
-        each = [first_crossing(o.axis(axis), o.score, level) for o in outcomes if level is not None]
-        reach[axis] = ThresholdCrossing(median_crossing(each), tuple(each))
-    return RowSummary(
-        before=means.fmean(o.before for o in outcomes),
-        final=estimate_iqm([o.after for o in outcomes]),
-        equal={axis: estimate_iqm(scores[axis]) for axis in AXES},
-        area=estimate_iqm(scores["area"]),
-        reach=reach,
-        curves={axis: compute_band(outcomes, axis, grids[axis]) for axis in AXES},
-        means=average_outcomes(outcomes),
-        scores=scores,
-    )
-
-
-def compute_band(outcomes: Sequence[RunOutcome], axis: str, grid: Sequence[float]) -> CurveBand:
-    """Interpolate every run's curve at the grid's points and compute the band over runs."""
-    end = min(o.axis(axis)[-1] for o in outcomes)
-    inside = [x for x in grid if x <= end]
-    table = np.array([interpolate(o.axis(axis), o.score, inside) for o in outcomes])
-    beyond: list[float | None] = [None] * (len(grid) - len(inside))
-    columns = [[round(float(x), 4) for x in column] for column in bootstrap_band(table)]
-    value, low, high = ((*column, *beyond) for column in columns)
-    return CurveBand(value, low, high)
-
-
-def average_outcomes(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
-    """Average over runs what all of them have."""
-    rows = [
+    reach, curves = {}, {}
+    for axis in AXES:
+        if level is not None:
+            each = [first_crossing(o.axis(axis), o.score, level) for o in outcomes]
+            reach[axis] = ThresholdCrossing(median_crossing(each), tuple(each))
+        inside = [x for x in grids[axis] if x <= min(o.axis(axis)[-1] for o in outcomes)]
+        beyond = [None] * (len(grids[axis]) - len(inside))
+        band = bootstrap_band([np.interp(inside, o.axis(axis), o.score) for o in outcomes])
+        curves[axis] = CurveBand(*((*(round(float(x), 4) for x in column), *beyond) for column in band))
+    figures = [
         {
             "steps": float(o.steps),
             **{axis: o.axis(axis)[-1] for axis in AXES},
@@ -139,22 +113,16 @@ def average_outcomes(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
         }
         for o in outcomes
     ]
-    shared = [name for name in rows[0] if all(name in row for row in rows)]
-    return {name: means.fmean(row[name] for row in rows) for name in shared}
-
-
-def list_tuned_values(plan: ComparisonPlan, row: ComparisonRow, results: Results) -> tuple[TunedValue, ...]:
-    """Return the results of each value of the row's grid."""
-    outcomes = results.outcomes
-    return tuple(
-        TunedValue(
-            value,
-            tuple(
-                outcomes[job].after for seed in plan.tuning_seeds if (job := Job(row.label, value, seed)) in outcomes
-            ),
-            mean_final_score(plan, row.label, value, outcomes),
-        )
-        for value in (row.grid if row.is_tuned else ())
+    shared = [name for name in figures[0] if all(name in row for row in figures)]
+    return RowSummary(
+        before=means.fmean(o.before for o in outcomes),
+        final=estimate_iqm([o.after for o in outcomes]),
+        equal={axis: estimate_iqm(scores[axis]) for axis in AXES},
+        area=estimate_iqm(scores["area"]),
+        reach=reach,
+        curves=curves,
+        means={name: means.fmean(row[name] for row in figures) for name in shared},
+        scores=scores,
     )
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb, isfinite
-from typing import ClassVar, Literal, get_args
+from math import comb
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Advantage, State
-from policygrad.core.batch import Batch, require_field
+from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, masked_mean
+from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
 
 
@@ -62,15 +63,10 @@ class RunningMean(Advantage):
     Source: Williams 1992, REINFORCE with a reinforcement baseline.
     """
 
-    decay: float = 0.9
+    decay: float = setting(0.9, "in [0, 1)", hint="at 1 the mean never changes")
+    baseline = 0.0  # of the state; a field only of `FrozenRunningMean`
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ConfigError(f"RunningMean.decay must be in [0, 1), not {self.decay}: at 1 the mean never changes")
-
-    @property
-    def formula(self) -> str:
-        return "R − b,  b = running mean of past rewards"
+    formula = "R − b,  b = running mean of past rewards"
 
     def init_state(self) -> State:
         return {"mean": 0.0, "count": 0}
@@ -88,7 +84,7 @@ class RunningMean(Advantage):
         return FrozenRunningMean(self.decay, state["mean"])
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.apply_mask(psi, batch.mask)
+        return masked.apply_mask(psi - self.baseline, batch.mask)
 
 
 @dataclass(frozen=True)
@@ -97,17 +93,12 @@ class FrozenRunningMean(RunningMean):
 
     baseline: float = 0.0
 
-    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.apply_mask(psi - self.baseline, batch.mask)
-
 
 @dataclass(frozen=True)
 class BatchMean(Advantage):
     """Ψ = R_i − mean over the batch. The mean includes R_i, which scales the gradient by (n − 1)/n."""
 
-    @property
-    def formula(self) -> str:
-        return "R − mean_batch"
+    formula = "R − mean_batch"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total = total_rewards(batch)
@@ -121,18 +112,13 @@ class LeaveOneOut(Advantage):
 
     uses_group_statistics: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "R_i − mean_{j≠i} R_j"
+    formula = "R_i − mean_{j≠i} R_j"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         groups, total = Groups(batch.group, batch.counted), total_rewards(batch)
         # A completion that counts in the statistics but is masked from the gradient has all counted ones as siblings.
         num_siblings = (groups.size - batch.counted.long()).clamp(min=1)
         return _subtract(psi, (groups.sum(total) - total) / num_siblings, batch)
-
-
-Norm = Literal["exact", "length"]
 
 
 @dataclass(frozen=True)
@@ -145,22 +131,15 @@ class OptimalBaseline(Advantage):
     Source: Weaver & Tao 2001; Greensmith, Bartlett & Baxter 2004, JMLR 5.
     """
 
-    norm: Norm = "exact"
+    norm: Literal["exact", "length"] = choice(exact="‖∇log π(o)‖², from the learner", length="|o|")
     """exact: n = ‖s‖², a backward pass per distinct completion.
     length: n = |o|, proportional to ‖s‖² if the tokens' scores are orthogonal and of equal size (Hao et al. 2025, OPO)."""
     leave_one_out: bool = True
     """Exclude j = i, which is unbiased. False: Σ_j n_j R_j / Σ_j n_j as published, biased since it includes R_i."""
     uses_group_statistics: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.norm not in get_args(Norm):
-            raise ConfigError(
-                f"OptimalBaseline.norm must be 'exact' (‖∇log π(o)‖², from the learner) or 'length' (|o|), not {self.norm!r}"
-            )
-
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """Only the exact norms need a learner."""
         return frozenset({"grad_logp_sq_norm"} if self.norm == "exact" else ())
 
     @property
@@ -169,23 +148,21 @@ class OptimalBaseline(Advantage):
         return f"R_i − Σ_{over} n_j R_j/Σ_{over} n_j,  n = {n}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        groups, total, n = Groups(batch.group, batch.counted), total_rewards(batch).double(), self._weights(batch)
+        groups, total = Groups(batch.group, batch.counted), total_rewards(batch).double()
+        if self.norm == "length":
+            n = batch.lengths.double()
+        elif batch.grad_logp_sq_norm is None:
+            raise ConfigError(
+                "OptimalBaseline needs Batch.grad_logp_sq_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
+                "(learner.evaluate with algorithm.needs), or use OptimalBaseline(norm='length')"
+            )
+        else:  # 0 for a completion that counts in the statistics but is masked from the gradient
+            n = masked.apply_mask(batch.grad_logp_sq_norm.double(), batch.mask.any(1))
         over = groups.sum_excluding_self if self.leave_one_out else groups.sum
         count, total_weight = over(torch.ones_like(total)), over(n)
         plain = over(total) / count.clamp(min=1)  # all norms are 0: weigh all rewards equally
         weighted = over(n * total) / torch.where(total_weight > 0, total_weight, 1)
         return _subtract(psi, torch.where(total_weight > 0, weighted, plain).to(psi.dtype), batch)
-
-    def _weights(self, batch: Batch) -> Tensor:
-        """Return n [B] in float64; 0 for a completion that counts in the statistics but is masked from the gradient."""
-        if self.norm == "length":
-            return batch.lengths.double()
-        if batch.grad_logp_sq_norm is None:
-            raise ConfigError(
-                "OptimalBaseline needs Batch.grad_logp_sq_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
-                "(learner.evaluate with algorithm.needs), or use OptimalBaseline(norm='length')"
-            )
-        return masked.apply_mask(batch.grad_logp_sq_norm.double(), batch.mask.any(1))
 
 
 @dataclass(frozen=True)
@@ -194,9 +171,7 @@ class GroupMean(Advantage):
 
     uses_group_statistics: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "R_i − mean_g"
+    formula = "R_i − mean_g"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         return _subtract(psi, Groups(batch.group, batch.counted).mean(total_rewards(batch)), batch)
@@ -210,7 +185,7 @@ class GroupStd(Advantage):
     The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
     """
 
-    eps: float = 1e-4
+    eps: float = setting(1e-4, "at least 0 and finite")
     ddof: int = 1
     uses_group_statistics: ClassVar[bool] = True
 
@@ -231,13 +206,9 @@ class BatchStd(Advantage):
     of='rewards' takes the std of the rewards, which includes differences between prompts. Source: Liu et al. 2025 (Lite PPO).
     """
 
-    eps: float = 1e-4
+    eps: float = setting(1e-4, "at least 0 and finite")
     ddof: int = 1
-    of: Literal["advantages", "rewards"] = "advantages"
-
-    def __post_init__(self) -> None:
-        if self.of not in ("advantages", "rewards"):
-            raise ConfigError(f"BatchStd.of must be 'advantages' (the centred Ψ) or 'rewards', not {self.of!r}")
+    of: Literal["advantages", "rewards"] = choice(advantages="the centred Ψ", rewards="")
 
     @property
     def formula(self) -> str:
@@ -266,12 +237,10 @@ class GreedyBaseline(Advantage):
 
     needs: ClassVar[frozenset[str]] = frozenset({"baseline"})
 
-    @property
-    def formula(self) -> str:
-        return "R − R(ō),  ō the greedy completion"
+    formula = "R − R(ō),  ō the greedy completion"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        baseline = require_field(batch.baseline, self, "baseline").to(psi.dtype)[:, None]
+        baseline = batch.require("baseline", self).to(psi.dtype)[:, None]
         return masked.apply_mask(psi - baseline, batch.mask & baseline.isfinite())
 
 
@@ -284,11 +253,7 @@ class ConstantBaseline(Advantage):
     baseline of Le Roux et al. 2025 (TOPR), arXiv:2503.14286, whose rewards of ±1 correspond to 0 and 1 around ½.
     """
 
-    value: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not isfinite(self.value):
-            raise ConfigError(f"ConstantBaseline.value must be a finite number, not {self.value}")
+    value: float = setting(0.5, "a finite number")
 
     @property
     def formula(self) -> str:
@@ -316,9 +281,7 @@ class DivideByGroupMean(Advantage):
 
     uses_group_statistics: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "/mean_g,  0 where mean_g ≤ 0"
+    formula = "/mean_g,  0 where mean_g ≤ 0"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total = total_rewards(batch)
@@ -344,17 +307,13 @@ class PassAtK(Advantage):
     the analytical derivation.
     """
 
-    k: int = 4
-    eps: float = 1e-6
+    k: int = setting(4, "at least 1", hint="pass@1 is the mean reward")
+    eps: float = setting(1e-6, "at least 0 and finite")
     normalise: bool = True
     """Divide by σ.
     False: G/k times the unbiased pass@k gradient with a group baseline, Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
     uses_group_statistics: ClassVar[bool] = True
     starts_chain: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"PassAtK.k must be at least 1, not {self.k}: pass@1 is the mean reward")
 
     @property
     def formula(self) -> str:
@@ -362,38 +321,31 @@ class PassAtK(Advantage):
         return f"(E[max of {self.k} | i among them] − R̄){over},  R̄, σ of the max of {self.k} of the group"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        total, counted = total_rewards(batch), batch.counted
-        size = Groups(batch.group, counted).size
-        out = torch.zeros_like(total)
-        for n in sorted({n for n in size[counted].tolist() if n >= self.k}):
-            rows = (counted & (size == n)).nonzero().squeeze(1)
-            rows = rows[total[rows].argsort(stable=True)]
-            rows = rows[batch.group[rows].argsort(stable=True)].view(-1, n)  # [groups, n], rewards ascending
-            out[rows] = self._of(total[rows])
-        return masked.apply_mask(out[:, None], batch.mask)
+        total, counted, k = total_rewards(batch), batch.counted, self.k
 
-    def _of(self, reward: Tensor) -> Tensor:
-        """Compute Ψ [groups, n] of rewards that ascend along rows: the j-th is the maximum of C(j−1, k−1) of C(n, k) subsets."""
-        n, k = reward.shape[1], self.k
-
-        def shares(offset: int, chosen: int, total: int) -> Tensor:
-            """C(j − offset, chosen)/total for j = 1 … n, [n]."""
-            return reward.new_tensor(
-                [comb(j - offset, chosen) / total if j >= offset else 0.0 for j in range(1, n + 1)]
+        def shares(n: int, offset: int, chosen: int, subsets: int) -> Tensor:
+            """C(j − offset, chosen)/subsets for j = 1 … n, [n]."""
+            return total.new_tensor(
+                [comb(j - offset, chosen) / subsets if j >= offset else 0.0 for j in range(1, n + 1)]
             )
 
-        largest, with_i = shares(1, k - 1, comb(n, k)), comb(n - 1, k - 1)
-        mean = (reward @ largest)[:, None]
-        as_largest = reward * shares(1, k - 1, with_i)
-        above = reward * shares(2, k - 2, with_i) if k > 1 else torch.zeros_like(reward)
-        psi = as_largest + masked.reverse_cumsum(above) - above - mean
-        if self.normalise:
-            psi = psi / (((reward - mean) ** 2 @ largest).sqrt()[:, None] + self.eps)
-        one_maximum = reward[:, k - 1] >= reward[:, -1]
-        return masked.apply_mask(psi, ~one_maximum[:, None])
-
-
-Keep = Literal["right", "best"]
+        size = Groups(batch.group, counted).size
+        out = torch.zeros_like(total)
+        for n in sorted({n for n in size[counted].tolist() if n >= k}):
+            rows = (counted & (size == n)).nonzero().squeeze(1)
+            rows = rows[total[rows].argsort(stable=True)]
+            rows = rows[batch.group[rows].argsort(stable=True)].view(-1, n)
+            reward = total[rows]  # [groups, n], ascending: the j-th is the maximum of C(j−1, k−1) of C(n, k) subsets
+            largest, with_i = shares(n, 1, k - 1, comb(n, k)), comb(n - 1, k - 1)
+            mean = (reward @ largest)[:, None]
+            as_largest = reward * shares(n, 1, k - 1, with_i)
+            above = reward * shares(n, 2, k - 2, with_i) if k > 1 else torch.zeros_like(reward)
+            psi = as_largest + masked.reverse_cumsum(above) - above - mean
+            if self.normalise:
+                psi = psi / (((reward - mean) ** 2 @ largest).sqrt()[:, None] + self.eps)
+            one_maximum = reward[:, k - 1] >= reward[:, -1]
+            out[rows] = masked.apply_mask(psi, ~one_maximum[:, None])
+        return masked.apply_mask(out[:, None], batch.mask)
 
 
 @dataclass(frozen=True)
@@ -403,20 +355,13 @@ class RejectionSampling(Advantage):
     Source: Xiong et al. 2025, arXiv:2504.11343 (correct ones); Dong et al. 2023 (RAFT), arXiv:2304.06767 (the best of each prompt).
     """
 
-    keep: Keep = "right"
+    keep: Literal["right", "best"] = choice(right="R_i ≥ threshold", best="the best of each prompt")
     """right: R_i ≥ threshold; best: R_i = max_g R, including ties."""
     threshold: float = 1.0
     starts_chain: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.keep not in get_args(Keep):
-            raise ConfigError(
-                f"RejectionSampling.keep must be 'right' (R_i ≥ threshold) or 'best' (the best of each prompt), not {self.keep!r}"
-            )
-
     @property
     def uses_group_statistics(self) -> bool:  # type: ignore[override]
-        """True for 'best', which compares the samples of a prompt."""
         return self.keep == "best"
 
     @property
@@ -444,24 +389,18 @@ class RewardZScores(Advantage):
         ConfigError: a batch without rewards per function, or with token rewards, which would be ignored.
     """
 
-    eps: float = 1e-4
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0 and finite")
+    ddof: int = setting(1, "0 or 1")
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ConfigError(f"RewardZScores.eps must be at least 0, not {self.eps}")
-        if self.ddof not in (0, 1):
-            raise ConfigError(f"RewardZScores.ddof must be 0 or 1, not {self.ddof}")
 
     @property
     def formula(self) -> str:
         return f"Σ_k w_k (r_k − mean_g r_k)/(std_g r_k + {self.eps:g})"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        rewards = require_field(batch.rewards, self, "rewards")
+        rewards = batch.require("rewards", self)
         if batch.token_reward is not None:
             raise ConfigError(
                 "RewardZScores reads one number per completion and reward function and would ignore Batch.token_reward: remove the "
@@ -492,19 +431,13 @@ class TeacherLogRatio(Advantage):
     function: reverse KL"; Gu et al. 2024 (MiniLLM), sec. 2.2, for full completions.
     """
 
-    coefficient: float = 1.0
+    coefficient: float = setting(1.0, "at least 0")
     """0 disables the sampled estimate, where an exact term replaces it."""
-    discount: float = 0.0
+    discount: float = setting(0.0, "in [0, 1]")
     """In [0, 1]: the weight of later tokens' KL in a token's Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_old"})
     starts_chain: ClassVar[bool] = True
     reads_reward: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not self.coefficient >= 0:
-            raise ConfigError(f"TeacherLogRatio.coefficient must be at least 0, not {self.coefficient}")
-        if not 0 <= self.discount <= 1:
-            raise ConfigError(f"TeacherLogRatio.discount must be in [0, 1], not {self.discount}")
 
     @property
     def formula(self) -> str:
@@ -514,7 +447,7 @@ class TeacherLogRatio(Advantage):
         return f"{scale}Σ_{{s≥t}} {self.discount:g}^{{s−t}}·log(π_ref/π_old)_s"
 
     def _log_ratio(self, batch: Batch) -> Tensor:
-        teacher, old = (require_field(getattr(batch, name), self, name) for name in ("logp_ref", "logp_old"))
+        teacher, old = (batch.require(name, self) for name in ("logp_ref", "logp_old"))
         return (masked.apply_mask(teacher, batch.mask) - masked.apply_mask(old, batch.mask)).to(batch.reward.dtype)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Aggregation
 from policygrad.core.masked import Groups
-from policygrad.errors import ConfigError
+from policygrad.core.settings import setting
 
 
 def _to_tokens(per_completion: Tensor, mask: Tensor) -> Tensor:
@@ -49,9 +49,7 @@ class SequenceMean(Aggregation):
     Source: Shao et al. 2024 (GRPO), eq. 3.
     """
 
-    @property
-    def formula(self) -> str:
-        return "1/(B·|o_i|)"
+    formula = "1/(B·|o_i|)"
 
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         return _to_tokens(1 / (_count_completions(mask) * mask.sum(1).clamp(min=1)).to(torch.float64), mask)
@@ -64,9 +62,7 @@ class TokenMean(Aggregation):
     Source: Schulman et al. 2017; Yu et al. 2025 (DAPO), eq. 12.
     """
 
-    @property
-    def formula(self) -> str:
-        return "1/Σ_j|o_j|"
+    formula = "1/Σ_j|o_j|"
 
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         return mask.to(torch.float64) / mask.sum().clamp(min=1)
@@ -79,14 +75,12 @@ class GroupTokenMean(Aggregation):
     Source: Yu et al. 2025 (DAPO), eq. 8, taken literally.
     """
 
-    @property
-    def formula(self) -> str:
-        return "1/(#groups·Σ_{j∈g}|o_j|)"
+    formula = "1/(#groups·Σ_{j∈g}|o_j|)"
 
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
-        groups = Groups(group, mask.any(1))
-        tokens = groups.sum(mask.sum(1)).clamp(min=1)
-        return _to_tokens(1 / (max(1, groups.num_nonempty) * tokens).to(torch.float64), mask)
+        has_tokens = mask.any(1)
+        tokens = Groups(group, has_tokens).sum(mask.sum(1)).clamp(min=1)
+        return _to_tokens(1 / (max(1, len(torch.unique(group[has_tokens]))) * tokens).to(torch.float64), mask)
 
 
 @dataclass(frozen=True)
@@ -98,11 +92,7 @@ class FixedLength(Aggregation):
     length None means the batch's width T; a trainer sets it to its generation budget (`Algorithm.with_max_tokens`).
     """
 
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise ConfigError(f"FixedLength.length must be at least 1 token, not {self.length}")
+    length: int | None = setting(None, "at least 1", "token")
 
     @property
     def formula(self) -> str:

@@ -32,7 +32,7 @@ from policygrad.core.filters import apply_filter, reweight_kept
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
 from policygrad.core.outputs import check_per_token, check_same_batch, explain_nonfinite, is_finite
-from policygrad.core.terms import describe_policy_share, scale_by_policy_share
+from policygrad.core.terms import describe_policy_share, policy_share
 from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES, check_rewards, reject_unread_demonstrations, validate_algorithm
 from policygrad.errors import ConfigError, NumericsError
@@ -175,7 +175,7 @@ class Algorithm:
         psi = reward_to_go(shaped := shaped or self.shape_rewards(batch))
         for link in self.advantage:
             psi = check_per_token(link(psi, shaped), link, shaped.mask)
-        psi = masked.apply_mask(scale_by_policy_share(psi, self.terms), batch.mask)
+        psi = masked.apply_mask(policy_share(self.terms) * psi, batch.mask)
         if not is_finite(psi, batch.mask):
             raise self._nonfinite_error(batch, shaped)
         return psi
@@ -186,17 +186,13 @@ class Algorithm:
         for i, part in enumerate(self.shaping):
             after = part(before)
             if not is_finite(reward_to_go(after), batch.mask):
-                return NumericsError(
-                    explain_nonfinite(part, f"shaping.{i}", before, part.needs), part=type(part).__name__
-                )
+                return NumericsError(explain_nonfinite(part, f"shaping.{i}", before), part=type(part).__name__)
             before = after
         psi = reward_to_go(shaped)
         for i, link in enumerate(self.advantage):
             psi = link(psi, shaped)
             if not is_finite(psi, batch.mask):
-                return NumericsError(
-                    explain_nonfinite(link, f"advantage.{i}", shaped, link.needs), part=type(link).__name__
-                )
+                return NumericsError(explain_nonfinite(link, f"advantage.{i}", shaped), part=type(link).__name__)
         return NumericsError(
             f"the advantages of {self.name} are NaN or infinite, but no part makes them so when called again"
         )

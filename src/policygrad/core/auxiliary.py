@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,20 +13,39 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from policygrad.core import masked
 from policygrad.core.base import Part, State
-from policygrad.core.batch import Batch, require_field
+from policygrad.core.batch import Batch
 from policygrad.core.gae import GAE
-from policygrad.core.masked import check_count, check_unit_interval
 from policygrad.core.metrics import Mean, Metric, Metrics, masked_mean
+from policygrad.core.settings import COUNT, choice, setting
 from policygrad.core.turns import MultiTurnGAE
 from policygrad.errors import ConfigError
 
-CRITIC_LR_RATIO = 10.0
-"""Ratio of the critic's learning rate to the policy's, where `Critic.lr` is None."""
-Backbone = Literal["separate", "policy"]
+
+class TrainedModel(Part):
+    """A model that is trained beside the policy, with a learning rate of its own."""
+
+    lr: float | None
+    default_lr_ratio: ClassVar[float]
+    """Ratio of the learning rate to the policy's, where `lr` is None."""
+
+    def learning_rate(self, policy: float | None) -> float:
+        """Return the peak learning rate, given the policy's.
+
+        Raises:
+            ConfigError: neither rate is set.
+        """
+        if self.lr is not None:
+            return self.lr
+        if policy is None:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name}.lr is None and the policy has no learning rate to derive it from: set {name}(lr=…), for example 1e-6"
+            )
+        return self.default_lr_ratio * policy
 
 
 @dataclass(frozen=True)
-class Critic(Part):
+class Critic(TrainedModel):
     """V_φ: a value model with separate parameters, fitted to GAE(γ, λ) + V_old, unwhitened.
 
     backbone='separate' is a copy of the initial model's backbone, trained with the value head. backbone='policy' is a head on the
@@ -38,56 +57,37 @@ class Critic(Part):
     clipping the error.
     """
 
-    lr: float | None = None
+    lr: float | None = setting(None, "at least 0")
     """Peak learning rate, on the policy's schedule; None: ten times the policy's."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """λ of the targets; 1 gives Monte-Carlo returns."""
-    gamma: float = 1.0
-    turn_gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
+    turn_gamma: float = setting(1.0, "in [0, 1]")
     """Discount per turn, at its last token; must match the advantage's."""
-    coefficient: float = 0.5
+    coefficient: float = setting(0.5, "at least 0")
     """Coefficient of the squared error."""
-    clip: float = 0.2
+    clip: float = setting(0.2, "at least 0")
     """Use the error of clip(V, V_old ± clip) where it is larger; 0 disables clipping."""
-    pretrain: int = 0
+    pretrain: int = setting(0, "at least 0")
     """Maximum rollouts of value pre-training, during which the policy is not updated."""
     pretrain_until: float = 0.5
     """Explained variance of fresh returns at which pre-training stops early."""
-    pretrain_epochs: int = 4
+    pretrain_epochs: int = setting(4, COUNT)
     """Value steps per update of pre-training."""
-    backbone: Backbone = "separate"
+    backbone: Literal["separate", "policy"] = choice(separate="", policy="")
     """separate: a backbone of its own; policy: the policy's hidden states, under stop-gradient."""
-    hidden: int = 0
+    hidden: int = setting(0, "at least 0")
     """Width of a hidden layer in the head on the policy's states; 0: a linear head."""
+    default_lr_ratio: ClassVar[float] = 10.0
+    """Above 1, since the value head starts untrained."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma)
-        for name in ("lr", "coefficient", "clip", "pretrain", "hidden"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"Critic.{name} must be at least 0, not {value}")
-        check_count(self, pretrain_epochs=self.pretrain_epochs)
-        if self.backbone not in get_args(Backbone):
-            raise ConfigError(
-                f"Critic.backbone must be {' or '.join(map(repr, get_args(Backbone)))}, not {self.backbone!r}"
-            )
+        super().__post_init__()
         if self.hidden and self.backbone == "separate":
             raise ConfigError(
-                "Critic.hidden makes a head on the policy's fixed states able to bend, and features is 'own', whose backbone "
-                "learns itself: set backbone='policy', or leave hidden at 0"
+                "Critic.hidden makes a head on the policy's fixed states non-linear, and backbone='separate' learns its own "
+                "states: set backbone='policy', or leave hidden at 0"
             )
-
-    def learning_rate(self, policy: float | None) -> float:
-        """Return the peak learning rate, given the policy's. It is larger by default, since the value head starts untrained.
-
-        Raises:
-            ConfigError: neither rate is set.
-        """
-        if self.lr is None and policy is None:
-            raise ConfigError(
-                "Critic.lr is None and the policy has no learning rate to derive it from: set Critic(lr=…), for example 1e-5"
-            )
-        return CRITIC_LR_RATIO * (policy or 0.0) if self.lr is None else self.lr
 
     def init_state(self) -> State | None:
         return {"pretrain": self.pretrain} if self.pretrain else None
@@ -120,14 +120,14 @@ class Critic(Part):
         by_turn = MultiTurnGAE(self.gamma, self.lam, self.turn_gamma)
         estimate = by_turn if self.turn_gamma < 1 else GAE(self.gamma, self.lam)
         advantage = estimate(torch.zeros_like(batch.mask, dtype=batch.reward.dtype), batch)
-        return advantage + masked.apply_mask(require_field(batch.values, self, "values"), batch.mask)
+        return advantage + masked.apply_mask(batch.require("values", self), batch.mask)
 
     def loss(self, values: Tensor, batch: Batch, targets: Tensor) -> Tensor:
         """Compute coefficient·max((V − R)², (clip(V, V_old ± ε) − R)²) [B, T], with graph. Source: Schulman et al. 2017 (code)."""
         values = masked.apply_mask(values, batch.mask)
         error = (values - targets) ** 2
         if self.clip and not self.pretrain:
-            old = masked.apply_mask(require_field(batch.values, self, "values"), batch.mask)
+            old = masked.apply_mask(batch.require("values", self), batch.mask)
             near = old + (values - old).clamp(-self.clip, self.clip)
             error = torch.maximum(error, (near - targets) ** 2)
         return self.coefficient * masked.apply_mask(error, batch.mask)
@@ -143,12 +143,9 @@ def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
 
 # A reward model that is trained on outcomes beside the policy and gives each token a reward.
 
-REWARD_MODEL_LR_RATIO = 2.0
-"""Ratio of its learning rate to the policy's, where `lr` is None: 1e-6 / 5e-7 in PRIME, sec. 4.1."""
-
 
 @dataclass(frozen=True)
-class ImplicitReward(Part):
+class ImplicitReward(TrainedModel):
     """r_φ(o_t) = β·log(π_φ/π_ref)(o_t), π_φ a language model that starts as π_ref, so that r_φ = 0 at first.
 
     It is fitted to outcomes R in [0, 1] only: the cross-entropy of σ(r_φ(o)) with R, r_φ(o) = Σ_t r_φ(o_t), averaged over the
@@ -156,37 +153,20 @@ class ImplicitReward(Part):
     Source: Cui et al. 2025 (PRIME), eq. 3 and algorithm 1.
     """
 
-    beta: float = 0.05
-    lr: float | None = None
+    beta: float = setting(0.05, "above 0")
+    lr: float | None = setting(None, "at least 0")
     """Peak learning rate, on the policy's schedule; None: twice the policy's."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
-
-    def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ConfigError(f"ImplicitReward.beta must be above 0, not {self.beta}")
-        if self.lr is not None and not self.lr >= 0:
-            raise ConfigError(f"ImplicitReward.lr must be at least 0, not {self.lr}")
+    default_lr_ratio: ClassVar[float] = 2.0
+    """1e-6 / 5e-7 in PRIME, sec. 4.1."""
 
     @property
     def formula(self) -> str:
         return f"{self.beta:g}·log(π_φ/π_ref), φ by cross-entropy of σ(Σ_t r_φ) with R"
 
-    def learning_rate(self, policy: float | None) -> float:
-        """Return the peak learning rate, given the policy's.
-
-        Raises:
-            ConfigError: neither rate is set.
-        """
-        if self.lr is None and policy is None:
-            raise ConfigError(
-                "ImplicitReward.lr is None and the policy has no learning rate to derive it from: set ImplicitReward(lr=…), for "
-                "example 1e-6"
-            )
-        return REWARD_MODEL_LR_RATIO * (policy or 0.0) if self.lr is None else self.lr
-
     def rewards(self, logp: Tensor, batch: Batch) -> Tensor:
         """Compute r_φ(o_t) [B, T] from log π_φ [B, T], with graph; 0 off the mask."""
-        reference = masked.apply_mask(require_field(batch.logp_ref, self, "logp_ref"), batch.mask)
+        reference = masked.apply_mask(batch.require("logp_ref", self), batch.mask)
         return self.beta * (masked.apply_mask(logp, batch.mask) - reference)
 
     def loss(self, logp: Tensor, batch: Batch) -> Tensor:
@@ -231,11 +211,11 @@ class Reference(Part):
     refresh. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
     """
 
-    refresh_every: int | None = None
+    refresh_every: int | None = setting(None, "at least 1", "rollout, or None for never")
     """Replace the reference by the current policy every so many rollouts (iterative GRPO); None: never."""
     reset_optimizer: bool = False
     """With each refresh, also reset the optimizer state (ProRL)."""
-    refresh_after_stall: int | None = None
+    refresh_after_stall: int | None = setting(None, "at least 1", "evaluation, or None for never")
     """Replace it after so many consecutive periodic evaluations without a new best score; None: never.
     The replacement follows the next rollout."""
     model: str | None = None
@@ -243,10 +223,7 @@ class Reference(Part):
     Its tokenizer must have the policy's vocabulary."""
 
     def __post_init__(self) -> None:
-        for name, event in (("refresh_every", "rollout"), ("refresh_after_stall", "evaluation")):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"Reference.{name} must be at least 1 {event}, or None for never, not {value}")
+        super().__post_init__()
         if self.reset_optimizer and not (self.refresh_every or self.refresh_after_stall):
             raise ConfigError(
                 "Reference.reset_optimizer has no effect without refresh_every or refresh_after_stall: set one of them, or "

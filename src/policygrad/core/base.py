@@ -17,6 +17,7 @@ from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metric, Metrics
+from policygrad.core.settings import check_settings
 
 State = dict[str, Any]
 
@@ -33,6 +34,10 @@ class Part:
     """True if the part compares the samples of one prompt, so a run needs several of them at a temperature above 0."""
     length: int | None = 0
     """Tokens. None is filled with the run's generation budget (`Algorithm.with_max_tokens`); 0 means the part has no length."""
+
+    def __post_init__(self) -> None:
+        """Check the settings; a part that checks more calls this first."""
+        check_settings(self)
 
     @property
     def formula(self) -> str:
@@ -85,7 +90,6 @@ class Advantage(Part):
     @abstractmethod
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T] -> [B, T]."""
-        ...
 
 
 class Ratio(Part):
@@ -97,7 +101,6 @@ class Ratio(Part):
     @abstractmethod
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """log(π_θ/π_old) [B, T] -> r [B, T]."""
-        ...
 
 
 class Gate(Part):
@@ -113,15 +116,14 @@ class Gate(Part):
     @abstractmethod
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         """w [B, T]: the derivative of `value` in log π_θ, divided by Ψ."""
-        ...
 
     @abstractmethod
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T]; the paper's objective per token."""
-        ...
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Return the clipped tokens as (below, above), both [B, T] bool, for the metrics; None if the gate never clips."""
+        """Return the clipped or dropped tokens for the metrics, as (below, above) r = 1, both [B, T] bool; None if there are
+        never any."""
         return None
 
 
@@ -134,7 +136,6 @@ class Correction(Part):
     @abstractmethod
     def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]."""
-        ...
 
 
 class Aggregation(Part):
@@ -143,7 +144,6 @@ class Aggregation(Part):
     @abstractmethod
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         """c [B, T] before `Batch.weight` is applied; zero where the mask is False."""
-        ...
 
 
 class ObjectiveTerm(Part):
@@ -167,12 +167,10 @@ class Term(ObjectiveTerm):
     @abstractmethod
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """k [B, T]; the factor of ∇log π_θ."""
-        ...
 
     @abstractmethod
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]; the term's share of the paper's objective."""
-        ...
 
 
 class LossTerm(ObjectiveTerm):
@@ -181,7 +179,6 @@ class LossTerm(ObjectiveTerm):
     @abstractmethod
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T] with graph; maximised, and aggregated like a term."""
-        ...
 
 
 class Shaping(Part):
@@ -190,7 +187,6 @@ class Shaping(Part):
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with a new `reward` or `token_reward`."""
-        ...
 
 
 class Filter(Part):
@@ -212,7 +208,6 @@ class Filter(Part):
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with a new `mask`, `in_statistics` or `weight`."""
-        ...
 
     def find_dropped(self, batch: Batch) -> Tensor:
         """Return the completions that the filter removes, [B] bool."""
@@ -231,7 +226,6 @@ class UpdateRule(Part):
     @abstractmethod
     def updates(self) -> int:
         """Maximum policy updates per rollout."""
-        ...
 
     @property
     def critic_updates(self) -> int:
@@ -241,4 +235,3 @@ class UpdateRule(Part):
     @abstractmethod
     def __call__(self, problem: object) -> Metrics:
         """Make one rollout's updates. `updates.require_problem` checks that the problem has the methods the rule needs."""
-        ...

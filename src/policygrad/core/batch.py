@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from policygrad.errors import ConfigError
 
-PER_TOKEN = (
-    "mask",
-    "tokens",
-    "positions",
-    "logp_old",
-    "logp_ref",
-    "logp_sampler",
-    "values",
-    "returns",
-    "token_reward",
-    "step_end",
-    "implicit_reward",
-    "weight",
-    "version",
-    "entropy",
-    "turn_state",
-    "selected",
+_SHAPES = {
+    "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
+    "weight version entropy turn_state selected",
+    "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration",
+}
+PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
+_DTYPES = (
+    ("step_end selected truncated in_statistics demonstration", torch.bool, "bool() converts 0/1"),
+    ("positions version turn_state example_id level levels", torch.int64, "long() converts it"),
 )
-PER_COMPLETION = (
-    "group",
-    "reward",
-    "bootstrap",
-    "truncated",
-    "in_statistics",
-    "grad_logp_sq_norm",
-    "example_id",
-    "level",
-    "levels",
-    "baseline",
-    "demonstration",
-)
-_BOOL = ("step_end", "selected", "truncated", "in_statistics", "demonstration")
-_INTEGER = ("positions", "version", "turn_state", "example_id", "level", "levels")
+
+
+class _Tensors:
+    """Base of records of tensors, most of them optional."""
+
+    _source: ClassVar[str]
+    """Where a missing tensor comes from, for the message."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are set, by field."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def require(self, name: str, part: object) -> Tensor:
+        """Return the tensor in a field, or raise ConfigError naming the part that needs it."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise ConfigError(
+                f"{type(part).__name__} needs {type(self).__name__}.{name}, which is None: {self._source}, or remove the part"
+            )
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
+class Batch(_Tensors):
     """Completions of a rollout, or one update's share of them; right-padded.
 
     Shapes: B completions, T token positions. A position counts where `mask` is True; values elsewhere, NaN included, are never
@@ -127,6 +123,7 @@ class Batch:
     """K names of `rewards`."""
     reward_weights: tuple[float, ...] = ()
     """K weights of `rewards`."""
+    _source = "fill it (a learner's `evaluate` does)"
 
     def __post_init__(self) -> None:
         if self.mask.ndim != 2 or self.mask.dtype != torch.bool:
@@ -134,40 +131,35 @@ class Batch:
                 f"Batch.mask must be a bool tensor [B, T], not {self.mask.dtype} {list(self.mask.shape)}: "
                 "True where the policy sampled the token (mask.bool() converts 0/1)"
             )
-        for names, shape, letters in (
-            (PER_TOKEN, self.mask.shape, "[B, T]"),
-            (PER_COMPLETION, self.mask.shape[:1], "[B]"),
-        ):
-            for name in names:
+        for letters, names in _SHAPES.items():
+            shape = self.mask.shape if letters == "[B, T]" else self.mask.shape[:1]
+            for name in names.split():
                 value = getattr(self, name)
                 if value is not None and value.shape != shape:
                     raise ConfigError(
                         f"Batch.{name} has shape {list(value.shape)}, expected {letters} = {list(shape)} as in Batch.mask"
                     )
-        self._check_types()
+        for names, dtype, hint in _DTYPES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and value.dtype != dtype:
+                    wanted = str(dtype).removeprefix("torch.")
+                    raise ConfigError(f"Batch.{name} must be {wanted}, not {value.dtype}: {name}.{hint}")
         if not self.reward.is_floating_point():
             raise ConfigError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
         if self.group.is_floating_point() or self.group.dtype == torch.bool:
             raise ConfigError(f"Batch.group must hold integers (prompt indices), not {self.group.dtype}")
-
-    def _check_types(self) -> None:
-        for names, dtype, type_name in ((_BOOL, torch.bool, "bool"), (_INTEGER, torch.int64, "int64")):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and value.dtype != dtype:
-                    hint = "bool() converts 0/1" if dtype == torch.bool else "long() converts it"
-                    raise ConfigError(f"Batch.{name} must be {type_name}, not {value.dtype}: {name}.{hint}")
         if self.routed_experts is not None and self.routed_experts.shape[:2] != self.mask.shape:
             raise ConfigError(
                 f"Batch.routed_experts has shape {list(self.routed_experts.shape)}, expected [B, T, layers, k] with "
                 f"[B, T] = {list(self.mask.shape)}"
             )
         if self.rewards is not None:
-            num_names, num_weights, shape = len(self.reward_names), len(self.reward_weights), list(self.rewards.shape)
-            if shape != [len(self.mask), num_names] or num_weights != num_names:
+            num_names, num_weights = len(self.reward_names), len(self.reward_weights)
+            if self.rewards.shape != (len(self.mask), num_names) or num_weights != num_names:
                 raise ConfigError(
-                    f"Batch.rewards has shape {shape}, expected [B, K] with B = {len(self.mask)} and K the number of "
-                    f"reward_names ({num_names}) and of reward_weights ({num_weights})"
+                    f"Batch.rewards has shape {list(self.rewards.shape)}, expected [B, K] with B = {len(self.mask)} and K the "
+                    f"number of reward_names ({num_names}) and of reward_weights ({num_weights})"
                 )
 
     @property
@@ -187,21 +179,18 @@ class Batch:
 
     def select(self, rows: Tensor) -> Batch:
         """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
-        return self._map(lambda value: value[rows])
+        chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
+        return replace(self, **chosen)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
-        moved = self._map(lambda value: value.to(device))
-        return moved if self.prompts is None else replace(moved, prompts=tuple(row.to(device) for row in self.prompts))
-
-    def _map(self, f: Callable[[Tensor], Tensor]) -> Batch:
-        current = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: f(value) for name, value in current.items() if isinstance(value, Tensor)}
-        return replace(self, **changed)
+        prompts = None if self.prompts is None else tuple(row.to(device) for row in self.prompts)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
+        return replace(self, prompts=prompts, **moved)
 
 
 @dataclass(frozen=True, eq=False)
-class Forward:
+class Forward(_Tensors):
     """Output of one forward pass, for the objective. A plain `logp` tensor is accepted in its place."""
 
     logp: Tensor
@@ -215,14 +204,7 @@ class Forward:
     kl_ref: Tensor | None = None
     """[B, T] nats, exact KL(π_θ‖π_ref) over the vocabulary."""
 
-
-def require_field(value: Tensor | None, part: object, name: str) -> Tensor:
-    """Return the batch field `name`, or raise ConfigError naming the part that needs it."""
-    if value is None:
-        raise ConfigError(
-            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate` does), or remove the part"
-        )
-    return value
+    _source = "give `surrogate` a Forward that has it, with graph"
 
 
 Coefficients = tuple[Tensor, ...]

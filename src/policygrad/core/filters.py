@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from policygrad.core.advantages import is_constant_group
 from policygrad.core.base import Filter, State
-from policygrad.core.batch import Batch, require_field
+from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Max, Mean, Metric, Metrics
 from policygrad.core.outputs import check_same_batch
-from policygrad.errors import ConfigError
+from policygrad.core.settings import COUNT, check_setting, choice, setting
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,17 @@ class DropZeroVariance(Filter):
     Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
-    mode: Literal["refill", "reweight", "drop"] = "refill"
-    max_rounds: int = 4
+    mode: Literal["refill", "reweight", "drop"] = choice(refill="", reweight="", drop="")
+    max_rounds: int = setting(4, COUNT)
     keep_leftovers: bool = True
     """With refill: surplus groups start the next step, and π_old/μ corrects for their older weights.
     False: they are discarded, and every sample is from the current policy."""
     uses_group_statistics: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.mode not in ("refill", "reweight", "drop"):
-            raise ConfigError(f"DropZeroVariance.mode must be 'refill', 'reweight' or 'drop', not {self.mode!r}")
-        if self.max_rounds < 1:
-            raise ConfigError(f"DropZeroVariance.max_rounds must be at least 1, not {self.max_rounds}")
-
     @property
     def formula(self) -> str:
-        how = {"refill": f", ≤ {self.max_rounds} rounds of refill", "reweight": ", the others × 1/(1 − f)", "drop": ""}[
-            self.mode
-        ]
-        return f"groups with max R = min R are dropped{how}"
+        how = {"refill": f", ≤ {self.max_rounds} rounds of refill", "reweight": ", the others × 1/(1 − f)", "drop": ""}
+        return f"groups with max R = min R are dropped{how[self.mode]}"
 
     @property
     def refills(self) -> bool:  # type: ignore[override]
@@ -63,14 +55,13 @@ class DropZeroVariance(Filter):
         dropped = self.find_dropped(batch)
         if self.mode == "reweight":
             return reweight_kept(batch, dropped)
-        counted = batch.counted & ~dropped
-        return replace(batch, mask=batch.mask & ~dropped[:, None], in_statistics=counted)
+        return replace(batch, mask=batch.mask & ~dropped[:, None], in_statistics=batch.counted & ~dropped)
 
 
 def apply_filter(part: Filter, batch: Batch) -> Batch:
     """Apply one filter. Raises ConfigError if the batch lacks a field that it needs."""
     for name in sorted(part.needs):
-        require_field(getattr(batch, name), part, name)
+        batch.require(name, part)
     return check_same_batch(part(batch), part, batch)
 
 
@@ -82,7 +73,12 @@ def reweight_kept(batch: Batch, dropped: Tensor) -> Batch:
     in_denominators = batch.mask.any(1)
     remaining = in_denominators & ~dropped
     scale = in_denominators.sum().to(batch.reward.dtype) / remaining.sum().clamp(min=1)  # 1/(1 − f)
-    weight = (scale * ~dropped)[:, None].expand(batch.mask.shape)
+    return _multiply_weight(batch, scale * ~dropped)
+
+
+def _multiply_weight(batch: Batch, factor: Tensor) -> Batch:
+    """Multiply `Batch.weight` by a factor per completion [B]."""
+    weight = factor[:, None].expand(batch.mask.shape)
     return replace(batch, weight=weight if batch.weight is None else batch.weight * weight)
 
 
@@ -112,8 +108,6 @@ class MaskTruncated(Filter):
 
 SEED_STRIDE = 1_000_003
 """Rollouts per seed before its random numbers coincide with the next seed's (a generator takes 32 bits)."""
-Choice = Literal["random", "max_variance"]
-Statistics = Literal["all", "kept"]
 
 
 @dataclass(frozen=True)
@@ -122,32 +116,19 @@ class Downsample(Filter):
 
     Its state is {"rollouts": number done}, which with `seed` determines the random numbers, so that a resumed run makes the same
     choices. Source: Xu et al. 2025 (PODS), algorithm 1, with max_variance (algorithm 2) and statistics='kept' (app. A.3).
-
-    Raises:
-        ConfigError: an invalid setting; in a run, `keep` above the number of samples per prompt.
     """
 
-    keep: int = 4
+    keep: int = setting(4, "at least 1", "completion")
     """G ≤ N, N the samples per prompt."""
-    by: Choice = "random"
+    by: Literal["random", "max_variance"] = choice(random="", max_variance="")
     """random: with statistics='all' the expected gradient is that of all N.
     max_variance: the subset with the largest variance of rewards (some lowest and some highest), equal rewards in random order."""
-    statistics: Statistics = "all"
+    statistics: Literal["all", "kept"] = choice(all="", kept="")
     """all: baseline, scale and critic use all N; dropped completions get weight 0, and the others N/G.
     kept: dropped completions are ignored."""
-    seed: int = 0
+    seed: int = setting(0, "at least 0")
     """Seed of the random choice."""
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(f"Downsample.keep must be at least 1 completion, not {self.keep}")
-        for name, value, choices in (("by", self.by, Choice), ("statistics", self.statistics, Statistics)):
-            if value not in get_args(choices):
-                raise ConfigError(
-                    f"Downsample.{name} must be {' or '.join(map(repr, get_args(choices)))}, not {value!r}"
-                )
-        if self.seed < 0:
-            raise ConfigError(f"Downsample.seed must be at least 0, not {self.seed}")
+    rollout = 0  # of the state; a field only of `FrozenDownsample`
 
     @property
     def formula(self) -> str:
@@ -164,31 +145,27 @@ class Downsample(Filter):
     def with_state(self, state: State) -> FrozenDownsample:
         return FrozenDownsample(self.keep, self.by, self.statistics, self.seed, state["rollouts"])
 
-    def choose(self, batch: Batch, rollout: int = 0) -> Tensor:
+    def choose(self, batch: Batch) -> Tensor:
         """Choose completions, [B] bool."""
-        generator = torch.Generator().manual_seed((self.seed * SEED_STRIDE + rollout) % 2**32)
+        generator = torch.Generator().manual_seed((self.seed * SEED_STRIDE + self.rollout) % 2**32)
         order = torch.rand(len(batch.group), generator=generator).argsort().to(batch.group.device)
         order = order[batch.mask.any(1)[order]]
         chosen = torch.zeros_like(batch.group, dtype=torch.bool)
         for group in set(batch.group[order].tolist()):
             rows = order[batch.group[order] == group]
-            chosen[
-                rows[max_variance_subset(batch.reward[rows], self.keep)]
-                if self.by == "max_variance"
-                else rows[: self.keep]
-            ] = True
+            by_variance = self.by == "max_variance"
+            chosen[rows[max_variance_subset(batch.reward[rows], self.keep)] if by_variance else rows[: self.keep]] = (
+                True
+            )
         return chosen
 
     def __call__(self, batch: Batch) -> Batch:
-        return self._apply_choice(batch, self.choose(batch))
-
-    def _apply_choice(self, batch: Batch, chosen: Tensor) -> Batch:
+        chosen = self.choose(batch)
         if self.statistics == "kept":
             return replace(batch, mask=batch.mask & chosen[:, None], in_statistics=batch.counted & chosen)
         groups, zero = Groups(batch.group, batch.mask.any(1)), torch.zeros_like(batch.reward)
         share = groups.size.to(zero.dtype) / groups.sum(chosen).clamp(min=1)
-        weight = torch.where(chosen, share, zero)[:, None].expand(batch.mask.shape)
-        return replace(batch, weight=weight if batch.weight is None else batch.weight * weight)
+        return _multiply_weight(batch, torch.where(chosen, share, zero))
 
 
 @dataclass(frozen=True)
@@ -196,9 +173,6 @@ class FrozenDownsample(Downsample):
     """A `Downsample` under a state."""
 
     rollout: int = 0
-
-    def __call__(self, batch: Batch) -> Batch:
-        return self._apply_choice(batch, self.choose(batch, self.rollout))
 
 
 def max_variance_subset(reward: Tensor, keep: int) -> Tensor:
@@ -211,9 +185,9 @@ def max_variance_subset(reward: Tensor, keep: int) -> Tensor:
         return order
     x = reward[order].double()
     x = x - x.mean()
-    subsets = [torch.cat([order[:k], order[len(order) - keep + k :]]) for k in range(keep + 1)]
-    ends = [torch.cat([x[:k], x[len(x) - keep + k :]]) for k in range(keep + 1)]
-    return subsets[int(torch.stack([end.var(correction=0) for end in ends]).argmax())]
+    lowest = [torch.cat([x[:k], x[len(x) - keep + k :]]).var(correction=0) for k in range(keep + 1)]
+    k = int(torch.stack(lowest).argmax())
+    return torch.cat([order[:k], order[len(order) - keep + k :]])
 
 
 @dataclass(frozen=True)
@@ -222,12 +196,10 @@ class SeparateDemonstrations(Filter):
 
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
 
-    @property
-    def formula(self) -> str:
-        return "demonstrations out of the statistics"
+    formula = "demonstrations out of the statistics"
 
     def __call__(self, batch: Batch) -> Batch:
-        shown = require_field(batch.demonstration, self, "demonstration")
+        shown = batch.require("demonstration", self)
         return replace(batch, in_statistics=batch.counted & ~shown)
 
 
@@ -259,14 +231,7 @@ class NoPositiveResampling(Curriculum):
     Its state is {"solved": ids of those prompts} (`Batch.example_id`). Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
-    threshold: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not self.threshold > 0:
-            raise ConfigError(
-                f"NoPositiveResampling.threshold is a mean reward and must be above 0, not {self.threshold}: it would exclude "
-                "prompts that are never solved"
-            )
+    threshold: float = setting(0.9, "above 0", hint="it would exclude prompts that are never solved")
 
     @property
     def formula(self) -> str:
@@ -298,8 +263,6 @@ class PassRateBand(Curriculum):
     which it may be sampled again, consecutive times outside]}}. Source: Bae et al. 2025 (arXiv:2504.03380) train on prompts
     between two pass rates; the cooldown is ours.
 
-    Raises:
-        ConfigError: low ≥ high, or an invalid cooldown.
     """
 
     low: float = 0.0
@@ -308,12 +271,10 @@ class PassRateBand(Curriculum):
     max_cooldown: int = 256
 
     def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ConfigError(f"PassRateBand.low must be below PassRateBand.high, not {self.low} and {self.high}")
-        if not 1 <= self.cooldown <= self.max_cooldown:
-            raise ConfigError(
-                f"PassRateBand.cooldown must be from 1 to max_cooldown = {self.max_cooldown} rollouts, not {self.cooldown}"
-            )
+        super().__post_init__()
+        check_setting(self, "low", self.low < self.high, f"below PassRateBand.high = {self.high}")
+        possible = f"from 1 to max_cooldown = {self.max_cooldown} rollouts"
+        check_setting(self, "cooldown", 1 <= self.cooldown <= self.max_cooldown, possible)
 
     @property
     def formula(self) -> str:
@@ -352,23 +313,17 @@ class MovingLevel(Curriculum):
     changed do not count. For tasks `curriculum:…`, whose levels are those of reasoning-gym (Stojanovski et al. 2025,
     arXiv:2505.24760); the rule for moving is ours.
 
-    Raises:
-        ConfigError: down ≥ up, rollouts below 1, start below 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"level", "levels"})
     up: float = 0.7
     down: float = 0.1
-    rollouts: int = 2
-    start: int = 0
+    rollouts: int = setting(2, COUNT)
+    start: int = setting(0, "at least 0")
 
     def __post_init__(self) -> None:
-        if not self.down < self.up:
-            raise ConfigError(f"MovingLevel.down must be below MovingLevel.up, not {self.down} and {self.up}")
-        if self.rollouts < 1 or self.start < 0:
-            raise ConfigError(
-                f"MovingLevel.rollouts must be at least 1 and MovingLevel.start at least 0, not {self.rollouts} and {self.start}"
-            )
+        super().__post_init__()
+        check_setting(self, "down", self.down < self.up, f"below MovingLevel.up = {self.up}")
 
     @property
     def formula(self) -> str:
@@ -379,10 +334,7 @@ class MovingLevel(Curriculum):
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Update from the rewards of all samples at the current level, filtered or not; a failed reward counts as 0."""
-        level, last = (
-            require_field(batch.level, self, "level"),
-            int(require_field(batch.levels, self, "levels").max()) - 1,
-        )
+        level, last = batch.require("level", self), int(batch.require("levels", self).max()) - 1
         now = min(state["level"], last)
         at_level = (level == now) if batch.demonstration is None else (level == now) & ~batch.demonstration
         if not at_level.any():
@@ -403,24 +355,19 @@ class MovingLevel(Curriculum):
 class FrozenLevelFilter(MovingLevel):
     """A `MovingLevel` under a state."""
 
-    current_level: int = 0
-
-    @property
-    def task_level(self) -> int:  # type: ignore[override]
-        return self.current_level
+    task_level: int = 0
 
     def report(self, batch: Batch) -> Metrics:
         """prompts/level: mean level of the prompts."""
-        level = require_field(batch.level, self, "level").double()
+        level = batch.require("level", self).double()
         return {"prompts/level": Mean(float(level.sum()), float(len(level)))}
 
 
 def _pass_rates(batch: Batch, part: Curriculum) -> dict[int, float]:
     """Return the mean reward of the samples of each example id."""
-    example = require_field(batch.example_id, part, "example_id")
-    is_sampled = (
-        torch.ones_like(batch.reward, dtype=torch.bool) if batch.demonstration is None else ~batch.demonstration
-    )
+    example = batch.require("example_id", part)
+    shown = batch.demonstration
+    is_sampled = torch.ones_like(batch.reward, dtype=torch.bool) if shown is None else ~shown
     ids, index = torch.unique(example[is_sampled], return_inverse=True)
     count = torch.bincount(index, minlength=len(ids))
     rate = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, batch.reward[is_sampled].double()) / count

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Advantage
-from policygrad.core.batch import Batch, require_field
-from policygrad.core.masked import check_positive, check_unit_interval
+from policygrad.core.batch import Batch
 from policygrad.core.metrics import Max, Mean, Metrics, Min
-from policygrad.errors import ConfigError
+from policygrad.core.settings import setting
 
 
 class ValueAdvantage(Advantage):
@@ -37,9 +36,9 @@ class ValueAdvantage(Advantage):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return self.value_fields | {"bootstrap"} if self.bootstrap else self.value_fields
 
-
-def _bootstrap_suffix(bootstrap: bool) -> str:
-    return ",  V(end) = V_φ where truncated" if bootstrap else ""
+    def describe_bootstrap(self) -> str:
+        """Return the suffix of `formula` that tells what follows the last token."""
+        return ",  V(end) = V_φ where truncated" if self.bootstrap else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +60,8 @@ class CompactTokens:
     def of(cls, batch: Batch, part: object, bootstrap: bool = False) -> CompactTokens:
         """Compact a batch. Raises ConfigError if it has no values, or no `bootstrap` although `bootstrap` is set."""
         if bootstrap:
-            require_field(batch.bootstrap, part, "bootstrap")
-        values = masked.apply_mask(require_field(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
+            batch.require("bootstrap", part)
+        values = masked.apply_mask(batch.require("values", part), batch.mask).to(batch.reward.dtype)
         order = torch.sort((~batch.mask).int(), dim=1, stable=True).indices
         mask = batch.mask.gather(1, order)
         last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
@@ -74,6 +73,10 @@ class CompactTokens:
         if batch.bootstrap is not None:
             after = torch.where(last, batch.bootstrap[:, None].to(value.dtype), after)
         return cls(reward, value, after, mask, order)
+
+    def delta(self, gamma: float | Tensor) -> Tensor:
+        """Compute δ_t = r_t + γV_{t'} − V_t, [B, N]; γ is a number or [B, N]."""
+        return masked.apply_mask(self.reward + gamma * self.next_value - self.value, self.mask)
 
     def scatter_back(self, x: Tensor) -> Tensor:
         """Move columns back to their positions [B, T]; 0 elsewhere."""
@@ -87,29 +90,23 @@ class NStep(ValueAdvantage):
     Source: Mnih et al. 2016 (A3C), sec. 4, where k counts the steps after the first: n = k + 1.
     """
 
-    n: int = 5
-    gamma: float = 1.0
+    n: int = setting(5, "at least 0", hint="0 is Monte Carlo, the sum of all rewards to the end")
+    gamma: float = setting(1.0, "in [0, 1]")
     bootstrap: bool = False
     """Continue a truncated completion with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma)
-        if self.n < 0:
-            raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
 
     @property
     def formula(self) -> str:
         if self.n == 0:
-            return "Σ_k γ^k r_{t+k} − V_t" + _bootstrap_suffix(self.bootstrap)
+            return "Σ_k γ^k r_{t+k} − V_t" + self.describe_bootstrap()
         sums = f"Σ_{{k<{self.n}}} γ^k r_{{t+k}} + γ^{self.n} V_{{t+{self.n}}} − V_t,  γ = {self.gamma:g}"
-        return sums + _bootstrap_suffix(self.bootstrap)
+        return sums + self.describe_bootstrap()
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self, self.bootstrap)
-        width = p.mask.shape[1]
+        width, delta = p.mask.shape[1], p.delta(self.gamma)
         if self.n == 0 or self.n >= width:
-            return p.scatter_back(masked.reverse_recursion(_delta(p, self.gamma), p.mask, self.gamma))
-        delta = _delta(p, self.gamma)
+            return p.scatter_back(masked.reverse_recursion(delta, p.mask, self.gamma))
         padded = torch.cat([delta, delta.new_zeros(len(delta), self.n)], 1)
         total = torch.zeros_like(delta)
         for k in range(self.n):  # intermediate values cancel: Σ_{k<n} γ^k δ_{t+k} is the n-step advantage
@@ -117,30 +114,23 @@ class NStep(ValueAdvantage):
         return p.scatter_back(total)
 
 
-def _delta(p: CompactTokens, gamma: float) -> Tensor:
-    return masked.apply_mask(p.reward + gamma * p.next_value - p.value, p.mask)
-
-
 @dataclass(frozen=True)
 class GAE(ValueAdvantage):
     """A_t = Σ_l (γλ)^l δ_{t+l}: the geometric mixture of n-step advantages. Source: Schulman et al. 2016, eq. 16."""
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = setting(1.0, "in [0, 1]")
+    lam: float = setting(0.95, "in [0, 1]")
     bootstrap: bool = False
     """Continue a truncated completion with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma, lam=self.lam)
 
     @property
     def formula(self) -> str:
         delta = f"δ_t = r_t + {self.gamma:g}·V_{{t+1}} − V_t"
-        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  {delta}" + _bootstrap_suffix(self.bootstrap)
+        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  {delta}{self.describe_bootstrap()}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self, self.bootstrap)
-        return p.scatter_back(masked.reverse_recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam))
+        return p.scatter_back(masked.reverse_recursion(p.delta(self.gamma), p.mask, self.gamma * self.lam))
 
 
 @dataclass(frozen=True)
@@ -150,20 +140,15 @@ class LengthAdaptiveGAE(ValueAdvantage):
     λ is 0 up to l = 1/α tokens (20 at α = 0.05), so short completions need a larger α.
     """
 
-    alpha: float = 0.05
-    gamma: float = 1.0
+    alpha: float = setting(0.05, "above 0 and finite")
+    gamma: float = setting(1.0, "in [0, 1]")
     bootstrap: bool = False
     """Continue a truncated completion with the critic's value of its last state."""
 
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma)
-        check_positive(self, alpha=self.alpha)
-
     @property
     def formula(self) -> str:
-        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  λ = max(0, 1 − 1/({self.alpha:g}·|o|))" + _bootstrap_suffix(
-            self.bootstrap
-        )
+        lam = f"λ = max(0, 1 − 1/({self.alpha:g}·|o|))"
+        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  {lam}{self.describe_bootstrap()}"
 
     def lam(self, batch: Batch) -> Tensor:
         """λ [B]."""
@@ -175,12 +160,12 @@ class LengthAdaptiveGAE(ValueAdvantage):
         lam = self.lam(batch)[batch.mask.any(1)].double()
         if not len(lam):
             return {}
-        ends: Metrics = {"lambda/min": Min(lam.min()), "lambda/max": Max(lam.max())}
-        return ends | {"lambda/mean": Mean(lam.sum(), float(len(lam)))}
+        mean = Mean(lam.sum(), float(len(lam)))
+        return {"lambda/min": Min(lam.min()), "lambda/max": Max(lam.max()), "lambda/mean": mean}
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self, self.bootstrap)
-        return p.scatter_back(masked.reverse_recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam(batch)))
+        return p.scatter_back(masked.reverse_recursion(p.delta(self.gamma), p.mask, self.gamma * self.lam(batch)))
 
 
 @dataclass(frozen=True)
@@ -190,11 +175,9 @@ class Whiten(Advantage):
     Source: Huang et al. 2022 (PPO details), whitening of advantages; verl's `masked_whiten`, eps under the root.
     """
 
-    eps: float = 1e-8
+    eps: float = setting(1e-8, "at least 0 and finite")
 
-    @property
-    def formula(self) -> str:
-        return ";  whitened over the rollout"
+    formula = ";  whitened over the rollout"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         centred = psi - masked.mean(psi, batch.mask)

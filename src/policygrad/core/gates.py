@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Gate
-from policygrad.core.batch import Batch, Forward, require_field
-from policygrad.core.masked import check_non_negative, check_positive
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.ratios import (
     SELECTED,
     bounded_exp,
-    check_fraction,
     covariance,
     require_policy_output,
-    selected_tokens,
 )
+from policygrad.core.settings import check_setting, choice, setting
 from policygrad.core.terms import demonstration_mask, log_ratio
 from policygrad.errors import ConfigError
 
@@ -35,9 +33,7 @@ class OnPolicy(Gate):
 
     on_policy: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "1"
+    formula = "1"
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return torch.ones_like(ratio)
@@ -50,9 +46,7 @@ class OnPolicy(Gate):
 class Importance(Gate):
     """w = r: the surrogate r·Ψ. Source: Schulman et al. 2015 (TRPO), eq. 14."""
 
-    @property
-    def formula(self) -> str:
-        return "r"
+    formula = "r"
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return ratio
@@ -68,18 +62,14 @@ class Clip(Gate):
     Source: Schulman et al. 2017 (PPO), eq. 7; `high` > `low` is clip-higher, Yu et al. 2025 (DAPO), eq. 10.
     """
 
-    low: float = 0.2
-    high: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_non_negative(self, low=self.low, high=self.high)
+    low: float = setting(0.2, "at least 0")
+    high: float = setting(0.2, "at least 0")
 
     @property
     def formula(self) -> str:
         return f"r, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the clipped tokens as (below, above), both [B, T] bool."""
         return (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -94,12 +84,7 @@ class Clip(Gate):
 class DualClip(Clip):
     """Clip, with w = 0 also where Ψ < 0 and r > c: there the value is max(min(rΨ, clip(r)Ψ), cΨ). Source: Ye et al. 2020, eq. 5."""
 
-    c: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.c > 1:
-            raise ConfigError(f"DualClip.c must be greater than 1, not {self.c}: it bounds r from above where Ψ < 0")
+    c: float = setting(3.0, "greater than 1", hint="it bounds r from above where Ψ < 0")
 
     @property
     def formula(self) -> str:
@@ -136,7 +121,7 @@ class ClippedImportance(Gate):
         return f"clip(r, {self.low:g}, {self.high:g})"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the capped tokens as (below, above), both [B, T] bool. They keep a gradient, weighted by the bound."""
+        """Return the capped tokens, which keep a gradient that the bound weights."""
         return (psi != 0) & (ratio < self.low), (psi != 0) & (ratio > self.high)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -153,11 +138,8 @@ class SigmoidGate(Gate):
     Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
     """
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        check_positive(self, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
+    tau_pos: float = setting(1.0, "above 0 and finite")
+    tau_neg: float = setting(1.05, "above 0 and finite")
 
     @property
     def formula(self) -> str:
@@ -179,22 +161,15 @@ class SigmoidGate(Gate):
 
 
 @dataclass(frozen=True)
-class UnitWeight(Gate):
+class UnitWeight(OnPolicy):
     """w = 1 for every ratio: the Ψ-weighted likelihood of samples from any policy; on-policy it is REINFORCE.
 
     Unlike `OnPolicy`, it is meant for several updates per rollout and for stale samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is the gradient of
     its own objective, not an estimate of ∇E_{o∼π_θ}[Ψ]. Source: Arnal et al. 2025 (AsymRE), arXiv:2506.20520.
     """
 
-    @property
-    def formula(self) -> str:
-        return "1, whatever r"
-
-    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return torch.ones_like(ratio)
-
-    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return psi * (1 + ratio.log())
+    on_policy: ClassVar[bool] = False
+    formula = "1, whatever r"
 
 
 @dataclass(frozen=True)
@@ -205,19 +180,16 @@ class TaperedImportance(Gate):
     Published with the ratio of full completions (`SequenceProduct`). Source: Le Roux et al. 2025 (TOPR), arXiv:2503.14286, eq. 8.
     """
 
-    @property
-    def formula(self) -> str:
-        return "1 where Ψ≥0, min(r, 1) where Ψ<0"
+    formula = "1 where Ψ≥0, min(r, 1) where Ψ<0"
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return torch.where(psi < 0, ratio.clamp(max=1), torch.ones_like(ratio))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        tapered = (psi < 0) & (ratio <= 1)
-        return torch.where(tapered, ratio, 1 + ratio.log()) * psi
+        return torch.where((psi < 0) & (ratio <= 1), ratio, 1 + ratio.log()) * psi
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the capped tokens as (below, above), both [B, T] bool. They keep a gradient of weight 1."""
+        """Return the capped tokens, which keep a gradient of weight 1."""
         return torch.zeros_like(psi, dtype=torch.bool), (psi < 0) & (ratio > 1)
 
 
@@ -233,14 +205,9 @@ class PolicyShaping(Clip):
     Source: Yan et al. 2025 (LUFFY), arXiv:2504.14945, policy shaping.
     """
 
-    gamma: float = 0.1
+    gamma: float = setting(0.1, "greater than 0", hint="at 0, f is 1 for all x")
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration", "logp_old", "logp_sampler"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.gamma > 0:
-            raise ConfigError(f"PolicyShaping.gamma must be greater than 0, not {self.gamma}: at 0, f is 1 for all x")
 
     @property
     def formula(self) -> str:
@@ -248,8 +215,8 @@ class PolicyShaping(Clip):
 
     def _logit(self, ratio: Tensor, batch: Batch) -> Tensor:
         """log(x/γ); its logistic function is f(x)."""
-        old = masked.apply_mask(require_field(batch.logp_old, self, "logp_old"), batch.mask)
-        author = masked.apply_mask(require_field(batch.logp_sampler, self, "logp_sampler"), batch.mask)
+        old = masked.apply_mask(batch.require("logp_old", self), batch.mask)
+        author = masked.apply_mask(batch.require("logp_sampler", self), batch.mask)
         return ratio.log() + (old - author) - math.log(self.gamma)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -266,14 +233,13 @@ class PolicyShaping(Clip):
         return torch.where(where, torch.sigmoid(self._logit(ratio, batch)) * psi, clipped)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the clipped tokens among the sampled ones, as (below, above)."""
-        below, above = super().clipped(ratio, psi, batch)
-        return below & ~demonstration_mask(batch, self), above & ~demonstration_mask(batch, self)
+        """Return the clipped tokens among the sampled ones."""
+        (below, above), sampled = super().clipped(ratio, psi, batch), ~demonstration_mask(batch, self)
+        return below & sampled, above & sampled
 
 
 # Gates that bound the policy's change by another measure than a token's ratio: its divergence, its log, a completion's mean.
 
-Divergence = Literal["tv", "kl"]
 _EPS = 1e-8
 """Added to 1 − π in the binary KL, as in the authors' code: 1 − π is 0 for a certain token."""
 
@@ -288,12 +254,9 @@ class GeometricMean(Gate):
     Source: Zhao et al. 2025 (GMPO), sec. 3 and 4.
     """
 
-    low: float = 0.4
-    high: float = 0.4
+    low: float = setting(0.4, "above 0 and finite")
+    high: float = setting(0.4, "above 0 and finite")
     requires_token_ratio: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_positive(self, low=self.low, high=self.high)
 
     @property
     def formula(self) -> str:
@@ -301,7 +264,6 @@ class GeometricMean(Gate):
         return f"exp(mean_t ℓ_t), ℓ_t = log r_t clipped at {bounds}"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the clipped tokens as (below, above), both [B, T] bool."""
         change = ratio.log()
         return (psi < 0) & (change < -self.low), (psi > 0) & (change > self.high)
 
@@ -329,21 +291,15 @@ class DivergenceClip(Gate):
     on the ratio does the opposite. Source: Qi et al. 2026 (DPPO), eq. 13 and 14.
     """
 
-    measure: Divergence = "tv"
-    delta: float = 0.15
+    measure: Literal["tv", "kl"] = choice(tv="|π_θ − π_old|", kl="binary, in nats")
+    delta: float = setting(0.15, "above 0 and finite")
     """For the total variation; the authors use 0.05 for the binary KL."""
     requires_token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.measure not in get_args(Divergence):
-            raise ConfigError(
-                f"DivergenceClip.measure must be 'tv' (|π_θ − π_old|) or 'kl' (binary, in nats), not {self.measure!r}"
-            )
-        check_positive(self, delta=self.delta)
-        if self.measure == "tv" and self.delta >= 1:
-            raise ConfigError(
-                f"DivergenceClip.delta must be below 1 for 'tv', not {self.delta}: a total variation is at most 1"
-            )
+        super().__post_init__()
+        possible = self.measure != "tv" or self.delta < 1
+        check_setting(self, "delta", possible, "below 1 for 'tv'", "a total variation is at most 1")
 
     @property
     def formula(self) -> str:
@@ -362,7 +318,6 @@ class DivergenceClip(Gate):
         return q * (old - now) + (1 - q) * ((1 - q + _EPS) / (1 - p + _EPS)).log()
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the clipped tokens as (below, above), both [B, T] bool."""
         far = self.divergence(ratio, batch) > self.delta
         return far & (psi < 0) & (ratio < 1), far & (psi > 0) & (ratio > 1)
 
@@ -384,13 +339,10 @@ class GammaKernel(Gate):
     Source: Shen et al. 2026 (VESPO), sec. 3.4.
     """
 
-    k_pos: float = 2.0
-    lambda_pos: float = 3.0
-    k_neg: float = 3.0
-    lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_positive(self, k_pos=self.k_pos, lambda_pos=self.lambda_pos, k_neg=self.k_neg, lambda_neg=self.lambda_neg)
+    k_pos: float = setting(2.0, "above 0 and finite")
+    lambda_pos: float = setting(3.0, "above 0 and finite")
+    k_neg: float = setting(3.0, "above 0 and finite")
+    lambda_neg: float = setting(2.0, "above 0 and finite")
 
     @property
     def formula(self) -> str:
@@ -417,20 +369,14 @@ class LogClip(Gate):
     The value is min(Ψ·log r, Ψ·clip(log r, log(1 − low), log(1 + high))) + Ψ. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
     """
 
-    low: float = 0.2
-    high: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_positive(self, low=self.low, high=self.high)
-        if self.low >= 1:
-            raise ConfigError(f"LogClip.low must be below 1, not {self.low}: log(1 − low) is the lower bound of log r")
+    low: float = setting(0.2, "below 1 and above 0", hint="log(1 − low) is the lower bound of log r")
+    high: float = setting(0.2, "above 0 and finite")
 
     @property
     def formula(self) -> str:
         return f"1, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the clipped tokens as (below, above), both [B, T] bool."""
         return (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -439,8 +385,7 @@ class LogClip(Gate):
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         change = ratio.log()
-        bounded = change.clamp(math.log1p(-self.low), math.log1p(self.high))
-        return torch.minimum(psi * change, psi * bounded) + psi
+        return torch.minimum(psi * change, psi * change.clamp(math.log1p(-self.low), math.log1p(self.high))) + psi
 
 
 # Gates that drop some of an update's tokens, chosen among all of them (`select_tokens`).
@@ -454,15 +399,11 @@ class SecondMomentFilter(Gate):
     furthest first. Nothing else is clipped. Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, algorithm 1.
     """
 
-    threshold: float = 0.04
+    threshold: float = setting(0.04, "at least 0 and finite")
     """τ, nats²."""
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold < math.inf:
-            raise ConfigError(f"SecondMomentFilter.threshold must be at least 0 nats² and finite, not {self.threshold}")
 
     @property
     def formula(self) -> str:
@@ -481,12 +422,11 @@ class SecondMomentFilter(Gate):
         return pushed & (square >= beyond[0]) if len(beyond) else torch.zeros_like(pushed)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the dropped tokens below and above r = 1, both [B, T] bool."""
-        cut = selected_tokens(batch, self)
+        cut = batch.require("selected", self)
         return cut & (psi < 0), cut & (psi > 0)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.apply_mask(ratio, ~selected_tokens(batch, self))
+        return masked.apply_mask(ratio, ~batch.require("selected", self))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return self.weight(ratio, psi, batch) * psi
@@ -501,10 +441,10 @@ class ClipCov(Gate):
     Source: Cui et al. 2025 (Clip-Cov), arXiv:2505.22617, sec. 4.
     """
 
-    low: float = 1.0
+    low: float = setting(1.0, "at least 0")
     """As published, the ratio is not clipped from below: 1 − low = 0."""
-    high: float = 1.0
-    fraction: float = 2e-4
+    high: float = setting(1.0, "at least 0")
+    fraction: float = setting(2e-4, "above 0 and at most 1")
     """Fraction of all tokens of the update; at least one token, if the band is not empty."""
     cov_low: float = 1.0
     cov_high: float = 5.0
@@ -513,10 +453,8 @@ class ClipCov(Gate):
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
 
     def __post_init__(self) -> None:
-        Clip(self.low, self.high)
-        check_fraction(self, self.fraction)
-        if not self.cov_low < self.cov_high:
-            raise ConfigError(f"ClipCov.cov_low must be below ClipCov.cov_high, not {self.cov_low} and {self.cov_high}")
+        super().__post_init__()
+        check_setting(self, "cov_low", self.cov_low < self.cov_high, f"below ClipCov.cov_high = {self.cov_high}")
 
     @property
     def formula(self) -> str:
@@ -540,13 +478,12 @@ class ClipCov(Gate):
         return band & torch.isin(cov, sampled)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the tokens clipped by the ratio or dropped, by the sign of Ψ, as (below, above)."""
         below, above = self._clip.clipped(ratio, psi, batch)
-        cut = selected_tokens(batch, self)
+        cut = batch.require("selected", self)
         return below | (cut & (psi < 0)), above | (cut & (psi > 0))
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.apply_mask(self._clip.weight(ratio, psi, batch), ~selected_tokens(batch, self))
+        return masked.apply_mask(self._clip.weight(ratio, psi, batch), ~batch.require("selected", self))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.apply_mask(self._clip.value(ratio, psi, batch), ~selected_tokens(batch, self))
+        return masked.apply_mask(self._clip.value(ratio, psi, batch), ~batch.require("selected", self))

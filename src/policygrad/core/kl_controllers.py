@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from policygrad.core.base import Part, State
 from policygrad.core.batch import Batch
@@ -17,6 +17,7 @@ from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
+from policygrad.core.settings import check_setting
 
 Rule = Literal["proportional", "doubling"]
 BAND = 1.5
@@ -31,6 +32,29 @@ class AdaptiveBeta(Part):
     beta: float
     target: float | None
     rule: Rule | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        check_setting(self, "rule", self.rule in (None, *get_args(Rule)), f"one of {', '.join(get_args(Rule))}")
+        if self.target is None and self.rule is not None:
+            raise ConfigError(
+                f"{name}.rule needs a target to adapt beta to: set target (nats per token), or leave rule unset"
+            )
+        if self.target is not None and self.beta == 0:
+            raise ConfigError(
+                f"{name}.beta is 0 and would stay 0, since both rules multiply it: start from a small beta, or unset target"
+            )
+
+    def describe_target(self) -> str:
+        """Return the suffix of `formula` that describes an adaptive β."""
+        return "" if self.target is None else f",  β adapted to a KL of {self.target:g}"
+
+    def adapt(self, beta: float, kl: float, default: Rule) -> State:
+        """Return the state with the next β, by the part's rule or else `default`; without a target β stays."""
+        if self.target is None:
+            return {"beta": beta}
+        return {"beta": min(max(_RULES[self.rule or default](beta, kl, self.target), MIN_BETA), MAX_BETA)}
 
     def init_state(self) -> State | None:
         return None if self.target is None else {"beta": self.beta}
@@ -58,36 +82,17 @@ def within_band(kl: float, target: float) -> bool:
 _RULES = {"proportional": adapt_proportionally, "doubling": adapt_by_doubling}
 
 
-def adapt_beta(part: AdaptiveBeta, beta: float, kl: float, default: Rule) -> State:
-    """Return the state with the next β, by the part's rule or else `default`; without a target β stays."""
-    if part.target is None:
-        return {"beta": beta}
-    return {"beta": min(max(_RULES[part.rule or default](beta, kl, part.target), MIN_BETA), MAX_BETA)}
+class PenaltyOnOld(AdaptiveBeta):
+    """Base of penalties on KL(π_old‖π_θ) whose β adapts to the KL after the last update (`kl_old/last`)."""
 
+    constrained_kl: ClassVar[str | None] = "kl_old"
 
-def check_beta(part: AdaptiveBeta) -> None:
-    """Raise ConfigError for an invalid β, target or rule."""
-    name = type(part).__name__
-    if not part.beta >= 0:
-        raise ConfigError(f"{name}.beta must be at least 0, not {part.beta}")
-    if part.rule is not None and part.rule not in get_args(Rule):
-        raise ConfigError(f"{name}.rule must be one of {', '.join(get_args(Rule))}, not {part.rule!r}")
-    if part.target is None:
-        if part.rule is not None:
-            raise ConfigError(
-                f"{name}.rule needs a target to adapt beta to: set target (nats per token), or leave rule unset"
-            )
-    elif not part.target > 0:
-        raise ConfigError(f"{name}.target must be above 0 nats per token, or none, not {part.target}")
-    elif part.beta == 0:
-        raise ConfigError(
-            f"{name}.beta is 0 and would stay 0, since both rules multiply it: start from a small beta, or unset target"
-        )
-
-
-def describe_target(part: AdaptiveBeta) -> str:
-    """Return the suffix of `formula` that describes an adaptive β."""
-    return "" if part.target is None else f",  β adapted to a KL of {part.target:g}"
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """Adapt β, starting from that of the rollout's last round if the update rule reports one."""
+        if "kl_old/last" not in metrics:
+            return state
+        used = metrics.get(f"{beta_metric_name(self)}/last")
+        return self.adapt(state["beta"] if used is None else used.value, metrics["kl_old/last"].value, "doubling")
 
 
 def beta_metric_name(part: object) -> str:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
-
-from policygrad.errors import ConfigError
 
 
 def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
@@ -98,11 +93,6 @@ class Groups:
         """Counted completions of the group, [B] int64."""
         return self.sum(self.keep)
 
-    @property
-    def num_nonempty(self) -> int:
-        """Number of groups with at least one counted completion."""
-        return int(self.index[self.keep].unique().numel())
-
     def mean(self, x: Tensor) -> Tensor:
         """Mean over the group; 0 for a group without counted completions."""
         return self.sum(x) / self.size.clamp(min=1)
@@ -118,39 +108,4 @@ class Groups:
 
     def is_constant(self, x: Tensor) -> Tensor:
         """Check that max = min over the group's counted completions, [B] bool."""
-        low = x.new_full((self.n,), torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amin")
-        high = x.new_full((self.n,), -torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amax")
-        return (low >= high)[self.index]
-
-
-# Range checks of a part's fields. Each message names the part, the field, the range and the value.
-
-MAX_REPEATS = 10**6
-"""Maximum epochs, minibatches or rounds per rollout: far above any sensible value."""
-
-
-def check_non_negative(part: object, **values: float) -> None:
-    """Raise ConfigError for a field that is below 0 or NaN. Infinity is allowed, as 'no bound'."""
-    _check_range(part, values, lambda x: x >= 0, "at least 0")
-
-
-def check_positive(part: object, **values: float) -> None:
-    """Raise ConfigError for a field that is not above 0 or not finite."""
-    _check_range(part, values, lambda x: 0 < x < math.inf, "above 0 and finite")
-
-
-def check_unit_interval(part: object, **values: float) -> None:
-    """Raise ConfigError for a field outside [0, 1]."""
-    _check_range(part, values, lambda x: 0 <= x <= 1, "in [0, 1]")
-
-
-def check_count(part: object, **values: int) -> None:
-    """Raise ConfigError for a number of repetitions below 1 or above `MAX_REPEATS`."""
-    _check_range(part, values, lambda x: x >= 1, "at least 1")
-    _check_range(part, values, lambda x: x <= MAX_REPEATS, f"at most {MAX_REPEATS:,}")
-
-
-def _check_range(part: object, values: Mapping[str, float], holds: Callable[[float], bool], requirement: str) -> None:
-    for name, value in values.items():
-        if not holds(value):
-            raise ConfigError(f"{type(part).__name__}.{name} must be {requirement}, not {value}")
+        return -self.max(-x) >= self.max(x)

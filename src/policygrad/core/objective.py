@@ -9,7 +9,7 @@ shards simply add up.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,19 +63,16 @@ def with_selected_tokens(out: Forward | None, batch: Batch, psi: Tensor, algorit
     part = algorithm.token_selector
     if part is None or batch.selected is not None:
         return batch
-    current = None
-    if out is not None:
-        entropy, values, kl_old = (None if x is None else x.detach() for x in (out.entropy, out.values, out.kl_old))
-        current = Forward(out.logp.detach(), entropy, values, kl_old)
+    current = None if out is None else Forward(**{name: x.detach() for name, x in out.tensors().items()})
     selected = part.select_tokens(current, batch, masked.apply_mask(psi, batch.mask))
     return replace(batch, selected=check_per_token(selected, part, batch.mask, "select_tokens") & batch.mask)
 
 
 def _check_and_mask(psi: Tensor, out: Forward, batch: Batch) -> Tensor:
     """Check the shapes of Ψ and `out`, which could otherwise broadcast silently (Ψ [B] where B = T), and mask Ψ."""
-    for name, value in (("psi", psi), *((f"out.{f.name}", getattr(out, f.name)) for f in fields(Forward))):
-        if value is not None:
-            _check_shape(name, value, batch)
+    _check_shape("psi", psi, batch)
+    for name, value in out.tensors().items():
+        _check_shape(f"out.{name}", value, batch)
     return masked.apply_mask(psi, batch.mask)
 
 
@@ -93,37 +90,35 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
 def _prepare_update(
     out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, coef: Tensor | Coefficients | None
 ) -> tuple[Batch, Coefficients]:
-    """Return the batch with its selected tokens, and its coefficients; a share of an update comes with both."""
+    """Return the batch with its selected tokens, and its coefficients, one tensor for the policy and one per term.
+
+    A share of an update comes with both; its `coef` can be a single tensor if no term has an aggregation.
+    """
     if coef is None:
         batch = with_selected_tokens(out, batch, psi, algorithm)
-    elif algorithm.token_selector is not None and batch.selected is None:
+        return batch, algorithm.all_coefficients(batch)
+    if algorithm.token_selector is not None and batch.selected is None:
         raise ConfigError(
             f"{type(algorithm.token_selector).__name__} selects among all tokens of an update, and this share of one (`coef` is "
             "given) has no Batch.selected: take the share of `policygrad.core.objective.with_selected_tokens` of the full update"
         )
-    return batch, _coefficients(batch, algorithm, coef)
-
-
-def _coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coefficients | None) -> Coefficients:
-    """Return one tensor for the policy and one per term; a single `coef` is used for all if no term has an aggregation."""
-    if coef is None:
-        return algorithm.all_coefficients(batch)
-    for i, c in enumerate(coef if isinstance(coef, tuple) else (coef,)):
-        _check_shape(f"coef[{i}]" if isinstance(coef, tuple) else "coef", c, batch)
     if isinstance(coef, tuple):
+        for i, c in enumerate(coef):
+            _check_shape(f"coef[{i}]", c, batch)
         if len(coef) != 1 + len(algorithm.terms):
             raise ConfigError(
                 f"coef holds {len(coef)} tensors; {algorithm.name} needs {1 + len(algorithm.terms)}, the policy's and one per "
                 "term: pass this share's part of `algorithm.all_coefficients(step)`"
             )
-        return coef
+        return batch, coef
+    _check_shape("coef", coef, batch)
     other_aggregations = [type(term).__name__ for term in algorithm.terms if term.aggregation is not None]
     if other_aggregations:
         raise ConfigError(
             f"{', '.join(other_aggregations)} aggregates differently from the policy term: pass this share's part of "
             "`algorithm.all_coefficients(step)`, a tuple, as `coef`"
         )
-    return (coef,) * (1 + len(algorithm.terms))
+    return batch, (coef,) * (1 + len(algorithm.terms))
 
 
 def surrogate(
@@ -187,29 +182,23 @@ def find_nonfinite_factors(
     """
     psi = _check_and_mask(psi, out, batch)
     weight, ratio = gate_weight(out, batch, psi, algorithm)
-    outputs = [x for f in fields(Forward) if (x := getattr(out, f.name)) is not None]
-    factors = {"logp": outputs, "psi": [psi], "ratio": [ratio], "gate": [weight], "aggregation": [coef[0]]}
+    outputs = out.tensors()
+    factors = {"logp": [*outputs.values()], "psi": [psi], "ratio": [ratio], "gate": [weight], "aggregation": [coef[0]]}
     for i, correction in enumerate(algorithm.corrections):
         factors[f"corrections.{i}"] = [correction(batch, psi)]
     for i, (term, c) in enumerate(zip(algorithm.terms, coef[1:], strict=True)):
-        factors[f"terms.{i}"] = [c, *_gradient_of(term, out, batch, psi)]
+        if not isinstance(term, LossTerm):
+            factors[f"terms.{i}"] = [c, _score(term, out, batch, psi)]
+            continue
+        with torch.enable_grad():  # a finite objective can have a gradient that is not
+            leaves = {name: x.detach().clone().requires_grad_() for name, x in outputs.items()}
+            value = _term_value(term, Forward(**leaves), batch, psi)
+            gradients: tuple[Tensor | None, ...] = ()
+            if value.requires_grad:
+                total = masked.apply_mask(value, batch.mask).sum()
+                gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        factors[f"terms.{i}"] = [c, value, *(x for x in gradients if x is not None)]
     return {key: Max(float(not all(is_finite(x, batch.mask) for x in values))) for key, values in factors.items()}
-
-
-def _gradient_of(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor) -> list[Tensor]:
-    """Return a term's score; for a loss term its objective and its gradient in each output, which can be NaN by itself."""
-    if not isinstance(term, LossTerm):
-        return [_score(term, out, batch, psi)]
-    with torch.enable_grad():
-        outputs = {f.name: x for f in fields(Forward) if (x := getattr(out, f.name)) is not None}
-        leaves = {name: x.detach().clone().requires_grad_() for name, x in outputs.items()}
-        value = _term_value(term, Forward(**leaves), batch, psi)
-        if not value.requires_grad:
-            return [value]
-        gradients = torch.autograd.grad(
-            masked.apply_mask(value, batch.mask).sum(), list(leaves.values()), allow_unused=True
-        )
-    return [value, *(x for x in gradients if x is not None)]
 
 
 @torch.no_grad()
@@ -254,6 +243,3 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
         metrics["mismatch/logp_mean"] = masked_mean(gap.abs(), policy_tokens)
         metrics["mismatch/ess"] = effective_size(bounded_exp(gap), policy_tokens)
     return metrics
-
-
-__all__ = ["find_nonfinite_factors", "gate_weight", "measure_forward", "objective", "surrogate", "with_selected_tokens"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from policygrad.core import masked
+from policygrad.core.base import Part
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 from policygrad.errors import ConfigError
 
@@ -70,15 +69,15 @@ def is_finite(value: Tensor, mask: Tensor) -> bool:
     return bool(masked.apply_mask(value, mask).isfinite().all())
 
 
-def explain_nonfinite(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:
+def explain_nonfinite(part: Part, place: str, batch: Batch, *more_reads: str) -> str:
     """Describe why a part returned NaN or infinity: the batch field that contained it, if any.
 
     Args:
         place: the algorithm's field that holds the part.
-        reads: names of the `Batch` fields that the part may have read.
+        more_reads: names of `Batch` fields that the part may have read beside its `needs`.
     """
     message = f"{type(part).__name__} in {place} returned NaN or infinite numbers"
-    for name in sorted(set(reads)):
+    for name in sorted(part.needs.union(more_reads)):
         value = getattr(batch, name)
         if value is None or not value.is_floating_point():
             continue

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Advantage
-from policygrad.core.batch import Batch, require_field
+from policygrad.core.batch import Batch
 from policygrad.core.gae import CompactTokens
 from policygrad.core.masked import Groups
+from policygrad.core.settings import setting
 from policygrad.errors import ConfigError
 
 
@@ -33,20 +34,14 @@ class ProcessReward(Advantage):
             ends, which no step would include.
     """
 
-    eps: float = 1e-4
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0 and finite")
+    ddof: int = setting(1, "0 or 1")
     outcome: bool = True
     """Add the completion's reward to the last step's.
     False: process supervision alone, as published; the outcome does not enter Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ConfigError(f"ProcessReward.eps must be at least 0, not {self.eps}")
-        if self.ddof not in (0, 1):
-            raise ConfigError(f"ProcessReward.ddof must be 0 or 1, not {self.ddof}")
 
     @property
     def formula(self) -> str:
@@ -56,8 +51,8 @@ class ProcessReward(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         # Step ends of counted completions and their rewards, both [B, T].
         counts = (batch.counted & batch.mask.any(1))[:, None]
-        end = require_field(batch.step_end, self, "step_end") & batch.mask & counts
-        reward = masked.apply_mask(require_field(batch.token_reward, self, "token_reward"), batch.mask & counts)
+        end = batch.require("step_end", self) & batch.mask & counts
+        reward = masked.apply_mask(batch.require("token_reward", self), batch.mask & counts)
         for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
             raise ConfigError(
                 f"ProcessReward: completion {row} has no True in Batch.step_end: mark the end of its last step"
@@ -87,18 +82,12 @@ class PrefixValue(Advantage):
     `Batch.values` holds V(start of the step) at each token of the step. A rollout estimates it as the mean reward of `samples` (K)
     fresh completions of the text so far. Source: Kazemnejad et al. 2024 (VinePPO), sec. 4.
 
-    Raises:
-        ConfigError: a batch without step ends or values.
     """
 
-    samples: int = 9
+    samples: int = setting(9, "at least 1", "completion per step")
     needs: ClassVar[frozenset[str]] = frozenset({"step_end"})
     starts_chain: ClassVar[bool] = True
     samples_values: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"PrefixValue.samples must be at least 1 completion per step, not {self.samples}")
 
     @property
     def formula(self) -> str:
@@ -106,9 +95,9 @@ class PrefixValue(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self)
-        end = (require_field(batch.step_end, self, "step_end") & batch.mask).gather(1, p.order)
+        end = (batch.require("step_end", self) & batch.mask).gather(1, p.order)
         step = end.cumsum(1) - end.long()  # number of steps that ended before this token
-        delta = masked.apply_mask(p.reward + p.next_value - p.value, p.mask)  # within a step the values cancel
+        delta = p.delta(1.0)  # within a step the values cancel
         total = torch.zeros_like(delta).scatter_add(1, step, delta)
         return p.scatter_back(total.gather(1, step))
 
@@ -122,13 +111,9 @@ class ImplicitProcess(Advantage):
     positive mean reward. Source: Cui et al. 2025 (PRIME), eq. 5 and sec. 3.2.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     needs: ClassVar[frozenset[str]] = frozenset({"implicit_reward"})
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"ImplicitProcess.gamma must be in [0, 1], not {self.gamma}")
 
     @property
     def formula(self) -> str:
@@ -136,9 +121,7 @@ class ImplicitProcess(Advantage):
         return f"+ Σ_{{s≥t}} {discount}(r_φ(o_s) − mean_{{j≠i}} r̄_φ(o_j))"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        process = masked.apply_mask(require_field(batch.implicit_reward, self, "implicit_reward"), batch.mask).to(
-            psi.dtype
-        )
+        process = masked.apply_mask(batch.require("implicit_reward", self), batch.mask).to(psi.dtype)
         groups = Groups(batch.group, counts := batch.counted & batch.mask.any(1))
         num_siblings = groups.size - counts.long()
         baseline = groups.sum_excluding_self(process.sum(1) / batch.lengths.clamp(min=1)) / num_siblings.clamp(min=1)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Correction, Ratio
-from policygrad.core.batch import Batch, Forward, require_field
+from policygrad.core.batch import Batch, Forward
+from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
 
 
@@ -38,9 +39,7 @@ def bounded_expm1(x: Tensor) -> Tensor:
 class Token(Ratio):
     """r_t = π_θ(o_t)/π_old(o_t), per token. Source: Schulman et al. 2017 (PPO), eq. 6."""
 
-    @property
-    def formula(self) -> str:
-        return "r_t = π_θ(o_t)/π_old(o_t)"
+    formula = "r_t = π_θ(o_t)/π_old(o_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         return bounded_exp(masked.apply_mask(log_ratio, mask))
@@ -50,9 +49,7 @@ class Token(Ratio):
 class Sequence(Ratio):
     """s_i = exp(mean_t log r_t), the geometric mean, for every token of completion i. Source: Zheng et al. 2025 (GSPO), eq. 7."""
 
-    @property
-    def formula(self) -> str:
-        return "s_i = exp(mean_t log r_t)"
+    formula = "s_i = exp(mean_t log r_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         log_ratio = masked.apply_mask(log_ratio, mask)
@@ -70,9 +67,7 @@ class SequenceProduct(Ratio):
 
     joint: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "Π_t r_t"
+    formula = "Π_t r_t"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         log_ratio = masked.apply_mask(log_ratio, mask)
@@ -87,19 +82,9 @@ SAMPLER_FIELDS = frozenset({"logp_old", "logp_sampler"})
 
 def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
     """Compute ρ = π_old/μ, [B, T]; at level 'sequence' every token has the product over its completion."""
-    old, sampled = (
-        require_field(batch.logp_old, part, "logp_old"),
-        require_field(batch.logp_sampler, part, "logp_sampler"),
-    )
-    gap = masked.apply_mask(
-        old - sampled, batch.policy_tokens
-    )  # ρ = 1 for demonstrations: the sampler did not draw them
+    # ρ is 1 for demonstrations, which the sampler did not generate.
+    gap = masked.apply_mask(batch.require("logp_old", part) - batch.require("logp_sampler", part), batch.policy_tokens)
     return bounded_exp(gap if level == "token" else gap.sum(1, keepdim=True).expand(gap.shape))
-
-
-def _check_level(part: object, level: str) -> None:
-    if level not in ("token", "sequence"):
-        raise ConfigError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
 
 
 @dataclass(frozen=True)
@@ -107,16 +92,9 @@ class TruncatedIS(Correction):
     """× min(ρ, cap): bounded, and biased where it is capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout
     engines)."""
 
-    cap: float = 2.0
-    level: Level = "token"
+    cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree")
+    level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
-
-    def __post_init__(self) -> None:
-        _check_level(self, self.level)
-        if not self.cap >= 1:
-            raise ConfigError(
-                f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where sampler and learner agree"
-            )
 
     @property
     def formula(self) -> str:
@@ -132,11 +110,11 @@ class MaskedIS(Correction):
 
     low: float = 0.5
     high: float = 5.0
-    level: Level = "token"
+    level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
-        _check_level(self, self.level)
+        super().__post_init__()
         if not 0 <= self.low <= 1 <= self.high:
             raise ConfigError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
 
@@ -151,20 +129,9 @@ class MaskedIS(Correction):
 
 # Helpers of the parts that choose among all tokens of an update (`select_tokens`). The choice is made once per update and stored
 # in `Batch.selected`, however the update is split. It depends on values only, not on the order of tokens: equal values are
-# chosen together, except by `exact_top_k_mask`, which takes an exact number.
+# chosen together, except by `KLCov`, which takes an exact number.
 
 SELECTED = frozenset({"selected"})
-
-
-def check_fraction(part: object, fraction: float) -> None:
-    """Raise ConfigError unless 0 < fraction ≤ 1."""
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"{type(part).__name__}.fraction must be above 0 and at most 1, not {fraction}")
-
-
-def selected_tokens(batch: Batch, part: object) -> Tensor:
-    """Return the tokens that `part` selected, [B, T] bool."""
-    return require_field(batch.selected, part, "selected")
 
 
 def require_policy_output(out: Forward | None, part: object, name: str = "logp") -> Tensor:
@@ -176,21 +143,6 @@ def require_policy_output(out: Forward | None, part: object, name: str = "logp")
             f"`surrogate` a policygrad.Forward with {name} (a learner does)"
         )
     return value  # type: ignore[no-any-return]
-
-
-def top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest x on the mask, and any equal to the smallest of them, [B, T] bool."""
-    if not bool(mask.any()):
-        return mask
-    return mask & (x >= x[mask].topk(min(count, int(mask.sum()))).values[-1])
-
-
-def exact_top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Mark exactly `count` of the largest x on the mask (all if there are fewer), the first of equals, [B, T] bool."""
-    order = x[mask].sort(descending=True, stable=True).indices
-    among = torch.zeros_like(x[mask], dtype=torch.bool)
-    among[order[:count]] = True
-    return torch.zeros_like(mask).masked_scatter(mask, among)
 
 
 def covariance(logp: Tensor, psi: Tensor, mask: Tensor) -> Tensor:
@@ -212,16 +164,9 @@ class HighEntropy(Correction):
     the evaluation of the rollout. Source: Wang et al. 2025 (80/20), arXiv:2506.01939, sec. 5.
     """
 
-    fraction: float = 0.2
-    of: Literal["current", "old"] = "current"
+    fraction: float = setting(0.2, "above 0 and at most 1")
+    of: Literal["current", "old"] = choice(current="π_θ at each update", old="π_old")
     corrects_sampler: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_fraction(self, self.fraction)
-        if self.of not in ("current", "old"):
-            raise ConfigError(
-                f"HighEntropy.of must be 'current' (π_θ at each update) or 'old' (π_old), not {self.of!r}"
-            )
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -237,12 +182,11 @@ class HighEntropy(Correction):
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """Select the tokens at or above the entropy quantile 1 − fraction."""
-        entropy = (
-            require_field(batch.entropy, self, "entropy")
-            if self.of == "old"
-            else require_policy_output(out, self, "entropy")
-        )
-        return top_k_mask(entropy, batch.mask, 1 + int(self.fraction * (int(batch.mask.sum()) - 1)))
+        entropy = batch.require("entropy", self) if self.of == "old" else require_policy_output(out, self, "entropy")
+        sampled = entropy[batch.mask]
+        if not len(sampled):
+            return batch.mask
+        return batch.mask & (entropy >= sampled.topk(1 + int(self.fraction * (len(sampled) - 1))).values[-1])
 
     def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
-        return selected_tokens(batch, self).to(psi.dtype)
+        return batch.require("selected", self).to(psi.dtype)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from policygrad.core import kl_controllers, masked
+from policygrad.core import masked
 from policygrad.core.base import Shaping, State
-from policygrad.core.batch import Batch, require_field
-from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapt_beta
+from policygrad.core.batch import Batch
+from policygrad.core.kl_controllers import AdaptiveBeta, Rule
 from policygrad.core.metrics import Metric
+from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
-
-Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,15 @@ class KLInReward(AdaptiveBeta, Shaping):
             or a rule without a target.
     """
 
-    beta: float = 0.05
+    beta: float = setting(0.05, "at least 0")
     form: str = "k1"
-    target: float | None = None
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of the mean of u (k1, unbiased) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
-    level: Level = "token"
+    level: Literal["token", "sequence"] = choice(
+        token="the KL to go", sequence="the completion's full KL at every token"
+    )
     """token: the KL to go; sequence: the full KL at every token."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
 
@@ -50,26 +50,21 @@ class KLInReward(AdaptiveBeta, Shaping):
                 f"KLInReward takes k1 only, not {self.form!r}: as a reward, k2 and k3 do not give the gradient of the "
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
-        if self.level not in get_args(Level):
-            raise ConfigError(
-                f"KLInReward.level must be 'token' (the KL to go) or 'sequence' (the completion's full KL at every "
-                f"token), not {self.level!r}"
-            )
-        kl_controllers.check_beta(self)
+        super().__post_init__()
 
     @property
     def formula(self) -> str:
         at = "r_t −= {}·(log π_old − log π_ref)" if self.level == "token" else "R −= {}·Σ_t (log π_old − log π_ref)"
-        return at.format(f"{self.beta:g}") + kl_controllers.describe_target(self)
+        return at.format(f"{self.beta:g}") + self.describe_target()
 
     def _u(self, batch: Batch) -> Tensor:
-        return require_field(batch.logp_old, self, "logp_old") - require_field(batch.logp_ref, self, "logp_ref")
+        return batch.require("logp_old", self) - batch.require("logp_ref", self)
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Adapt β to the mean of u over the rollout's sampled tokens."""
         if not batch.mask.any():
             return state
-        return adapt_beta(self, state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
+        return self.adapt(state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
 
     def __call__(self, batch: Batch) -> Batch:
         penalty = masked.apply_mask(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
@@ -88,16 +83,8 @@ class SoftOverlong(Shaping):
     """
 
     length: int | None = None
-    cache: float = 0.2
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:
-            raise ConfigError(
-                f"SoftOverlong.scale must be above 0 and finite, not {self.scale}: remove the part for no penalty"
-            )
-        if not 0 < self.cache <= 1:
-            raise ConfigError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
+    cache: float = setting(0.2, "in (0, 1]")
+    scale: float = setting(1.0, "above 0 and finite", hint="remove the part for no penalty")
 
     @property
     def formula(self) -> str:

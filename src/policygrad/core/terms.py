@@ -10,23 +10,20 @@ from typing import ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from policygrad.core import kl_controllers, masked
+from policygrad.core import masked
 from policygrad.core.aggregation import TokenMean
 from policygrad.core.base import Aggregation, LossTerm, ObjectiveTerm, State, Term
-from policygrad.core.batch import Batch, Forward, require_field
-from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapt_beta
-from policygrad.core.masked import check_unit_interval
+from policygrad.core.batch import Batch, Forward
+from policygrad.core.kl_controllers import AdaptiveBeta, PenaltyOnOld, Rule
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.core.ratios import (
     SELECTED,
     bounded_exp,
     bounded_expm1,
-    check_fraction,
     covariance,
-    exact_top_k_mask,
     require_policy_output,
-    selected_tokens,
 )
+from policygrad.core.settings import check_setting, choice, setting
 from policygrad.errors import ConfigError
 
 KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
@@ -54,9 +51,9 @@ class KLToReference(AdaptiveBeta, Term):
         ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target.
     """
 
-    beta: float = 0.04
+    beta: float = setting(0.04, "at least 0")
     form: KLForm = "k3"
-    target: float | None = None
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of `kl` (r·k3, mean over the updates) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
@@ -69,21 +66,20 @@ class KLToReference(AdaptiveBeta, Term):
                 "KLToReference(form='k1') does nothing: E[∇log π] = 0, so k1 alone in the loss has zero expected gradient. "
                 "Use 'k2', 'k3' or 'r*k1' here, or put k1 in the reward with KLInReward"
             )
-        if self.form not in get_args(KLForm):
-            raise ConfigError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
-        kl_controllers.check_beta(self)
+        check_setting(self, "form", self.form in get_args(KLForm), f"one of {', '.join(get_args(KLForm))}")
+        super().__post_init__()
 
     @property
     def formula(self) -> str:
         d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": "r(u + 1)", "r*k3": "r·u"}[self.form]
-        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{kl_controllers.describe_target(self)}"
+        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{self.describe_target()}"
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Adapt β to the KL that the updates measured (`kl`)."""
-        return adapt_beta(self, state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
+        return self.adapt(state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
 
     def _u_and_r(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        reference = masked.apply_mask(require_field(batch.logp_ref, self, "logp_ref"), batch.mask)
+        reference = masked.apply_mask(batch.require("logp_ref", self), batch.mask)
         u = masked.apply_mask(out.logp.detach(), batch.mask) - reference
         return u, bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
 
@@ -125,31 +121,23 @@ class Entropy(Term):
 
 
 @dataclass(frozen=True)
-class KLToOld(AdaptiveBeta, Term):
+class KLToOld(PenaltyOnOld, Term):
     """−β·KL(π_old‖π_θ) from the sampled tokens: k = β(1 − r), the derivative of −β(r − 1 − log r).
 
     `ExactKLToOld` computes it over the full vocabulary. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
     """
 
-    beta: float = 1.0
-    target: float | None = None
+    beta: float = setting(1.0, "at least 0")
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means doubling."""
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
-    constrained_kl: ClassVar[str | None] = "kl_old"
-
-    def __post_init__(self) -> None:
-        kl_controllers.check_beta(self)
 
     @property
     def formula(self) -> str:
-        return f"{self.beta:g}·(1 − r){kl_controllers.describe_target(self)}"
-
-    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """Adapt β to the KL after the last update (`kl_old/last`)."""
-        return adapt_beta_after_updates(self, state, metrics)
+        return f"{self.beta:g}·(1 − r){self.describe_target()}"
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * bounded_expm1(log_ratio(out.logp, batch.logp_old, batch.mask))
@@ -157,15 +145,6 @@ class KLToOld(AdaptiveBeta, Term):
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
         return -self.beta * (bounded_expm1(change) - change)
-
-
-def adapt_beta_after_updates(part: AdaptiveBeta, state: State, metrics: Mapping[str, Metric]) -> State:
-    """Adapt the β of a penalty on KL(π_old‖π_θ) to the KL after the last update. Starts from the β of the rollout's last round,
-    if the update rule reports one."""
-    if "kl_old/last" not in metrics:
-        return state
-    used = metrics.get(f"{kl_controllers.beta_metric_name(part)}/last")
-    return adapt_beta(part, state["beta"] if used is None else used.value, metrics["kl_old/last"].value, "doubling")
 
 
 @dataclass(frozen=True)
@@ -198,16 +177,6 @@ class PositiveNLL(Term):
 # gradient is that of each visited state's distribution, for fixed visits.
 
 
-def require_output(value: Tensor | None, part: object, name: str) -> Tensor:
-    """Return the field `name` of a forward pass, or raise ConfigError naming the part that needs it."""
-    if value is None:
-        raise ConfigError(
-            f"{type(part).__name__} needs Forward.{name}, which is None: give `surrogate` a Forward(logp, {name}=…) with graph, "
-            "or remove the part"
-        )
-    return value
-
-
 @dataclass(frozen=True)
 class ExactEntropy(LossTerm):
     """Entropy bonus η·H with the exact gradient: H is the entropy of π_θ over the full vocabulary at the sampling temperature.
@@ -224,38 +193,30 @@ class ExactEntropy(LossTerm):
         return f"{self.eta:g}·∇H,  H = −Σ_a π_θ(a)·log π_θ(a)"
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return self.eta * require_output(out.entropy, self, "entropy")
+        return self.eta * out.require("entropy", self)
 
 
 @dataclass(frozen=True)
-class ExactKLToOld(AdaptiveBeta, LossTerm):
+class ExactKLToOld(PenaltyOnOld, LossTerm):
     """−β·KL(π_old‖π_θ) over the full vocabulary: Σ_a π_old(a)·log(π_old(a)/π_θ(a)) at each state of the rollout.
 
     The learner keeps a copy of the policy from before the updates. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
     """
 
-    beta: float = 1.0
-    target: float | None = None
+    beta: float = setting(1.0, "at least 0")
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means doubling."""
     aggregation: Aggregation | None = None
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_old"})
-    constrained_kl: ClassVar[str | None] = "kl_old"
-
-    def __post_init__(self) -> None:
-        kl_controllers.check_beta(self)
 
     @property
     def formula(self) -> str:
-        return f"−{self.beta:g}·∇KL(π_old‖π_θ) over the vocabulary{kl_controllers.describe_target(self)}"
-
-    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """Adapt β to the KL after the last update (`kl_old/last`)."""
-        return adapt_beta_after_updates(self, state, metrics)
+        return f"−{self.beta:g}·∇KL(π_old‖π_θ) over the vocabulary{self.describe_target()}"
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return -self.beta * require_output(out.kl_old, self, "kl_old")
+        return -self.beta * out.require("kl_old", self)
 
 
 @dataclass(frozen=True)
@@ -267,21 +228,17 @@ class ExactKLToReference(LossTerm):
     eq. 2 to 4.
     """
 
-    beta: float = 1.0
+    beta: float = setting(1.0, "at least 0")
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
-
-    def __post_init__(self) -> None:
-        if not self.beta >= 0:
-            raise ConfigError(f"ExactKLToReference.beta must be at least 0, not {self.beta}")
 
     @property
     def formula(self) -> str:
         return f"−{self.beta:g}·∇KL(π_θ‖π_ref) over the vocabulary"
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return -self.beta * require_output(out.kl_ref, self, "kl_ref")
+        return -self.beta * out.require("kl_ref", self)
 
 
 # Penalties on the policy's drift from π_old: with a bounded gradient, or on few tokens.
@@ -296,14 +253,10 @@ class DriftPenalty(Term):
     """
 
     beta: float = 0.001
-    cap: float = 2.0
+    cap: float = setting(2.0, "above 0", hint="it bounds r − 1 from above")
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     constrained_kl: ClassVar[str | None] = "kl_old"
-
-    def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise ConfigError(f"DriftPenalty.cap must be above 0, not {self.cap}: it bounds r − 1 from above")
 
     @property
     def formula(self) -> str:
@@ -315,12 +268,8 @@ class DriftPenalty(Term):
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
-        bend = math.log1p(self.cap)
-        near = change.clamp(max=bend)
+        near = change.clamp(max=math.log1p(self.cap))
         return -self.beta * (bounded_expm1(near) - near + self.cap * (change - near))
-
-
-Penalty = Literal["abs", "k3"]
 
 
 @dataclass(frozen=True)
@@ -335,18 +284,13 @@ class KLCov(Term):
     """
 
     beta: float = 1.0
-    fraction: float = 2e-3
+    fraction: float = setting(2e-3, "above 0 and at most 1")
     """Fraction of all tokens of the update; at least one token."""
-    form: Penalty = "abs"
+    form: Literal["abs", "k3"] = choice(abs="|log r|", k3="r − 1 − log r")
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = SELECTED | {"logp_old"}
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
     constrained_kl: ClassVar[str | None] = "kl_old"
-
-    def __post_init__(self) -> None:
-        check_fraction(self, self.fraction)
-        if self.form not in get_args(Penalty):
-            raise ConfigError(f"KLCov.form must be 'abs' (|log r|) or 'k3' (r − 1 − log r), not {self.form!r}")
 
     @property
     def formula(self) -> str:
@@ -355,18 +299,22 @@ class KLCov(Term):
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """Choose the penalised tokens. Of equal covariances it takes the first: late in a run many tokens have log π = 0."""
-        cov = covariance(masked.apply_mask(require_policy_output(out, self), batch.mask), psi, batch.mask)
-        return exact_top_k_mask(cov, batch.mask, max(1, int(self.fraction * int(batch.mask.sum()))))
+        mask = batch.mask
+        cov = covariance(masked.apply_mask(require_policy_output(out, self), mask), psi, mask)[mask]
+        highest = cov.sort(descending=True, stable=True).indices[: max(1, int(self.fraction * len(cov)))]
+        chosen = torch.zeros_like(cov, dtype=torch.bool)
+        chosen[highest] = True
+        return torch.zeros_like(mask).masked_scatter(mask, chosen)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
         k = -change.sign() if self.form == "abs" else -bounded_expm1(change)
-        return self.beta * masked.apply_mask(k, selected_tokens(batch, self))
+        return self.beta * masked.apply_mask(k, batch.require("selected", self))
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
         kl = change.abs() if self.form == "abs" else bounded_expm1(change) - change
-        return -self.beta * masked.apply_mask(kl, selected_tokens(batch, self))
+        return -self.beta * masked.apply_mask(kl, batch.require("selected", self))
 
 
 # Demonstrations (`Batch.demonstration`). Parts with `demonstration` in `needs` use them, all others average without them, and an
@@ -375,7 +323,7 @@ class KLCov(Term):
 
 def demonstration_mask(batch: Batch, part: object) -> Tensor:
     """Return the demonstrations, [B, 1] bool; ConfigError if the batch does not mark them."""
-    return require_field(batch.demonstration, part, "demonstration")[:, None]
+    return batch.require("demonstration", part)[:, None]
 
 
 @dataclass(frozen=True)
@@ -387,22 +335,15 @@ class DemonstrationNLL(Term):
     Source: Zhang et al. 2025 (CHORD), arXiv:2508.11408; φ = 1 is supervised fine-tuning beside reinforcement learning.
     """
 
-    mu: float = 0.1
+    mu: float = setting(0.1, "in [0, 1]")
     """μ: the weight of demonstrations in the objective; samples have 1 − μ."""
     token_weighting: bool = True
     aggregation: Aggregation | None = field(default_factory=TokenMean)
-    final_mu: float | None = None
+    final_mu: float | None = setting(None, "in [0, 1]")
     """μ at the end of a half-cosine schedule that starts at `mu`; None keeps it constant."""
-    decay_rollouts: int = 200
+    decay_rollouts: int = setting(200, "at least 1")
     """Rollouts until μ reaches `final_mu`."""
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, mu=self.mu)
-        if self.final_mu is not None:
-            check_unit_interval(self, final_mu=self.final_mu)
-        if self.decay_rollouts < 1:
-            raise ConfigError(f"DemonstrationNLL.decay_rollouts must be at least 1, not {self.decay_rollouts}")
 
     @property
     def mixture_weight(self) -> float:  # type: ignore[override]
@@ -410,18 +351,13 @@ class DemonstrationNLL(Term):
 
     @property
     def formula(self) -> str:
-        mu = f"{self.mu:g}" if self.final_mu is None else "μ"
-        where = f"{mu}·{'p(1 − p)' if self.token_weighting else '1'} on demonstrations" + (
-            ",  p = π_θ" if self.token_weighting else ""
-        )
-        return where + (
-            ""
-            if self.final_mu is None
-            else f",  μ from {self.mu:g} to {self.final_mu:g} in {self.decay_rollouts} rollouts"
-        )
+        phi, where = ("p(1 − p)", ",  p = π_θ") if self.token_weighting else ("1", "")
+        if self.final_mu is None:
+            return f"{self.mu:g}·{phi} on demonstrations{where}"
+        schedule = f"μ from {self.mu:g} to {self.final_mu:g} in {self.decay_rollouts} rollouts"
+        return f"μ·{phi} on demonstrations{where},  {schedule}"
 
     def init_state(self) -> State | None:
-        """Return the rollout counter, if μ has a schedule."""
         return None if self.final_mu is None else {"rollouts": 0}
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
@@ -455,12 +391,6 @@ class DemonstrationNLL(Term):
 def policy_share(terms: Iterable[ObjectiveTerm]) -> float:
     """Return 1 − Σ mixture_weight over the terms."""
     return 1 - sum(term.mixture_weight for term in terms)
-
-
-def scale_by_policy_share(psi: Tensor, terms: Iterable[ObjectiveTerm]) -> Tensor:
-    """Multiply Ψ [B, T] by the policy term's share of the objective."""
-    share = policy_share(terms)
-    return psi if share == 1 else share * psi
 
 
 def describe_policy_share(terms: Iterable[ObjectiveTerm]) -> str:

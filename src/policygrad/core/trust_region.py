@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.settings import COUNT, choice, setting
 from policygrad.core.updates import CurvatureProblem, ShardedProblem, require_problem
 from policygrad.errors import ConfigError
 
-Fisher = Literal["exact", "sampled"]
-Candidates = Literal["first", "best"]
 DEFAULT_CRITIC_STEPS = 5
 """Critic updates per rollout where `TrustRegion.critic_steps` is None."""
-_SEARCH = ("backtrack_coeff", "backtrack_iters", "candidates")
 InnerProduct = Callable[[Tensor, Tensor], Tensor]
 """⟨a, b⟩ [] of two vectors [P]."""
 
@@ -79,50 +77,35 @@ class TrustRegion(UpdateRule):
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
     """
 
-    delta: float = 0.01
+    delta: float = setting(0.01, "above 0 nats per token and finite")
     """Maximum KL, nats per sampled token."""
-    cg_iters: int = 10
+    cg_iters: int = setting(10, COUNT)
     """Conjugate gradient iterations."""
-    damping: float = 0.1
-    backtrack_coeff: float = 0.8
-    backtrack_iters: int = 10
+    damping: float = setting(0.1, "at least 0 and finite")
+    backtrack_coeff: float = setting(0.8, "between 0 and 1")
+    backtrack_iters: int = setting(10, COUNT)
     """Candidates of the line search."""
     line_search: bool = True
-    fisher: Fisher = "exact"
+    fisher: Literal["exact", "sampled"] = choice(exact="", sampled="")
     """exact: over the vocabulary; sampled: E[ssᵀ] of the sampled tokens."""
-    fisher_fraction: float = 1.0
+    fisher_fraction: float = setting(1.0, "above 0 and at most 1")
     """Fraction of the groups that conjugate gradient uses (0.1 in the paper, appendix C.1).
     It affects the direction only; the length, L and the KL are computed on all groups."""
-    candidates: Candidates = "first"
+    candidates: Literal["first", "best"] = choice(first="", best="")
     """first: the first acceptable candidate; best: the acceptable one with the largest L."""
-    critic_steps: int | None = None
+    critic_steps: int | None = setting(None, COUNT)
     """Critic updates per rollout; None: 5 if there is a critic."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     uses_lr: ClassVar[bool] = False
     """δ sets the length of the step."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < math.inf:
-            raise ConfigError(f"TrustRegion.delta must be above 0 nats per token and finite, not {self.delta}")
-        for name in ("cg_iters", "backtrack_iters", "critic_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"TrustRegion.{name} must be at least 1, not {value}")
-        if not 0 <= self.damping < math.inf:
-            raise ConfigError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
-        if not 0 < self.fisher_fraction <= 1:
-            raise ConfigError(f"TrustRegion.fisher_fraction must be above 0 and at most 1, not {self.fisher_fraction}")
-        if not 0 < self.backtrack_coeff < 1:
-            raise ConfigError(f"TrustRegion.backtrack_coeff must be between 0 and 1, not {self.backtrack_coeff}")
-        for name, kind in (("fisher", Fisher), ("candidates", Candidates)):
-            if getattr(self, name) not in get_args(kind):
-                choices = " or ".join(map(repr, get_args(kind)))
-                raise ConfigError(f"TrustRegion.{name} must be {choices}, not {getattr(self, name)!r}")
-        changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
+        super().__post_init__()
+        searching = ("backtrack_coeff", "backtrack_iters", "candidates")
+        changed = [name for name in searching if getattr(self, name) != getattr(TrustRegion, name)]
         if changed and not self.line_search:
             raise ConfigError(
-                f"TrustRegion.{changed[0]} has no effect with line_search=False: unset it, or set "
-                "line_search=True (algorithm trpo)"
+                f"TrustRegion.{changed[0]} has no effect with line_search=False: unset it, or set line_search=True"
             )
 
     @property
@@ -164,9 +147,8 @@ class TrustRegion(UpdateRule):
         # The KL itself sets the length: undamped, and on all groups, since few of them give a poor estimate of the curvature.
         curvature = float(inner(x, problem.fisher(x, sampled)))
         broken = math.isnan(residual)
-        solved: Metrics = (
-            {"grad_norm": Max(norm)} if broken else {"trust_region/residual": Mean(residual), "grad_norm": Max(norm)}
-        )
+        solved: Metrics = {} if broken else {"trust_region/residual": Mean(residual)}
+        solved["grad_norm"] = Max(norm)
         if not math.isfinite(curvature) or (broken and curvature <= 0):
             return self._report(None, not_finite=1)
         if curvature <= 0:  # rounding: the quadratic model of the KL reaches δ at no length

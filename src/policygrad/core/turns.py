@@ -16,15 +16,15 @@ from torch.nn.functional import pad
 from policygrad.core import masked
 from policygrad.core.advantages import total_rewards
 from policygrad.core.base import Advantage
-from policygrad.core.batch import Batch, require_field
+from policygrad.core.batch import Batch
 from policygrad.core.gae import GAE, CompactTokens, LengthAdaptiveGAE, NStep, ValueAdvantage
-from policygrad.core.masked import Groups, check_unit_interval
-from policygrad.errors import ConfigError
+from policygrad.core.masked import Groups
+from policygrad.core.settings import setting
 
 
 def turn_starts(batch: Batch, part: object) -> Tensor:
     """Mark the first token of each turn, [B, T] bool. Raises ConfigError for a batch without turn states."""
-    mask, state = batch.mask, masked.apply_mask(require_field(batch.turn_state, part, "turn_state"), batch.mask)
+    mask, state = batch.mask, masked.apply_mask(batch.require("turn_state", part), batch.mask)
     before, changed = pad(mask, (1, 0))[:, :-1], state != pad(state, (1, 0))[:, :-1]
     return mask & (~before | changed)
 
@@ -59,7 +59,7 @@ class Turns:
 
     def rewards(self, batch: Batch, part: object) -> Tensor:
         """Compute r_n [B, N]. Raises ConfigError for a batch without token rewards."""
-        dense = masked.apply_mask(require_field(batch.token_reward, part, "token_reward"), batch.mask)
+        dense = masked.apply_mask(batch.require("token_reward", part), batch.mask)
         within = dense.new_zeros(self.exists.shape).scatter_add(1, self.index, dense)
         return within + masked.apply_mask(batch.reward[:, None].expand(within.shape), self.last)
 
@@ -80,18 +80,12 @@ class TurnReturn(Advantage):
     they served as a baseline. γ < 1 discounts once per turn, whatever its length; followed by `TurnDiscount(γ)`, the gradient is
     that of E[Σ_n γ^n r_n].
     Source: Sutton et al. 2000, theorem 1, with turns for actions; R_n as in Feng et al. 2025 (GiGPO).
-
-    Raises:
-        ConfigError: a batch without turn states or token rewards.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma)
 
     @property
     def formula(self) -> str:
@@ -110,17 +104,12 @@ class TurnLeaveOneOut(Advantage):
     The baseline does not depend on episode i, so it is unbiased. After `TurnReturn` it compares rewards to go from the same turn,
     whereas `LeaveOneOut` compares with full episodes. A turn that no sibling has is compared with 0. Source: Ahmadian et al. 2024
     (RLOO), turn by turn.
-
-    Raises:
-        ConfigError: a batch without turn states.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
     uses_group_statistics: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "− mean_{j≠i} Ψ_{j,n},  over the siblings that have a turn n"
+    formula = "− mean_{j≠i} Ψ_{j,n},  over the siblings that have a turn n"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         turns, counts = Turns.of(batch, self), batch.counted
@@ -142,17 +131,11 @@ class TurnDiscount(Advantage):
 
     Most implementations omit this factor; the result is then not the gradient of any objective.
     Source: Sutton & Barto 2018, sec. 13.3; Thomas 2014.
-
-    Raises:
-        ConfigError: a batch without turn states.
     """
 
-    gamma: float = 0.99
+    gamma: float = setting(0.99, "in [0, 1]")
     """Per turn."""
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma)
 
     @property
     def formula(self) -> str:
@@ -178,30 +161,18 @@ class GroupInGroup(Advantage):
     a turn is exactly 0 where all returns are equal or no other turn starts from its state. Single-turn episodes get 1 + ω times
     the group's z-score.
     Source: Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 3 and 5 to 8.
-
-    Raises:
-        ConfigError: a batch without turn states or token rewards.
     """
 
-    omega: float = 1.0
-    gamma: float = 0.95
+    omega: float = setting(1.0, "at least 0")
+    gamma: float = setting(0.95, "in [0, 1]")
     """Per turn."""
     std: bool = True
     """Divide by the std; False: F = 1, the paper's other variant."""
-    eps: float = 1e-4
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0 and finite")
+    ddof: int = setting(1, "0 or 1")
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name in ("omega", "eps"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"GroupInGroup.{name} must be at least 0, not {getattr(self, name)}")
-        if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"GroupInGroup.gamma must be in [0, 1], not {self.gamma}")
-        if self.ddof not in (0, 1):
-            raise ConfigError(f"GroupInGroup.ddof must be 0 or 1, not {self.ddof}")
 
     @property
     def formula(self) -> str:
@@ -216,7 +187,7 @@ class GroupInGroup(Advantage):
         episode = masked.apply_mask(self._relative(total_rewards(batch), Groups(batch.group, counts)), counts)
         returns, exists = turns.returns(batch, self, self.gamma), turns.exists & counts[:, None]
         row, _ = exists.nonzero(as_tuple=True)
-        state = turns.at_turn_starts(require_field(batch.turn_state, self, "turn_state"))[exists]
+        state = turns.at_turn_starts(batch.require("turn_state", self))[exists]
         relative = self._relative(returns[exists], _group_turns(batch.group[row], state))
         step = torch.zeros_like(returns).masked_scatter(exists, relative)
         return masked.apply_mask(
@@ -248,20 +219,14 @@ class TurnGAE(TurnValueAdvantage):
     V(s_n), unbiased for any critic. All tokens of a turn get the same advantage. The paper fits its critic where turns begin, ours
     is fitted at every token.
     Source: Li et al. 2025 (Turn-PPO), arXiv:2512.17008, the turn-level MDP; its best γ, λ are 0.99, 0.9.
-
-    Raises:
-        ConfigError: a batch without values, turn states or token rewards.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """Per turn."""
     bootstrap: bool = False
     """Continue a truncated episode with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma, lam=self.lam)
 
     @property
     def formula(self) -> str:
@@ -271,7 +236,7 @@ class TurnGAE(TurnValueAdvantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         turns, end = Turns.of(batch, self), _end(batch, self, self.bootstrap)
         reward = turns.rewards(batch, self)
-        value = turns.at_turn_starts(require_field(batch.values, self, "values")).to(reward.dtype)
+        value = turns.at_turn_starts(batch.require("values", self)).to(reward.dtype)
         after = torch.where(turns.last, end[:, None].to(reward.dtype), pad(value, (0, 1))[:, 1:])
         delta = masked.apply_mask(reward + self.gamma * after - value, turns.exists)
         return turns.broadcast_to_tokens(
@@ -286,22 +251,16 @@ class MultiTurnGAE(TurnValueAdvantage):
     γ_t = γ within a turn and γ·γ_turn at its last token, a discount per turn whatever its length. γ_turn = 1 is MT-PPO; without
     rewards per turn it is `GAE`. Source: Wei et al. 2025 (MT-PPO), arXiv:2505.11821, eq. 8 and 9; step-dependent
     discounts: Sutton & Barto 2018, sec. 12.8.
-
-    Raises:
-        ConfigError: a batch without values, turn states or token rewards.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per token."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """Per token."""
-    turn_gamma: float = 1.0
+    turn_gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
     bootstrap: bool = False
     """Continue a truncated episode with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma)
 
     @property
     def formula(self) -> str:
@@ -325,24 +284,18 @@ class BiLevelGAE(TurnValueAdvantage):
     < 1 it is biased even for an exact critic if the policy chooses the length of a turn, since V_{e'} depends on that choice.
     Source: Wang et al. 2025 (VAGEN), arXiv:2510.16907, sec. 4.2, as in the authors' code: A_e replaces the last token's own
     advantage, where algorithm 2 adds it.
-
-    Raises:
-        ConfigError: a batch without values, turn states or token rewards.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per token, within a turn."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """Per token, within a turn."""
-    turn_gamma: float = 1.0
+    turn_gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
-    turn_lam: float = 0.95
+    turn_lam: float = setting(0.95, "in [0, 1]")
     """Per turn."""
     bootstrap: bool = False
     """Continue a truncated episode with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_unit_interval(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma, turn_lam=self.turn_lam)
 
     @property
     def formula(self) -> str:
@@ -378,7 +331,7 @@ def turn_discount(link: Advantage) -> float | None:
 def _end(batch: Batch, part: object, bootstrap: bool) -> Tensor:
     """Return the value after the last token, [B]: 0, or the critic's where an episode was truncated."""
     if bootstrap:
-        return require_field(batch.bootstrap, part, "bootstrap")
+        return batch.require("bootstrap", part)
     return torch.zeros_like(batch.reward) if batch.bootstrap is None else batch.bootstrap
 
 

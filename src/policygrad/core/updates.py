@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
-from policygrad.core.masked import check_count
 from policygrad.core.metrics import Metrics, Sum, merge
+from policygrad.core.settings import COUNT, setting
 from policygrad.errors import ConfigError
 
 # What a learner provides to an update rule for one rollout or minibatch. `GradientProblem` suffices for gradient steps; the other
@@ -23,15 +23,12 @@ class GradientProblem(Protocol):
 
     def split(self, epoch: int, minibatches: int) -> Sequence[GradientProblem]:
         """Shuffle the rollout's groups for this epoch and split them into minibatches of full groups."""
-        ...
 
     def accumulate(self) -> Metrics:
         """Add this problem's gradient of the loss to the learner's; return the metrics of the pass."""
-        ...
 
     def descend(self) -> Metrics:
         """Clip the gradient, make one update and clear the gradient."""
-        ...
 
 
 @runtime_checkable
@@ -41,11 +38,9 @@ class CurvatureProblem(Protocol):
 
     def subsample(self, share: float) -> CurvatureProblem:
         """Return a problem with this share of the groups, at least one; the same groups at every call."""
-        ...
 
     def gradient(self) -> tuple[Tensor, Metrics]:
         """Return (gradient [P] of the surrogate objective at θ_old, pointing uphill; metrics of the pass)."""
-        ...
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
         """Return F v [P], F the Hessian of mean KL(π_old‖π_θ) at θ_old, which is E[∇log π ∇log πᵀ] under the policy.
@@ -53,20 +48,16 @@ class CurvatureProblem(Protocol):
         The mean is over the sampled tokens' states. In each state the expectation is exact over the vocabulary, or, if `sampled`,
         estimated by the sampled token.
         """
-        ...
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
         """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ_old + delta, without moving the
         parameters."""
-        ...
 
     def commit(self, delta: Tensor) -> None:
         """Move the parameters to θ_old + delta, bit for bit where `evaluate` measured."""
-        ...
 
     def fit_critic(self) -> Metrics:
         """Make one update of the critic only; no effect without one."""
-        ...
 
 
 @runtime_checkable
@@ -75,7 +66,6 @@ class ShardedProblem(Protocol):
 
     def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute ⟨a, b⟩ [] of two sharded vectors [P], bit-identical in all processes."""
-        ...
 
 
 @runtime_checkable
@@ -84,12 +74,10 @@ class AdaptiveProblem(GradientProblem, Protocol):
 
     def measure(self) -> Metrics:
         """Return the metrics that `accumulate` would measure with the current parameters; empty during critic pre-training."""
-        ...
 
     def adapt(self, metrics: Metrics) -> AdaptiveProblem | None:
         """Return the same rollout with every adaptive β of KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are within their
         band."""
-        ...
 
 
 ProblemT = TypeVar("ProblemT", GradientProblem, CurvatureProblem, AdaptiveProblem)
@@ -116,11 +104,8 @@ def require_problem(problem: object, kind: type[ProblemT], rule: object) -> Prob
 class GradientSteps(UpdateRule):
     """K = epochs × minibatches gradient steps per rollout; a minibatch consists of full groups."""
 
-    epochs: int = 1
-    minibatches: int = 1
-
-    def __post_init__(self) -> None:
-        check_count(self, epochs=self.epochs, minibatches=self.minibatches)
+    epochs: int = setting(1, COUNT)
+    minibatches: int = setting(1, COUNT)
 
     @property
     def updates(self) -> int:
@@ -135,10 +120,9 @@ class GradientSteps(UpdateRule):
 
     def __call__(self, problem: object) -> Metrics:
         problem = require_problem(problem, GradientProblem, self)  # type: ignore[type-abstract]
-        metrics: Metrics = {}
-        last_epoch: Metrics = {}
+        metrics, last_epoch = Metrics(), Metrics()
         for epoch in range(self.epochs):
-            last_epoch = {}
+            last_epoch = Metrics()
             for minibatch in problem.split(epoch, self.minibatches):
                 last_epoch = merge(last_epoch, minibatch.accumulate(), minibatch.descend())
             metrics = merge(metrics, last_epoch)
@@ -155,12 +139,8 @@ class DualDescent(GradientSteps):
     Source: Schulman et al. 2017 (PPO), sec. 4, whose rule is applied between rollouts.
     """
 
-    epochs: int = 4
-    rounds: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, rounds=self.rounds)
+    epochs: int = setting(4, COUNT)
+    rounds: int = setting(4, COUNT)
 
     @property
     def updates(self) -> int:
@@ -174,8 +154,7 @@ class DualDescent(GradientSteps):
 
     def __call__(self, problem: object) -> Metrics:
         problem = require_problem(problem, AdaptiveProblem, self)  # type: ignore[type-abstract]
-        metrics: Metrics = {}
-        last: Metrics = {}
+        metrics, last = Metrics(), Metrics()
         for done in range(1, self.rounds + 1):
             metrics = merge(metrics, super().__call__(problem))
             after = problem.measure()

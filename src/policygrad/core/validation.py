@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from policygrad.core import masked
 from policygrad.core.advantages import DivideByGroupMean, PassAtK, TeacherLogRatio
@@ -52,7 +52,6 @@ def validate_algorithm(algorithm: Algorithm) -> None:
         _find_gate_conflicts,
         _find_advantage_conflicts,
         _find_model_conflicts,
-        _find_update_conflicts,
         find_data_conflicts,
     ):
         for problem in check(algorithm):
@@ -122,7 +121,16 @@ def _check_part(name: str, role: PartRole, part: Any) -> Iterator[str]:
         methods = ", ".join(f"{name}()" for name in missing)
         yield f"{type(part).__name__} is {role.noun} without {methods}: implement it as in policygrad.core.base.{base.__name__}"
         return
-    yield from _check_signatures(part, role, base, abstract)
+    for method in (method for method in abstract if callable(getattr(part, method))):
+        arguments = list(inspect.signature(getattr(base, method)).parameters)[1:]
+        try:
+            signature = inspect.signature(getattr(part, method))
+            signature.bind(*arguments)
+        except TypeError:
+            call = type(part).__name__ + ("" if method == "__call__" else f".{method}")
+            yield f"{call} takes ({', '.join(signature.parameters)}), and {role.noun} is called with ({', '.join(arguments)})"
+        except ValueError:  # a callable without a signature
+            continue
     yield from _check_field_names(part, "needs", Batch)
     yield from _check_field_names(part, "forward_needs", Forward)
 
@@ -143,20 +151,6 @@ def frozen_problem(kind: type, field: str = "") -> str:
     )
 
 
-def _check_signatures(part: Any, role: PartRole, base: type[Part], abstract: list[str]) -> Iterator[str]:
-    """A method with other arguments than its role's would fail at the first rollout."""
-    for name in (name for name in abstract if callable(getattr(part, name))):
-        arguments = list(inspect.signature(getattr(base, name)).parameters)[1:]
-        try:
-            signature = inspect.signature(getattr(part, name))
-            signature.bind(*arguments)
-        except TypeError:
-            method = type(part).__name__ + ("" if name == "__call__" else f".{name}")
-            yield f"{method} takes ({', '.join(signature.parameters)}), and {role.noun} is called with ({', '.join(arguments)})"
-        except ValueError:  # a callable without a signature
-            continue
-
-
 def _check_field_names(part: Any, attribute: str, kind: type) -> Iterator[str]:
     """A part that reads a field which does not exist would never receive it."""
     fields_, names = [f.name for f in fields(kind)], getattr(part, attribute)
@@ -172,13 +166,15 @@ def _check_field_names(part: Any, attribute: str, kind: type) -> Iterator[str]:
 
 # Contradictions between parts. Each check yields problems with their remedies.
 
+PartT = TypeVar("PartT", bound=Part)
+
+
+def _instances(kind: type[PartT], parts: Iterable[Part]) -> list[PartT]:
+    return [part for part in parts if isinstance(part, kind)]
+
 
 def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
     """Yield conflicts between gate, ratio, corrections and the choice of old policy."""
-    for part in algorithm.parts():
-        eps = getattr(part, "eps", 0.0)
-        if not 0 <= eps < float("inf"):
-            yield f"{type(part).__name__}.eps must be at least 0 and finite, not {eps}"
     gate, ratio, updates = algorithm.gate, algorithm.ratio, algorithm.update_rule.updates
     name = type(gate).__name__
     if gate.on_policy and updates > 1:
@@ -187,10 +183,7 @@ def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
             "update_rule=GradientSteps(1, 1), or a ratio and a gate such as Clip()"
         )
     if gate.on_policy and ratio is not None:
-        yield (
-            f"{name} ignores the ratio, and ratio is {type(ratio).__name__}: set ratio=None, or a gate such as "
-            "Importance() or Clip()"
-        )
+        yield f"{name} ignores the ratio, and ratio is {type(ratio).__name__}: set ratio=None, or a gate such as Importance()"
     if not gate.on_policy and ratio is None:
         yield f"{name} needs a ratio, and ratio is None: set ratio=Token() or Sequence()"
     if gate.requires_token_ratio and not isinstance(ratio, Token):
@@ -199,10 +192,7 @@ def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
     if len(names) > 1:
         yield f"{' and '.join(names)} each select tokens of an update, and Batch.selected holds one selection: remove one"
     if names and isinstance(algorithm.update_rule, TrustRegion):
-        yield (
-            f"{names[0]} selects tokens of one gradient step, and TrustRegion evaluates several policies: set "
-            "update_rule=GradientSteps(), or remove it"
-        )
+        yield f"{names[0]} selects tokens of one gradient step, and TrustRegion tries several: use GradientSteps(), or remove it"
     if algorithm.old_policy not in OLD_POLICIES:
         yield f"old_policy must be {' or '.join(map(repr, OLD_POLICIES))}, not {algorithm.old_policy!r}"
     if algorithm.old_policy == "sampler" and gate.on_policy:
@@ -210,12 +200,21 @@ def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
             f"old_policy='sampler' puts the sampler into the ratio, which {name} ignores: use "
             "'learner', which corrects stale samples by TruncatedIS(), or set ratio=Token() and gate=Importance()"
         )
-    for part in algorithm.corrections if algorithm.old_policy == "sampler" else ():
-        if part.corrects_sampler:
-            yield (
-                f"{type(part).__name__} corrects for π_old/μ, which is 1 with old_policy='sampler': set corrections=(), or use "
-                "old_policy='learner'"
-            )
+    correcting = [type(part).__name__ for part in algorithm.corrections if part.corrects_sampler]
+    if algorithm.old_policy == "sampler" and correcting:
+        yield f"{correcting[0]} corrects for π_old/μ, which old_policy='sampler' makes 1: set corrections=(), or use 'learner'"
+    normalised, derivatives = isinstance(gate, SelfNormalised), _instances(SelfNormalisation, algorithm.terms)
+    if normalised and not derivatives:
+        yield "SelfNormalised divides by a sum over the group, and no term has its derivative: set terms=(SelfNormalisation(),)"
+    if derivatives and not normalised:
+        yield "SelfNormalisation is the derivative of SelfNormalised's normaliser, which is missing: set gate=SelfNormalised()"
+    if normalised and algorithm.corrections:
+        yield (
+            f"{type(algorithm.corrections[0]).__name__} would weight the tokens of a group only in SelfNormalised's numerator: set "
+            "corrections=(); old_policy='sampler' accounts for the sampler, also with stale weights"
+        )
+    if normalised and isinstance(algorithm.aggregation, SequenceMean):
+        yield "SelfNormalised weights a group's tokens itself, and SequenceMean by length: set aggregation=GroupTokenMean()"
 
 
 def _find_advantage_conflicts(algorithm: Algorithm) -> Iterator[str]:
@@ -224,11 +223,9 @@ def _find_advantage_conflicts(algorithm: Algorithm) -> Iterator[str]:
     if algorithm.critic is not None and (sampled := [link for link in algorithm.advantage if link.samples_values]):
         name = type(sampled[0]).__name__
         yield f"{name} estimates values from fresh samples and would not use the critic: set critic=None, or use GAE()"
-    if "bootstrap" in algorithm.all_needs and any(isinstance(part, MaskTruncated) for part in algorithm.filters):
-        yield (
-            "an advantage with bootstrap=True needs truncated completions, and MaskTruncated masks them: remove it, or set "
-            "bootstrap=False"
-        )
+    masks = _instances(MaskTruncated, algorithm.filters)
+    if "bootstrap" in algorithm.all_needs and masks:
+        yield "bootstrap=True needs truncated completions, and MaskTruncated masks them: remove it, or set bootstrap=False"
     if algorithm.critic is None and reads_values:
         yield "an advantage needs values, and critic is None: set critic=Critic(), or use a group baseline such as LeaveOneOut()"
     if algorithm.critic is not None and not reads_values:
@@ -244,7 +241,17 @@ def _find_advantage_conflicts(algorithm: Algorithm) -> Iterator[str]:
     if late:
         yield f"{late[0]} starts from the rewards and would ignore the links before it: put it first in advantage"
 
-    links = [link for link in algorithm.advantage if isinstance(link, ProcessReward)]
+    curricula = _instances(Curriculum, algorithm.filters)
+    if curricula and any(part.refills for part in algorithm.filters):
+        yield (
+            f"{type(curricula[0]).__name__} learns pass rates from a step's groups, and a filter that refills removes some of them "
+            "first: set DropZeroVariance(mode='drop'), or remove one of the two"
+        )
+    compares_turns = any(link.uses_group_statistics and "turn_state" in link.needs for link in algorithm.advantage)
+    links = _instances(ProcessReward, algorithm.advantage)
+    if (compares_turns or links) and any(part.keep_in_statistics for part in masks):
+        what = "turns" if compares_turns else "steps"
+        yield f"the advantage compares {what}, and a masked completion has none: set MaskTruncated(keep_in_statistics=False)"
     if not all(link.outcome for link in links):  # the outcome does not enter Ψ, so nothing may read it
         for reader in (*algorithm.filters, *algorithm.shaping):
             by_variance = isinstance(reader, Downsample) and reader.by == "max_variance"
@@ -254,58 +261,37 @@ def _find_advantage_conflicts(algorithm: Algorithm) -> Iterator[str]:
                     f"{type(reader).__name__} {does} the outcome's reward, which ProcessReward(outcome=False) does not use: remove "
                     "it, or set outcome=True"
                 )
-    if links and any(isinstance(part, KLInReward) for part in algorithm.shaping):
-        yield (
-            "ProcessReward reads rewards at step ends, and KLInReward puts one at every token: remove it, and add "
-            "KLToReference() to terms"
-        )
-    if links and any(isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters):
-        yield (
-            "ProcessReward's statistics are over steps, and a masked completion has none: set "
-            "MaskTruncated(keep_in_statistics=False)"
-        )
+    if _instances(KLInReward, algorithm.shaping) and links:
+        yield "ProcessReward reads rewards at step ends, and KLInReward puts one at every token: use KLToReference() in terms"
 
 
 def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
-    """Yield conflicts about the reference and the reward model."""
-    reference, read = algorithm.reference, "logp_ref" in algorithm.all_needs
-    if reference is None and read:
+    """Yield conflicts about the reference, the reward model and the update rule."""
+    rule, reference, reads_reference = algorithm.update_rule, algorithm.reference, "logp_ref" in algorithm.all_needs
+    trust_region = isinstance(rule, TrustRegion)
+    if reference is None and reads_reference:
         yield "a part needs a reference, and reference is None: set reference=Reference(), or remove the KL from terms and shaping"
     refreshed = reference is not None and bool(reference.refresh_every or reference.refresh_after_stall)
-    if refreshed and not read:
-        yield (
-            "the reference is refreshed, but no part uses it: add KLToReference(), or set refresh_every=None and "
-            "refresh_after_stall=None"
-        )
-    if reference is not None and reference.model is not None and not read:
+    if refreshed and not reads_reference:
+        yield "the reference is refreshed, but no part uses it: add KLToReference(), or set refresh_every=refresh_after_stall=None"
+    if reference is not None and reference.model is not None and not reads_reference:
         yield (
             f"reference.model is {reference.model!r}, but no part of {algorithm.name} uses a reference: use distill to learn from "
             "it, add KLToReference() to stay near it, or unset it"
         )
-    reads_rewards = "implicit_reward" in algorithm.all_needs
-    if algorithm.reward_model is None:
-        if reads_rewards:
-            yield "ImplicitProcess() needs a reward model: set reward_model=ImplicitReward(), or remove it"
-        return
-    if not reads_rewards:
-        yield (
-            "no advantage uses the reward model: put ImplicitProcess() after LeaveOneOut() in advantage, or set reward_model=None"
-        )
-    if refreshed:
+    has_model, reads_rewards = algorithm.reward_model is not None, "implicit_reward" in algorithm.all_needs
+    if reads_rewards and not has_model:
+        yield "ImplicitProcess() needs a reward model: set reward_model=ImplicitReward(), or remove it"
+    if has_model and not reads_rewards:
+        yield "no advantage uses the reward model: put ImplicitProcess() after LeaveOneOut() in advantage, or set reward_model=None"
+    if has_model and refreshed:
         yield (
             "ImplicitReward is relative to the reference, and a refresh would change the meaning of its rewards: set "
             "refresh_every=None and refresh_after_stall=None"
         )
-    if isinstance(algorithm.update_rule, TrustRegion):
-        yield (
-            "TrustRegion updates only the policy, and ImplicitReward learns by gradient steps: set "
-            "update_rule=GradientSteps(), or reward_model=None"
-        )
-
-
-def _find_update_conflicts(algorithm: Algorithm) -> Iterator[str]:
-    """Yield conflicts between the update rule and other parts."""
-    rule, targets = algorithm.update_rule, find_kl_penalties(algorithm)
+    if has_model and trust_region:
+        yield "TrustRegion updates only the policy, not ImplicitReward: set update_rule=GradientSteps(), or reward_model=None"
+    targets = find_kl_penalties(algorithm)
     if isinstance(rule, DualDescent) and not targets:
         yield (
             "DualDescent continues until the KL to the old policy is near a target, and no term has one: add "
@@ -317,47 +303,46 @@ def _find_update_conflicts(algorithm: Algorithm) -> Iterator[str]:
             f"{name}.target adapts β to a KL measured before each gradient step, which is 0 before the only one: set "
             "update_rule=GradientSteps(epochs=4), or unset target"
         )
-    if not isinstance(rule, TrustRegion):
-        return
-    if any("kl_ref" in term.forward_needs for term in algorithm.terms):
+    if trust_region and any("kl_ref" in term.forward_needs for term in algorithm.terms):
         yield (
             "TrustRegion evaluates candidate weights without evaluating the reference there: replace ExactKLToReference() by "
             "KLToReference(form='r*k1')"
         )
-    if rule.line_search and algorithm.ratio is None:
+    if isinstance(rule, TrustRegion) and rule.line_search and algorithm.ratio is None:
         yield (
             "TrustRegion's line search compares the surrogate of several policies, which without a ratio is constant: "
             "set ratio=Token() and gate=Importance(), or line_search=False"
         )
-    if rule.critic_steps is not None and algorithm.critic is None:
+    if isinstance(rule, TrustRegion) and rule.critic_steps is not None and algorithm.critic is None:
         yield "TrustRegion.critic_steps needs a critic: unset it, or set critic=Critic()"
-    if algorithm.reference is not None and algorithm.reference.reset_optimizer:
+    if trust_region and reference is not None and reference.reset_optimizer:
         yield "Reference(reset_optimizer=True) resets AdamW's moments, and TrustRegion has none: set reset_optimizer=False"
 
 
-# Contradictions about batches with more than one reward per completion: demonstrations, turns, several rewards, vines.
-
 _COMPLETION_LEVEL = frozenset(
-    (
-        "values",
-        "bootstrap",
-        "baseline",
-        "step_end",
-        "token_reward",
-        "implicit_reward",
-        "turn_state",
-        "rewards",
-        "demonstration",
-    )
+    {"values", "bootstrap", "baseline", "step_end", "token_reward", "implicit_reward", "turn_state", "rewards"}
+    | {"demonstration"}
 )
 """Batch fields of full completions, which a vine's rows are not."""
 
 
 def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
-    """Yield conflicts between parts about the data they read."""
-    needs = algorithm.all_needs
+    """Yield conflicts about batches with more than one reward per completion: demonstrations, turns, several rewards, vines."""
+    needs, gate, terms = algorithm.all_needs, algorithm.gate, algorithm.terms
     if "demonstration" in needs:
-        yield from _check_demonstration_parts(algorithm)
+        if "demonstration" not in gate.needs and not any("demonstration" in term.needs for term in terms):
+            yield "a part needs demonstrations, but none learns from them: set gate=PolicyShaping() or terms=(DemonstrationNLL(),)"
+        if algorithm.critic is not None:
+            yield (
+                "a critic is fitted to the returns of the policy's samples, which demonstrations are not: set critic=None and a "
+                "group baseline such as GroupMean(), or remove the demonstrations"
+            )
+        if isinstance(algorithm.update_rule, TrustRegion):
+            yield "TrustRegion measures the policy's samples, not demonstrations: set update_rule=GradientSteps(), or remove them"
+        if _instances(Downsample, algorithm.filters):
+            yield "Downsample chooses among all completions of a prompt and could drop the demonstration: remove one of the two"
+        if "step_end" in needs:
+            yield "an advantage along steps reads them, and a demonstration has none: use GroupMean(), or remove the demonstrations"
         for part in (part for part in algorithm.filters if part.refills):
             yield (
                 f"{type(part).__name__} replaces groups of equal rewards before a demonstration joins them, which discards those "
@@ -367,37 +352,25 @@ def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
         term.with_state({"rollouts": term.decay_rollouts})
         if isinstance(term, DemonstrationNLL) and term.final_mu is not None
         else term
-        for term in algorithm.terms
+        for term in terms
     ]
-    for terms in (algorithm.terms, decayed):
-        if policy_share(terms) < 0:
+    for shares in (terms, decayed):
+        if policy_share(shares) < 0:
             names = " and ".join(
-                f"{type(term).__name__} {term.mixture_weight:g}" for term in terms if term.mixture_weight
+                f"{type(term).__name__} {term.mixture_weight:g}" for term in shares if term.mixture_weight
             )
             yield f"the terms' shares of the objective add up to more than 1 ({names}): reduce them"
-    if "rewards" in needs and algorithm.shaping:
-        names = " and ".join(type(part).__name__ for part in algorithm.shaping)
+    shaping = " and ".join(type(part).__name__ for part in algorithm.shaping)
+    if shaping and "rewards" in needs:
         yield (
-            f"the advantage reads the reward functions' separate rewards, which {names} would not change: set shaping=(), make it "
-            "a reward function, or add KLToReference() to terms"
+            f"the advantage reads the reward functions' separate rewards, which {shaping} would not change: set shaping=(), make "
+            "it a reward function, or add KLToReference() to terms"
         )
-    if algorithm.shaping and any(isinstance(link, DivideByGroupMean) for link in algorithm.advantage):
-        names = " and ".join(type(part).__name__ for part in algorithm.shaping)
+    if shaping and _instances(DivideByGroupMean, algorithm.advantage):
         yield (
-            f"DivideByGroupMean maximises the likelihood of success, and {names} would make rewards negative: set shaping=() and "
+            f"DivideByGroupMean maximises the likelihood of success, and {shaping} would make rewards negative: set shaping=() and "
             "add KLToReference() to terms, or replace DivideByGroupMean by GroupStd()"
         )
-    curricula = [part for part in algorithm.filters if isinstance(part, Curriculum)]
-    if curricula and any(part.refills for part in algorithm.filters):
-        yield (
-            f"{type(curricula[0]).__name__} learns pass rates from a step's groups, and a filter that refills removes some of them "
-            "first: set DropZeroVariance(mode='drop'), or remove one of the two"
-        )
-    compares_turns = any(link.uses_group_statistics and "turn_state" in link.needs for link in algorithm.advantage)
-    if compares_turns and any(
-        isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters
-    ):
-        yield "the advantage compares turns, and a masked completion has none: set MaskTruncated(keep_in_statistics=False)"
     for link in algorithm.advantage:
         gamma, critic = turn_discount(link), algorithm.critic
         if critic is not None and gamma is not None and gamma != critic.turn_gamma:
@@ -405,65 +378,12 @@ def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
                 f"{type(link).__name__} discounts by {gamma:g} per turn and the critic's targets by {critic.turn_gamma:g}, so "
                 f"rewards and values do not match: set the critic's turn_gamma={gamma:g}"
             )
-    yield from _check_vine(algorithm)
-
-
-def _check_vine(algorithm: Algorithm) -> Iterator[str]:
-    if any(isinstance(link, Vine) for link in algorithm.advantage):
-        for part in (*algorithm.filters, *algorithm.shaping):
-            yield (
-                f"Vine trains on single tokens within completions, and {type(part).__name__} reads full completions: set "
-                f"{'filters' if part in algorithm.filters else 'shaping'}=()"
-            )
-        for field in sorted(algorithm.all_needs & _COMPLETION_LEVEL):
-            yield (
-                f"a part reads Batch.{field} of full completions, and Vine trains on single tokens within completions: remove it"
-            )
-    gate = isinstance(algorithm.gate, SelfNormalised)
-    term = any(isinstance(term, SelfNormalisation) for term in algorithm.terms)
-    if gate and not term:
-        yield (
-            "SelfNormalised divides by a sum over the group that depends on the policy, and no term has its derivative: set "
-            "terms=(SelfNormalisation(),)"
-        )
-    if term and not gate:
-        yield "SelfNormalisation is the derivative of SelfNormalised's normaliser, which is missing: set gate=SelfNormalised()"
-    if gate and algorithm.corrections:
-        yield (
-            f"{type(algorithm.corrections[0]).__name__} would weight the tokens of a group only in SelfNormalised's numerator: set "
-            "corrections=(); old_policy='sampler' accounts for the sampler, also with stale weights"
-        )
-    if gate and isinstance(algorithm.aggregation, SequenceMean):
-        yield "SelfNormalised weights a group's tokens itself, and SequenceMean by length: set aggregation=GroupTokenMean()"
-
-
-def _check_demonstration_parts(algorithm: Algorithm) -> Iterator[str]:
-    learns = "demonstration" in algorithm.gate.needs or any("demonstration" in term.needs for term in algorithm.terms)
-    if not learns:
-        yield (
-            "a part needs demonstrations, but none learns from them: set gate=PolicyShaping(), add DemonstrationNLL() to "
-            "terms, or remove it"
-        )
-    if algorithm.critic is not None:
-        yield (
-            "a critic is fitted to the returns of the policy's samples, which demonstrations are not: set critic=None and a group "
-            "baseline such as GroupMean(), or remove the demonstrations"
-        )
-    if isinstance(algorithm.update_rule, TrustRegion):
-        yield (
-            "TrustRegion measures curvature and KL on the policy's samples, which demonstrations are not: set "
-            "update_rule=GradientSteps(), or remove the demonstrations"
-        )
-    if any(isinstance(part, Downsample) for part in algorithm.filters):
-        yield (
-            "Downsample chooses among all completions of a prompt and could drop the demonstration: remove it, or the "
-            "demonstrations"
-        )
-    if "step_end" in algorithm.all_needs:
-        yield (
-            "an advantage along steps needs the steps of every completion, and a demonstration has none: use a group "
-            "baseline such as GroupMean(), or remove the demonstrations"
-        )
+    if _instances(Vine, algorithm.advantage):
+        for field in ("filters", "shaping"):
+            for part in getattr(algorithm, field):
+                yield f"Vine trains on single tokens, and {type(part).__name__} reads full completions: set {field}=()"
+        for field in sorted(needs & _COMPLETION_LEVEL):
+            yield f"a part reads Batch.{field} of full completions, and Vine trains on single tokens within completions: remove it"
 
 
 # Checks that need more than the algorithm: the run's settings, or a batch.
@@ -476,16 +396,15 @@ def check_rollout(algorithm: Algorithm) -> None:
         ConfigError: no teacher for a distillation; a penalty near π_old although each rollout feeds a single gradient step (in a
             custom loop the samples may be older than the policy, so this is no error of the algorithm itself).
     """
-    if any(isinstance(link, TeacherLogRatio) for link in algorithm.advantage) and (
-        algorithm.reference is None or algorithm.reference.model is None
-    ):
+    has_teacher = algorithm.reference is not None and algorithm.reference.model is not None
+    if _instances(TeacherLogRatio, algorithm.advantage) and not has_teacher:
         raise ConfigError(
             f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id or a run folder (from Python "
             "reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing"
         )
+    rule = algorithm.update_rule
     for term in algorithm.terms:
-        single = isinstance(algorithm.update_rule, GradientSteps) and algorithm.update_rule.updates == 1
-        if single and term.constrained_kl == "kl_old":
+        if term.constrained_kl == "kl_old" and isinstance(rule, GradientSteps) and rule.updates == 1:
             raise ConfigError(
                 f"{type(term).__name__} keeps π_θ near π_old, and they are equal at a rollout's only gradient step: set "
                 "update_rule=GradientSteps(epochs=4), or remove it"
@@ -494,7 +413,7 @@ def check_rollout(algorithm: Algorithm) -> None:
 
 def check_sampling(algorithm: Algorithm, samples_per_prompt: int, temperature: float) -> None:
     """Raise ConfigError if too few samples per prompt, or equal ones, are sampled for the algorithm's parts."""
-    for part in (part for part in algorithm.filters if isinstance(part, Downsample)):
+    for part in _instances(Downsample, algorithm.filters):
         if part.keep > samples_per_prompt:
             raise ConfigError(
                 f"Downsample trains on {part.keep} samples per prompt, and there are {samples_per_prompt}: set "

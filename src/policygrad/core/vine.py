@@ -18,8 +18,8 @@ from policygrad.core.base import Advantage, Gate, Term
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.masked import Groups
 from policygrad.core.ratios import bounded_exp
+from policygrad.core.settings import setting
 from policygrad.core.terms import log_ratio
-from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,13 @@ class Vine(Advantage):
     all tokens. Otherwise K independent samples, with ŵ_k by the count of a_k (eq. 16, q = π_old).
 
     Source: Schulman et al. 2015 (TRPO), sec. 5.2 and app. H and I.
-
-    Raises:
-        ConfigError: states or samples below 1, actions below 2.
     """
 
-    states: int = 4
-    actions: int = 4
-    samples: int = 1
+    states: int = setting(4, "at least 1", "per prompt")
+    actions: int = setting(4, "at least 2", "per state, to be compared")
+    samples: int = setting(1, "at least 1", "completion per action")
     distinct: bool = True
     starts_chain: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name, minimum, why in (
-            ("states", 1, "per prompt"),
-            ("actions", 2, "per state, to be compared"),
-            ("samples", 1, "completion per action"),
-        ):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"Vine.{name} must be at least {minimum} {why}, not {getattr(self, name)}")
 
     @property
     def formula(self) -> str:
@@ -80,9 +68,7 @@ class SelfNormalised(Gate):
     requires_token_ratio: ClassVar[bool] = True
     requires_full_groups: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "r/m,  m = Σ_j ŵ_j r_j over the group's tokens"
+    formula = "r/m,  m = Σ_j ŵ_j r_j over the group's tokens"
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return _StateGroups.of(batch, ratio.dtype).normalised(ratio)
@@ -99,9 +85,7 @@ class SelfNormalisation(Term):
     share of the objective's value is 0. Source: Schulman et al. 2015 (TRPO), eq. 65.
     """
 
-    @property
-    def formula(self) -> str:
-        return "−(r/m)·L,  L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens"
+    formula = "−(r/m)·L,  L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens"
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         state = _StateGroups.of(batch, psi.dtype)

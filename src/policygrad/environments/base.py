@@ -114,8 +114,7 @@ class Step:
 
 def is_finite_number(value: Any) -> bool:
     """Return True for a number from which an advantage can be computed."""
-    number, _ = to_number(value)
-    return number is not None
+    return to_number(value)[0] is not None
 
 
 def _require_finite(what: str, value: Any) -> float:
@@ -136,11 +135,9 @@ class Environment(Protocol):
 
     async def reset(self) -> Observation:
         """Return the first observation, which must be the same for every sample of an example."""
-        ...
 
     async def step(self, action: Action) -> Step:
         """Apply an action."""
-        ...
 
 
 @runtime_checkable
@@ -149,7 +146,6 @@ class SupportsTruncation(Protocol):
 
     async def on_truncated(self) -> float | None:
         """Return a number to add to the last turn's reward, or None."""
-        ...
 
 
 EnvironmentFactory = Callable[..., Environment]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from policygrad.environments.base import Action, Environment, Observation, Step
 from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, parse_choice, reply_observation
-from policygrad.errors import ConfigError, install_command
+from policygrad.errors import ConfigError, import_optional
 from policygrad.tasks.base import Example
 from policygrad.utils.user_code import add_cwd_to_path
 
@@ -79,7 +79,7 @@ class GymnasiumText:
             )
         if _is_space(actions, "Discrete") and names and len(names) != actions.n:
             raise ConfigError(f"{self.name} has {actions.n} actions, and {len(names)} are named")
-        return _TextAdapter(actions, ansi, names)
+        return _TextAdapter(actions, _is_space(actions, "Text"), ansi, names)
 
     def _make(self, more: Mapping[str, Any]) -> Any:
         gym = _import_gymnasium()
@@ -106,6 +106,7 @@ class _TextAdapter:
 
     actions: Any
     """The action space."""
+    is_text: bool
     ansi: bool
     """True when the state is rendered as characters."""
     names: tuple[str, ...]
@@ -117,10 +118,6 @@ class _TextAdapter:
         if self.names:
             return ", ".join(f"{first + i} {name}" for i, name in enumerate(self.names))
         return f"a number from {first} to {first + n - 1}"
-
-    @property
-    def is_text(self) -> bool:
-        return _is_space(self.actions, "Text")
 
     def parse(self, text: str) -> Any:
         """Return the action that a turn names, or None."""
@@ -164,8 +161,7 @@ class _Episode:
             observation, value, terminated, truncated, _ = self.env.step(move)
             reward = float(value)
             if terminated or truncated:
-                reason = TERMINATED if terminated else TURNS
-                return Step(reward=reward, metrics=metrics, stop_reason=reason)
+                return Step(reward=reward, metrics=metrics, stop_reason=TERMINATED if terminated else TURNS)
             reply = self._render(observation)
         if action.truncated or self.turns >= self.config.max_turns:
             return Step(reward=reward, metrics=metrics, stop_reason=TURNS)
@@ -192,10 +188,4 @@ def _is_space(space: Any, *kinds: str) -> bool:
 
 
 def _import_gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError(
-            f"gymnasium:… needs gymnasium, which is not installed: {install_command('control')}"
-        ) from error
-    return gymnasium
+    return import_optional("gymnasium", "gymnasium:…", "control")

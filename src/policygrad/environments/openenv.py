@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import urllib.request
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -27,8 +27,9 @@ from policygrad.environments.registry import (
     reply_observation,
     to_http_url,
 )
-from policygrad.errors import ConfigError, EngineError, install_command
+from policygrad.errors import ConfigError, EngineError, import_optional
 from policygrad.tasks.base import Example
+from policygrad.utils.filesystem import reject_constant
 
 HIDDEN_FIELDS = ("reward", "done", "metadata")
 """Fields of an observation that the policy does not see."""
@@ -121,20 +122,6 @@ class OpenEnv:
         cached: ActionSchema | None = self.__dict__.get("_action_schema")
         return await asyncio.to_thread(lambda: self._action_schema) if cached is None else cached
 
-    async def open_connection(self) -> Connection:
-        """Open a connection.
-
-        Raises:
-            EngineError: No server at the address, or one that does not support WebSockets.
-        """
-        address = to_http_url(self.address).replace("http", "ws", 1) + "/ws"
-        try:
-            return await (self.connect or WebSocket.connect)(address, self.connect_timeout)
-        except CONNECTION_ERRORS as error:
-            raise EngineError(
-                f"there is no OpenEnv server at {address} ({type(error).__name__}: {error}): start it, or correct the address"
-            ) from error
-
     def __call__(self, example: Example, seed: int = 0) -> Environment:
         return _Episode(self, example, seed)
 
@@ -150,7 +137,13 @@ class _Episode:
 
     async def reset(self) -> Observation:
         await self.config.action_schema()
-        self._connection = await self.config.open_connection()
+        address = to_http_url(self.config.address).replace("http", "ws", 1) + "/ws"
+        try:
+            self._connection = await (self.config.connect or WebSocket.connect)(address, self.config.connect_timeout)
+        except CONNECTION_ERRORS as error:  # also a server without WebSockets
+            raise EngineError(
+                f"there is no OpenEnv server at {address} ({type(error).__name__}: {error}): start it, or correct the address"
+            ) from error
         result = await self._request("reset", {**self.config.reset_options, "seed": self.seed % SEED_BOUND})
         if isinstance(result, str):
             raise EngineError(f"{self._server} refused to reset: {result}")
@@ -319,29 +312,21 @@ def schema_kind(schema: Mapping[str, Any]) -> str | None:
 def parse_value(text: str, schema: Mapping[str, Any]) -> Any:
     """Return the value that a turn gives a field, the last one named, or None."""
     kind, text = schema_kind(schema), text.strip()
-    if kind == "enum":
-        values = list(schema["enum"])
-        choice = match_choice(text, [str(value) for value in values])
-        return None if choice is None else values[choice]
-    if kind == "boolean":
-        choice = match_choice(text, ["no", "yes", "false", "true"])
-        return None if choice is None else bool(choice % 2)
     if kind == "string":
         return text
+    if kind in ("enum", "boolean"):
+        values = [False, True] * 2 if kind == "boolean" else list(schema["enum"])
+        names = ("no", "yes", "false", "true") if kind == "boolean" else tuple(map(str, values))
+        if text in names:
+            return values[names.index(text)]
+        number = parse_choice(text, names, first=_NO_NUMBER)
+        return None if number is None else values[number - _NO_NUMBER]
     numbers = _NUMBER.findall(text)
     if not numbers:
         return None
     if kind == "number":
         return float(numbers[-1])
     return int(numbers[-1]) if "." not in numbers[-1] else None
-
-
-def match_choice(text: str, choices: Sequence[str]) -> int | None:
-    """Return the index of the last of the choices that occurs in the text."""
-    if text in choices:
-        return choices.index(text)
-    number = parse_choice(text, tuple(choices), first=_NO_NUMBER)
-    return None if number is None else number - _NO_NUMBER
 
 
 def describe_schema(schema: Mapping[str, Any]) -> str:
@@ -355,10 +340,6 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
 
 def extract_json_objects(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects in a text, in order."""
-
-    def reject_constant(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
     objects, decoder = list[dict[str, Any]](), json.JSONDecoder(parse_constant=reject_constant)
     start = text.find("{")
     while start >= 0:
@@ -436,11 +417,4 @@ def _websocket_loop() -> asyncio.AbstractEventLoop:
 
 def import_websockets() -> Any:
     """Return the package websockets. Raises ConfigError if it is not installed."""
-    try:
-        import websockets.asyncio.client
-        import websockets.exceptions
-    except ImportError as error:
-        raise ConfigError(
-            f"openenv:… needs websockets, which is not installed: {install_command('openenv')}"
-        ) from error
-    return websockets
+    return import_optional("websockets.asyncio.client", "openenv:…", "openenv")

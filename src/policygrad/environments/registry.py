@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
@@ -95,11 +96,16 @@ def initial_observation(example: Example, text: str, instructions: str = "") -> 
     The example determines the format. If its prompt is text, so is the observation, and the prompt is not shown; if it is chat
     messages, the observation is a user message after the example's system messages.
     """
-    content = "\n".join(part.strip("\n") for part in (instructions, text) if part.strip())
+    content = join_texts((instructions, text))
     if isinstance(example.prompt, str):
         return Observation(f"{content}\n")
     system = tuple(dict(message) for message in example.prompt if message["role"] == "system")
     return Observation((*system, {"role": "user", "content": content}))
+
+
+def join_texts(texts: Iterable[str]) -> str:
+    """Join the texts that are not empty, each on its own lines."""
+    return "\n".join(text.strip("\n") for text in texts if text.strip())
 
 
 def reply_observation(example: Example, text: str) -> Observation:

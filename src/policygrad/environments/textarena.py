@@ -6,22 +6,19 @@ import contextlib
 import copy
 import difflib
 import io
-import random
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 from policygrad.environments.base import FAILED, Action, Environment, Observation, Step, is_finite_number
-from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, reply_observation
-from policygrad.errors import ConfigError, EngineError, install_command
-from policygrad.tasks.base import Example
+from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, join_texts, reply_observation
+from policygrad.errors import ConfigError, EngineError, import_optional
+from policygrad.tasks.base import Example, IsolatedRandom
 
 SHARED_FROM = 1000
 """Collections with more elements, such as word lists, are shared by all episodes: games only read them, and copying one takes
 longer than a turn."""
-_RANDOM_STATE_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -121,34 +118,6 @@ def iter_large_collections(thing: Any, depth: int = 3) -> Iterator[Any]:
             yield from iter_large_collections(value, depth - 1)
 
 
-class IsolatedRandom:
-    """One episode's states of Python's and numpy's global generators."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._states: tuple[Any, Any] | None = None
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Activate the states for the duration of the context, then restore the previous ones."""
-        import numpy
-
-        with _RANDOM_STATE_LOCK:
-            before = random.getstate(), numpy.random.get_state()
-            if self._states is None:
-                random.seed(self.seed)
-                numpy.random.seed(self.seed % (1 << 32))
-            else:
-                random.setstate(self._states[0])
-                numpy.random.set_state(self._states[1])
-            try:
-                yield
-            finally:
-                self._states = random.getstate(), numpy.random.get_state()
-                random.setstate(before[0])
-                numpy.random.set_state(before[1])
-
-
 class _Episode:
     waits: ClassVar[bool] = False
 
@@ -194,7 +163,7 @@ class _Episode:
         kinds = _import_textarena().ObservationType
         _, messages = self.env.get_observation()
         new = [(text, kind) for _, text, kind in messages if kind != kinds.PLAYER_ACTION]
-        return join_messages([text for text, _ in new]), any(kind == kinds.GAME_ADMIN for _, kind in new)
+        return join_texts(text for text, _ in new), any(kind == kinds.GAME_ADMIN for _, kind in new)
 
 
 def _suppress_output() -> contextlib.redirect_stdout[io.StringIO]:
@@ -202,16 +171,5 @@ def _suppress_output() -> contextlib.redirect_stdout[io.StringIO]:
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def join_messages(messages: Sequence[str]) -> str:
-    """Join the non-empty messages, each on its own lines."""
-    return "\n".join(text.strip("\n") for text in messages if text.strip())
-
-
 def _import_textarena() -> Any:
-    try:
-        import textarena
-    except ImportError as error:
-        raise ConfigError(
-            f"textarena:… needs textarena, which is not installed: {install_command('textarena')}"
-        ) from error
-    return textarena
+    return import_optional("textarena", "textarena:…", "textarena")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -149,7 +148,15 @@ class Tool:
             return ToolResult(f"error: {self.name}: {error}", ARGUMENTS)
         for name, value in bound.arguments.items():
             schema = self.schema["function"]["parameters"]["properties"].get(name, {})
-            if not _matches_schema(value, schema):
+            if value is None and schema.get("nullable"):
+                continue
+            kinds = schema.get("type", ())
+            kinds = [kinds] if isinstance(kinds, str) else kinds
+            types = [_TYPES[kind] for kind in kinds if kind in _TYPES]
+            is_valid = "enum" not in schema or value in schema["enum"]
+            if types and len(types) == len(kinds):  # else it has no type, or an unknown one; elements are not checked
+                is_valid &= bool in types if isinstance(value, bool) else any(isinstance(value, kind) for kind in types)
+            if not is_valid:
                 among = (
                     f"one of {_to_text(schema['enum'])}" if "enum" in schema else f"of type {_to_text(schema['type'])}"
                 )
@@ -185,31 +192,15 @@ def make_tools(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
     Raises:
         ConfigError: Two functions of one name, or one that `Tool.from_function` refuses.
     """
-    tools = [Tool.from_function(function) for function in functions]
-    duplicates = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
-    if duplicates:
-        raise ConfigError(f"two tools are named {duplicates[0]!r}, so a call would be ambiguous; rename one")
-    return {tool.name: tool for tool in tools}
+    tools: dict[str, Tool] = {}
+    for tool in map(Tool.from_function, functions):
+        if tools.setdefault(tool.name, tool) is not tool:
+            raise ConfigError(f"two tools are named {tool.name!r}, so a call would be ambiguous; rename one")
+    return tools
 
 
 def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _matches_schema(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return True if a value has the schema's type; elements are not checked, and a schema without a type accepts anything."""
-    kinds = schema.get("type", ())
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if value is None and schema.get("nullable"):
-        return True
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    types = [_TYPES[kind] for kind in kinds if kind in _TYPES]
-    if not types or len(types) < len(kinds):
-        return True
-    if isinstance(value, bool):
-        return bool in types
-    return any(isinstance(value, kind) for kind in types)
 
 
 class _Conversation:
@@ -231,8 +222,17 @@ class _Conversation:
             metrics["calls_malformed"] = float(sum(bool(call.error) for call in calls))
             return Step(reward=await self._score(""), metrics=metrics, stop_reason=TURNS)
         limit = self.config.max_calls
-        results = [await self._execute(call) for call in calls[:limit]]
-        for result in results:
+        results = list[ToolResult]()
+        for call in calls[:limit]:
+            if call.error:
+                result = ToolResult(f"error: {call.error}", MALFORMED)
+            elif (tool := self.tools.get(call.name)) is None:
+                names = ", ".join(self.tools) or "none"
+                result = ToolResult(f"error: there is no tool {call.name!r}, there are {names}", UNKNOWN)
+            else:
+                result = await tool(call, self.config.timeout)
+                result = replace(result, text=truncate_middle(result.text, self.config.max_output_chars))
+            results.append(result)
             if result.failure:
                 metrics[f"calls_{result.failure}"] += 1.0
         reward = None
@@ -255,15 +255,6 @@ class _Conversation:
 
     async def on_truncated(self) -> float | None:
         return await self._score("")
-
-    async def _execute(self, call: ToolCall) -> ToolResult:
-        if call.error:
-            return ToolResult(f"error: {call.error}", MALFORMED)
-        if (tool := self.tools.get(call.name)) is None:
-            names = ", ".join(self.tools) or "none"
-            return ToolResult(f"error: there is no tool {call.name!r}, there are {names}", UNKNOWN)
-        result = await tool(call, self.config.timeout)
-        return ToolResult(truncate_middle(result.text, self.config.max_output_chars), result.failure)
 
     async def _score(self, answer: str) -> float | None:
         if self.config.reward is None:

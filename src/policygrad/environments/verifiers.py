@@ -55,14 +55,26 @@ class _Episode:
         self.conversation: Environment | None = None
 
     async def reset(self) -> Observation:
+        from verifiers.v1.state import State
         from verifiers.v1.types import AssistantMessage, SystemMessage, UserMessage
+        from verifiers.v1.utils.decorators import discover_decorated
 
         kinds: Mapping[str, Any] = {"system": SystemMessage, "user": UserMessage, "assistant": AssistantMessage}
         self.messages = []
         for message in self.example.prompt:
             assert not isinstance(message, str)  # rows of a taskset are messages
             self.messages.append((kinds[message["role"]](content=message["content"]), False))
-        tools = await _load_tools(self.config.name, self.task)
+        tools = list[Callable[..., Any]]()  # from Toolsets created and set up for this episode alone
+        taskset = load_taskset(self.config.name)
+        for toolset in (*taskset.toolsets(taskset.config), *type(self.task).toolsets(self.task.config)):
+            kind = f"{VERIFIERS_PREFIX}{self.config.name}: {type(toolset).__name__}"
+            if getattr(toolset.config, "url", None):
+                raise ConfigError(f"{kind} is a remote server ({toolset.config.url}): only its class can be called")
+            if type(toolset.state) is not State:
+                raise ConfigError(f"{kind} keeps a state in verifiers' rollouts, which is unsupported")
+            await toolset.setup()
+            await toolset.setup_task(self.task.data)
+            tools += [_wrap_tool(method, toolset.server_name) for method in discover_decorated(toolset, "tool")]
         if not tools:
             return Observation(self.example.prompt)
         factory = ToolUse(tools, max_turns=self.config.max_turns, timeout=self.config.timeout)
@@ -128,42 +140,17 @@ class _Episode:
         return float(trace.reward), {"failed": 0.0, **metrics, **parts}
 
 
-async def _load_tools(identity: str, task: Any) -> list[Callable[..., Any]]:
-    """Create the tools of one episode, from Toolsets created and set up for it alone."""
-    from verifiers.v1.state import State
-    from verifiers.v1.utils.decorators import discover_decorated
-
-    taskset = load_taskset(identity)
-    tools = list[Callable[..., Any]]()
-    for toolset in (*taskset.toolsets(taskset.config), *type(task).toolsets(task.config)):
-        kind = f"{VERIFIERS_PREFIX}{identity}: {type(toolset).__name__}"
-        if getattr(toolset.config, "url", None):
-            raise ConfigError(f"{kind} is a remote server ({toolset.config.url}): only its class can be called")
-        if type(toolset.state) is not State:
-            raise ConfigError(f"{kind} keeps a state in verifiers' rollouts, which is unsupported")
-        await toolset.setup()
-        await toolset.setup_task(task.data)
-        tools += [_wrap_tool(method, toolset.server_name) for method in discover_decorated(toolset, "tool")]
-    return tools
-
-
 def _wrap_tool(method: Any, server: str) -> Callable[..., Any]:
     """Wrap a Toolset's method as a tool with verifiers' name for it, documenting all parameters."""
     name = str(getattr(method, "tool_name", None) or method.__name__)
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:  # the coroutine of an async method
         return method(*args, **kwargs)
 
-    @functools.wraps(method)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        return await method(*args, **kwargs)
-
-    tool: Any = call_async if inspect.iscoroutinefunction(method) else call
-    tool.__name__ = f"{server}_{name}" if server else name
-    tool.__doc__ = document_parameters(inspect.getdoc(method) or name, tuple(inspect.signature(method).parameters))
-    wrapped: Callable[..., Any] = tool
-    return wrapped
+    call.__name__ = f"{server}_{name}" if server else name
+    call.__doc__ = document_parameters(inspect.getdoc(method) or name, tuple(inspect.signature(method).parameters))
+    return call
 
 
 def document_parameters(text: str, parameters: Sequence[str]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,17 +22,11 @@ from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLToReference
 from policygrad.core.updates import GradientSteps
 from policygrad.errors import ConfigError
-from policygrad.lab.estimators import (
-    StepDecisions,
-    WeightedSteps,
-    compute_decisions,
-    enumerate_steps,
-    select_step_tokens,
-)
+from policygrad.lab.estimators import compute_decisions, enumerate_steps, select_forward, select_step_tokens
 from policygrad.lab.findings.advantages import with_advantage
-from policygrad.lab.measurement import Finding, choose_text
-from policygrad.lab.policies import TabularPolicy, sample_normal
-from policygrad.lab.sequences import PrefixTree, World
+from policygrad.lab.measurement import Finding
+from policygrad.lab.policies import TabularPolicy
+from policygrad.lab.sequences import PrefixTree, World, sample_normal
 from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
@@ -38,42 +34,29 @@ TrackedQuantities = Mapping[str, Callable[[Tensor], Tensor]]
 """Quantities of θ by name."""
 
 
-@dataclass(frozen=True)
-class ExpectedTrajectory:
-    """The tracked quantities before the first rollout and after each."""
-
-    columns: Mapping[str, tuple[float, ...]]
-
-    def __getitem__(self, name: str) -> tuple[float, ...]:
-        return self.columns[name]
-
-    def interpolate(self, name: str, level: float, over: str) -> float:
-        """Return `name` where `over` first reaches `level`, interpolated between rollouts; its last value if it never does."""
-        x, y = self.columns[over], self.columns[name]
-        for i in range(1, len(x)):
-            if x[i] >= level:
-                return y[i - 1] + (y[i] - y[i - 1]) * (level - x[i - 1]) / (x[i] - x[i - 1])
-        return y[-1]
-
-
 def train_in_expectation(
-    algorithm: Algorithm, setting: LabSetting, size: int, lr: float, rollouts: int, track: TrackedQuantities
-) -> ExpectedTrajectory:
+    algorithm: Algorithm,
+    setting: LabSetting,
+    size: int,
+    lr: float,
+    rollouts: int,
+    track: TrackedQuantities,
+) -> dict[str, tuple[float, ...]]:
     """Take `rollouts` expected steps of plain gradient ascent from `setting.theta`.
 
     In each, all groups of G completions are formed, with their probability under the θ that starts the rollout; the algorithm
     makes K = `algorithm.update_rule.updates` updates on each group separately, as in training; θ moves by their mean.
 
+    Returns:
+        The tracked quantities of θ before the first rollout and after each.
+
     Raises:
         ConfigError: More than one prompt, a policy that is not a table, or an update rule other than gradient steps.
     """
-    theta = setting.theta
-    columns = {name: [float(f(theta))] for name, f in track.items()}
+    thetas = [setting.theta]
     for _ in range(rollouts):
-        theta = theta + expected_update(algorithm, replace(setting, theta=theta), size, lr)
-        for name, f in track.items():
-            columns[name].append(float(f(theta)))
-    return ExpectedTrajectory({name: tuple(values) for name, values in columns.items()})
+        thetas.append(thetas[-1] + expected_update(algorithm, replace(setting, theta=thetas[-1]), size, lr))
+    return {name: tuple(float(f(theta)) for theta in thetas) for name, f in track.items()}
 
 
 def expected_update(algorithm: Algorithm, setting: LabSetting, size: int, lr: float) -> Tensor:
@@ -85,42 +68,35 @@ def expected_update(algorithm: Algorithm, setting: LabSetting, size: int, lr: fl
             f"{type(algorithm.update_rule).__name__} has no learning rate: use an algorithm with GradientSteps"
         )
     setting = replace(setting, old=setting.theta)
-    algorithm, steps = setting.prepare(algorithm), enumerate_steps(setting, size)
-    decisions = compute_decisions(algorithm, setting, steps)
-    weight = steps.weight
-    if any(part.sampling_rounds > 1 for part in algorithm.filters):  # sampled again until something is left
-        weight = weight * decisions.mask.flatten(1).any(1)[decisions.index]
-        weight = weight / weight.sum()
-    theta = setting.theta
-    thetas = theta.expand(len(steps.rows), -1)
-    for _ in range(algorithm.update_rule.updates):
-        thetas = thetas + lr * _ascent_direction(algorithm, setting, steps, decisions, thetas)
-    return weight @ (thetas - theta)
-
-
-def _ascent_direction(
-    algorithm: Algorithm, setting: LabSetting, steps: WeightedSteps, decisions: StepDecisions, thetas: Tensor
-) -> Tensor:
-    """[M, P] the surrogate's gradient of each group at a separate θ [M, P]: as M prompts with separate parameters."""
-    world, number = setting.world, len(thetas)
-    leaf = thetas.flatten().requires_grad_()
+    algorithm, steps, world = setting.prepare(algorithm), enumerate_steps(setting, size), setting.world
+    decisions, groups = compute_decisions(algorithm, setting, steps), torch.arange(len(steps.rows))
+    mask, psi, coef = decisions.at(groups)
+    batch = setting.enumerate_batch(algorithm).select(steps.rows.flatten())
+    batch = replace(batch, mask=mask, group=groups.repeat_interleave(size))
+    # Each of the M groups moves a separate θ: as M prompts with separate parameters.
+    number = len(groups)
     copies = replace(
         setting,
         world=World(world.tree, world.reward.expand(number, -1), TabularPolicy(world.tree, number)),
-        theta=leaf,
-        old=setting.old_theta.repeat(number),
+        old=setting.theta.repeat(number),
         reference=None if setting.reference is None else setting.reference.repeat(number),
     )
-    rows = steps.rows + torch.arange(number)[:, None] * world.tree.size
-    out = copies.forward(algorithm)
-    mask, psi, coef = decisions.at(torch.arange(number))
-    batch = setting.enumerate_batch(algorithm).select(steps.rows.flatten())
-    batch = replace(batch, mask=mask, group=torch.arange(number).repeat_interleave(steps.rows.shape[1]))
-    tensors = {f.name: getattr(out, f.name) for f in fields(out)}
-    out = Forward(**{name: value[rows.flatten()] for name, value in tensors.items() if value is not None})
-    batch = select_step_tokens(out, batch, psi, algorithm, steps.rows.shape[1])
-    loss = surrogate(out, batch, psi, algorithm, coef)
-    return -torch.autograd.grad(loss, leaf)[0].reshape(number, -1)
+    rows = (steps.rows + groups[:, None] * world.tree.size).flatten()
+    thetas = setting.theta.repeat(number)
+    for _ in range(algorithm.update_rule.updates):
+        leaf = thetas.clone().requires_grad_()
+        out = select_forward(replace(copies, theta=leaf).forward(algorithm), rows)
+        loss = surrogate(out, select_step_tokens(out, batch, psi, algorithm, size), psi, algorithm, coef)
+        thetas = thetas - lr * torch.autograd.grad(loss, leaf)[0]
+    return decisions.weight @ (thetas.reshape(number, -1) - setting.theta)
+
+
+def interpolate(run: Mapping[str, Sequence[float]], name: str, level: float, over: str) -> float:
+    """Return `name` where `over` first reaches `level`, interpolated between rollouts; its last value if it never does."""
+    for (x0, y0), (x1, y1) in pairwise(zip(run[over], run[name], strict=True)):
+        if x1 >= level:
+            return y0 + (y1 - y0) * (level - x0) / (x1 - x0)
+    return run[name][-1]
 
 
 JITTER = 0.05
@@ -133,14 +109,10 @@ def _make_setting(tree: PrefixTree, reward: Tensor, probability: list[list[float
     return LabSetting(World(tree, reward[None], TabularPolicy(tree)), theta + sample_normal(len(theta), JITTER, seed))
 
 
-def _entropy_at(world: World, state: int) -> Callable[[Tensor], Tensor]:
-    """Return the entropy at a prefix, in nats, as a function of θ."""
-
-    def entropy(theta: Tensor) -> Tensor:
-        logp = world.conditionals(theta)[state]
-        return -(logp.exp() * logp).sum()
-
-    return entropy
+def _entropy(world: World, state: int, theta: Tensor) -> Tensor:
+    """[] nats, at a prefix."""
+    logp = world.conditionals(theta)[state]
+    return -(logp.exp() * logp).sum()
 
 
 def entropy_collapse(seed: int = 0) -> Finding:
@@ -153,7 +125,11 @@ def entropy_collapse(seed: int = 0) -> Finding:
     right = torch.tensor([float(word[:1] == (1,)) for word in tree.completions]).double()
     setting = _make_setting(tree, right, [[0.1, 0.1, 0.5, 0.3], *[[0.5, 0.3, 0.15, 0.05]] * 3], seed)
     world = setting.world
-    track = {"J": world.objective, "decides": _entropy_at(world, 0), "idle": _entropy_at(world, 1)}
+    track: TrackedQuantities = {
+        "J": world.objective,
+        "decides": partial(_entropy, world, 0),
+        "idle": partial(_entropy, world, 1),
+    }
     step, highs = GradientSteps(epochs=16), {"0.2": 0.2, "0.28": 0.28, "none": 1e6}
     runs = {
         name: train_in_expectation(
@@ -162,10 +138,10 @@ def entropy_collapse(seed: int = 0) -> Finding:
         for name, high in highs.items()
     }
     start, end = runs["0.2"]["idle"][0], {name: run["idle"][-1] for name, run in runs.items()}
-    at = {name: run.interpolate("decides", 0.9, "J") for name, run in runs.items()}
+    at = {name: interpolate(run, "decides", 0.9, "J") for name, run in runs.items()}
     holds = end["0.2"] < start and end["0.2"] < end["0.28"]
-    remedy = choose_text(
-        end["0.28"] < start, "clip-higher slows the collapse and does not end it", "clip-higher keeps the entropy"
+    remedy = (
+        "clip-higher slows the collapse and does not end it" if end["0.28"] < start else "clip-higher keeps the entropy"
     )
     return Finding(
         "entropy_collapse",
@@ -173,7 +149,7 @@ def entropy_collapse(seed: int = 0) -> Finding:
         holds,
         f"At a token that the reward does not depend on, entropy goes in {rollouts} rollouts from {start:.3f} nats to "
         f"{end['0.2']:.3f} under clip 0.2/0.2, {end['0.28']:.3f} under 0.2/0.28 and {end['none']:.3f} without an upper bound: "
-        f"{choose_text(holds, remedy, 'not as claimed')}. At the deciding token all spend the same entropy on J: "
+        f"{remedy if holds else 'not as claimed'}. At the deciding token all spend the same entropy on J: "
         f"{at['0.2']:.3f}, {at['0.28']:.3f} and {at['none']:.3f} nats where J = 0.9.",
         {"start": start} | {f"end_{name}": x for name, x in end.items()} | {f"decides_{n}": x for n, x in at.items()},
         curves={"rollout": _count(rollouts)}
@@ -200,7 +176,7 @@ def length_drift(seed: int = 0) -> Finding:
     low, high = runs["fixed"]["J"][0], min(run["J"][-1] for run in runs.values())
     grid = tuple(low + (high - low) * i / 16 for i in range(17))
     curves = {
-        f"{what}_{name}": tuple(run.interpolate(what, j, "J") if i else run[what][0] for i, j in enumerate(grid))
+        f"{what}_{name}": tuple(interpolate(run, what, j, "J") if i else run[what][0] for i, j in enumerate(grid))
         for what in ("wrong", "right")
         for name, run in runs.items()
     }
@@ -212,9 +188,9 @@ def length_drift(seed: int = 0) -> Finding:
         holds,
         f"From J = {low:.2f} to {high:.2f} wrong answers go from {curves['wrong_fixed'][0]:.2f} to "
         f"{curves['wrong_sequence'][-1]:.2f} tokens under the sequence mean and to {curves['wrong_fixed'][-1]:.2f} under the fixed "
-        f"length, {abs(wrong):.3f} {choose_text(wrong > 0, 'more', 'less')}; right ones from {curves['right_fixed'][0]:.2f} to "
+        f"length, {abs(wrong):.3f} {'more' if wrong > 0 else 'less'}; right ones from {curves['right_fixed'][0]:.2f} to "
         f"{curves['right_sequence'][-1]:.3f} and {curves['right_fixed'][-1]:.3f}, {abs(shorter):.3f} "
-        f"{choose_text(shorter < 0, 'less', 'more')}.",
+        f"{'less' if shorter < 0 else 'more'}.",
         {"wrong": wrong, "right": shorter},
         curves={"J": grid, **curves},
     )
@@ -240,10 +216,12 @@ def k1_in_loss(seed: int = 0) -> Finding:
     setting, beta, rollouts = one_prompt(2, 0.3, seed=seed), 0.3, 40
     world, start = setting.world, setting.theta
     setting = replace(setting, reference=start)
-    terms: dict[str, Term] = {"k1": K1InLoss(beta), "k2": KLToReference(beta, "k2")}
-    plain = with_advantage(LeaveOneOut())
-    algorithms: dict[str, Algorithm] = {"none": plain, "reward": replace(plain, shaping=(KLInReward(beta),))}
-    algorithms |= {name: replace(plain, terms=(term,)) for name, term in terms.items()}
+    algorithms = {
+        "none": with_advantage(LeaveOneOut()),
+        "reward": with_advantage(LeaveOneOut(), shaping=(KLInReward(beta),)),
+        "k1": with_advantage(LeaveOneOut(), terms=(K1InLoss(beta),)),
+        "k2": with_advantage(LeaveOneOut(), terms=(KLToReference(beta, "k2"),)),
+    }
     track = {"J": world.objective, "kl": lambda theta: world.kl(theta, start)}
     runs = {name: train_in_expectation(a, setting, 2, 1.0, rollouts, track) for name, a in algorithms.items()}
     end = {name: run["kl"][-1] for name, run in runs.items()}
@@ -270,17 +248,14 @@ def reward_hacking(seed: int = 0) -> Finding:
     setting = replace(setting, reference=setting.theta)
     world = setting.world
     track = {"proxy": world.objective, "true": lambda theta: world.objective(theta, true[None])}
-    plain = with_advantage(LeaveOneOut())
-    penalised = replace(plain, shaping=(KLInReward(beta),))
-    runs = {
-        name: train_in_expectation(a, setting, 2, 0.5, rollouts, track)
-        for name, a in (("free", plain), ("kl", penalised))
-    }
-    free, kl = runs["free"], runs["kl"]
+    free, kl = (
+        train_in_expectation(with_advantage(LeaveOneOut(), shaping=shaping), setting, 2, 0.5, rollouts, track)
+        for shaping in ((), (KLInReward(beta),))
+    )
     peak = max(free["true"])
     holds = free["true"][-1] < peak / 2 and free["proxy"][-1] > free["proxy"][0] and kl["true"][-1] > free["true"][-1]
     best = max(kl["true"])
-    price = choose_text(kl["true"][-1] > 0.8 * best, f"close to its best, {best:.2f}", f"past its best, {best:.2f}")
+    price = f"close to its best, {best:.2f}" if kl["true"][-1] > 0.8 * best else f"past its best, {best:.2f}"
     return Finding(
         "reward_hacking",
         "Without a KL a flawed reward is hacked: the proxy rises while the true reward falls. A KL to the reference holds it.",
@@ -291,7 +266,7 @@ def reward_hacking(seed: int = 0) -> Finding:
         f"{kl['true'][-1]:.2f}, {price}, and the proxy at {kl['proxy'][-1]:.2f}.",
         {"peak": peak, "true_free": free["true"][-1], "true_kl": kl["true"][-1], "proxy_free": free["proxy"][-1]},
         curves={"rollout": _count(rollouts)}
-        | {f"{what}_{name}": run[what] for what in ("true", "proxy") for name, run in runs.items()},
+        | {f"{what}_{name}": run[what] for what in ("true", "proxy") for name, run in (("free", free), ("kl", kl))},
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from policygrad.errors import ConfigError
-from policygrad.lab.sequences import EOS, Policy, PrefixTree, World
+from policygrad.lab.sequences import EOS, PrefixTree, World
 from policygrad.lab.setting import LabSetting
 
 
@@ -83,18 +83,6 @@ class Episode:
     """Probability of the world's answers."""
     outcome: float = 0.0
 
-    def extend(self, state: int, tokens: tuple[int, ...], answer: int, result: GameTransition) -> Episode:
-        """Append a turn. answer: the index of the result among the possible ones."""
-        n, turn = len(tokens), self.turn[-1] + 1 if self.turn else 0
-        return Episode(
-            (*self.actions, *tokens, -1 - answer),
-            self.turn + (turn,) * (n + 1),
-            self.state + (state,) * (n + 1),
-            (*self.reward, *(0.0,) * (n - 1), result.reward, 0.0),
-            self.probability * result.probability,
-            result.outcome,
-        )
-
 
 @dataclass(frozen=True)
 class EpisodeTree(PrefixTree):
@@ -124,10 +112,19 @@ class EpisodeTree(PrefixTree):
         turns = PrefixTree(self.vocabulary, self.turn_tokens).completions
 
         def play(before: Episode, state: int, remaining: int) -> Iterator[Episode]:
+            number = before.turn[-1] + 1 if before.turn else 0
             for turn in turns:
                 tokens = (*turn, EOS)[: self.turn_tokens]
+                columns = len(tokens) + 1  # with the world's answer
                 for answer, result in enumerate(self.game.transitions(state, turn)):
-                    after = before.extend(state, tokens, answer, result)
+                    after = Episode(
+                        (*before.actions, *tokens, -1 - answer),
+                        before.turn + (number,) * columns,
+                        before.state + (state,) * columns,
+                        (*before.reward, *(0.0,) * (columns - 2), result.reward, 0.0),
+                        before.probability * result.probability,
+                        result.outcome,
+                    )
                     if result.state is None or remaining == 1:
                         yield after
                     else:
@@ -187,11 +184,6 @@ class EpisodeTree(PrefixTree):
         """[N]."""
         return torch.tensor([e.outcome for e in self.episodes], dtype=torch.float64)
 
-    @cached_property
-    def log_world_probability(self) -> Tensor:
-        """[N] nats; the world's contribution to an episode's log-probability."""
-        return torch.tensor([e.probability for e in self.episodes], dtype=torch.float64).log()
-
     def total(self, gamma: float = 1.0) -> Tensor:
         """[N] Σ_n γ^n r_n, with the outcome in the last turn's reward."""
         turn, last = self._padded([e.turn for e in self.episodes], 0), torch.tensor([e.turn[-1] for e in self.episodes])
@@ -204,14 +196,11 @@ class ConversationWorld(World):
 
     tree: EpisodeTree
 
-    @classmethod
-    def from_tree(cls, tree: EpisodeTree, policy: Policy, gamma: float = 1.0) -> ConversationWorld:
-        """Create a world with one prompt; γ < 1 discounts J per turn."""
-        return cls(tree, tree.total(gamma)[None], policy)
-
     def logp(self, theta: Tensor) -> Tensor:
         """[X, N] log-probability of each episode, of the policy and the world together."""
-        return super().logp(theta) + self.tree.log_world_probability
+        return (
+            super().logp(theta) + torch.tensor([e.probability for e in self.tree.episodes], dtype=torch.float64).log()
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -93,8 +92,6 @@ def sample_steps(
     setting: LabSetting, size: int, steps: int = SAMPLED_STEPS, prompts: int = 1, seed: int = 0
 ) -> WeightedSteps:
     """Sample M steps of `prompts` groups of G completions independently; prompts are sampled with replacement."""
-    if size < 1:
-        raise ConfigError(f"a group has at least 1 completion, not {size}")
     if (number := steps * prompts * size) > MAX_SAMPLED_COMPLETIONS:
         raise ConfigError(
             f"{steps} sampled steps of {prompts * size} completions are {number}, and at most {MAX_SAMPLED_COMPLETIONS} are "
@@ -124,14 +121,14 @@ CHECKED_STEPS = 32
 """Steps in this sample."""
 STEPWISE_FIELDS = ("filters", "shaping", "advantage", "aggregation")
 """The fields of an algorithm whose parts see a complete step."""
-Decision = tuple[Tensor, Tensor, Tensor]
-"""(mask, weight, Ψ)."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepDecisions:
     """Ψ, the filters' masks and the aggregation's coefficients of each of U distinct steps."""
 
+    weight: Tensor
+    """[M] probabilities; 0 for steps that a filter samples again."""
     mask: Tensor
     """[U, B, L] after the filters."""
     psi: Tensor
@@ -165,8 +162,7 @@ def compute_decisions(algorithm: Algorithm, setting: LabSetting, steps: Weighted
     # Sorting by this key keeps groups and untrained completions in place.
     kind = steps.group * 2 + (torch.zeros_like(steps.group) if untrained is None else untrained)
     ordered, order = (kind * (int(label.max()) + 1) + label[steps.rows]).sort(dim=1, stable=True)
-    distinct, index = torch.unique(ordered, dim=0, return_inverse=True)
-    example = torch.zeros(len(distinct), dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
+    index, example = _find_distinct(ordered)
     rows, place = steps.rows.gather(1, order)[example], order.argsort(1)
     # Put all distinct steps into one batch [U·B], with separate groups.
     group = (torch.arange(len(rows))[:, None] * (int(steps.group.max()) + 1) + steps.group).flatten()
@@ -174,49 +170,50 @@ def compute_decisions(algorithm: Algorithm, setting: LabSetting, steps: Weighted
     if untrained is not None:
         untrained = untrained.repeat(len(rows))
         batch = replace(batch, mask=batch.mask & ~untrained[:, None], in_statistics=torch.ones_like(untrained))
-    decision = _decide_together(algorithm, batch, rows.shape)
-    if decision is None:
-        separate = [_decide_step(algorithm, batch, step, rows.shape[1]) for step in range(len(rows))]
-        mask, weight, psi = (torch.stack(tensors) for tensors in zip(*separate, strict=True))
-    else:
-        mask, weight, psi = decision
-    return StepDecisions(mask, psi, _aggregate_steps(algorithm, batch, mask, weight), index, place)
-
-
-def _decide(algorithm: Algorithm, batch: Batch) -> Decision:
-    batch = algorithm.apply_filters(batch)
-    weight = torch.ones_like(batch.mask, dtype=torch.float64) if batch.weight is None else batch.weight
-    return batch.mask, weight, algorithm.compute_advantages(batch)
-
-
-def _decide_step(algorithm: Algorithm, batch: Batch, step: int, size: int) -> Decision:
-    """Evaluate one step separately, [B, L] each."""
-    return _decide(algorithm, batch.select(torch.arange(step * size, (step + 1) * size)))
-
-
-def _decide_together(algorithm: Algorithm, batch: Batch, shape: torch.Size) -> Decision | None:
-    """Evaluate all steps in one call, [U, B, L] each; None if separate calls would give other results."""
-    mask, weight, psi = (x.reshape(*shape, -1) for x in _decide(algorithm, batch))
-    for step in torch.randperm(shape[0], generator=torch.Generator().manual_seed(0))[:CHECKED_STEPS].tolist():
-        separate = _decide_step(algorithm, batch, step, shape[1])
-        for expected, joint in zip(separate, (mask, weight, psi), strict=True):
-            if not torch.allclose(expected.double(), joint[step].double(), rtol=1e-11, atol=1e-13):
-                return None
-    return mask, weight, psi
-
-
-def _aggregate_steps(algorithm: Algorithm, batch: Batch, mask: Tensor, weight: Tensor) -> Coefficients:
-    """Return the coefficients [U, B, L] of each step, computed once for each pattern of masks, weights and rewards."""
-    steps, size, _ = mask.shape
-    reward = batch.reward.reshape(steps, size, 1)
-    patterns, index = torch.unique(torch.cat([mask.double(), weight, reward], 2).flatten(1), dim=0, return_inverse=True)
-    example = torch.zeros(len(patterns), dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
-    coefficients = []
+    mask, token_weight, psi = _filter_and_score(algorithm, batch, rows)
+    # Aggregate once for each pattern of masks, weights and rewards.
+    reward = batch.reward.reshape(*rows.shape, 1)
+    pattern, example = _find_distinct(torch.cat([mask.double(), token_weight, reward], 2).flatten(1))
+    each = []
     for step in example.tolist():
-        rows = batch.select(torch.arange(step * size, (step + 1) * size))
-        step_weight = None if bool((weight[step] == 1).all()) else weight[step]
-        coefficients.append(algorithm.all_coefficients(replace(rows, mask=mask[step], weight=step_weight)))
-    return tuple(torch.stack(c)[index] for c in zip(*coefficients, strict=True))
+        here = token_weight[step]
+        filtered = replace(_select_step(batch, step, rows), mask=mask[step], weight=None if (here == 1).all() else here)
+        each.append(algorithm.all_coefficients(filtered))
+    coef = tuple(torch.stack(c)[pattern] for c in zip(*each, strict=True))
+    weight = steps.weight
+    if any(part.sampling_rounds > 1 for part in algorithm.filters):  # sampled again until something is left
+        weight = weight * mask.flatten(1).any(1)[index]
+        weight = weight / weight.sum()
+    return StepDecisions(weight, mask, psi, coef, index, place)
+
+
+def _find_distinct(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of each row among the distinct rows, and for each of these the index of a row equal to it."""
+    distinct, index = torch.unique(table, dim=0, return_inverse=True)
+    return index, torch.zeros(len(distinct), dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
+
+
+def _select_step(batch: Batch, step: int, rows: Tensor) -> Batch:
+    size = rows.shape[1]
+    return batch.select(torch.arange(step * size, (step + 1) * size))
+
+
+def _filter_and_score(algorithm: Algorithm, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each step's mask, weight and Ψ, [U, B, L]: of all steps in one call, unless separate calls have other results."""
+
+    def evaluate(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        batch = algorithm.apply_filters(batch)
+        weight = torch.ones_like(batch.mask, dtype=torch.float64) if batch.weight is None else batch.weight
+        return batch.mask, weight, algorithm.compute_advantages(batch)
+
+    mask, weight, psi = (x.reshape(*rows.shape, -1) for x in evaluate(batch))
+    for step in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:CHECKED_STEPS].tolist():
+        for expected, joint in zip(evaluate(_select_step(batch, step, rows)), (mask, weight, psi), strict=True):
+            if not torch.allclose(expected.double(), joint[step].double(), rtol=1e-11, atol=1e-13):
+                separate = [evaluate(_select_step(batch, step, rows)) for step in range(len(rows))]
+                mask, weight, psi = (torch.stack(tensors) for tensors in zip(*separate, strict=True))
+                return mask, weight, psi
+    return mask, weight, psi
 
 
 CHUNK = 100_000
@@ -232,7 +229,7 @@ class Estimates:
     gradient: Tensor
     """[M, P] of the surrogate objective, in the direction of ascent."""
     weight: Tensor
-    """[M] probabilities; 0 for steps that a filter samples again."""
+    """[M] probabilities."""
     coefficient: Tensor
     """[M, B] mean coefficient of ∇log π over a completion's tokens; 0 if it was filtered."""
     exact: bool
@@ -241,13 +238,6 @@ class Estimates:
     def mean(self) -> Tensor:
         """[P] E g."""
         return self.weight @ self.gradient
-
-    @property
-    def variance(self) -> float:
-        """tr Cov g, unbiased for a sample."""
-        spread = float(self.weight @ (self.gradient - self.mean).square().sum(1))
-        size = int((self.weight > 0).sum())
-        return spread if self.exact else spread * size / max(1, size - 1)
 
 
 def estimate_gradients(
@@ -259,66 +249,54 @@ def estimate_gradients(
         decisions: Those of another setting with the same π_old, reference and critic, if already computed.
     """
     algorithm = setting.prepare(algorithm)
-    full = setting.enumerate_batch(algorithm)
+    full, world, size = setting.enumerate_batch(algorithm), setting.world, steps.rows.shape[1]
     decisions = compute_decisions(algorithm, setting, steps) if decisions is None else decisions
-    cells, states = _compute_token_scores(algorithm, setting)
+    cells, states = world.cell_scores(setting.theta), _exact_derivatives(algorithm, setting)
     gradients, per_completion = [], []
-    out = setting.forward(algorithm)
-    out = Forward(out.logp.detach(), **{n: x.detach() for n in EXACT if (x := getattr(out, n)) is not None})
-    chunk = max(1, CHUNK // steps.rows.shape[1])
-    for start in range(0, len(steps.rows), chunk):
-        part = torch.arange(start, min(start + chunk, len(steps.rows)))
+    forward = setting.forward(algorithm)
+    outputs = {name: x.detach() for name in ("logp", *EXACT) if (x := getattr(forward, name)) is not None}
+    for part in torch.split(torch.arange(len(steps.rows)), max(1, CHUNK // size)):
         rows = steps.rows[part]
-        score, extra = _compute_coefficients(algorithm, full, out, rows, decisions.at(part))
-        gradient = _sum_by_index(score, setting.world.cell[rows], len(cells)) @ cells
-        for name, value in extra.items():
-            gradient = gradient + _sum_by_index(value, setting.world.state[rows], len(states[name])) @ states[name]
+        mask, psi, coef = decisions.at(part)
+        batch = full.select(rows.flatten())
+        batch = replace(batch, mask=mask, group=torch.arange(len(rows)).repeat_interleave(size))
+        # Minus the surrogate's derivatives are the coefficients [m, B, L] of ∇log π and of the exact quantities that terms read.
+        leaves = {
+            name: x[rows.flatten()].requires_grad_(name not in algorithm.selection_needs - algorithm.forward_needs)
+            for name, x in outputs.items()
+        }
+        out = Forward(**leaves)
+        loss = surrogate(out, select_step_tokens(out, batch, psi, algorithm, size), psi, algorithm, coef)
+        names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+        derivatives = torch.autograd.grad(loss, [leaves[name] for name in names])
+        score, *others = ((-d).reshape(*rows.shape, -1) for d in derivatives)
+        gradient = _sum_by_index(score, world.cell[rows], len(cells)) @ cells
+        for name, value in zip(names[1:], others, strict=True):
+            gradient = gradient + _sum_by_index(value, world.state[rows], len(states[name])) @ states[name]
         gradients.append(gradient)
         per_completion.append(score.sum(-1) / full.lengths[rows])
-    weight = steps.weight
-    if any(part.sampling_rounds > 1 for part in algorithm.filters):  # sampled again until something is left
-        weight = weight * decisions.mask.flatten(1).any(1)[decisions.index]
-        weight = weight / weight.sum()
-    return Estimates(torch.cat(gradients), weight, torch.cat(per_completion), steps.exact)
+    return Estimates(torch.cat(gradients), decisions.weight, torch.cat(per_completion), steps.exact)
 
 
-def _compute_coefficients(
-    algorithm: Algorithm, full: Batch, out: Forward, rows: Tensor, decisions: tuple[Tensor, Tensor, Coefficients]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the coefficients [m, B, L] of ∇log π and of the exact quantities that loss terms read.
-
-    They are minus the surrogate's derivatives.
-    """
-    mask, psi, coef = decisions
-    flat = rows.flatten()
-    batch = replace(full.select(flat), mask=mask, group=torch.arange(len(rows)).repeat_interleave(rows.shape[1]))
-    leaves = {
-        name: value[flat].requires_grad_(name not in algorithm.selection_needs - algorithm.forward_needs)
-        for name, value in (("logp", out.logp), *((name, getattr(out, name)) for name in EXACT))
-        if value is not None
-    }
-    out = Forward(**leaves)
-    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    loss = surrogate(out, select_step_tokens(out, batch, psi, algorithm, rows.shape[1]), psi, algorithm, coef)
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    score, *extra = ((-g).reshape(*rows.shape, -1) for g in gradients)
-    return score, dict(zip(list(leaves)[1:], extra, strict=True))
+def select_forward(out: Forward, rows: Tensor) -> Forward:
+    """Select completions of a forward pass."""
+    tensors = {f.name: getattr(out, f.name) for f in fields(out)}
+    return Forward(**{name: x[rows] for name, x in tensors.items() if x is not None})
 
 
 def select_step_tokens(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, size: int) -> Batch:
     """Add the tokens that a part selects among those of a step, for steps of `size` completions each."""
     if algorithm.token_selector is None:
         return batch
-    selected, tensors = [], {f.name: getattr(out, f.name) for f in fields(out)}
-    for first in range(0, len(batch.mask), size):
-        rows = torch.arange(first, first + size)
-        now = Forward(**{name: x.detach()[rows] for name, x in tensors.items() if x is not None})
-        selected.append(with_selected_tokens(now, batch.select(rows), psi[rows], algorithm).selected)
-    return replace(batch, selected=torch.cat([x for x in selected if x is not None]))
+    steps = [
+        with_selected_tokens(select_forward(out, rows), batch.select(rows), psi[rows], algorithm).selected
+        for rows in torch.split(torch.arange(len(batch.mask)), size)
+    ]
+    return replace(batch, selected=torch.cat([x for x in steps if x is not None]))
 
 
-def _compute_token_scores(algorithm: Algorithm, setting: LabSetting) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ∇log π(a|s) [cells, P], and the derivative [states, P] of each exact quantity that a loss term reads."""
+def _exact_derivatives(algorithm: Algorithm, setting: LabSetting) -> dict[str, Tensor]:
+    """Return the derivative [states, P] of each exact quantity that a loss term reads."""
     world = setting.world
     position = torch.zeros(int(world.state.max()) + 1, dtype=torch.int64)  # for each state, a token sampled in it
     position[world.state[world.mask]] = torch.arange(world.mask.numel()).reshape(world.mask.shape)[world.mask]
@@ -329,18 +307,9 @@ def _compute_token_scores(algorithm: Algorithm, setting: LabSetting) -> tuple[Te
         tokens: Tensor = getattr(replace(fixed_old, theta=theta).forward(algorithm), name)
         return tokens.flatten()[position]
 
-    states = {name: jacobian(partial(quantity, name=name), setting.theta) for name in sorted(algorithm.forward_needs)}
-    return world.cell_scores(setting.theta), states
+    return {name: jacobian(partial(quantity, name=name), setting.theta) for name in sorted(algorithm.forward_needs)}
 
 
 def _sum_by_index(value: Tensor, index: Tensor, size: int) -> Tensor:
     """Sum [m, B, L] by index [m, B, L] into [m, size]."""
     return value.new_zeros(len(value), size).scatter_add_(1, index.flatten(1), value.flatten(1))
-
-
-def iter_jackknife_weights(weight: Tensor, number: int = 16) -> Iterator[Tensor]:
-    """Yield normalised weights for the jackknife, each without one block."""
-    block = torch.arange(len(weight)) % number
-    for excluded in range(number):
-        remaining = weight * (block != excluded)
-        yield remaining / remaining.sum()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -94,17 +96,13 @@ def random_mdp(states: int = 5, actions: int = 3, gamma: float = 0.9, seed: int 
 
 def chain(length: int = 6, gamma: float = 0.95, slip: float = 0.1) -> TabularMDP:
     """Return states in a row; moves left and right may slip. Right at the far end pays 1 and ends, left at the near end 0.05."""
-    moves, reward = torch.zeros(length, 2, length, dtype=torch.float64), torch.zeros(length, 2, dtype=torch.float64)
-    for state in range(length):
-        for action in (0, 1):
-            for way, p in ((action, 1 - slip), (1 - action, slip)):
-                target = state + (1 if way else -1)
-                if target == length:
-                    reward[state, action] += p
-                else:
-                    moves[state, action, max(target, 0)] += p
-                    reward[state, action] += 0.05 * p * (target < 0)
-    return TabularMDP(moves, reward, torch.eye(length, dtype=torch.float64)[0], gamma)
+
+    def outcomes(state: int, action: int) -> Iterator[Outcome]:
+        for way, p in ((action, 1 - slip), (1 - action, slip)):
+            target = state + (1 if way else -1)
+            yield (p, None, 1.0) if target == length else (p, max(target, 0), 0.05 * (target < 0))
+
+    return _tabulate(length, 2, outcomes, gamma)
 
 
 def gridworld(height: int = 3, width: int = 4, gamma: float = 0.95, slip: float = 0.1) -> TabularMDP:
@@ -112,25 +110,30 @@ def gridworld(height: int = 3, width: int = 4, gamma: float = 0.95, slip: float 
 
     Actions are up, down, left, right; with probability `slip` the move is one of the four at random.
     """
-    goal, cells = height * width - 1, height * width
-    moves, reward = (
-        torch.zeros(cells, 4, cells, dtype=torch.float64),
-        torch.full((cells, 4), -0.02, dtype=torch.float64),
-    )
-    for cell in range(cells):
+
+    def outcomes(cell: int, action: int) -> Iterator[Outcome]:
         row, column = divmod(cell, width)
-        targets = [
-            min(max(row + dy, 0), height - 1) * width + min(max(column + dx, 0), width - 1)
-            for dy, dx in ((-1, 0), (1, 0), (0, -1), (0, 1))
-        ]
-        for action in range(4):
-            for way, target in enumerate(targets):
-                p = slip / 4 + (1 - slip) * (way == action)
-                if target == goal:
-                    reward[cell, action] += p
-                else:
-                    moves[cell, action, target] += p
-    return TabularMDP(moves, reward, torch.eye(cells, dtype=torch.float64)[0], gamma)
+        for way, (dy, dx) in enumerate(((-1, 0), (1, 0), (0, -1), (0, 1))):
+            target = min(max(row + dy, 0), height - 1) * width + min(max(column + dx, 0), width - 1)
+            p = slip / 4 + (1 - slip) * (way == action)
+            yield (p, None, 0.98) if target == height * width - 1 else (p, target, -0.02)
+
+    return _tabulate(height * width, 4, outcomes, gamma)
+
+
+Outcome = tuple[float, int | None, float]
+"""(probability, next state, reward) of an action; None = the episode ends."""
+
+
+def _tabulate(states: int, actions: int, outcomes: Callable[[int, int], Iterable[Outcome]], gamma: float) -> TabularMDP:
+    """Return the problem that starts in state 0 and has these outcomes of (state, action)."""
+    moves, reward = (torch.zeros(states, actions, n, dtype=torch.float64) for n in (states, 1))
+    for state, action in product(range(states), range(actions)):
+        for p, target, payment in outcomes(state, action):
+            reward[state, action] += p * payment
+            if target is not None:
+                moves[state, action, target] += p
+    return TabularMDP(moves, reward.squeeze(-1), torch.eye(states, dtype=torch.float64)[0], gamma)
 
 
 def bandit(rewards: Tensor) -> TabularMDP:
@@ -208,11 +211,6 @@ def state_kl(old: Tensor, new: Tensor) -> Tensor:
     return (old * (old.log() - new.log())).sum(-1)
 
 
-def total_variation(old: Tensor, new: Tensor) -> Tensor:
-    """[S] ½‖old − new‖₁."""
-    return (old - new).abs().sum(-1) / 2
-
-
 def surrogate_value(mdp: TabularMDP, old: Tensor, new: Tensor) -> Tensor:
     """[] L_old(new) = J(old) + Σ_s d_old(s) Σ_a new(a|s) A_old(s, a). Source: Schulman et al. 2015, eq. 3."""
     exact = solve(mdp, old)
@@ -226,7 +224,7 @@ def improvement_bound(mdp: TabularMDP, old: Tensor, new: Tensor) -> tuple[float,
     """
     level = float(surrogate_value(mdp, old, new))
     constant = penalty_constant(mdp, old)
-    kl, tv = float(state_kl(old, new).max()), float(total_variation(old, new).max())
+    kl, tv = float(state_kl(old, new).max()), float(((old - new).abs().sum(-1) / 2).max())  # TV = ½‖old − new‖₁
     return level - constant * kl, level - constant * tv**2
 
 
@@ -257,7 +255,7 @@ def as_mdp(world: World, gamma: float = 1.0) -> TabularMDP:
             f"{states} prefixes and {tokens} tokens make {size} transitions, and at most {MAX_TRANSITIONS} are supported: use "
             "a smaller world, or fewer prompts"
         )
-    rows, last = torch.arange(world.rows), tree.lengths.repeat(world.prompts) - 1
+    rows, last = torch.arange(len(world.mask)), tree.lengths.repeat(world.prompts) - 1
     reward = torch.zeros(states * tokens, dtype=torch.float64)
     reward[world.cell[rows, last]] = world.reward.flatten()
     moves = torch.zeros(states * tokens, states, dtype=torch.float64)

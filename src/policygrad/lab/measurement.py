@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from policygrad.lab.estimators import (
     WeightedSteps,
     compute_decisions,
     estimate_gradients,
-    iter_jackknife_weights,
     make_steps,
 )
 from policygrad.lab.setting import LabSetting
+
+JACKKNIFE_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -122,23 +123,24 @@ def compare_on_off_policy(
         check_sampling(algorithm, size, 1.0)
         # of the off-policy setting, which has logp_old for every part
         decisions = compute_decisions(on.prepare(algorithm), off, steps)
-        measured = [measure_algorithm(algorithm, setting, steps, decisions, name) for setting in (on, off)]
-        rows.append((measured[0], measured[1]))
+        measured_on, measured_off = (measure_algorithm(algorithm, x, steps, decisions, name) for x in (on, off))
+        rows.append((measured_on, measured_off))
     return rows
 
 
 def _jackknife_errors(estimates: Estimates, truth: Tensor) -> Figures:
     gradient, weights = estimates.gradient, estimates.weight
-    parts = [compute_figures(gradient, weight, truth, exact=False) for weight in iter_jackknife_weights(weights)]
-    n, deviations = len(parts), {}
-    for name in Figures.__dataclass_fields__:
-        values = torch.tensor([getattr(part, name) for part in parts], dtype=torch.float64)
-        deviations[name] = float(((n - 1) / n * (values - values.mean()).square().sum()).sqrt())
+    block, parts = torch.arange(len(weights)) % JACKKNIFE_BLOCKS, []
+    for excluded in range(JACKKNIFE_BLOCKS):
+        rest = weights * (block != excluded)
+        parts.append(astuple(compute_figures(gradient, rest / rest.sum(), truth, exact=False)))
+    values = torch.tensor(parts, dtype=torch.float64)
+    share = (JACKKNIFE_BLOCKS - 1) / JACKKNIFE_BLOCKS
+    errors = Figures(*(share * (values - values.mean(0)).square().sum(0)).sqrt().tolist())
     full = compute_figures(gradient, weights, truth, exact=False)
     floor = math.sqrt(full.variance / int((weights > 0).sum()))
-    if full.bias < floor:  # the bias is cut off at 0: one of this size could not be distinguished from none
-        deviations["bias"] = max(deviations["bias"], floor)
-    return Figures(**deviations)
+    # The bias is cut off at 0: one of this size could not be distinguished from none.
+    return replace(errors, bias=max(errors.bias, floor)) if full.bias < floor else errors
 
 
 def _measure_by_difficulty(
@@ -151,7 +153,7 @@ def _measure_by_difficulty(
     p = world.success(setting.sampling_theta).detach()
     for x in range(world.prompts):
         weight = estimates.weight * (prompt == x)
-        truth = setting.true_gradient_at(algorithm, x)
+        truth = setting.true_gradient(algorithm, x)
         if float(weight.sum()) == 0 or float(truth @ truth) == 0:
             continue
         f = compute_figures(estimates.gradient, weight / weight.sum(), truth, estimates.exact)
@@ -208,11 +210,6 @@ def format_percent(x: float) -> str:
 def format_small(x: float) -> str:
     """Format a rounding error as 4e-16, or 0 if it is exactly 0."""
     return f"{x:.0e}" if x else "0"
-
-
-def choose_text(condition: bool, yes: str, no: str) -> str:
-    """Return one of two wordings."""
-    return yes if condition else no
 
 
 def join_numbers(values: Iterable[float], spec: str = ".2f", separator: str = ", ") -> str:

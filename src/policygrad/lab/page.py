@@ -14,7 +14,7 @@ from policygrad.core.process import ProcessReward
 from policygrad.lab.findings.ratios import SHAPE_GATES, gate_curve
 from policygrad.lab.measurement import Finding
 from policygrad.lab.plots import choose_plot
-from policygrad.lab.report import LabReport
+from policygrad.lab.report import DYNAMICS, THEORY, LabReport
 from policygrad.pages.render import render_page
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -32,17 +32,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Turns": ("turn_credit",),
     "Length": ("sequence_mean", "brevity"),
     "KL and optimiser": ("kl_places", "adam"),
-    "Trust regions": (
-        "bound_over_step",
-        "trust_region_bound",
-        "monotonic_improvement",
-        "conservative_mixture",
-        "natural_invariance",
-        "performance_difference",
-        "surrogate_matches",
-        "occupancy_sum",
-    ),
-    "How training goes wrong": ("entropy_collapse", "reward_hacking", "length_drift", "k1_in_loss"),
+    "Trust regions": tuple(THEORY),
+    "How training goes wrong": tuple(DYNAMICS),
 }
 """Findings by theme; those without a theme come last."""
 
@@ -76,7 +67,16 @@ def render_lab_page(
         algorithms: The measured algorithms, by their names in the report.
         matrix: The description of each algorithm's parts, by column.
     """
-    findings = [add_custom_gates(f, algorithms) if f.name == "gate_weights" else f for f in report.findings]
+    library_gates = [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())]  # a list: not all are hashable
+    custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
+    findings = []
+    for finding in report.findings:
+        curves = dict(finding.curves)
+        for name, gate in custom_gates.items() if finding.name == "gate_weights" else ():
+            curves |= {
+                f"{name} {way}": gate_curve(gate, curves["ratio"], sign) for way, sign in (("up", 1), ("down", -1))
+            }
+        findings.append(replace(finding, curves=curves))
     web = files("policygrad.lab") / "web"
     sides = ("on_policy", "off_policy")
     rows = [
@@ -104,19 +104,6 @@ def render_lab_page(
         held=sum(f.holds for f in report.findings),
         sampled=not all(m.exact for pair in report.rows for m in pair),
     )
-
-
-def add_custom_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
-    """Add the curves of gates that are not in the library."""
-    library_gates = [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())]  # a list: not all are hashable
-    ratios = finding.curves["ratio"]
-    custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
-    curves = {
-        f"{name} {direction}": gate_curve(gate, ratios, sign)
-        for name, gate in custom_gates.items()
-        for direction, sign in (("up", 1), ("down", -1))
-    }
-    return replace(finding, curves={**finding.curves, **curves})
 
 
 def classify_algorithm(name: str, algorithm: Algorithm) -> int:

@@ -33,25 +33,23 @@ class FindingPlot:
 
     def to_data(self, finding: Finding) -> dict[str, Any]:
         """Return the data to plot, x ascending; missing columns are left out."""
-        curves, first = finding.curves, next(iter(finding.curves))
-        order = sorted(range(len(curves[first])), key=curves[first].__getitem__)
-        names = list(
-            dict.fromkeys(name for panel in self.panels for key, name in panel.columns.items() if key in curves)
-        )
-
-        def column(key: str) -> list[float]:
-            return [curves[key][i] for i in order]
-
-        def lines(panel: Panel) -> list[dict[str, Any]]:
-            present = {key: name for key, name in panel.columns.items() if key in curves}
-            return [{"series": names.index(name), "values": column(key)} for key, name in present.items()]
-
+        first, *_ = finding.curves
+        order = sorted(range(len(finding.curves[first])), key=finding.curves[first].__getitem__)
+        curves = {key: [values[i] for i in order] for key, values in finding.curves.items()}
+        present = [{key: name for key, name in panel.columns.items() if key in curves} for panel in self.panels]
+        names = list(dict.fromkeys(name for columns in present for name in columns.values()))
         return {
-            "x": {"label": self.x, "values": column(first), "log": self.log},
+            "x": {"label": self.x, "values": curves[first], "log": self.log},
             "series": names,
             "panels": [
-                {"label": panel.y, "log": panel.log, "low": panel.low, "high": panel.high, "lines": lines(panel)}
-                for panel in self.panels
+                {
+                    "label": panel.y,
+                    "log": panel.log,
+                    "low": panel.low,
+                    "high": panel.high,
+                    "lines": [{"series": names.index(name), "values": curves[key]} for key, name in columns.items()],
+                }
+                for panel, columns in zip(self.panels, present, strict=True)
             ],
         }
 
@@ -71,174 +69,122 @@ def choose_plot(finding: Finding) -> FindingPlot | None:
     return FindingPlot(key, (Panel("", {name: name.replace("_", " ") for name in columns}),))
 
 
-def _prefix_keys(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
-    return {f"{prefix}{key}": name for key, name in names.items()}
+def _plot(x: str, *panels: Panel, log: bool = False) -> FindingPlot:
+    return FindingPlot(x, panels, log)
+
+
+def _panel(y: str, prefix: str, names: Mapping[str, str], *, log: bool = False, low: float | None = 0) -> Panel:
+    """Return a panel of the columns PREFIX_KEY."""
+    return Panel(y, {f"{prefix}_{key}": name for key, name in names.items()}, log, low)
 
 
 _RATIOS = {"token": "token", "sequence": "sequence", "product": "product"}
 _CLIPS = {"0.2": "clip 0.2 / 0.2", "0.28": "clip 0.2 / 0.28", "none": "no upper bound"}
 _GATE_NAMES = {"cap": "cap 5 (CISPO)", "soft": "soft gate (SAPO)", "clip": "clip 0.2 (PPO)"}
-_CRITICS = {"0": "exact critic", "0.1": "errs by 0.1", "0.3": "errs by 0.3"}
-_STEPS = {"2-step": "two steps, errs by 0.3", "3-step": "three steps, errs by 0.3"}
+_CRITICS = {
+    "0": "exact critic",
+    "0.1": "errs by 0.1",
+    "0.3": "errs by 0.3",
+    "2-step": "two steps, errs by 0.3",
+    "3-step": "three steps, errs by 0.3",
+}
 _LEVELS = {"turn": "over turns", "token": "over tokens", "both": "both levels"}
+_LENGTHS = {"sequence": "sequence mean", "fixed": "fixed length"}
+_KL_PLACES = {"none": "no KL", "k1": "k1 in the loss", "k2": "k2 in the loss", "reward": "k1 in the reward"}
+_HACKING = {"free": "no KL", "kl": "KL in the reward"}
 _NATS = "KL(π_old‖π), nats per completion"
+_BIAS, _VARIANCE = "bias / ‖∇J‖", "variance / ‖∇J‖²"
 
 PLOTS: dict[str, FindingPlot] = {
-    "group_mean": FindingPlot(
-        "group size G", (Panel("scale of E g", {"leave_one_out": "leave-one-out", "scale": "group mean"}, low=0),)
+    "group_mean": _plot(
+        "group size G", Panel("scale of E g", {"leave_one_out": "leave-one-out", "scale": "group mean"}, low=0)
     ),
-    "z_score": FindingPlot(
+    "z_score": _plot(
         "p, how often the prompt is solved",
-        (
-            Panel(
-                "weight of the prompt",
-                {
-                    "G32": "÷ std, G = 32",
-                    "G8": "÷ std, G = 8",
-                    "G4": "÷ std, G = 4",
-                    "group_mean_G8": "group mean, G = 8",
-                },
-                low=0,
-            ),
+        Panel(
+            "weight of the prompt",
+            {"G32": "÷ std, G = 32", "G8": "÷ std, G = 8", "G4": "÷ std, G = 4", "group_mean_G8": "group mean, G = 8"},
+            low=0,
         ),
     ),
-    "optimal_baseline": FindingPlot(
-        "baseline b", (Panel("variance / ‖∇J‖²", {"variance": "constant baseline"}, low=0),)
-    ),
-    "group_size": FindingPlot(
+    "optimal_baseline": _plot("baseline b", Panel(_VARIANCE, {"variance": "constant baseline"}, low=0)),
+    "group_size": _plot(
         "group size G",
-        (
-            Panel("standard deviation / ‖∇J‖", {"deviation": "÷ G", "deviation_power_half": "÷ √G"}, log=True),
-            Panel("scale of E g", {"scale_power_half": "÷ √G"}, log=True),
-        ),
+        Panel("standard deviation / ‖∇J‖", {"deviation": "÷ G", "deviation_power_half": "÷ √G"}, log=True),
+        Panel("scale of E g", {"scale_power_half": "÷ √G"}, log=True),
         log=True,
     ),
-    "more_statistics": FindingPlot(
-        "N completions in the mean", (Panel("variance / ‖∇J‖²", {"variance": "G = 2"}, low=0),)
-    ),
-    "sequence_mean": FindingPlot(
+    "more_statistics": _plot("N completions in the mean", Panel(_VARIANCE, {"variance": "G = 2"}, low=0)),
+    "sequence_mean": _plot(
         "length of a right answer (tokens)",
-        (
-            Panel(
-                "weight of a token, sequence sum = 1",
-                {
-                    "sum_right": "sequence sum",
-                    "sequence_right": "sequence mean",
-                    "token_right": "token mean",
-                    "fixed_right": "fixed length",
-                    "sequence_wrong": "sequence mean, wrong answers",
-                    "token_wrong": "token mean, wrong answers",
-                },
-                low=0,
-            ),
+        Panel(
+            "weight of a token, sequence sum = 1",
+            {
+                "sum_right": "sequence sum",
+                "sequence_right": "sequence mean",
+                "token_right": "token mean",
+                "fixed_right": "fixed length",
+                "sequence_wrong": "sequence mean, wrong answers",
+                "token_wrong": "token mean, wrong answers",
+            },
+            low=0,
         ),
     ),
-    "brevity": FindingPlot(
+    "brevity": _plot(
         "γ",
-        (
-            Panel(
-                "change of right answers' length, tokens per unit of J", {"length_change": "Ψ = γ^k·R, k tokens to go"}
-            ),
-            Panel("cosine of E g with ∇J", {"cosine": "Ψ = γ^k·R, k tokens to go"}),
-        ),
+        Panel("change of right answers' length, tokens per unit of J", {"length_change": "Ψ = γ^k·R, k tokens to go"}),
+        Panel("cosine of E g with ∇J", {"cosine": "Ψ = γ^k·R, k tokens to go"}),
     ),
-    "product_ratio": FindingPlot(
-        _NATS,
-        (
-            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _RATIOS), low=0),
-            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _RATIOS), low=0),
-        ),
-        log=True,
-    ),
-    "ratio_over_length": FindingPlot(
+    "product_ratio": _plot(_NATS, _panel(_BIAS, "bias", _RATIOS), _panel(_VARIANCE, "variance", _RATIOS), log=True),
+    "ratio_over_length": _plot(
         "longest answer (tokens)",
-        (
-            Panel("standard deviation of w", _prefix_keys("spread_", _RATIOS), low=0),
-            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _RATIOS), low=0),
-            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _RATIOS), low=0),
-        ),
+        _panel("standard deviation of w", "spread", _RATIOS),
+        _panel(_VARIANCE, "variance", _RATIOS),
+        _panel(_BIAS, "bias", _RATIOS),
     ),
-    "long_chains": FindingPlot(
+    "long_chains": _plot(
         "tokens",
-        (
-            Panel("standard deviation of w", _prefix_keys("spread_", _RATIOS), low=0),
-            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _RATIOS), log=True),
-            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _RATIOS), low=0),
-        ),
+        _panel("standard deviation of w", "spread", _RATIOS),
+        _panel(_VARIANCE, "variance", _RATIOS, log=True, low=None),
+        _panel(_BIAS, "bias", _RATIOS),
         log=True,
     ),
-    "gates": FindingPlot(
+    "gates": _plot(
         _NATS,
-        (
-            Panel("share of w kept where the clip drops it", _prefix_keys("kept_", _GATE_NAMES), low=0),
-            Panel("cosine with ∇J", _prefix_keys("cosine_", _GATE_NAMES)),
-        ),
+        _panel("share of w kept where the clip drops it", "kept", _GATE_NAMES),
+        _panel("cosine with ∇J", "cosine", _GATE_NAMES, low=None),
         log=True,
     ),
-    "gae_curve": FindingPlot(
+    "gae_curve": _plot(
         "λ",
-        (
-            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _CRITICS | _STEPS), low=0),
-            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _CRITICS | _STEPS), low=0),
-            Panel("mean squared error / ‖∇J‖²", _prefix_keys("mse_", _CRITICS | _STEPS), low=0),
-        ),
+        _panel(_BIAS, "bias", _CRITICS),
+        _panel(_VARIANCE, "variance", _CRITICS),
+        _panel("mean squared error / ‖∇J‖²", "mse", _CRITICS),
     ),
-    "turn_credit": FindingPlot(
-        "λ",
-        (
-            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _LEVELS), low=0),
-            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _LEVELS), low=0),
-        ),
-    ),
-    "trust_region_bound": FindingPlot(
+    "turn_credit": _plot("λ", _panel(_BIAS, "bias", _LEVELS), _panel(_VARIANCE, "variance", _LEVELS)),
+    "trust_region_bound": _plot(
         "standard deviation of the move in the logits",
-        (Panel("J − bound, median", {"slack_kl": "in the KL", "slack_tv": "in total variation"}, log=True),),
+        Panel("J − bound, median", {"slack_kl": "in the KL", "slack_tv": "in total variation"}, log=True),
         log=True,
     ),
-    "bound_over_step": FindingPlot(
+    "bound_over_step": _plot(
         "step along the natural gradient",
-        (
-            Panel(
-                "change of J",
-                {"J": "J", "surrogate": "surrogate L", "bound_tv": "bound, total variation", "bound_kl": "bound, KL"},
-                low=-0.3,
-            ),
+        Panel(
+            "change of J",
+            {"J": "J", "surrogate": "surrogate L", "bound_tv": "bound, total variation", "bound_kl": "bound, KL"},
+            low=-0.3,
         ),
     ),
-    "entropy_collapse": FindingPlot(
-        "rollout",
-        (
-            Panel("entropy of a token that does not matter (nats)", _prefix_keys("idle_", _CLIPS), low=0),
-            Panel("J", _prefix_keys("J_", _CLIPS), low=0),
-        ),
+    "entropy_collapse": _plot(
+        "rollout", _panel("entropy of a token that does not matter (nats)", "idle", _CLIPS), _panel("J", "J", _CLIPS)
     ),
-    "length_drift": FindingPlot(
+    "length_drift": _plot(
         "J reached",
-        (
-            Panel("wrong answers (tokens)", {"wrong_sequence": "sequence mean", "wrong_fixed": "fixed length"}),
-            Panel("right answers (tokens)", {"right_sequence": "sequence mean", "right_fixed": "fixed length"}),
-        ),
+        _panel("wrong answers (tokens)", "wrong", _LENGTHS, low=None),
+        _panel("right answers (tokens)", "right", _LENGTHS, low=None),
     ),
-    "k1_in_loss": FindingPlot(
-        "rollout",
-        (
-            Panel(
-                "KL(π‖π_ref), nats per completion",
-                {
-                    "kl_none": "no KL",
-                    "kl_k1": "k1 in the loss",
-                    "kl_k2": "k2 in the loss",
-                    "kl_reward": "k1 in the reward",
-                },
-                low=0,
-            ),
-        ),
-    ),
-    "reward_hacking": FindingPlot(
-        "rollout",
-        (
-            Panel("true reward", {"true_free": "no KL", "true_kl": "KL in the reward"}, low=0),
-            Panel("proxy, trained on", {"proxy_free": "no KL", "proxy_kl": "KL in the reward"}, low=0),
-        ),
+    "k1_in_loss": _plot("rollout", _panel("KL(π‖π_ref), nats per completion", "kl", _KL_PLACES)),
+    "reward_hacking": _plot(
+        "rollout", _panel("true reward", "true", _HACKING), _panel("proxy, trained on", "proxy", _HACKING)
     ),
 }

@@ -2,90 +2,58 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from policygrad.lab.sequences import PrefixTree
-
-
-def sample_normal(parameters: int, scale: float, seed: int) -> Tensor:
-    """Sample [P] float64 from N(0, scale²)."""
-    return scale * torch.randn(parameters, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from policygrad.lab.sequences import Policy, sample_normal
 
 
 @dataclass(frozen=True)
-class TabularPolicy:
+class TabularPolicy(Policy):
     """A separate logit for every prompt, prefix and token: scores at different states are orthogonal."""
 
-    tree: PrefixTree
-    prompts: int = 1
-    scale: float = 0.5
-
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.prompts, len(self.tree.prefixes), self.tree.vocabulary
-
-    def initial(self, seed: int) -> Tensor:
-        x, s, v = self.shape
-        return sample_normal(x * s * v, self.scale, seed)
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [(self.prompts, len(self.tree.prefixes), self.tree.vocabulary)]
 
     def logits(self, theta: Tensor) -> Tensor:
-        return theta.reshape(self.shape)
+        return self.split(theta)[0]
 
 
 @dataclass(frozen=True)
-class Bigram:
+class Bigram(Policy):
     """logit = W[position, previous token, token] + U[prompt, position, token]: prompts share parameters."""
 
-    tree: PrefixTree
-    prompts: int = 1
-    scale: float = 0.5
-
     @property
-    def _shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         v, n = self.tree.vocabulary, self.tree.length
-        return (n, v, v), (self.prompts, n, v)
-
-    def initial(self, seed: int) -> Tensor:
-        return sample_normal(sum(a * b * c for a, b, c in self._shapes), self.scale, seed)
+        return [(n, v, v), (self.prompts, n, v)]
 
     def logits(self, theta: Tensor) -> Tensor:
-        shared, per_prompt = self._shapes
-        split = shared[0] * shared[1] * shared[2]
+        shared, per_prompt = self.split(theta)
         position = torch.tensor([len(prefix) for prefix in self.tree.prefixes])
         previous = torch.tensor([prefix[-1] if prefix else 0 for prefix in self.tree.prefixes])
-        return theta[:split].reshape(shared)[position, previous] + theta[split:].reshape(per_prompt)[:, position]
-
-
-def _split_parameters(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    ends = list(itertools.accumulate(map(math.prod, shapes)))
-    return [theta[a:b].reshape(shape) for a, b, shape in zip([0, *ends], ends, shapes, strict=False)]
+        return shared[position, previous] + per_prompt[:, position]
 
 
 @dataclass(frozen=True)
-class Transformer:
+class Transformer(Policy):
     """One block of width D: an attention head over prompt and prefix and a two-layer perceptron, both with residuals."""
 
-    tree: PrefixTree
-    prompts: int = 1
     width: int = 4
     scale: float = 0.3
 
     @property
-    def _shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         d, v = self.width, self.tree.vocabulary
         symbols = self.prompts + v
         return [(symbols, d), (self.tree.length, d), (3, d, d), (d, 2 * d), (2 * d, d), (d, v)]
 
-    def initial(self, seed: int) -> Tensor:
-        return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)
-
     def logits(self, theta: Tensor) -> Tensor:
-        symbol, position, attend, up, down, out = _split_parameters(theta, self._shapes)
+        symbol, position, attend, up, down, out = self.split(theta)
         length, prefixes = self.tree.length, self.tree.prefixes
         padded = torch.tensor([[*prefix, *[0] * (length - 1 - len(prefix))] for prefix in prefixes]).long()
         prompt = torch.arange(self.prompts)[:, None, None].expand(-1, len(prefixes), 1)
@@ -102,39 +70,33 @@ class Transformer:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Policy):
     """A mixture of experts: a router on random features of the prefix selects one expert's logits per state, times its gate.
 
     Routing is discontinuous: where the scores of two experts are almost equal, a small change of θ selects the other. `frozen` [S]
     fixes the selection (routing replay).
     """
 
-    tree: PrefixTree
-    prompts: int = 1
     experts: int = 4
     width: int = 6
     scale: float = 1.0
     frozen: tuple[int, ...] | None = None
 
     @property
-    def _shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         return [(self.width, self.experts), (self.experts, self.width, self.tree.vocabulary)]
 
     @property
     def features(self) -> Tensor:
         """[S, width], constant."""
-        states = len(self.tree.prefixes)
-        return sample_normal(states * self.width, 1 / math.sqrt(self.width), 17).reshape(states, self.width)
-
-    def initial(self, seed: int) -> Tensor:
-        return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)
+        return sample_normal((len(self.tree.prefixes), self.width), 1 / math.sqrt(self.width), 17)
 
     def routes(self, theta: Tensor) -> Tensor:
         """[S] int64, the expert of each state."""
-        return (self.features @ _split_parameters(theta, self._shapes)[0]).argmax(-1)
+        return (self.features @ self.split(theta)[0]).argmax(-1)
 
     def logits(self, theta: Tensor) -> Tensor:
-        router, expert = _split_parameters(theta, self._shapes)
+        router, expert = self.split(theta)
         route = self.routes(theta) if self.frozen is None else torch.tensor(self.frozen)
         gate = (self.features @ router).softmax(-1).gather(-1, route[:, None])
         logits: Tensor = gate * torch.einsum("sd,sdv->sv", self.features, expert[route])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
+import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,52 +22,18 @@ from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
 
 Experiment = Callable[[int], Finding]
 """seed -> Finding."""
-_CLAIMS: tuple[Experiment, ...] = (
-    advantages.leave_one_out,
-    advantages.group_mean,
-    advantages.z_score,
-    advantages.optimal_baseline,
-    advantages.state_baseline,
-    advantages.group_size,
-    advantages.more_statistics,
-    advantages.sequence_mean,
-    advantages.brevity,
-    ratios.product_ratio,
-    ratios.ratio_over_length,
-    ratios.long_chains,
-    ratios.gate_weights,
-    ratios.gates,
-    ratios.experts,
-    critics.gae_curve,
-    critics.turn_credit,
-    advantages.kl_places,
-    critics.adam,
-)
-_THEORY: tuple[Experiment, ...] = (
-    theory.performance_difference,
-    theory.surrogate_matches,
-    theory.trust_region_bound,
-    ratios.bound_over_step,
-    theory.conservative_mixture,
-    theory.natural_invariance,
-    theory.monotonic_improvement,
-    theory.occupancy_sum,
-)
-_RUNS: tuple[Experiment, ...] = (
-    dynamics.entropy_collapse,
-    dynamics.length_drift,
-    dynamics.k1_in_loss,
-    dynamics.reward_hacking,
-)
-CLAIMS: dict[str, Experiment] = {f.__name__: f for f in _CLAIMS}
-THEORY: dict[str, Experiment] = {f.__name__: f for f in _THEORY}
-DYNAMICS: dict[str, Experiment] = {f.__name__: f for f in _RUNS}
+
+
+def _collect_experiments(*modules: ModuleType) -> dict[str, Experiment]:
+    """Return the functions of these modules that return a Finding, in the order of their definition."""
+    functions = [f for module in modules for f in vars(module).values() if inspect.isfunction(f)]
+    return {f.__name__: f for f in functions if f.__annotations__.get("return") == "Finding"}
+
+
+CLAIMS = _collect_experiments(advantages, ratios, critics)
+THEORY = _collect_experiments(theory)
+DYNAMICS = _collect_experiments(dynamics)
 EXPERIMENTS = CLAIMS | THEORY | DYNAMICS
-
-
-def run_experiments(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
-    """Run the named experiments, or all."""
-    return [experiment(seed) for experiment in select_experiments(names)]
 
 
 def select_experiments(names: Iterable[str] | None = None) -> list[Experiment]:
@@ -102,15 +70,16 @@ class LabReport:
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; numbers that are not finite become null."""
         rows = [{"name": on.name, "on_policy": _to_row(on), "off_policy": _to_row(off)} for on, off in self.rows]
-        return {
+        data = {
             "world": self.world,
-            "parts": list(self.parts),
+            "parts": self.parts,
             "group_size": self.group_size,
             "off_policy_kl": self.kl,
             "seed": self.seed,
-            "algorithms": _replace_nonfinite(rows),
-            "findings": _replace_nonfinite([asdict(finding) for finding in self.findings]),
+            "algorithms": rows,
+            "findings": [asdict(finding) for finding in self.findings],
         }
+        return json.loads(json.dumps(data), parse_constant=lambda _: None)  # type: ignore[no-any-return]
 
 
 def build_lab_report(
@@ -152,13 +121,3 @@ def single_threaded() -> Iterator[None]:
 
 def _to_row(m: Measurement) -> dict[str, Any]:
     return {name: value for name, value in asdict(m).items() if name != "name"}
-
-
-def _replace_nonfinite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _replace_nonfinite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replace_nonfinite(v) for v in value]
-    return value

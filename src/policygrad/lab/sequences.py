@@ -7,10 +7,10 @@ the tokens so far. X prompts, N completions each, S states, P parameters.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,11 +30,14 @@ def jacobian(f: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
     return matrix
 
 
+def sample_normal(shape: int | Sequence[int], scale: float, seed: int) -> Tensor:
+    """Sample a float64 tensor from N(0, scale²)."""
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 EOS = 0
 MAX_COMPLETIONS = 6000
 """Maximum completions of one prompt; vocabulary 5 and length 6 have 5461."""
-Verifier = Callable[[tuple[int, ...]], float]
-"""Computes the reward of a completion's tokens, without EOS."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,30 @@ class PrefixTree:
         return len(self.completions)
 
 
-class Policy(Protocol):
-    """A softmax policy over prefixes."""
+@dataclass(frozen=True)
+class Policy:
+    """A softmax policy over prefixes. Its parameters are tensors of some shapes, initially from N(0, scale²)."""
+
+    tree: PrefixTree
+    prompts: int = 1
+    scale: float = 0.5
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        raise NotImplementedError
 
     def initial(self, seed: int) -> Tensor:
         """θ [P]."""
-        ...
+        return sample_normal(sum(map(math.prod, self.shapes)), self.scale, seed)
+
+    def split(self, theta: Tensor) -> list[Tensor]:
+        """Return the parameters, shaped as in `shapes`."""
+        pieces = torch.split(theta, [math.prod(shape) for shape in self.shapes])
+        return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def logits(self, theta: Tensor) -> Tensor:
         """[X, S, V]."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,14 +158,9 @@ class World:
     def prompts(self) -> int:
         return self.reward.shape[0]
 
-    @property
-    def rows(self) -> int:
-        """X·N, the completions of all prompts; row x·N + n."""
-        return self.prompts * self.tree.size
-
     @cached_property
     def mask(self) -> Tensor:
-        """[X·N, L]."""
+        """[X·N, L]; row x·N + n is completion n of prompt x."""
         return self.tree.mask.repeat(self.prompts, 1)
 
     @cached_property
@@ -173,6 +185,10 @@ class World:
     def logp(self, theta: Tensor) -> Tensor:
         """[X, N] log π(o|x)."""
         return self.token_logp(theta).sum(1).reshape(self.prompts, -1)
+
+    def token_weight(self, theta: Tensor) -> Tensor:
+        """[X·N, L] π(o|x) of each token's completion; 0 off the mask."""
+        return torch.where(self.mask, self.logp(theta).exp().flatten()[:, None], 0)
 
     def objective(self, theta: Tensor, reward: Tensor | None = None) -> Tensor:
         """[] J, the mean over prompts of Σ_o π(o|x) R(x, o)."""
@@ -217,7 +233,7 @@ class World:
 
     def values(self, theta: Tensor, to_go: Tensor) -> Tensor:
         """[X·S] V(s) = E[G | s], the mean reward to go (`to_go` [X·N, L]) of the completions that pass through s."""
-        weight = torch.where(self.mask, self.logp(theta).exp().flatten()[:, None], 0)
+        weight = self.token_weight(theta)
         total, mass = (torch.zeros(self.prompts * len(self.tree.prefixes)).double() for _ in range(2))
         total.index_add_(0, self.state.flatten(), torch.where(self.mask, weight * to_go, 0).flatten())
         mass.index_add_(0, self.state.flatten(), weight.flatten())
@@ -233,7 +249,7 @@ def perturb_policy(world: World, theta: Tensor, kl: float, seed: int = 0, direct
     if kl < 0:
         raise ConfigError(f"the KL must be at least 0 nats, not {kl}")
     if direction is None:
-        direction = torch.randn(len(theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        direction = sample_normal(len(theta), 1.0, seed)
     if kl == 0:
         return theta
     low, high = 0.0, 1.0 / float(direction.norm())
@@ -254,22 +270,6 @@ def perturb_policy(world: World, theta: Tensor, kl: float, seed: int = 0, direct
             f"along this direction the policy jumps over a KL of {kl:g} nats: fix discrete choices (routing) first"
         )
     return theta + high * direction
-
-
-def reward_table(tree: PrefixTree, verifier: Verifier, prompts: int = 1) -> Tensor:
-    """Return a verifier's rewards [X, N] float64, the same for every prompt."""
-    row = [verifier(word) for word in tree.completions]
-    return torch.tensor([row] * prompts, dtype=torch.float64)
-
-
-def reward_sum(target: int) -> Verifier:
-    """Reward 1 if the tokens add up to `target`."""
-    return lambda word: float(sum(word) == target)
-
-
-def reward_min_length(tokens: int) -> Verifier:
-    """Reward 1 for at least this number of tokens before EOS."""
-    return lambda word: float(len(word) >= tokens)
 
 
 def sample_right_answers(

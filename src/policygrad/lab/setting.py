@@ -17,7 +17,7 @@ from policygrad.core.terms import ExactKLToReference, KLToReference
 from policygrad.core.validation import check_sampling
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.lab.sequences import World, derivative
+from policygrad.lab.sequences import World, derivative, sample_normal
 
 STEP_TOKENS = 2
 """Tokens per step of an answer, for parts that read step ends; the last step may be shorter."""
@@ -25,16 +25,16 @@ STEP_TOKENS = 2
 
 def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
     """Return why the lab cannot measure an algorithm with groups of this size; None = it can."""
-    if not any(isinstance(link, Vine) for link in algorithm.advantage):
-        try:
-            check_sampling(algorithm, group_size, 1.0)
-        except ConfigError as error:
-            return str(error) if group_size > 1 else None
-        return None
-    return (
-        f"{algorithm.name} trains on single tokens sampled within answers (Vine), but the lab's steps are groups of complete "
-        "completions: use trpo, its single-path variant"
-    )
+    if any(isinstance(link, Vine) for link in algorithm.advantage):
+        return (
+            f"{algorithm.name} trains on single tokens sampled within answers (Vine), but the lab's steps are groups of complete "
+            "completions: use trpo, its single-path variant"
+        )
+    try:
+        check_sampling(algorithm, group_size, 1.0)
+    except ConfigError as error:
+        return str(error) if group_size > 1 else None
+    return None
 
 
 def supported_algorithms(algorithms: Mapping[str, Algorithm], group_size: int = 1) -> dict[str, Algorithm]:
@@ -74,10 +74,6 @@ class LabSetting:
         """[P] of the policy that samples completions."""
         return self.old_theta if self.sampler is None else self.sampler
 
-    @property
-    def max_tokens(self) -> int:
-        return self.world.tree.length + (not self.truncates)
-
     def prepare(self, algorithm: Algorithm) -> Algorithm:
         """Return the algorithm with the state of a run in progress: max_tokens is set, and a running mean equals J.
 
@@ -89,7 +85,7 @@ class LabSetting:
         zero, mean_reward = torch.zeros(1, 1).double(), self.world.objective(self.sampling_theta.detach())[None]
         batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=mean_reward, logp_old=zero, logp_ref=zero)
         batch = replace(batch, example_id=torch.zeros(1).long())
-        algorithm = algorithm.with_max_tokens(self.max_tokens)
+        algorithm = algorithm.with_max_tokens(self.world.tree.length + (not self.truncates))
         return algorithm.with_state(algorithm.update_state(algorithm.init_state(), batch))
 
     def enumerate_batch(self, algorithm: Algorithm) -> Batch:
@@ -133,8 +129,7 @@ class LabSetting:
             values = self.values
             if values is None:
                 values = world.values(old, reward_to_go(algorithm.shape_rewards(batch)))
-                generator = torch.Generator().manual_seed(self.seed)
-                values = values + self.critic_error * torch.randn(len(values), generator=generator, dtype=torch.float64)
+                values = values + sample_normal(len(values), self.critic_error, self.seed)
             batch = replace(batch, values=values[world.state])
         return batch
 
@@ -157,17 +152,17 @@ class LabSetting:
         after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
         return torch.where(world.mask, after - value, 0)
 
-    def true_gradient(self, algorithm: Algorithm) -> Tensor:
+    def true_gradient(self, algorithm: Algorithm, prompt: int | None = None) -> Tensor:
         """[P] ∇J of the algorithm's objective: the expected shaped reward less β·KL(π_θ‖π_ref) of complete completions.
 
         A KL to the reference in the loss counts as that KL, and so does learning from a teacher, then without a reward. Other terms
         (entropy, self-imitation, the KL to π_old) are not part of J, so their contribution is bias.
-        """
-        return self.world.gradient(self.theta, self._objective_reward(algorithm))
 
-    def true_gradient_at(self, algorithm: Algorithm, prompt: int) -> Tensor:
-        """[P] ∇J of one prompt."""
+        prompt: Only of this prompt; by default J is the mean over prompts.
+        """
         reward = self._objective_reward(algorithm)
+        if prompt is None:
+            return self.world.gradient(self.theta, reward)
         return derivative(lambda theta: self.world.success(theta, reward)[prompt], self.theta)
 
     def _objective_reward(self, algorithm: Algorithm) -> Tensor:

@@ -12,15 +12,11 @@ from torch import Tensor
 from policygrad.core.trust_region import TrustRegion
 from policygrad.lab import mdp as exact
 from policygrad.lab.mdp import ExactProblem, TabularMDP, chain, gridworld, random_mdp, softmax, solve
-from policygrad.lab.measurement import Finding, choose_text
+from policygrad.lab.measurement import Finding
+from policygrad.lab.sequences import sample_normal
 
 EXACT = 1e-10
 PROBLEMS = 20
-
-
-def _random_logits(mdp: TabularMDP, seed: int) -> Tensor:
-    """[S, A] standard normal."""
-    return torch.randn(mdp.reward.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _random_pairs(seed: int, scale: float = 1.0) -> list[tuple[TabularMDP, Tensor, Tensor]]:
@@ -28,8 +24,8 @@ def _random_pairs(seed: int, scale: float = 1.0) -> list[tuple[TabularMDP, Tenso
     pairs = []
     for k in range(seed * PROBLEMS, (seed + 1) * PROBLEMS):
         mdp = random_mdp(4 + k % 3, 2 + k % 3, (0.5, 0.9, 0.99)[k % 3], seed=k)
-        theta = _random_logits(mdp, 2 * k)
-        pairs.append((mdp, softmax(theta), softmax(theta + scale * _random_logits(mdp, 2 * k + 1))))
+        theta = sample_normal(mdp.reward.shape, 1.0, 2 * k)
+        pairs.append((mdp, softmax(theta), softmax(theta + sample_normal(mdp.reward.shape, scale, 2 * k + 1))))
     return pairs
 
 
@@ -46,7 +42,7 @@ def performance_difference(seed: int = 0) -> Finding:
         "performance_difference",
         "J(π') − J(π) is the advantage of π, summed where π' goes.",
         holds,
-        f"On {PROBLEMS} random problems both sides {choose_text(holds, 'agree', 'differ')}: the largest difference is "
+        f"On {PROBLEMS} random problems both sides {'agree' if holds else 'differ'}: the largest difference is "
         f"{worst:.0e}, of changes up to {biggest:.2f}.",
         {"difference": worst},
     )
@@ -69,7 +65,7 @@ def surrogate_matches(seed: int = 0) -> Finding:
         "surrogate_matches",
         "At π_old the surrogate has J's value and J's gradient.",
         holds,
-        f"Value and gradient {choose_text(holds, 'match', 'do not match')} to {value:.0e} and {slope:.0e}; the policy-gradient "
+        f"Value and gradient {'match' if holds else 'do not match'} to {value:.0e} and {slope:.0e}; the policy-gradient "
         f"theorem and differentiating the linear solve agree to {theorem:.0e}.",
         {"value": value, "gradient": slope, "theorem": theorem},
     )
@@ -92,7 +88,7 @@ def trust_region_bound(seed: int = 0) -> Finding:
         "trust_region_bound",
         "J(π) ≥ L(π) − 4εγ/(1−γ)²·max KL, and the form in total variation is tighter.",
         holds,
-        f"{choose_text(holds, 'Never', f'{violated} times')} violated on {PROBLEMS * len(distances)} pairs of policies. It is "
+        f"{'Never' if holds else f'{violated} times'} violated on {PROBLEMS * len(distances)} pairs of policies. It is "
         f"far from tight: the median of J − bound is {_format_numbers(gap[d][0] for d in distances)} in the KL form and "
         f"{_format_numbers(gap[d][1] for d in distances)} in the other, for logits moved by {_format_numbers(distances)}.",
         {"violated": float(violated)},
@@ -106,6 +102,39 @@ def trust_region_bound(seed: int = 0) -> Finding:
 
 def _format_numbers(values: Iterable[float]) -> str:
     return ", ".join(f"{x:.2g}" if x < 100 else f"{x:.0f}" for x in values)
+
+
+def bound_over_step(seed: int = 0) -> Finding:
+    """J(π), the surrogate L(π) and both lower bounds along the natural gradient of one random MDP, over the step's length.
+
+    Source: Schulman et al. 2015, theorem 1 and eq. 9.
+    """
+    mdp = random_mdp(4, 3, 0.5, seed=seed)
+    theta = sample_normal(mdp.reward.shape, 1.0, seed)
+    direction, old = exact.natural_gradient(mdp, theta), softmax(theta)
+    direction = direction / direction.norm()
+    lengths = tuple(i / 80 for i in range(121))
+    rows = []
+    for length in lengths:
+        new = softmax(theta + length * direction)
+        level = float(exact.surrogate_value(mdp, old, new))
+        rows.append((float(solve(mdp, new).objective), level, *exact.improvement_bound(mdp, old, new)))
+    start = rows[0][0]
+    true, surrogate, by_kl, by_tv = (tuple(row[i] - start for row in rows) for i in range(4))
+    promised, reached = max(by_tv), max(true)
+    safe, best = lengths[by_tv.index(promised)], lengths[true.index(reached)]
+    holds = all(kl <= tv + 1e-10 and tv <= j + 1e-10 for kl, tv, j in zip(by_kl, by_tv, true, strict=True))
+    return Finding(
+        "bound_over_step",
+        "TRPO's bound touches J at the old policy and stays below: raising it raises J, in far shorter steps than would do.",
+        holds,
+        f"Along the natural gradient of a random MDP (γ = 0.5) the bound is {'never' if holds else 'somewhere'} above "
+        f"J. Its maximum promises {promised:.3f} at a step of {safe:.2f} in the logits (total variation; the KL form "
+        f"{max(by_kl):.3f}); J gains {true[lengths.index(safe)]:.3f} there, and {reached:.3f} at a step of {best:g}"
+        f"{', the longest tried' if best == lengths[-1] else ''}.",
+        {"promised": promised, "promised_kl": max(by_kl), "safe": safe, "reached": reached, "best": best},
+        curves={"step": lengths, "J": true, "surrogate": surrogate, "bound_kl": by_kl, "bound_tv": by_tv},
+    )
 
 
 def conservative_mixture(seed: int = 0) -> Finding:
@@ -134,8 +163,8 @@ def conservative_mixture(seed: int = 0) -> Finding:
         "A mixture with a better policy improves J by at least its bound; the step α* never decreases J.",
         holds,
         f"On {PROBLEMS} random problems with the greedy policy mixed in, the bound is "
-        f"{choose_text(violated == 0, 'never violated', f'violated {violated} times')} and α* "
-        f"{choose_text(worse == 0, 'always raises J', f'lowers J {worse} times')}, by {min(gains):.1e} to {max(gains):.2f}.",
+        f"{'never violated' if violated == 0 else f'violated {violated} times'} and α* "
+        f"{'always raises J' if worse == 0 else f'lowers J {worse} times'}, by {min(gains):.1e} to {max(gains):.2f}.",
         {"violated": float(violated), "worse": float(worse), "least_gain": min(gains)},
     )
 
@@ -145,8 +174,7 @@ def natural_invariance(seed: int = 0) -> Finding:
     natural, plain = list[float](), list[float]()
     for mdp, old, _ in _random_pairs(seed):
         size = mdp.states * mdp.actions
-        generator = torch.Generator().manual_seed(seed)
-        change = torch.eye(size).double() + 0.3 * torch.randn(size, size, generator=generator, dtype=torch.float64)
+        change = torch.eye(size).double() + sample_normal((size, size), 0.3, seed)
         features, theta = change.reshape(mdp.states, mdp.actions, size), old.log()
         phi = torch.linalg.solve(change, theta.flatten())
         for rule, cosines in ((exact.natural_gradient, natural), (exact.objective_gradient, plain)):
@@ -159,7 +187,7 @@ def natural_invariance(seed: int = 0) -> Finding:
         "The natural gradient changes the policy equally in any parametrisation; the gradient does not.",
         holds,
         f"Under a random linear change of parameters the policy's change keeps a cosine of at least {min(natural):.8f} along the "
-        f"natural gradient, {choose_text(holds, 'the same to rounding', 'not the same')}, and of {min(plain):.3f} to "
+        f"natural gradient, {'the same to rounding' if holds else 'not the same'}, and of {min(plain):.3f} to "
         f"{max(plain):.3f} along the gradient.",
         {"natural": min(natural), "gradient_least": min(plain)},
     )
@@ -176,36 +204,31 @@ def monotonic_improvement(seed: int = 0) -> Finding:
     problems = {"chain": chain(), "grid": gridworld(), "random": random_mdp(seed=seed)}
     steps, falls, covered, gain = 40, 0, 0, dict[str, tuple[float, float]]()
     for name, mdp in problems.items():
-        problem = ExactProblem(mdp, 0.1 * _random_logits(mdp, seed))
+        problem = ExactProblem(mdp, sample_normal(mdp.reward.shape, 0.1, seed))
         for _ in range(steps):
             TrustRegion(0.01, damping=1e-6, cg_iters=50)(problem)
         falls += sum(b < a - EXACT for a, b in pairwise(problem.history))
         gain[name] = (problem.history[0], problem.history[-1])
-        covered += _bounded_run(mdp, seed)
+        # Steps that raise the bound M(π) = L(π) − C·max KL: natural gradients, halved until they do.
+        theta = sample_normal(mdp.reward.shape, 0.1, seed)
+        for _ in range(10):
+            old = softmax(theta)
+            before, step = float(solve(mdp, old).objective), exact.natural_gradient(mdp, theta)
+            while exact.improvement_bound(mdp, old, softmax(theta + step))[0] <= before and float(step.norm()) > 1e-12:
+                step = step / 2
+            theta = theta + step
+            covered += float(solve(mdp, softmax(theta)).objective) < before - 1e-14
     holds = falls == 0 and covered == 0
     ranges = ", ".join(f"{name} {a:.3f} to {b:.3f}" for name, (a, b) in gain.items())
     return Finding(
         "monotonic_improvement",
         "Exact trust-region steps improve J step by step.",
         holds,
-        f"With δ = 0.01, which no bound covers, J {choose_text(falls == 0, 'never falls', f'falls {falls} times')} in {steps} "
+        f"With δ = 0.01, which no bound covers, J {'never falls' if falls == 0 else f'falls {falls} times'} in {steps} "
         f"steps each ({ranges}). Steps so short that the bound promises a gain "
-        f"{choose_text(covered == 0, 'never lower J', f'lower J {covered} times')}.",
+        f"{'never lower J' if covered == 0 else f'lower J {covered} times'}.",
         {"falls": float(falls), "falls_bounded": float(covered)},
     )
-
-
-def _bounded_run(mdp: TabularMDP, seed: int, steps: int = 10) -> int:
-    """Count how often J falls along steps that raise M(π) = L(π) − C·max KL: natural gradients, halved until they do."""
-    theta, falls = 0.1 * _random_logits(mdp, seed), 0
-    for _ in range(steps):
-        old = softmax(theta)
-        before, step = float(solve(mdp, old).objective), exact.natural_gradient(mdp, theta)
-        while exact.improvement_bound(mdp, old, softmax(theta + step))[0] <= before and float(step.norm()) > 1e-12:
-            step = step / 2
-        theta = theta + step
-        falls += float(solve(mdp, softmax(theta)).objective) < before - 1e-14
-    return falls
 
 
 def occupancy_sum(seed: int = 0) -> Finding:
@@ -216,15 +239,17 @@ def occupancy_sum(seed: int = 0) -> Finding:
     finite = 0.0
     for steps in (1, 5, 20):
         mdp = random_mdp(seed=seed).with_horizon(steps)
-        finite = max(finite, abs(float(solve(mdp, softmax(_random_logits(mdp, seed))).occupancy.sum()) - steps))
+        finite = max(
+            finite, abs(float(solve(mdp, softmax(sample_normal(mdp.reward.shape, 1.0, seed))).occupancy.sum()) - steps)
+        )
     undiscounted = replace(random_mdp(seed=seed), gamma=0.0)
-    first = float(solve(undiscounted, softmax(_random_logits(undiscounted, seed))).occupancy.sum())
+    first = float(solve(undiscounted, softmax(sample_normal(undiscounted.reward.shape, 1.0, seed))).occupancy.sum())
     holds = max(worst, finite, abs(first - 1)) < 1e-9
     return Finding(
         "occupancy_sum",
         "The unnormalised discounted occupancy sums to 1/(1−γ).",
         holds,
-        f"It {choose_text(holds, 'does', 'does not')}, to {worst:.0e} relative on {PROBLEMS} random problems (γ up to 0.99), "
+        f"It {'does' if holds else 'does not'}, to {worst:.0e} relative on {PROBLEMS} random problems (γ up to 0.99), "
         f"and to H over a horizon of H steps at γ = 1, to {finite:.0e}.",
         {"relative": worst, "finite": finite},
     )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from policygrad.lab.episodes import ConversationSetting, ConversationWorld, EpisodeTree, Walk
 from policygrad.lab.policies import Bigram, TabularPolicy
@@ -60,10 +59,4 @@ def walk_setting(
     """Return conversations with the game `Walk`, with a logit for each history; J discounts by γ per turn."""
     tree = EpisodeTree(length=3 * turns, game=game)
     policy = TabularPolicy(tree)
-    return ConversationSetting(ConversationWorld.from_tree(tree, policy, gamma), policy.initial(seed))
-
-
-def directional_growth(setting: LabSetting, gradient: Tensor, direction: Tensor) -> float:
-    """Return the growth of a quantity with this gradient along a multiple of `direction` along which J grows by ‖∇J‖²."""
-    truth = setting.world.gradient(setting.theta)
-    return float(gradient @ direction) * float(truth @ truth) / float(truth @ direction)
+    return ConversationSetting(ConversationWorld(tree, tree.total(gamma)[None], policy), policy.initial(seed))

@@ -45,10 +45,7 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.betas must be two numbers, at least 0 and below 1, not {self.betas}")
 
     def lr_factor(self, step: int, total: int) -> float:
-        """Return the factor on the learning rate at update `step` (from 0) of `total`.
-
-        It depends on nothing else, so a checkpoint needs only the number of updates.
-        """
+        """Return the factor on the learning rate at update `step` (from 0) of `total`; no other state is needed."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -134,6 +131,5 @@ class LearnerConfig:
 
         On a CPU a larger model takes no longer with 1024 tokens than with 2048, and two thirds of the memory.
         """
-        if not str(device).startswith("cpu"):
-            return self.micro_tokens or 16384
-        return self.micro_tokens or (2048 if parameters < SMALL_MODEL_PARAMETERS else 1024)
+        on_cpu = 2048 if parameters < SMALL_MODEL_PARAMETERS else 1024
+        return self.micro_tokens or (on_cpu if str(device).startswith("cpu") else 16384)

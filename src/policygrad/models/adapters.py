@@ -17,8 +17,7 @@ from policygrad.errors import ConfigError, ModelError, install_command
 from policygrad.models.lora_config import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."
-"""Prefix of the names in an adapter's file and in a PEFT model."""
+PEFT_PREFIX = "base_model.model."  # prefix of the names in an adapter's file and in a PEFT model
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
@@ -28,16 +27,16 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 
 def describe_adapters(model: nn.Module) -> str:
     """Describe the adapters and the number of trainable parameters; "" for a model without adapters."""
-    descriptions = [
-        ", ".join(
-            f"{name} {getattr(config, key)}"
-            for name, key in (("rank", "r"), ("alpha", "lora_alpha"))
-            if hasattr(config, key)
-        )
-        for config in adapter_configs(model).values()
-    ]
+    configs = adapter_configs(model)
+    if not configs:
+        return ""
+    keys = {"rank": "r", "alpha": "lora_alpha"}
+    settings = (
+        ", ".join(f"{name} {getattr(config, key)}" for name, key in keys.items() if hasattr(config, key))
+        for config in configs.values()
+    )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return f"{'; '.join(descriptions)}: {trainable:,} parameters train".lstrip(": ") if descriptions else ""
+    return f"{'; '.join(settings)}: {trainable:,} parameters train".lstrip(": ")
 
 
 def require_peft(what: str, extra: str = "lora") -> None:
@@ -94,7 +93,20 @@ def add_adapters(
     config.base_model_name_or_path = base
     config.target_modules = sorted(config.target_modules or ())  # a set, whose order differs between processes
     train_only_adapters(model)
-    _check_runs(model.eval())
+    weight = next(model.eval().parameters())
+    if weight.is_meta:
+        return model
+    try:  # the code of some models does not support adapters
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=weight.device), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"learner.lora: {type(model).__name__} does not run with adapters on these layers "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}): name others, as in "
+            "targets=q_proj+v_proj, or leave learner.lora empty to train all weights"
+        ) from error
     return model
 
 
@@ -121,40 +133,18 @@ def find_unadaptable_layers(model: nn.Module) -> dict[str, str]:
                 for name, part in module.named_modules()
                 if isinstance(part, nn.Linear) and name != "in_proj"
             }
-        if isinstance(module, nn.Linear) and not _is_linear(module):
-            layers[full] = f"{type(module).__name__} computes more than a product with its weights"
+        kind = type(module)  # four-bit layers are adapted by PEFT
+        if isinstance(module, nn.Linear) and not (
+            kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes")
+        ):
+            try:
+                with torch.no_grad():
+                    out: object = module(module.weight.new_zeros(1, module.in_features))
+            except Exception:  # the class depends on the architecture's code
+                out = None
+            if not (isinstance(out, Tensor) and out.shape == (1, module.out_features)):
+                layers[full] = f"{kind.__name__} computes more than a product with its weights"
     return layers
-
-
-def _is_linear(module: nn.Linear) -> bool:
-    """Return True if the layer maps [1, in] to [1, out]. Four-bit layers are adapted by PEFT."""
-    kind = type(module)
-    if kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes"):
-        return True
-    try:
-        with torch.no_grad():
-            out: object = module(module.weight.new_zeros(1, module.in_features))
-    except Exception:  # the class depends on the architecture's code
-        return False
-    return isinstance(out, Tensor) and out.shape == (1, module.out_features)
-
-
-@torch.no_grad()
-def _check_runs(model: nn.Module) -> None:
-    """Raise ConfigError when the model no longer runs, because its code does not support adapters."""
-    weight = next(model.parameters())
-    if weight.is_meta:
-        return
-    try:
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=weight.device), use_cache=False)
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"learner.lora: {type(model).__name__} does not run with adapters on these layers "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}): name others, as in "
-            "targets=q_proj+v_proj, or leave learner.lora empty to train all weights"
-        ) from error
 
 
 def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) -> str | list[str]:
@@ -191,7 +181,7 @@ def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) 
 def train_only_adapters(model: nn.Module) -> None:
     """Train the active adapters, in float32 even with bf16 weights, and freeze the base model."""
     model.requires_grad_(False)
-    for module in iter_peft_modules(model):
+    for _, module in named_peft_modules(model):
         module.set_adapter(module.active_adapters if hasattr(module, "active_adapters") else module.active_adapter)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -201,29 +191,29 @@ def train_only_adapters(model: nn.Module) -> None:
 @torch.no_grad()
 def reload_saved_precision(model: nn.Module, folder: str) -> None:
     """Restore float32 adapter weights from their file, because loading has rounded them to the base model's precision."""
-    file = Path(folder) / ADAPTER_WEIGHTS
-    parameters = dict(model.named_parameters())
-    names = {
-        name.replace(f".{adapter}.", "."): name
+    parameters = {
+        name.replace(f".{adapter}.", "."): p
         for adapter in adapter_configs(model)
-        for name in parameters
+        for name, p in model.named_parameters()
         if "lora_" in name
     }
-    from safetensors.torch import load_file
-
-    for name, tensor in load_file(file).items() if file.is_file() else ():
-        target = parameters.get(names.get(name.removeprefix(PEFT_PREFIX), ""))
+    for name, tensor in _read_adapter_tensors(folder).items():
+        target = parameters.get(name.removeprefix(PEFT_PREFIX))
         if target is not None and target.shape == tensor.shape:
             target.copy_(tensor)
 
 
 def saved_head_dtype(folder: str) -> torch.dtype | str:
     """Return the precision of an adapter file's other tensors, such as a head, which was trained in the model's precision."""
-    file = Path(folder) / ADAPTER_WEIGHTS
+    dtypes = {t.dtype for name, t in _read_adapter_tensors(folder).items() if "lora_" not in name}
+    return dtypes.pop() if len(dtypes) == 1 else "auto"
+
+
+def _read_adapter_tensors(folder: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    dtypes = {t.dtype for name, t in load_file(file).items() if "lora_" not in name} if file.is_file() else set()
-    return dtypes.pop() if len(dtypes) == 1 else "auto"
+    file = Path(folder) / ADAPTER_WEIGHTS
+    return load_file(file) if file.is_file() else {}
 
 
 def rebuild_with_adapters(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
@@ -263,18 +253,18 @@ def is_initial_adapter(model: nn.Module) -> bool:
 def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
     """Enable or disable the adapters, without changing which parameters train."""
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    for module in iter_peft_modules(model):
+    for _, module in named_peft_modules(model):
         module.enable_adapters(enabled)
     for name, p in model.named_parameters():
         p.requires_grad_(trained[name])
 
 
-def iter_peft_modules(model: nn.Module) -> Iterator[Any]:
-    """Yield PEFT's modules: layers with adapters, and modules that are trained completely."""
+def named_peft_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield PEFT's modules with their names: layers with adapters, and modules that are trained completely."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    return (m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper))
+    return ((n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper))
 
 
 def shareable_parameter_ids(model: nn.Module) -> set[int]:
@@ -283,17 +273,11 @@ def shareable_parameter_ids(model: nn.Module) -> set[int]:
         return set()
     added = {
         id(p)
-        for module in iter_peft_modules(model)
+        for _, module in named_peft_modules(model)
         for name, p in module.named_parameters()
         if not name.startswith(("base_layer.", "original_module."))
     }
     return {id(p) for p in model.parameters() if not p.requires_grad} - added
-
-
-def copy_with_shared_weights(model: nn.Module, shared: set[int]) -> nn.Module:
-    """Copy a quantized model, which cannot be built from a configuration, sharing the parameters with these ids."""
-    memo: dict[int, Tensor] = {id(p): p for p in model.parameters() if id(p) in shared}
-    return copy.deepcopy(model, memo)
 
 
 # Merging: W + (α/r)·B·A in place of W, for code that does not support adapters.
@@ -305,9 +289,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: A sum that is not finite.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in list(iter_peft_modules(model)):
-        name = names[id(module)]
+    for name, module in list(named_peft_modules(model)):
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, unwrap_layer(module, name))
     model._hf_peft_config_loaded = False  # type: ignore[assignment]
@@ -333,8 +315,7 @@ def iter_merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ModelError: A sum that is not finite.
     """
-    ids = {id(module) for module in iter_peft_modules(model)}
-    adapted = [(name, module) for name, module in model.named_modules() if id(module) in ids]
+    adapted = list(named_peft_modules(model))
     inside = {id(p) for _, module in adapted for p in module.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:

@@ -1,33 +1,20 @@
-"""Rendering chat messages to text and token ids, and the ids between a sampled turn and the next.
-
-Sampled tokens are never tokenized again: the next turn's prompt is the ids so far, the sampled ids, and `encode_continuation`.
-If a template rewrites earlier turns, that is impossible, and the next turn's prompt is `encode_rewritten`.
-"""
+"""Rendering chat messages to text and token ids."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from itertools import count, groupby
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from policygrad.errors import DataError, ModelError
-from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
+from policygrad.errors import ModelError
 from policygrad.models.tool_calls import get_chat_template, supports_tools
+
+if TYPE_CHECKING:
+    from policygrad.models.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-
-
-class ChatTokenizer(Protocol):
-    """The attributes of a `Tokenizer` that are used here."""
-
-    @property
-    def hf(self) -> Any: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def end_ids(self) -> frozenset[int]: ...
 
 
 class HistoryRewrittenError(ModelError):
@@ -48,7 +35,6 @@ def format_tools(tools: Tools) -> str:
 
 
 def format_tool_response(text: str) -> str:
-    """Format a tool's result with the tags of Hermes and Qwen."""
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
@@ -71,7 +57,7 @@ def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
 
 
 def render(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     generation_prompt: bool,
@@ -110,7 +96,7 @@ def render(
 
 
 def render_ids(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     generation_prompt: bool,
@@ -122,20 +108,8 @@ def render_ids(
     return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
 
 
-def encode_prompt(
-    tokenizer: ChatTokenizer, prompt: str | Sequence[Message], *, tools: Tools | None = None, source: str = "a prompt"
-) -> list[int]:
-    """Encode a prompt: text, preceded by the tokenizer's initial special tokens, or rendered chat messages."""
-    if not isinstance(prompt, str):
-        return render_ids(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
-    text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
-    ids = list(tokenizer.hf(text, add_special_tokens=True)["input_ids"])
-    closed = len(ids) > 1 and ids[-1] in tokenizer.end_ids  # some tokenizers close every text; a prompt stays open
-    return ids[:-1] if closed else ids
-
-
 def extend_ids(
-    tokenizer: ChatTokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
+    tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
 ) -> list[int]:
     """Encode a longer conversation, whose ids must begin with `ids`, those of its beginning.
 
@@ -150,116 +124,3 @@ def extend_ids(
             "line per assistant turn, or use a template that only appends"
         )
     return longer
-
-
-def encode_continuation(
-    tokenizer: ChatTokenizer,
-    messages_so_far: str | Sequence[Message],
-    reply_text: str,
-    new_messages: str | Sequence[Message],
-    *,
-    end_ids: Collection[int] | None = None,
-    tools: Tools | None = None,
-    source: str = "a conversation",
-) -> list[int]:
-    """Encode what stands between a sampled turn and the next: prompt ids + sampled ids + these are the next prompt.
-
-    They are the rendered difference. Decoded, the concatenation is the template's rendering of the conversation, except for
-    whitespace around the reply and the end token, which a template may trim or leave out. New messages come from tools and
-    environments: control tokens that they spell out are encoded letter by letter.
-
-    Args:
-        messages_so_far: The conversation that the reply answers, each earlier reply as its sampled text.
-        reply_text: The sampled turn, decoded without its end token.
-        new_messages: Text if the conversation is text, else messages.
-        end_ids: Ids that may have ended the turn; None = the tokenizer's.
-
-    Raises:
-        DataError: Text continued by messages, or the reverse.
-        ModelError: See `render`; or letters that cannot be encoded without a control token.
-        HistoryRewrittenError: The template renders earlier turns differently once there are more.
-    """
-    if isinstance(messages_so_far, str) != isinstance(new_messages, str):
-        raise DataError(f"{source}: a text must be continued by text, and messages by messages")
-    prefix = _make_placeholder(repr((messages_so_far, reply_text, new_messages, tools)))
-    if isinstance(messages_so_far, str) or isinstance(new_messages, str):
-        [text], placeholders = escape_special_tokens(tokenizer.hf, [{"content": str(new_messages)}], prefix)
-        return encode_escaped(tokenizer.hf, text["content"], placeholders, source)
-    new, placeholders = escape_special_tokens(tokenizer.hf, new_messages, prefix)
-
-    def render_with(*reply: Message) -> str:
-        messages = [*messages_so_far, *reply, *(new if reply else ())]
-        return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
-
-    before, full = render_with().rstrip(), render_with({"role": "assistant", "content": reply_text})
-    mark = _make_placeholder(full)
-    head, marked, tail = render_with({"role": "assistant", "content": mark}).partition(mark)
-    rendered_reply = full[len(before) : len(full) - len(tail)]
-    appends = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
-    if not marked or not appends or rendered_reply.strip() != reply_text.strip():
-        raise HistoryRewrittenError(
-            f"{source}: the chat template of {tokenizer.name!r} rewrites earlier turns once there is another message (for example, "
-            "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every turn, "
-            "or use a template that only appends"
-        )
-    return _encode_after_end(tokenizer, tail, tokenizer.end_ids if end_ids is None else end_ids, placeholders, source)
-
-
-def encode_rewritten(
-    tokenizer: ChatTokenizer,
-    messages: Sequence[Message],
-    opening: int,
-    new: int,
-    *,
-    tools: Tools | None = None,
-    source: str = "a conversation",
-) -> tuple[list[int], list[int]]:
-    """Encode a conversation whose template rewrites earlier turns.
-
-    Earlier replies are text here, as the template renders them. Control tokens that they, tools or environments spell out are
-    encoded letter by letter.
-
-    Args:
-        opening: Number of messages in the task's prompt, which are encoded as they are.
-        new: Number of messages after the last reply.
-
-    Returns:
-        The ids of the conversation up to where the assistant's turn begins, and the ids of the new messages.
-
-    Raises:
-        ModelError: See `encode_continuation`.
-    """
-    prefix = _make_placeholder(repr((messages, tools)))
-    escaped, placeholders = escape_special_tokens(tokenizer.hf, messages[opening:], prefix)
-    conversation = [*messages[:opening], *escaped]
-
-    def render_all(messages: Sequence[Message]) -> str:
-        return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
-
-    text, after_reply = render_all(conversation), len(conversation) - new
-    mark = _make_placeholder(text)
-    reply = {"role": "assistant", "content": mark}
-    with_mark = [*conversation[: after_reply - 1], reply, *conversation[after_reply:]]
-    _, marked, tail = render_all(with_mark).partition(mark)
-    if not marked:  # the template does not show the reply at all
-        tail = "\n".join(str(message.get("content", "")) for message in conversation[after_reply:])
-    ids = encode_escaped(tokenizer.hf, text, placeholders, source)
-    return ids, _encode_after_end(tokenizer, tail, tokenizer.end_ids, placeholders, source)
-
-
-def _encode_after_end(
-    tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], placeholders: Placeholders, source: str
-) -> list[int]:
-    """Encode what follows the sampled end token. It is tokenized after that token, where the result may differ."""
-    for end in sorted(end_ids):
-        text = str(tokenizer.hf.convert_ids_to_tokens(end))
-        if tail.lstrip().startswith(text):
-            tail = tail.lstrip().removeprefix(text)
-            ids = encode_escaped(tokenizer.hf, text + tail, placeholders, source)
-            return ids[1:] if ids[:1] == [end] else encode_escaped(tokenizer.hf, tail, placeholders, source)
-    return encode_escaped(tokenizer.hf, tail, placeholders, source)
-
-
-def _make_placeholder(text: str) -> str:
-    """Return a word that is not in the text, of letters that no template trims, escapes or splits."""
-    return next(word for i in count() if (word := f"PLACEHOLDER{i}X") not in text)

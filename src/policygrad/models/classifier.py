@@ -24,16 +24,13 @@ from policygrad.models.loading import (
     at_least_float32,
     check_missing_weights,
     load_error,
-    pretrained_kwargs,
     read_config,
     reject_pickle_files,
-    weight_kwargs,
 )
 from policygrad.models.lora_config import adapter_base, read_adapter_config
 from policygrad.models.tokenizer import Tokenizer, load_pretrained_tokenizer
 
-MICRO_BATCH_TOKENS = 8192
-"""Tokens per forward pass, including padding."""
+MICRO_BATCH_TOKENS = 8192  # tokens per forward pass, including padding
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -61,7 +58,7 @@ def encode_for_scoring(
 def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Yield batches of indices into `lengths`, longest first, with at most `tokens` padded tokens (or one text)."""
     batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
             yield batch
             batch = []
@@ -76,8 +73,7 @@ def forward(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
     The model scores the last token that is not padding, so a model without a padding token is padded with an id that occurs in
     none of the texts.
     """
-    config: Any = model.config
-    config = config.get_text_config()
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     device = next(model.parameters()).device
     original = filler = config.pad_token_id
     if filler is None and len(texts) > 1:
@@ -137,37 +133,42 @@ def load_classifier(
     from transformers.utils import logging
 
     base = adapter_base(path)
+    what = f"the reward model {path!r}"
     if base is not None:
-        require_peft(f"the reward model {path!r}, which is an adapter,")
+        require_peft(f"{what}, which is an adapter,")
         reject_pickle_files(base, f"the model {base!r}, which {path!r} adapts,")
         read_config(base, f"the model {base!r}, which {path!r} adapts,")
         # the base's file may have another precision than it was trained in
         dtype = saved_head_dtype(path) if dtype == "auto" else dtype
-
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    reject_pickle_files(path, f"the reward model {path!r}")
-    read_config(path, f"the reward model {path!r}")
-    options = weight_kwargs(trust_remote_code) | ({"num_labels": 1} if new_head or base is not None else {})
+    reject_pickle_files(path, what)
+    read_config(path, what)
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # the caller reports a new head, the rest is refused below
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            path,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            **({"num_labels": 1} if new_head or base is not None else {}),
         )
     except Exception as error:  # the class depends on what is wrong with which file
-        raise load_error(f"the reward model {path!r}", error, "config.json and safetensors") from error
+        raise load_error(what, error, "config.json and safetensors") from error
     finally:
         logging.set_verbosity(before)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(
-            f"the reward model {path!r} ({model.config.model_type}) is an encoder-decoder, which reads a text twice: use an "
+            f"{what} ({model.config.model_type}) is an encoder-decoder, which reads a text twice: use an "
             "encoder-only or a decoder-only model"
         )
 
     def is_new(name: str) -> bool:
         return new_head and (not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name)
 
-    check_missing_weights(model, info, f"the reward model {path!r}", new=is_new)
+    check_missing_weights(model, info, what, new=is_new)
     if adapter_configs(model):
         train_only_adapters(model)
         reload_saved_precision(model, path)
@@ -196,11 +197,8 @@ def set_padding_token(model: nn.Module, tokenizer: object) -> None:
 
 def score_head_modules(model: Any) -> tuple[str, ...]:
     """Return the names of the modules outside the body, which compute the score; a new head must be trained completely."""
-    return tuple(
-        name
-        for name, module in model.named_children()
-        if name != model.base_model_prefix and any(True for _ in module.parameters())
-    )
+    heads = (name for name, module in model.named_children() if next(module.parameters(), None) is not None)
+    return tuple(name for name in heads if name != model.base_model_prefix)
 
 
 def read_num_labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
@@ -217,7 +215,7 @@ def read_num_labels(path: str, trust_remote_code: bool = False) -> tuple[int, li
         return (1, [f"{base} with a score head"]) if is_classifier else (0, [base])
     read_config(path, f"the model {path!r}")
     try:
-        config: Any = AutoConfig.from_pretrained(path, **pretrained_kwargs(trust_remote_code))
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the class depends on what is wrong with which file
         raise load_error(f"the model {path!r}", error, "config.json") from error
     kinds = list(config.architectures or [config.model_type])

@@ -13,8 +13,7 @@ from typing import Any
 
 from policygrad.errors import ModelError
 
-Placeholders = Mapping[str, str]
-"""Placeholder words, and the texts that they stand for."""
+Placeholders = Mapping[str, str]  # placeholder words, and the texts that they stand for
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 

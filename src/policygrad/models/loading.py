@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
 from policygrad.models.adapters import (
+    ADAPTER_WEIGHTS,
     adapter_configs,
     add_adapters,
     check_4bit_gradients,
@@ -44,12 +45,10 @@ ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 """oneDNN's variable for the number of compiled operations it caches (1024 by default), and a sufficient value."""
 HUB_TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
 MAX_NAME_BYTES = 255
-MAX_NAMES_SHOWN = 5
-"""Tensors named in a message; the others are counted."""
+MAX_NAMES_SHOWN = 5  # tensors named in a message; the others are counted
 TRUST_FLAG = "--trust-remote-code"
-ADAPTER, SAFE_ADAPTER = "adapter_model.bin", "adapter_model.safetensors"
-LoadingInfo = Mapping[str, Any]
-"""transformers' lists of missing, unexpected and mismatched tensors."""
+ADAPTER = "adapter_model.bin"
+LoadingInfo = Mapping[str, Any]  # transformers' lists of missing, unexpected and mismatched tensors
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _COMPUTED = re.compile(  # buffers that older versions saved and newer ones compute
@@ -86,9 +85,11 @@ def load_model(
         ConfigError: Adapters that cannot be added, or that contradict those in the folder.
     """
     if DTYPES[dtype] == torch.bfloat16 and device == "cpu":
-        limit_onednn_cache()
+        # oneDNN compiles an operation for every new shape, and micro-batches keep having new ones: without the limit they take
+        # 400 of a run's 1,900 MiB, and no time is saved. oneDNN reads the variable at its first operation.
+        os.environ.setdefault(*ONEDNN_CACHE)
     if isinstance(model, str):
-        loaded = _load(model, dtype, device, trust_remote_code, lora)
+        loaded = _load(model, DTYPES[dtype], device, trust_remote_code, lora)
     else:
         if not isinstance(model, nn.Module):
             raise ModelError(f"a model is a folder, a hub id or a torch module, not {type(model).__name__}")
@@ -106,21 +107,18 @@ def load_model(
         loaded = loaded.to(device)
     if lora is not None and not (isinstance(model, str) and adapter_configs(loaded)):
         loaded = add_adapters(loaded, lora, base=model_origin(model), seed=seed)
-    for module in loaded.modules():
-        disable_dropout(module)
-    return loaded.eval()
+    return disable_dropout(loaded).eval()
 
 
-def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -> nn.Module:
+def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora | None) -> nn.Module:
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path, what = resolve_model(model), f"the model {model!r}"
     reject_pickle_files(path, what)
     config = read_config(path, what)
-    if (
-        config.get("is_encoder_decoder") is True
-    ):  # half of it can be loaded as a causal model, which would ignore the encoder
+    if config.get("is_encoder_decoder") is True:  # half of it can be loaded as a causal model, without the encoder
         raise ModelError(
             f"{what} ({config.get('model_type')}) is an encoder-decoder, which reads its prompt separately: use a causal "
             "language model (decoder-only)"
@@ -131,10 +129,29 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
         check_same_adapter(lora or Lora(), read_lora(path), model)
         reject_pickle_files(base, f"the model {base!r}, which {model!r} adapts,")
         read_config(base, f"the model {base!r}, which {model!r} adapts,")
-    quantization = quantization_kwargs(lora, DTYPES[dtype])
-    options = quantization | ({"device_map": device} if quantization else {})
+    quantization = quantization_kwargs(lora, dtype)
+    load: Any = partial(
+        AutoModelForCausalLM.from_pretrained,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused by check_missing_weights, which names them
+        use_safetensors=True,
+        trust_remote_code=trust,
+        **quantization,
+        **({"device_map": device} if quantization else {}),
+    )
+    loaded: nn.Module
+    base_info: tuple[nn.Module, LoadingInfo] | None = None
     try:
-        loaded, info, base_info = _from_pretrained(path, DTYPES[dtype], trust, base, options)
+        with silence_load_report():
+            if base is not None and not quantization:  # for an adapter, transformers reports the adapter's tensors only
+                base_info = load(base, device_map="meta")
+            try:
+                loaded, info = load(path, attn_implementation="sdpa")
+            except ValueError as error:
+                if "attention implementation" not in str(error):
+                    raise
+                loaded, info = load(path)  # Gemma 2, BLOOM, Mamba: transformers' default
     except Exception as error:  # the class depends on what is wrong with which file
         if base is not None and not Path(base).is_dir() and Path(base).is_absolute():
             raise ModelError(
@@ -154,59 +171,30 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
     return loaded
 
 
-def _from_pretrained(
-    path: str, dtype: torch.dtype, trust: bool, base: str | None, options: Mapping[str, Any]
-) -> tuple[nn.Module, LoadingInfo, tuple[nn.Module, LoadingInfo] | None]:
-    """Return the model and its loading info; for an adapter also those of its base, on the meta device.
-
-    Uses SDPA if the architecture supports it, else (Gemma 2, BLOOM, Mamba) transformers' default.
-    """
-    from transformers import AutoModelForCausalLM
-
-    load: Any = partial(
-        AutoModelForCausalLM.from_pretrained,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused by check_missing_weights, which names them
-        **weight_kwargs(trust),
-        **options,
-    )
-    with silence_load_report():
-        base_info = None
-        if base is not None and not options:  # for an adapter, transformers reports the adapter's tensors only
-            base_info = load(base, device_map="meta")
-        try:
-            loaded, info = load(path, attn_implementation="sdpa")
-        except ValueError as error:
-            if "attention implementation" not in str(error):
-                raise
-            loaded, info = load(path)
-    return loaded, info, base_info
-
-
 def model_origin(model: str | nn.Module) -> str:
     """Return the name of a model for an adapter's configuration: a hub id, or an absolute folder."""
     name = resolve_model(model) if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
-def disable_dropout(module: nn.Module) -> None:
-    """Set dropout to 0, in modules and plain numbers (`attention_dropout`, `resid_pdrop`, `layerdrop`).
+def disable_dropout(model: nn.Module) -> nn.Module:
+    """Set dropout to 0 in place, in modules and plain numbers (`attention_dropout`, `resid_pdrop`, `layerdrop`).
 
     Evaluation mode is not enough, because activations are recomputed in training mode.
     """
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        module.p = 0.0
-    for name, value in list(vars(module).items()):
-        if "drop" in name and isinstance(value, float):
-            setattr(module, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def context_length(model: nn.Module) -> int | None:
     """Return the number of positions, in tokens; None if the configuration does not state it."""
-    config: Any = model.config
-    config = config.get_text_config()  # the language model's, if there is a vision tower too
-    return getattr(config, "max_position_embeddings", None)
+    text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # without the vision tower, if there is one
+    return getattr(text, "max_position_embeddings", None)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -214,42 +202,28 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def limit_onednn_cache() -> None:
-    """Limit oneDNN's cache of compiled operations, unless the user has set the variable.
-
-    oneDNN compiles an operation for every new shape (bfloat16 on a CPU), and micro-batches keep having new ones: without the
-    limit they take 400 of a run's 1,900 MiB, and no time is saved. The variable is read at oneDNN's first operation.
-    """
-    os.environ.setdefault(*ONEDNN_CACHE)
-
-
 # Locating a model: a folder, or a hub id. Other names are refused at once; without a network only the cache is used.
 
 
 def resolve_model(model: str) -> str:
     """Return a folder or hub id: `tiny` is the model inside the package, a run's folder stands for the model it trained."""
-    if model == EMBEDDED_MODEL:
-        return str(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL)
-    check_model_name(model)
-    trained = Path(model) / "model"
-    return str(trained) if is_model_folder(trained) else locate_model(model)
-
-
-def check_model_name(model: str) -> None:
-    """Raise ModelError for a name that no file system accepts."""
-    if any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in Path(model).parts):
-        raise ModelError(
-            f"there is no model {model[:40]!r}…: a name has at most {MAX_NAME_BYTES} bytes, this has {len(model)} characters"
-        )
+    return str(Path(__file__).with_name(EMBEDDED_MODEL)) if model == EMBEDDED_MODEL else locate_model(model)
 
 
 def locate_model(model: str) -> str:
-    """Return a folder or hub id as it is, or the folder in the hub's cache if the hub cannot be reached.
+    """Return the model that a run's folder contains, any other folder or hub id as it is, or the folder in the hub's cache if the
+    hub cannot be reached.
 
     Raises:
         ModelError: Neither a folder nor an existing hub id.
     """
+    if any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in Path(model).parts):
+        raise ModelError(
+            f"there is no model {model[:40]!r}…: a name has at most {MAX_NAME_BYTES} bytes, this has {len(model)} characters"
+        )
     path = Path(model)
+    if is_model_folder(path / "model"):
+        return str(path / "model")
     if path.is_dir():
         return model
     if path.exists():
@@ -259,15 +233,6 @@ def locate_model(model: str) -> str:
             f"there is no model folder {model!r}: a relative path starts at {Path.cwd().name!r}, the current folder"
         )
     return _query_hub(model)[0]
-
-
-def list_hub_files(model: str) -> frozenset[str]:
-    """Return the file names of a hub repository, or those in the cache; empty for a folder.
-
-    Raises:
-        ModelError: Neither a folder nor an existing hub id.
-    """
-    return frozenset() if Path(model).exists() or not _HUB_ID.fullmatch(model) else _query_hub(model)[1]
 
 
 @lru_cache(maxsize=8)
@@ -300,12 +265,13 @@ def _query_hub(model: str) -> tuple[str, frozenset[str]]:
 
 
 def push_to_hub(folder: Path, repo: str, public: bool = False) -> str:
-    """Upload a folder to the hub as one commit, and return its URL. public: the visibility of a new repository.
+    """Upload a folder to the hub as one commit, and return its URL.
 
     The hub is HF_ENDPOINT; the token is HF_TOKEN or that of `hf auth login`.
 
     Args:
         repo: OWNER/NAME.
+        public: The visibility of a new repository.
 
     Raises:
         ModelError: An invalid name, no token, or a failed upload.
@@ -335,7 +301,7 @@ def push_to_hub(folder: Path, repo: str, public: bool = False) -> str:
 
 def check_hub_repo(repo: str) -> None:
     """Raise ModelError unless the name is OWNER/NAME."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+    if "/" not in repo or not _HUB_ID.fullmatch(repo):
         raise ModelError(f"{repo!r} is not a hub repository: give OWNER/NAME, such as me/my-model")
 
 
@@ -395,10 +361,8 @@ def silence_load_report() -> Iterator[None]:
     """Hide transformers' own table of missing tensors, which `check_missing_weights` summarises."""
 
     def should_log(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return (
-            "LOAD REPORT" not in message or "CONVERSION" in message
-        )  # the error does not describe a failed conversion
+        message = record.getMessage()  # the error does not describe a failed conversion
+        return "LOAD REPORT" not in message or "CONVERSION" in message
 
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
     for logger in loggers:
@@ -410,17 +374,8 @@ def silence_load_report() -> Iterator[None]:
             logger.removeFilter(should_log)
 
 
-# Only configuration, tokenizer and safetensors of a model's folder are trusted. Code and pickles can run any program.
-
-
-def pretrained_kwargs(trust: bool) -> dict[str, Any]:
-    """Return arguments for `from_pretrained` and `from_config`, which never ask on the terminal. trust: run the folder's code."""
-    return {"trust_remote_code": trust}
-
-
-def weight_kwargs(trust: bool) -> dict[str, Any]:
-    """Return `pretrained_kwargs` for a model with weights: safetensors only."""
-    return {**pretrained_kwargs(trust), "use_safetensors": True}
+# Only configuration, tokenizer and safetensors of a model's folder are trusted. Code and pickles can run any program. Every
+# `from_pretrained` and `from_config` is given trust_remote_code: without it they ask on the terminal.
 
 
 def reject_pickle_files(path: str, what: str) -> None:
@@ -430,9 +385,20 @@ def reject_pickle_files(path: str, what: str) -> None:
     whatever exists.
     """
     folder = Path(path)
-    names = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else list_hub_files(path)
-    if ADAPTER in names and SAFE_ADAPTER not in names:
-        pickle, hint = ADAPTER, _adapter_conversion_hint(path)
+    if folder.is_dir():
+        names = frozenset(file.name for file in folder.iterdir() if file.is_file())
+    else:
+        names = _query_hub(path)[1] if _HUB_ID.fullmatch(path) and not folder.exists() else frozenset()
+    if ADAPTER in names and ADAPTER_WEIGHTS not in names:
+        # torch reads the tensors of the pickle only, and refuses anything else in it
+        here = folder if folder.is_dir() else Path(folder.name)
+        old, new = str(here / ADAPTER), str(here / ADAPTER_WEIGHTS)
+        convert = f"import torch; from safetensors.torch import save_file as f; f(torch.load({old!r}, weights_only=True), {new!r})"
+        fetch, end = "", ""
+        if here != folder:
+            fetch, end = f"fetch it, `hf download {path} --local-dir {here}`, and ", f", and give {here}"
+        pickle = ADAPTER
+        hint = f'Convert its tensors to safetensors, which runs none of its code: {fetch}python -c "{convert}"{end}'
     elif folder.is_dir() and not any(name.endswith(".safetensors") for name in names):
         pickle = min((name for name in names for kind in _PICKLES if fnmatchcase(name, kind)), default="")
         hint = (
@@ -445,16 +411,6 @@ def reject_pickle_files(path: str, what: str) -> None:
         raise ModelError(
             f"{what} has its weights in {pickle}, a pickle, which can run any program when it is loaded. {hint}"
         )
-
-
-def _adapter_conversion_hint(path: str) -> str:
-    """Return a command that converts an adapter's pickle; torch reads the tensors only, and refuses anything else in it."""
-    folder = path if Path(path).is_dir() else path.rpartition("/")[2]
-    fetch = "" if folder == path else f"fetch it, `hf download {path} --local-dir {folder}`, and "
-    old, new = (str(Path(folder) / name) for name in (ADAPTER, SAFE_ADAPTER))
-    command = f"import torch; from safetensors.torch import save_file as f; f(torch.load({old!r}, weights_only=True), {new!r})"
-    end = "" if folder == path else f", and give {folder}"
-    return f'Convert its tensors to safetensors, which runs none of its code: {fetch}python -c "{command}"{end}'
 
 
 def read_config(path: str, what: str) -> dict[str, Any]:
@@ -473,7 +429,8 @@ def read_config(path: str, what: str) -> dict[str, Any]:
         return {}
     try:
         for section in (config, config.get("text_config")):
-            check_sizes(section if isinstance(section, dict) else {})
+            if isinstance(section, dict):
+                check_sizes(section)
     except ValueError as error:
         raise ModelError(f"{what} has a config.json in which {error}; restore the model's own file") from error
     return config
@@ -489,16 +446,11 @@ def load_error(what: str, error: Exception, needs: str, path: str = "") -> Model
         )
     lines = [line.strip().rstrip(" .") for line in text.strip().splitlines()] or [""]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    reason = _find_malformed_config(path) or (f"{first[:-1]} …" if first.endswith(":") else first) or repr(error)
-    return ModelError(f"cannot load {what}, whose folder needs {needs}: {reason}")
-
-
-def _find_malformed_config(path: str) -> str:
-    """Describe the first configuration file in a folder that is not a JSON object; "" if there is none."""
-    for file in sorted(Path(path).glob("*config.json")) if path else ():
+    reason = (f"{first[:-1]} …" if first.endswith(":") else first) or repr(error)
+    for file in sorted(Path(path).glob("*config.json"), reverse=True) if path else ():
         try:
             if not isinstance(json.loads(file.read_bytes()), dict):
-                return f"{file.name} is not a JSON object; restore the model's own file"
-        except (ValueError, RecursionError, OSError) as error:
-            return f"{file.name} is not JSON ({error}); restore the model's own file"
-    return ""
+                reason = f"{file.name} is not a JSON object; restore the model's own file"
+        except (ValueError, RecursionError, OSError) as malformed:
+            reason = f"{file.name} is not JSON ({malformed}); restore the model's own file"
+    return ModelError(f"cannot load {what}, whose folder needs {needs}: {reason}")

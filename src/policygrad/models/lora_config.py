@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,11 @@ def read_lora(path: str | Path) -> Lora:
 
 def check_same_adapter(option: Lora, adapter: Lora, model: str) -> None:
     """Raise ConfigError when the option contradicts the adapter in the model's folder."""
-    for name in (f.name for f in fields(Lora) if f.name != "bits"):
+    for name in ("rank", "alpha", "targets"):
         value, existing = getattr(option, name), getattr(adapter, name)
-        if value is None or value == existing or (name == "targets" and value == DEFAULT_TARGETS):
+        if value in (None, existing):
             continue
-        if name == "targets" and existing is not None and set(value.split("+")) == set(existing.split("+")):
+        if name == "targets" and (value == DEFAULT_TARGETS or {*value.split("+")} == {*(existing or "").split("+")}):
             continue
         raise ConfigError(
             f"learner.lora has {name}={value}, but {model} is an adapter with {name}={existing}, whose training continues: leave "

@@ -8,8 +8,8 @@ sec. 5.3, which replays the experts of π_old.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.errors import ModelError
-
-_TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Routing:
@@ -36,15 +34,34 @@ class Routing:
             ModelError: A model without experts.
         """
         cached: Routing | None = model.__dict__.get("_policygrad_routing")
-        if cached is None:
-            routers = [Router(module, call, k) for module, call, k in _find_routers(model)]
-            if not routers:
-                raise ModelError(
-                    f"{type(model).__name__} has no experts, so there is no routing to replay: set learner.routing_replay to "
-                    "false, or use a mixture of experts"
-                )
-            cached = model.__dict__["_policygrad_routing"] = cls(routers)
-        return cached
+        if cached is not None:
+            return cached
+        active, sizes = list[nn.Module](), dict[nn.Module, list[int]]()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            active.append(module)
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            active.pop()
+
+        def record(indices: Tensor) -> None:  # each call's k, by the innermost module
+            sizes.setdefault(active[-1], []).append(indices.shape[-1])
+
+        with ExitStack() as hooks, torch.no_grad(), _TopK(record):
+            for module in model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+            model(input_ids=ids, use_cache=False)
+        if not sizes:
+            raise ModelError(
+                f"{type(model).__name__} has no experts, so there is no routing to replay: set learner.routing_replay to "
+                "false, or use a mixture of experts"
+            )
+        # the last call selects the experts: groups of them are selected first
+        routing = cls([Router(module, len(calls), calls[-1]) for module, calls in sizes.items()])
+        model.__dict__["_policygrad_routing"] = routing
+        return routing
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -82,7 +99,7 @@ class Router:
 
     def __init__(self, module: nn.Module, call: int, k: int) -> None:
         """call: which of the module's calls of `topk` selects the experts, from 1. k: experts per token."""
-        self.module, self.call, self.k = module, call, k
+        self.module, self.call, self.k, self._calls = module, call, k, 0
         self.recorded: list[Tensor] | None = None
         self.replayed: Tensor | None = None
         self.changed, self.tokens = 0.0, 0.0
@@ -92,7 +109,8 @@ class Router:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self.recorded is not None or self.replayed is not None:
-            self._modes.append(_TopK(self))
+            self._calls = 0
+            self._modes.append(_TopK(self.choose))
             self._modes[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def _after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -100,7 +118,10 @@ class Router:
             self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def choose(self, live: Tensor) -> Tensor | None:
-        """Record the model's selection, and return the experts [n, k] to use instead; None = the model's."""
+        """Record the model's selection in a call of `topk`, and return the experts [n, k] to use instead; None = the model's."""
+        self._calls += 1
+        if self._calls != self.call:
+            return None
         flat = live.reshape(-1, self.k)
         if self.recorded is not None:
             self.recorded.append(flat.to("cpu", torch.int16))
@@ -120,57 +141,13 @@ class Router:
 
 
 class _TopK(TorchFunctionMode):
-    """Intercepts the call of `topk` that selects experts."""
+    """Gives the indices of each call of `topk` to a function, which may return others to use instead."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, select: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
-        self.router, self.calls = router, 0
+        self.select = select
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in _TOPK:
-            return result
-        self.calls += 1
-        if self.calls != self.router.call:
-            return result
-        indices = self.router.choose(result.indices)
+        indices = self.select(result.indices) if func in (torch.topk, torch.Tensor.topk) else None
         return result if indices is None else torch.return_types.topk((args[0].gather(-1, indices), indices))
-
-
-@torch.no_grad()
-def _find_routers(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
-    """Return (module, which of its calls of `topk` selects the experts, k), in the order of the layers."""
-    active: list[nn.Module] = []
-    mode = _RouterProbe(active)
-    handles = [
-        handle
-        for module in model.modules()
-        for handle in (
-            module.register_forward_pre_hook(lambda m, args: active.append(m)),
-            module.register_forward_hook(lambda m, args, out: active.pop() and None),
-        )
-    ]
-    try:
-        with mode:
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-            model(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    # the last call: groups of experts are selected first
-    return [(module, len(sizes), sizes[-1]) for module, sizes in mode.sizes.items()]
-
-
-class _RouterProbe(TorchFunctionMode):
-    """Records which innermost module calls `topk`, and the k of each call."""
-
-    def __init__(self, active: list[nn.Module]) -> None:
-        super().__init__()
-        self.active = active
-        self.sizes: dict[nn.Module, list[int]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _TOPK:
-            self.sizes.setdefault(self.active[-1], []).append(result.indices.shape[-1])
-        return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import (
-    adapter_configs,
-    copy_with_shared_weights,
-    rebuild_with_adapters,
-    shareable_parameter_ids,
-)
+from policygrad.models.adapters import adapter_configs, rebuild_with_adapters, shareable_parameter_ids
 from policygrad.models.loading import disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
-ModelFactory = Callable[[], nn.Module]
-"""Creates another instance of a model, whose weights are then replaced."""
+ModelFactory = Callable[[], nn.Module]  # creates another instance of a model, whose weights are then replaced
 _BUILD_HINT = "pass build=, a function that creates another instance of the model (its weights are copied)"
 
 
@@ -49,9 +43,7 @@ def clone_model(model: nn.Module, build: ModelFactory | None = None) -> nn.Modul
             f"a second {type(model).__name__} made by {how} has different parameters (for example {min(odd)[0]})"
             + (f": {_BUILD_HINT}" if build is None else "")
         )
-    for module in clone.modules():
-        disable_dropout(module)
-    copy_weights(model, clone)
+    copy_weights(model, disable_dropout(clone))
     return clone.eval().requires_grad_(False)
 
 
@@ -80,11 +72,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _build_clone(model: nn.Module) -> nn.Module:
     """Build a model from the configuration on the meta device, then allocate tensors like the model's own."""
     shared = shareable_parameter_ids(model)
-    if getattr(model, "is_quantized", False):
-        return copy_with_shared_weights(model, shared)
+    if getattr(model, "is_quantized", False):  # it cannot be built from a configuration
+        return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) in shared})
     with torch.device("meta"):
-        has_adapters = bool(adapter_configs(model))
-        clone = rebuild_with_adapters(model, _build_from_config) if has_adapters else _build_from_config(model)
+        clone = (
+            rebuild_with_adapters(model, _build_from_config) if adapter_configs(model) else _build_from_config(model)
+        )
     memo: dict[Tensor, Tensor] = {p: p for p in model.parameters() if id(p) in shared}
     modules = dict(clone.named_modules())
     for name, module in model.named_modules():
@@ -99,12 +92,12 @@ def _build_clone(model: nn.Module) -> nn.Module:
 
 
 def _build_from_config(model: Any) -> nn.Module:
-    make = getattr(type(model), "_from_config", None)
-    if make is None or not hasattr(model, "config"):
+    if not hasattr(type(model), "_from_config") or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} has no configuration to build a second one from: {_BUILD_HINT}")
     config = copy.deepcopy(model.config)
-    built: nn.Module = make(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
-    return built
+    return type(model)._from_config(  # type: ignore[no-any-return]
+        config, dtype=model.dtype, attn_implementation=config._attn_implementation
+    )
 
 
 def unshared_parameters(clone: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -130,6 +123,25 @@ def enable_gradients(clone: nn.Module, model: nn.Module) -> nn.Module:
     return clone
 
 
+def replace_parameters(
+    modules: Iterable[nn.Module],
+    make: Callable[[nn.Parameter], Tensor],
+    created: dict[Tensor, nn.Parameter] | None = None,
+) -> None:
+    """Replace the modules' parameters by `make(parameter)`, tied ones by one; keep those that it returns as they are.
+
+    `created` has the parameters made by earlier calls, by the one that they replace.
+    """
+    created = {} if created is None else created
+    for module in modules:
+        for key, p in module._parameters.items():
+            if p is not None:
+                if p not in created:
+                    new = make(p)
+                    created[p] = p if new is p else nn.Parameter(new, p.requires_grad)
+                module._parameters[key] = created[p]
+
+
 # Tensors that are sharded across processes (DTensor).
 
 
@@ -151,10 +163,9 @@ def redistribute_like(shard: Tensor, x: Tensor) -> Tensor:
         return shard.view_as(x)
     like: Any = x  # a DTensor, which does not exist in a torch without torch.distributed
     local = shard.view_as(local_tensor(x.detach()))
-    sharded: Tensor = type(like).from_local(
+    return type(like).from_local(  # type: ignore[no-any-return]
         local, like.device_mesh, like.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
-    return sharded
 
 
 # Attention in plain operations: the fused kernels lack forward mode, double backward and batched gradients.
@@ -185,8 +196,7 @@ def _math_attention(
     """Compute `scaled_dot_product_attention`. The math kernel adds its mask to the scores, so a Boolean one becomes 0 and −∞."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
-    out: Tensor = torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
-    return out
+    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
 
 
 def load_reference(

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress, count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policygrad.errors import ModelError
+from policygrad.errors import DataError, ModelError
 from policygrad.models.chat_template import (
-    ChatTokenizer,
+    HistoryRewrittenError,
     Message,
     Tools,
-    encode_continuation,
-    encode_prompt,
-    encode_rewritten,
     extend_ids,
+    format_tools,
+    render,
+    render_ids,
 )
-from policygrad.models.loading import context_length, load_error, pretrained_kwargs, resolve_model
+from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
+from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The model's tokenizer, with the ids that end a completion."""
+    """The model's tokenizer, with the ids that end a completion.
+
+    Sampled tokens are never tokenized again: the next turn's prompt is the ids so far, the sampled ids, and `encode_continuation`.
+    If a template rewrites earlier turns, that is impossible, and the next turn's prompt is `encode_rewritten`.
+    """
 
     hf: Any
     """The transformers tokenizer."""
@@ -47,7 +55,13 @@ class Tokenizer:
             ModelError: No chat template, or one that refuses the messages; a prompt without tokens, or one that leaves no room
                 for max_tokens.
         """
-        ids = encode_prompt(self, prompt, tools=tools, source=source)
+        if isinstance(prompt, str):
+            text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
+            ids = list(self.hf(text, add_special_tokens=True)["input_ids"])
+            if len(ids) > 1 and ids[-1] in self.end_ids:  # some tokenizers close every text; a prompt stays open
+                ids.pop()
+        else:
+            ids = render_ids(self, prompt, generation_prompt=True, tools=tools, source=source)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context_length is not None and len(ids) + max_tokens > self.context_length:
@@ -65,9 +79,43 @@ class Tokenizer:
         source: str = "a conversation",
         tools: Tools | None = None,
     ) -> Tensor:
-        """Encode what stands between a sampled turn and the next, [n] int64: see `chat_template.encode_continuation`."""
-        ids = encode_continuation(self, so_far, reply, new, tools=tools, source=source)
-        return torch.tensor(ids, dtype=torch.int64)
+        """Encode what stands between a sampled turn and the next, [n] int64: prompt + sampled ids + these are the next prompt.
+
+        They are the rendered difference. Decoded, the concatenation is the template's rendering of the conversation, except for
+        whitespace around the reply and the end token, which a template may trim or leave out. New messages come from tools and
+        environments: control tokens that they spell out are encoded letter by letter.
+
+        Args:
+            so_far: The conversation that the reply answers, each earlier reply as its sampled text.
+            reply: The sampled turn, decoded without its end token.
+            new: Text if the conversation is text, else messages.
+
+        Raises:
+            DataError: Text continued by messages, or the reverse.
+            ModelError: See `render`; or letters that cannot be encoded without a control token.
+            HistoryRewrittenError: The template renders earlier turns differently once there are more.
+        """
+        if isinstance(so_far, str) != isinstance(new, str):
+            raise DataError(f"{source}: a text must be continued by text, and messages by messages")
+        prefix = _make_placeholder(repr((so_far, reply, new, tools)))
+        if isinstance(so_far, str) or isinstance(new, str):
+            [text], placeholders = escape_special_tokens(self.hf, [{"content": str(new)}], prefix)
+            return torch.tensor(encode_escaped(self.hf, text["content"], placeholders, source), dtype=torch.int64)
+        escaped, placeholders = escape_special_tokens(self.hf, new, prefix)
+        rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
+        before = rendered(so_far).rstrip()
+        full = rendered([*so_far, {"role": "assistant", "content": reply}, *escaped])
+        mark = _make_placeholder(full)
+        head, marked, tail = rendered([*so_far, {"role": "assistant", "content": mark}, *escaped]).partition(mark)
+        rendered_reply = full[len(before) : len(full) - len(tail)]
+        appends = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
+        if not marked or not appends or rendered_reply.strip() != reply.strip():
+            raise HistoryRewrittenError(
+                f"{source}: the chat template of {self.name!r} rewrites earlier turns once there is another message (for example, "
+                "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every "
+                "turn, or use a template that only appends"
+            )
+        return self._encode_after_end(tail, placeholders, source)
 
     def encode_rewritten(
         self,
@@ -77,9 +125,47 @@ class Tokenizer:
         source: str = "a conversation",
         tools: Tools | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Encode a conversation that the template rewrites, ([P'], [n]) int64: see `chat_template.encode_rewritten`."""
-        ids, new_ids = encode_rewritten(self, messages, opening, new, tools=tools, source=source)
-        return torch.tensor(ids, dtype=torch.int64), torch.tensor(new_ids, dtype=torch.int64)
+        """Encode a conversation whose template rewrites earlier turns.
+
+        Earlier replies are text here, as the template renders them. Control tokens that they, tools or environments spell out are
+        encoded letter by letter.
+
+        Args:
+            opening: Number of messages in the task's prompt, which are encoded as they are.
+            new: Number of messages after the last reply.
+
+        Returns:
+            The ids of the conversation up to where the assistant's turn begins [P'], and of the new messages [n], int64.
+
+        Raises:
+            ModelError: See `encode_continuation`.
+        """
+        prefix = _make_placeholder(repr((messages, tools)))
+        escaped, placeholders = escape_special_tokens(self.hf, messages[opening:], prefix)
+        conversation = [*messages[:opening], *escaped]
+        earlier, new_messages = conversation[: -1 - new], conversation[len(conversation) - new :]
+        rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
+        text = rendered(conversation)
+        mark = _make_placeholder(text)
+        _, marked, tail = rendered([*earlier, {"role": "assistant", "content": mark}, *new_messages]).partition(mark)
+        if not marked:  # the template does not show the reply at all
+            tail = "\n".join(str(message.get("content", "")) for message in new_messages)
+        ids = torch.tensor(encode_escaped(self.hf, text, placeholders, source), dtype=torch.int64)
+        return ids, self._encode_after_end(tail, placeholders, source)
+
+    def _encode_after_end(self, tail: str, placeholders: Placeholders, source: str) -> Tensor:
+        """Encode what follows the sampled end token. It is tokenized after that token, where the result may differ."""
+        ids: list[int] | None = None
+        for end in sorted(self.end_ids):
+            text = str(self.hf.convert_ids_to_tokens(end))
+            if tail.lstrip().startswith(text):
+                tail = tail.lstrip().removeprefix(text)
+                with_end = encode_escaped(self.hf, text + tail, placeholders, source)
+                ids = with_end[1:] if with_end[:1] == [end] else None
+                break
+        return torch.tensor(
+            encode_escaped(self.hf, tail, placeholders, source) if ids is None else ids, dtype=torch.int64
+        )
 
     def encode_answer(
         self, prompt_ids: Tensor, prompt: str | Sequence[Message], text: str, source: str = "an answer"
@@ -90,8 +176,7 @@ class Tokenizer:
             ModelError: See `encode_demonstration`.
         """
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        ids, is_assistant = encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source)
-        return [token for token, learned in zip(ids, is_assistant, strict=True) if learned]
+        return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source)))
 
     @property
     def tool_call_parser(self) -> ToolCallParser:
@@ -103,8 +188,13 @@ class Tokenizer:
         return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def _make_placeholder(text: str) -> str:
+    """Return a word that is not in the text, of letters that no template trims, escapes or splits."""
+    return next(word for i in count() if (word := f"PLACEHOLDER{i}X") not in text)
+
+
 def encode_demonstration(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     prompt_ids: list[int],
     prompt: str | Sequence[Message],
     completion: str | Sequence[Message],
@@ -125,7 +215,8 @@ def encode_demonstration(
     if isinstance(prompt, str) and isinstance(completion, str):
         ids = list(tokenizer.hf(prompt + completion)["input_ids"])
         if len(ids) == len(prompt_ids) or ids[-1] not in tokenizer.end_ids:
-            ids.append(end_token_id(tokenizer))
+            end = tokenizer.hf.eos_token_id
+            ids.append(end if end in tokenizer.end_ids else min(tokenizer.end_ids))
         if ids[: len(prompt_ids)] != prompt_ids:
             raise ModelError(
                 f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
@@ -143,28 +234,19 @@ def encode_demonstration(
             ids = extend_ids(tokenizer, ids, messages, generation_prompt=True, source=source)
             is_assistant += [False] * (len(ids) - len(is_assistant))
             ids = extend_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=source)
-            is_assistant += _mask_turn(tokenizer, ids[len(is_assistant) :], source)
+            # the turn up to its last end token: what a template writes after it (a newline) is never sampled
+            turn = ids[len(is_assistant) :]
+            ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
+            if not ends:
+                names = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
+                raise ModelError(
+                    f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
+                    f"({names}), so the model would not learn to stop: the turn ends {tokenizer.hf.decode(turn[-3:])!r}. Set "
+                    "`eos_token` in its tokenizer_config.json to the token that closes a turn, or add it in the template"
+                )
+            is_assistant += [i <= ends[-1] for i in range(len(turn))]
         messages.append(message)
     return ids, is_assistant
-
-
-def _mask_turn(tokenizer: ChatTokenizer, turn: list[int], source: str) -> list[bool]:
-    """Mask an assistant turn up to its last end token: what a template writes after it (a newline) is never sampled."""
-    ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
-    if not ends:
-        names = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
-        raise ModelError(
-            f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token ({names}), "
-            f"so the model would not learn to stop: the turn ends {tokenizer.hf.decode(turn[-3:])!r}. Set `eos_token` in its "
-            "tokenizer_config.json to the token that closes a turn, or add it in the template"
-        )
-    return [i <= ends[-1] for i in range(len(turn))]
-
-
-def end_token_id(tokenizer: ChatTokenizer) -> int:
-    """Return the tokenizer's own end token, or the smallest of those that the model names."""
-    end = tokenizer.hf.eos_token_id
-    return int(end) if end in tokenizer.end_ids else min(tokenizer.end_ids)
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
@@ -231,7 +313,7 @@ def load_pretrained_tokenizer(path: str, trust: bool) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    tokenizer = AutoTokenizer.from_pretrained(path, **pretrained_kwargs(trust))
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     if type(tokenizer).__module__.startswith("transformers.models."):
         named = get_tokenizer_config(path).get("tokenizer_class")
         if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -247,10 +329,9 @@ def _read_end_ids(path: str) -> Iterator[Any]:
     from transformers.utils.hub import cached_file
 
     for name in ("config.json", "generation_config.json"):
-        try:
+        file = None
+        with suppress(OSError):  # the second is optional
             file = cached_file(path, name)
-        except OSError:  # the second is optional
-            continue
         if file is None:  # a tokenizer's own folder has no config.json
             continue
         try:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from policygrad.errors import ModelError
 from policygrad.models.control_tokens import replace_surrogates
 
 _OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
+_USAGE = 'a call is {"name": "…", "arguments": {…}}'
 _LOOKS_LIKE_CALL = re.compile(r"\[?\s*\{\s*\"(name|type|function|parameters|arguments)\"")
 
 
@@ -33,12 +34,8 @@ class ToolCall:
             object.__setattr__(self, name, replace_surrogates(getattr(self, name)))
 
 
-class ToolCallParser(Protocol):
-    """Parses the calls in a model's format."""
-
-    def __call__(self, text: str) -> tuple[ToolCall, ...]:
-        """Return the calls in a turn, in order; those that cannot be parsed carry an error. () = no calls."""
-        ...
+ToolCallParser = Callable[[str], tuple[ToolCall, ...]]
+"""Returns the calls in the text of a turn, in order; those that cannot be parsed carry an error. () = no calls."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def _parse_call(value: Any) -> ToolCall:
     """Parse a call in JSON; the arguments may be JSON in a string, as in OpenAI's format."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
-        return ToolCall(error='a call is {"name": "…", "arguments": {…}}')
+        return ToolCall(error=_USAGE)
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
@@ -175,4 +172,4 @@ def _parse_python_call(text: str) -> ToolCall:
         named = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
         return ToolCall(node.func.id, named, tuple(map(ast.literal_eval, node.args)))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return ToolCall(error='a call is {"name": "…", "arguments": {…}}')
+        return ToolCall(error=_USAGE)

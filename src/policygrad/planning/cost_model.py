@@ -127,10 +127,6 @@ class AlgorithmCost:
         """Forward passes over a rollout before learning, at this staleness."""
         return self.scoring_passes + (self.stale_scoring_passes if staleness else 0)
 
-    def recomputes_head_at(self, staleness: int) -> bool:
-        """True if logits are computed again in the backward pass, at this staleness."""
-        return self.recomputes_head or (staleness > 0 and self.stale_scoring_passes > 0)
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -174,11 +170,12 @@ class Workload:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each completion, with long and short ones interleaved."""
         count, limit = self.num_completions, self.max_completion_tokens
-        scale = _exponential_scale(self.completion_tokens / limit) * limit
-        ordered = [
-            limit if math.isinf(scale) else max(1, min(limit, round(-scale * math.log(1 - (i + 0.5) / count))))
-            for i in range(count)
-        ]
+        # θ as a fraction of the limit, for a cut-off exponential whose mean θ (1 − e^(−1/θ)) is the given one; by bisection.
+        share, low, high = self.completion_tokens / limit, 1e-9, 1e9
+        for _ in range(200):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if -middle * math.expm1(-1 / middle) < share else (low, middle)
+        ordered = [max(1, min(limit, round(-high * limit * math.log(1 - (i + 0.5) / count)))) for i in range(count)]
         stride = next(s for s in range(max(1, round(count * GOLDEN_RATIO)), 2 * count + 2) if math.gcd(s, count) == 1)
         return tuple(ordered[i * stride % count] for i in range(count))
 
@@ -212,17 +209,6 @@ class TokenCounts:
     """Pairs of a token and one that it attends to."""
     head_tokens: float
     """Tokens that go through the output head."""
-
-
-def _exponential_scale(share: float) -> float:
-    """Return θ as a fraction of the cut-off, for a cut-off exponential whose mean θ (1 − e^(−1/θ)) is `share`; by bisection."""
-    if share >= 1 - 1e-9:
-        return math.inf
-    low, high = 1e-9, 1e9
-    for _ in range(200):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if -middle * math.expm1(-1 / middle) < share else (low, middle)
-    return high
 
 
 # Memory of one device.
@@ -297,24 +283,19 @@ def static_bytes(
     }
 
 
-def activation_bytes_per_token(shape: ModelShape, bytes_per_number: int) -> float:
-    """Return the bytes that one layer keeps of a token for the backward pass, in transformers' own implementation.
-
-    These are a norm's input in float32 and its output twice; queries, keys and values (the last two repeated for every head); the
-    attention's output; and the MLP's four intermediates.
-    """
-    norms = 2 * (4 + 2 * bytes_per_number) * shape.hidden
-    width = (shape.heads + shape.kv_heads) * shape.head_dim
-    normed = (4 + 2 * bytes_per_number) * width if shape.qk_norm else 0
-    attended = 4 * shape.heads * shape.head_dim * bytes_per_number
-    return norms + normed + attended + 4 * shape.intermediate * bytes_per_number
-
-
 def activation_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the bytes of activations of a micro-batch."""
-    layer = activation_bytes_per_token(shape, layout.bytes_per_number) * tokens
-    layer_input = shape.hidden * layout.bytes_per_number * tokens
-    return shape.layers * layer_input + layer if layout.checkpointing else shape.layers * layer
+    """Return the bytes of activations of a micro-batch, in transformers' own implementation.
+
+    For the backward pass a layer keeps a norm's input in float32 and its output twice; queries, keys and values (the last two
+    repeated for every head); the attention's output; and the MLP's four intermediates. Recomputed layers keep their input.
+    """
+    number = layout.bytes_per_number
+    norms = 2 * (4 + 2 * number) * shape.hidden
+    width = (shape.heads + shape.kv_heads) * shape.head_dim
+    normed = (4 + 2 * number) * width if shape.qk_norm else 0
+    attended = 4 * shape.heads * shape.head_dim * number
+    layer = (norms + normed + attended + 4 * shape.intermediate * number) * tokens
+    return shape.layers * shape.hidden * number * tokens + layer if layout.checkpointing else shape.layers * layer
 
 
 def learner_memory(
@@ -450,7 +431,8 @@ class TimeModel:
     def training_seconds(self, tokens: TokenCounts, algorithm: AlgorithmCost) -> float:
         """Return the seconds of a forward and backward pass on one device."""
         passes = 1 + BACKWARD_PASSES + (1 if self.layout.checkpointing else 0)
-        head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head_at(self.layout.max_staleness) else 0)
+        is_corrected = self.layout.max_staleness > 0 and algorithm.stale_scoring_passes > 0
+        head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head or is_corrected else 0)
         return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
 
     def sampler_speed(self, workload: Workload) -> SamplerSpeed:
@@ -489,11 +471,6 @@ class TimeModel:
         between = size / (self.device.network * self.device.per_node) if machines > 1 else 0.0
         return max(within, between) / self.efficiency.link
 
-    def count_micro_batches(self, tokens: TokenCounts, algorithm: AlgorithmCost) -> int:
-        """Return one learner's micro-batches in a step; every update has at least one."""
-        per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / self.layout.learning_devices
-        return algorithm.updates * ceil(per_update / self.layout.micro_tokens)
-
     def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
         """Return the times of a step. Learners share tokens evenly; communication overlaps their passes and only counts where it
         takes longer."""
@@ -501,7 +478,8 @@ class TimeModel:
         tokens, number = workload.count_tokens(self.layout.shares_prompts), self.layout.bytes_per_number
         gather = self.gather_seconds(shape.parameters * number, ranks)
         reduce = self.gather_seconds(shape.parameters * GRADIENT_BYTES, ranks)
-        batches = self.count_micro_batches(tokens, algorithm)
+        per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / ranks
+        batches = algorithm.updates * ceil(per_update / self.layout.micro_tokens)  # every update has at least one
         scoring_batches = ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens)
         scoring = max(self.scoring_seconds(tokens) / ranks, gather * scoring_batches)
         training = algorithm.epochs * self.training_seconds(tokens, algorithm) / ranks

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Device:
         return self.bf16 if bytes_per_number == 2 else self.fp32
 
 
+CPU_SOURCE = "one core as in docs/benchmarks.md, bandwidth assumed; measure yours with --calibrate"
 DEVICES = {
     device.name: device
     for device in (
@@ -59,25 +60,21 @@ DEVICES = {
         Device(
             "B200", 180 * GB, 8 * TB, 2250e12, 75e12, 900 * GB, 50 * GB, source="NVIDIA DGX B200 datasheet, one eighth"
         ),
-        Device(
-            "cpu",
-            8 * 2**30,
-            10 * GB,
-            200e9,
-            100e9,
-            5 * GB,
-            GB,
-            1,
-            "one core as in docs/benchmarks.md, bandwidth assumed; measure yours with --calibrate",
-        ),
+        Device("cpu", 8 * 2**30, 10 * GB, 200e9, 100e9, 5 * GB, GB, 1, CPU_SOURCE),
     )
 }
 ALIASES = {"A100-80": "A100", "A100-80GB": "A100", "H100-80": "H100", "H100-80GB": "H100", "H200-141GB": "H200"}
 
 
 def parse_devices(text: str, measured: Device | None = None) -> tuple[Device, int]:
-    """Parse `H200:64`, or `H200` for a single device. `measured`: a calibrated device, which takes the place of the published
-    one of its name. Raises ConfigError if the device is unknown, or the count is invalid."""
+    """Parse `H200:64`, or `H200` for a single device.
+
+    Args:
+        measured: A calibrated device, which takes the place of the published one of its name.
+
+    Raises:
+        ConfigError: The device is unknown, or the count is invalid.
+    """
     match = re.fullmatch(r"([^:]+?)(?::(\d+))?", text.strip())
     count = int(match.group(2) or 1) if match else 0
     if match is None or count < 1:
@@ -177,9 +174,8 @@ def load_calibration(path: Path) -> Calibration:
         raise ConfigError(f"--calibration {path} is not a file of `policygrad plan --calibrate`. Measure again.")
     try:
         device, reached = Device(**values["device"]), Efficiency(**values["efficiency"])
-        numbers = [getattr(reached, f.name) for f in fields(Efficiency)]
-        good = all(isinstance(x, int | float) and x >= 0 for x in numbers)
-        if not good or min(reached.training, reached.scoring, reached.sampling, reached.link, reached.storage) <= 0:
+        fractions = (reached.training, reached.scoring, reached.sampling, reached.link, reached.storage)
+        if min(fractions) <= 0 or min(reached.layer_overhead, reached.allreduce) < 0:
             raise ValueError("an efficiency is not above 0")
         return Calibration(device, reached, str(values["dtype"]), dict(values["details"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,47 +81,39 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> ModelShape:
-    source = f"config.json of Qwen/{name}"
-    return ModelShape(name, hidden, intermediate, layers, heads, 8, 128, 151936, tied, qk_norm=True, source=source)
+Sizes = tuple[int, int, int, int, int, int, int]
+"""hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary"""
 
 
-def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int) -> ModelShape:
-    source = f"config.json of meta-llama/{name}"
-    return ModelShape(name, hidden, intermediate, layers, heads, 8, 128, 128256, source=source)
+def _published(owner: str, name: str, sizes: Sizes, *, tied: bool = False, qk_norm: bool = False) -> ModelShape:
+    return ModelShape(name, *sizes, tied=tied, qk_norm=qk_norm, source=f"config.json of {owner}/{name}")
 
 
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
-        ModelShape(
-            "SmolLM2-135M",
-            576,
-            1536,
-            30,
-            9,
-            3,
-            64,
-            49152,
-            tied=True,
-            source="config.json of HuggingFaceTB/SmolLM2-135M",
-        ),
-        _qwen3("Qwen3-0.6B", 1024, 3072, 28, 16, tied=True),
-        _qwen3("Qwen3-1.7B", 2048, 6144, 28, 16, tied=True),
-        _qwen3("Qwen3-4B", 2560, 9728, 36, 32, tied=True),
-        _qwen3("Qwen3-8B", 4096, 12288, 36, 32, tied=False),
-        _qwen3("Qwen3-14B", 5120, 17408, 40, 40, tied=False),
-        _qwen3("Qwen3-32B", 5120, 25600, 64, 64, tied=False),
-        _llama("Llama-3.1-8B", 4096, 14336, 32, 32),
-        _llama("Llama-3.1-70B", 8192, 28672, 80, 64),
+        _published("HuggingFaceTB", "SmolLM2-135M", (576, 1536, 30, 9, 3, 64, 49152), tied=True),
+        _published("Qwen", "Qwen3-0.6B", (1024, 3072, 28, 16, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-1.7B", (2048, 6144, 28, 16, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-4B", (2560, 9728, 36, 32, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-8B", (4096, 12288, 36, 32, 8, 128, 151936), qk_norm=True),
+        _published("Qwen", "Qwen3-14B", (5120, 17408, 40, 40, 8, 128, 151936), qk_norm=True),
+        _published("Qwen", "Qwen3-32B", (5120, 25600, 64, 64, 8, 128, 151936), qk_norm=True),
+        _published("meta-llama", "Llama-3.1-8B", (4096, 14336, 32, 32, 8, 128, 128256)),
+        _published("meta-llama", "Llama-3.1-70B", (8192, 28672, 80, 64, 8, 128, 128256)),
     )
 }
 
 
 def load_shape(model: str) -> ModelShape:
-    """Return the shape of a model. `model`: a folder with a config.json, a run's folder, a config.json, `tiny`, or a well-known
-    name with or without its owner. Raises ConfigError if the file or name does not exist, or the architecture is not
-    supported."""
+    """Return the shape of a model.
+
+    Args:
+        model: A folder with a config.json, a run's folder, a config.json, `tiny`, or a well-known name, with or without its owner.
+
+    Raises:
+        ConfigError: The file or name does not exist, or the architecture is not supported.
+    """
     if model == EMBEDDED_MODEL:
         return read_shape(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL / "config.json", EMBEDDED_MODEL)
     path = Path(model).expanduser()
@@ -159,7 +151,35 @@ def read_shape(file: Path, name: str) -> ModelShape:
             "of these of the same size."
         )
     try:
-        return replace(_parse_config(config, kind, name), source=str(file))
+        hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+        kv_heads = _count(config, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+        if config.get("head_dim") is None and hidden % heads:
+            raise ValueError(
+                f"num_attention_heads {heads} does not divide hidden_size {hidden}, and no head_dim is given"
+            )
+        head_dim = _count(config, "head_dim", hidden // heads)
+        intermediate, widths = _count(config, "intermediate_size"), (heads + 2 * kv_heads) * head_dim
+        biases = widths if kind == "qwen2" else 0
+        if config.get("attention_bias"):
+            biases = widths + hidden
+        if config.get("mlp_bias"):
+            biases += 2 * intermediate + hidden
+        return ModelShape(
+            name=name,
+            hidden=hidden,
+            intermediate=intermediate,
+            layers=_count(config, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocabulary=_count(config, "vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=kind == "qwen3",
+            layer_biases=biases,
+            source=str(file),
+        )
     except KeyError as error:
         raise ConfigError(f"--model {name}: {file} lacks {error}") from error
     except ValueError as error:
@@ -185,32 +205,3 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 def _truncate(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-def _parse_config(config: Mapping[str, Any], kind: str, name: str) -> ModelShape:
-    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-    kv_heads = _count(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-    if config.get("head_dim") is None and hidden % heads:
-        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and no head_dim is given")
-    head_dim = _count(config, "head_dim", hidden // heads)
-    intermediate, widths = _count(config, "intermediate_size"), (heads + 2 * kv_heads) * head_dim
-    biases = widths if kind == "qwen2" else 0
-    if config.get("attention_bias"):
-        biases = widths + hidden
-    if config.get("mlp_bias"):
-        biases += 2 * intermediate + hidden
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=_count(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=_count(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=kind == "qwen3",
-        layer_biases=biases,
-    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from policygrad.errors import ConfigError
@@ -128,8 +128,8 @@ class CapacityPlan:
             "memory": {
                 "usable": self.usable_bytes,
                 "peak": self.peak_bytes,
-                "learner": _memory_to_dict(self.learner),
-                "sampler": None if self.sampler is None else _memory_to_dict(self.sampler),
+                "learner": {"peak": self.learner.peak_bytes, **asdict(self.learner)},
+                "sampler": self.sampler and {"peak": self.sampler.peak_bytes, **asdict(self.sampler)},
             },
             "seconds": {"step": self.step_seconds, **asdict(self.step_times)},
             "idle": self.timeline and {"learner": self.timeline.learner_idle, "sampler": self.timeline.sampler_idle},
@@ -142,15 +142,6 @@ class CapacityPlan:
         }
 
 
-def _memory_to_dict(memory: MemoryBreakdown) -> dict[str, Any]:
-    parts: dict[str, Mapping[str, float]] = {
-        "static": memory.static,
-        "training": memory.training,
-        "sampling": memory.sampling,
-    }
-    return {"peak": memory.peak_bytes, **{name: dict(part) for name, part in parts.items()}}
-
-
 def device_splits(gpus: int, tensor_parallel: int) -> list[int]:
     """Return numbers of sampling devices worth trying: whole samplers, with at least one learner left."""
     every = list(range(tensor_parallel, gpus, tensor_parallel))
@@ -161,10 +152,14 @@ def device_splits(gpus: int, tensor_parallel: int) -> list[int]:
 
 
 def find_best_split(request: PlanRequest, layout: ParallelLayout) -> CapacityPlan:
-    """Return the split into samplers and learners with the shortest step, preferring splits that fit. Raises ConfigError if
-    there are fewer devices than one sampler and one learner need.
+    """Return the split into samplers and learners with the shortest step, preferring splits that fit.
 
-    `layout.samplers` is ignored."""
+    Args:
+        layout: Its number of samplers is ignored.
+
+    Raises:
+        ConfigError: There are fewer devices than one sampler and one learner need.
+    """
     plans = [
         CapacityPlan(request, replace(layout, samplers=n)) for n in device_splits(layout.gpus, layout.tensor_parallel)
     ]
@@ -217,25 +212,56 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
 
     The last one fits, unless nothing does.
     """
+    longest = plan.request.workload.max_tokens
     suggestions = list[Suggestion]()
     for propose in (
-        _recompute_activations,
-        _use_smaller_passes,
-        _use_bf16,
+        partial(
+            _change,
+            option="--gradient-checkpointing",
+            description="recompute activations in the backward pass",
+            checkpointing=True,
+        ),
+        partial(
+            _change,
+            option=f"--micro-tokens {longest}",
+            description="one sequence per micro-batch",
+            micro_tokens=min(longest, plan.layout.micro_tokens),
+        ),
+        partial(_change, option="--dtype bf16", description="compute in bfloat16", dtype="bf16"),
         _generate_fewer_rows,
-        _use_engine,
-        _separate_samplers,
-        _split_samplers,
+        partial(
+            _change,
+            option="--engine",
+            description="an engine holds the policy, each learner only its shard",
+            keeps_full_policy=False,
+        ),
+        _rearrange_samplers,
     ):
         if plan.fits:
+            return suggestions
+        suggestion = propose(plan)
+        if suggestion is not None and suggestion.plan.peak_bytes < plan.peak_bytes:
+            suggestions.append(suggestion)
+            plan = suggestion.plan
+    if plan.fits:
+        return suggestions
+    request, layout = plan.request, plan.layout
+    # The smallest device that fits.
+    larger = [d for d in DEVICES.values() if d.memory > request.device.memory and d.name != "cpu"]
+    for device in sorted(larger, key=lambda d: d.memory):
+        changed = CapacityPlan(replace(request, device=device), layout)
+        if changed.fits:
+            suggestions.append(Suggestion(f"--gpus {device.name}:{layout.gpus}", "devices with more memory", changed))
             break
-        for suggestion in propose(plan):
-            if suggestion.plan.peak_bytes < plan.peak_bytes:
-                suggestions.append(suggestion)
-                plan = suggestion.plan
-                break
-    if not plan.fits:
-        suggestions += _enlarge(plan)
+    # The smallest number of devices that fits, doubling it each time.
+    plan_layout = find_best_split if layout.is_disaggregated else CapacityPlan
+    gpus = layout.gpus * 2
+    while gpus <= MAX_DEVICES:
+        changed = plan_layout(request, replace(layout, gpus=gpus))
+        if changed.fits:
+            suggestions.append(Suggestion(f"--gpus {request.device.name}:{gpus}", "more devices", changed))
+            break
+        gpus *= 2
     return suggestions
 
 
@@ -243,89 +269,42 @@ def _change(plan: CapacityPlan, option: str, description: str, **changes: Any) -
     return Suggestion(option, description, CapacityPlan(plan.request, replace(plan.layout, **changes)))
 
 
-def _recompute_activations(plan: CapacityPlan) -> Iterator[Suggestion]:
-    if not plan.layout.checkpointing:
-        yield _change(
-            plan, "--gradient-checkpointing", "recompute activations in the backward pass", checkpointing=True
-        )
+def _generate_fewer_rows(plan: CapacityPlan) -> Suggestion | None:
+    """Suggest the largest power of two that fits, if sampling needs more memory than learning."""
+    if sum(plan.learner.sampling.values()) <= sum(plan.learner.training.values()):
+        return None
+    rows, suggestion = plan.concurrent_rows, None
+    while rows > MIN_ROWS and not (suggestion and suggestion.plan.fits):
+        rows = 1 << ((rows - 1).bit_length() - 1)
+        suggestion = _change(plan, f"--decode-rows {rows}", "fewer concurrent completions", decode_rows=rows)
+    return suggestion
 
 
-def _use_smaller_passes(plan: CapacityPlan) -> Iterator[Suggestion]:
-    longest = plan.request.workload.max_tokens
-    if plan.layout.micro_tokens > longest:
-        yield _change(plan, f"--micro-tokens {longest}", "one sequence per micro-batch", micro_tokens=longest)
-
-
-def _use_bf16(plan: CapacityPlan) -> Iterator[Suggestion]:
-    if plan.layout.dtype == "fp32":
-        yield _change(plan, "--dtype bf16", "compute in bfloat16", dtype="bf16")
-
-
-def _use_engine(plan: CapacityPlan) -> Iterator[Suggestion]:
-    if plan.layout.keeps_full_policy:
-        yield _change(
-            plan, "--engine", "an engine holds the policy, each learner only its shard", keeps_full_policy=False
-        )
-
-
-def _separate_samplers(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The first split that fits: with the plan's own samplers, with an engine's, with more devices per sampler."""
+def _rearrange_samplers(plan: CapacityPlan) -> Suggestion | None:
+    """Suggest devices of their own for samplers; if they have them and one does not hold the policy, several per sampler."""
     layout = plan.layout
-    if layout.is_disaggregated:
-        return
+    wider = [tensor for tensor in TENSOR_PARALLEL if tensor > layout.tensor_parallel]
+    if plan.sampler is not None:
+        if plan.sampler.peak_bytes <= plan.usable_bytes:
+            return None
+        for tensor in wider:
+            if layout.samplers % tensor == 0:
+                changed = _change(
+                    plan, f"--tensor-parallel {tensor}", "several devices per sampler", tensor_parallel=tensor
+                )
+                if changed.plan.sampler and changed.plan.sampler.peak_bytes <= plan.usable_bytes:
+                    return changed
+        return None
+    # The first split that fits: with the plan's samplers, then an engine's; with more and more devices per sampler.
     for keeps_full_policy in dict.fromkeys((layout.keeps_full_policy, False)):
-        for tensor in (layout.tensor_parallel, *(t for t in TENSOR_PARALLEL if t > layout.tensor_parallel)):
+        for tensor in (layout.tensor_parallel, *wider):
             if layout.gpus <= tensor:
                 continue
-            changed = replace(layout, keeps_full_policy=keeps_full_policy, tensor_parallel=tensor)
-            split = find_best_split(plan.request, changed)
+            changed_layout = replace(layout, keeps_full_policy=keeps_full_policy, tensor_parallel=tensor)
+            split = find_best_split(plan.request, changed_layout)
             if split.fits:
                 options = ["--engine"] * (layout.keeps_full_policy and not keeps_full_policy)
                 options.append(f"--samplers {split.layout.samplers}")
                 options += [f"--tensor-parallel {tensor}"] * (tensor > layout.tensor_parallel)
-                yield Suggestion(" ".join(options), "samplers on devices of their own", split)
-                return
-
-
-def _generate_fewer_rows(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The largest power of two that fits, if sampling needs more memory than learning."""
-    if sum(plan.learner.sampling.values()) <= sum(plan.learner.training.values()):
-        return
-    rows, suggestions = plan.concurrent_rows, list[Suggestion]()
-    while rows > MIN_ROWS:
-        rows = 1 << ((rows - 1).bit_length() - 1)
-        suggestions.append(_change(plan, f"--decode-rows {rows}", "fewer concurrent completions", decode_rows=rows))
-    yield from ([s for s in suggestions if s.plan.fits] or suggestions[::-1])[:1]
-
-
-def _split_samplers(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """Samplers of several devices, if one device does not hold the policy."""
-    if plan.sampler is None or plan.sampler.peak_bytes <= plan.usable_bytes:
-        return
-    for tensor in TENSOR_PARALLEL:
-        if tensor > plan.layout.tensor_parallel and plan.layout.samplers % tensor == 0:
-            suggestion = _change(
-                plan, f"--tensor-parallel {tensor}", "several devices per sampler", tensor_parallel=tensor
-            )
-            if suggestion.plan.sampler and suggestion.plan.sampler.peak_bytes <= plan.usable_bytes:
-                yield suggestion
-                return
-
-
-def _enlarge(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The smallest device that fits; then the smallest number of devices that does, doubling it each time."""
-    larger = [d for d in DEVICES.values() if d.memory > plan.request.device.memory and d.name != "cpu"]
-    for device in sorted(larger, key=lambda d: d.memory):
-        changed = CapacityPlan(replace(plan.request, device=device), plan.layout)
-        if changed.fits:
-            yield Suggestion(f"--gpus {device.name}:{plan.layout.gpus}", "devices with more memory", changed)
-            break
-    gpus = plan.layout.gpus * 2
-    while gpus <= MAX_DEVICES:
-        layout = replace(plan.layout, gpus=gpus)
-        plan_layout = find_best_split if layout.is_disaggregated else CapacityPlan
-        changed = plan_layout(plan.request, layout)
-        if changed.fits:
-            yield Suggestion(f"--gpus {plan.request.device.name}:{gpus}", "more devices", changed)
-            return
-        gpus *= 2
+                return Suggestion(" ".join(options), "samplers on devices of their own", split)
+    return None

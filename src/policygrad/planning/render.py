@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -32,6 +32,36 @@ class PlanTable:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan, the same work on other numbers of devices, and what to change if it does not fit."""
+
+    plan: CapacityPlan
+    alternatives: Sequence[CapacityPlan]
+    changes: Sequence[Suggestion]
+    steps: int
+    """Steps for which hours and costs are reported."""
+    price: float | None
+    """Of one device hour."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that --json prints."""
+        request, cost = self.plan.request, (self.steps, self.price)
+        return {
+            "model": asdict(request.shape) | {"parameters": request.shape.parameters},
+            "device": asdict(request.device),
+            "algorithm": asdict(request.algorithm),
+            "workload": asdict(request.workload) | {"sampled_tokens": request.workload.sampled_tokens},
+            "efficiency": asdict(request.efficiency),
+            "plan": self.plan.to_dict(*cost),
+            "gpus": [other.to_dict(*cost) for other in self.alternatives],
+            "changes": [
+                {"option": change.option, "description": change.description, **change.plan.to_dict(*cost)}
+                for change in self.changes
+            ],
+        }
+
+
 def plan_title(plan: CapacityPlan) -> str:
     request = plan.request
     return f"{request.shape.name} with {request.algorithm.name} on {plan.layout.gpus} × {request.device.name}"
@@ -53,14 +83,9 @@ def plan_summary(plan: CapacityPlan, steps: int, price: float | None) -> str:
     )
 
 
-def plan_tables(
-    plan: CapacityPlan,
-    alternatives: Sequence[CapacityPlan],
-    changes: Sequence[Suggestion],
-    steps: int,
-    price: float | None,
-) -> list[PlanTable]:
+def plan_tables(report: PlanReport) -> list[PlanTable]:
     """Return a plan's tables: memory, step, changes that make it fit, other numbers of devices."""
+    plan, steps, price = report.plan, report.steps, report.price
     # memory
     devices = {"learner" if plan.sampler else "device": plan.learner}
     if plan.sampler:
@@ -87,7 +112,7 @@ def plan_tables(
     )
     tables = [memory_table, PlanTable("A step", ("", "seconds"), tuple(rows), note)]
     # what to change
-    if changes:
+    if report.changes:
         rows = [
             (
                 change.option,
@@ -96,19 +121,19 @@ def plan_tables(
                 "yes" if change.plan.fits else "no",
                 format_seconds(change.plan.step_seconds),
             )
-            for change in changes
+            for change in report.changes
         ]
-        if any(change.plan.fits for change in changes):
+        if any(change.plan.fits for change in report.changes):
             note = f"Each row includes the changes above it; {format_gib(plan.usable_bytes)} GiB are usable."
         else:
             note = "None of these is enough: use a smaller model or --context."
         tables.append(PlanTable("What to change", ("option", "", "GiB", "fits", "a step"), tuple(rows), note))
     # other numbers of devices
-    split = any(plan.layout.is_disaggregated for plan in alternatives)
+    split = any(plan.layout.is_disaggregated for plan in report.alternatives)
     head = ["devices", "fits", "GiB", "a step", "tokens/s", f"hours, {steps:,} steps"]
     head += ["samplers", "learners wait"] * split + ["cost"] * (price is not None)
     rows = []
-    for other in alternatives:
+    for other in report.alternatives:
         row = [str(other.layout.gpus), "yes" if other.fits else "no", format_gib(other.peak_bytes)]
         row += [
             format_seconds(other.step_seconds),
@@ -166,24 +191,18 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
-def render_plan_page(
-    plan: CapacityPlan,
-    alternatives: Sequence[CapacityPlan],
-    changes: Sequence[Suggestion],
-    steps: int,
-    price: float | None,
-) -> str:
+def render_plan_page(report: PlanReport) -> str:
     """Render a plan as one self-contained HTML page, with plots over the number of devices."""
     web = files("policygrad.planning") / "web"
     return render_page(
         web / "plan.html",
-        plot_data(alternatives, steps),
+        plot_data(report.alternatives, report.steps),
         scripts=(web / "plan.js",),
-        title=plan_title(plan),
-        summary=plan_summary(plan, steps, price),
-        tables=plan_tables(plan, alternatives, changes, steps, price),
-        assumptions=list_assumptions(plan),
-        steps=steps,
+        title=plan_title(report.plan),
+        summary=plan_summary(report.plan, report.steps, report.price),
+        tables=plan_tables(report),
+        assumptions=list_assumptions(report.plan),
+        steps=report.steps,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,11 +48,19 @@ def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_
     """
     if not file.is_file():
         return CompletionExcerpt((), True)
-    if file.stat().st_size <= BYTES_PER_CHAR * text and (rows := _all(file, text, most)) is not None:
-        return CompletionExcerpt(_checked(rows, file), True)
+    size = file.stat().st_size
+    if size <= BYTES_PER_CHAR * text:
+        rows, left = list[dict[str, Any]](), text
+        for row in read_json_rows(file):
+            left -= count_chars(row)
+            if left < 0 or len(rows) == most:
+                break
+            rows.append(row)
+        else:
+            return CompletionExcerpt(_check_fields(rows, file), True)
     try:
         with open_regular(file) as lines:
-            return CompletionExcerpt(_checked(_some(lines, file.stat().st_size, text, most), file), False)
+            return CompletionExcerpt(_check_fields(_sample_steps(lines, size, text, most), file), False)
     except OSError as error:
         raise RunError(
             f"{file} cannot be read: {error.strerror}; check its permissions, or restore it from a copy"
@@ -58,12 +69,25 @@ def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_
         raise RunError(f"{file}: {error}: delete the line, or restore the file from a copy") from error
 
 
-def _checked(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any], ...]:
+FIELDS = {
+    **dict.fromkeys(("reward", "advantage", "tokens", "group", "branches"), (int | float, "a number")),
+    **dict.fromkeys(("truncated", "demonstration"), (int | float, "true or false")),
+    "rewards": (dict, "an object of numbers"),
+    "turns": (list, "pairs of role and text"),
+}
+"""Optional field of a row -> (type, description of a valid value)."""
+
+
+def _check_fields(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any], ...]:
     """Return the rows. Raises RunError for a value that the page cannot show."""
     checked = tuple(rows)
     for row in checked:
-        for key, (is_right, what) in FIELD_CHECKS.items():
-            if (value := row.get(key)) is not None and not is_right(value):
+        for key, (kind, what) in FIELDS.items():
+            value = row.get(key)
+            valid = value is None or isinstance(value, kind)
+            if valid and key == "turns":
+                valid = all(isinstance(turn, list) and len(turn) == 2 for turn in value or ())
+            if not valid:
                 raise RunError(
                     f"{file}, a completion of step {row['step']}: {key} is {value!r:.60}, but should be {what}: "
                     "delete the line, or restore the file from a copy"
@@ -71,46 +95,17 @@ def _checked(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any]
     return checked
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _is_turns(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in value)
-
-
-FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("reward", "advantage", "tokens", "group", "branches"), (_is_number, "a number")),
-    **dict.fromkeys(
-        ("truncated", "demonstration"), (lambda value: isinstance(value, bool | int | float), "true or false")
-    ),
-    "rewards": (lambda value: isinstance(value, dict), "an object of numbers"),
-    "turns": (_is_turns, "pairs of role and text"),
-}
-"""Field of a row -> (check, description of a valid value)."""
-
-
-def _all(file: Path, text: int, most: int) -> tuple[dict[str, Any], ...] | None:
-    """Return all rows, or None if they exceed the limits."""
-    all_rows: list[dict[str, Any]] = []
-    for row in read_json_rows(file):
-        text -= count_chars(row)
-        if text < 0 or len(all_rows) == most:
-            return None
-        all_rows.append(row)
-    return tuple(all_rows)
-
-
-def _some(file: IO[bytes], size: int, text: int, most: int) -> Iterator[dict[str, Any]]:
+def _sample_steps(file: IO[bytes], size: int, text: int, most: int) -> Iterator[dict[str, Any]]:
+    """Yield rows of evenly spaced steps, found by bisection."""
     first, last = _step_at(file, 0), _last_step(file, size)
-    if first is None or last is None:
+    if last is None:
         return
     steps = sorted({first + (last - first) * i // (SAMPLED_STEPS - 1) for i in range(SAMPLED_STEPS)})
     share, many = text // len(steps), max(1, most // len(steps))
     seen: set[str] = set()
     for step in steps:
-        step_rows = list(_of_step(file, size, step))
-        step_rows.sort(key=lambda row: str(row.get("prompt")) not in seen)
+        _seek_line(file, bisect_left(range(size), step, key=partial(_step_at, file)))
+        step_rows = sorted(_read_step(file), key=lambda row: str(row.get("prompt")) not in seen)
         seen |= {str(row.get("prompt")) for row in step_rows}
         left = share
         for number, row in enumerate(step_rows[:many]):
@@ -126,42 +121,29 @@ def count_chars(row: dict[str, Any]) -> int:
     return texts + (len(str(row["turns"])) if row.get("turns") else 0) + 60
 
 
-def _of_step(file: IO[bytes], size: int, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the first step >= `step`, up to `MAX_STEP_BYTES` bytes."""
-    low, high = 0, size
-    while low < high:  # the first offset whose next line has this step or a later one
-        middle = (low + high) // 2
-        step_here = _step_at(file, middle)
-        if step_here is not None and step_here < step:
-            low = middle + 1
-        else:
-            high = middle
-    _to_line(file, low)
-    start, at = file.tell(), None
+def _read_step(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the next step, up to `MAX_STEP_BYTES` bytes."""
+    start, step = file.tell(), None
     for line in iter_lines(file):
-        row = parsed(line)
-        if row is None:
+        if (row := parsed(line)) is None:
             continue
-        at = row["step"] if at is None else at
-        if row["step"] != at or file.tell() - start > MAX_STEP_BYTES:
+        step = row["step"] if step is None else step
+        if row["step"] != step or file.tell() - start > MAX_STEP_BYTES:
             return
         yield row
 
 
-def _to_line(file: IO[bytes], offset: int) -> None:
+def _seek_line(file: IO[bytes], offset: int) -> None:
     """Seek to the first line that begins at or after this offset."""
     file.seek(max(0, offset - 1))
     if offset:
         next(iter_lines(file), b"")
 
 
-def _step_at(file: IO[bytes], offset: int) -> int | None:
-    """Return the step of the first complete line from here; None at the end."""
-    _to_line(file, offset)
-    for line in iter_lines(file):
-        if (row := parsed(line)) is not None:
-            return int(row["step"])
-    return None
+def _step_at(file: IO[bytes], offset: int) -> int:
+    """Return the step of the first complete line from here; `sys.maxsize` at the end."""
+    _seek_line(file, offset)
+    return next((row["step"] for line in iter_lines(file) if (row := parsed(line)) is not None), sys.maxsize)
 
 
 def _last_step(file: IO[bytes], size: int) -> int | None:
@@ -169,7 +151,7 @@ def _last_step(file: IO[bytes], size: int) -> int | None:
     back = 65_536
     while True:
         last = None
-        _to_line(file, max(0, size - back))
+        _seek_line(file, max(0, size - back))
         for line in iter_lines(file):
             row = parsed(line)
             last = row["step"] if row is not None else last
@@ -188,7 +170,10 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
     embedded_rows = []
     for number, run in enumerate(runs):
         for row in run.rows:
-            prompt = _messages(row.get("prompt", ""))
+            messages = row.get("prompt", "")
+            if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+                messages = [{"content": messages}]  # plain text is one message without a role
+            prompt = tuple((str(m.get("role", "")), truncate_text(m.get("content", ""))) for m in messages)
             place = prompts.setdefault(prompt, len(prompts))
             item = {"r": number, "s": row["step"], "p": place, "c": truncate_text(row.get("completion", ""))}
             more: dict[str, Any] = {"w": _number(row.get("reward")), "a": _number(row.get("advantage"))}
@@ -202,13 +187,6 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
 
 def _number(x: Any) -> float | None:
     return float(f"{x:.4g}") if isinstance(x, int | float) else None
-
-
-def _messages(prompt: Any) -> tuple[tuple[str, str], ...]:
-    """Return (role, content) of chat messages; plain text is one message without a role."""
-    if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt):
-        return tuple((str(m.get("role", "")), truncate_text(m.get("content", ""))) for m in prompt)
-    return (("", truncate_text(prompt)),)
 
 
 def truncate_text(text: Any) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -67,7 +68,13 @@ def read_run(folder: Path, empty: bool = False) -> RunRecord:
             f"{folder} {what}: give the --output folder of train, sft or reward-model, such as runs/dapo-1, which "
             f"contains {' or '.join(CONFIG_FILES.values())}"
         )
-    metrics = _metrics(folder / METRICS)
+    by_step: dict[str, dict[int, float]] = {}  # of a step written twice the last line counts
+    for row in read_json_rows(folder / METRICS):
+        step = row.pop("step")
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                by_step.setdefault(name, {})[step] = max(-MAX_VALUE, min(MAX_VALUE, float(value)))
+    metrics = {name: tuple(sorted(points.items())) for name, points in by_step.items()}
     if not metrics and not empty:
         raise RunError(f"{folder / METRICS} has no metrics yet: wait for the run's first step, or use --watch")
     config = _read_config(folder / CONFIG_FILES[kind])
@@ -89,17 +96,6 @@ def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise RunError(
             f"{path} cannot be read: {error.strerror}; check its permissions, or restore it from a copy"
         ) from error
-
-
-def _metrics(path: Path) -> dict[str, Points]:
-    """Return (step, value) by metric; of a step written twice the last line counts."""
-    values: dict[str, dict[int, float]] = {}
-    for row in read_json_rows(path):
-        step = row.pop("step")
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                values.setdefault(name, {})[step] = max(-MAX_VALUE, min(MAX_VALUE, float(value)))
-    return {name: tuple(sorted(points.items())) for name, points in values.items()}
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -160,40 +156,34 @@ def group_runs(runs: Sequence[RunRecord]) -> tuple[Series, ...]:
     """Group runs by configuration, in the order given, each with a unique label."""
     by_config: dict[str, list[RunRecord]] = {}
     for run in runs:
-        key = json.dumps(
-            [run.kind, {k: v for k, v in run.config.items() if k not in PER_RUN_OPTIONS}], sort_keys=True, default=str
-        )
+        key = json.dumps([run.kind, _shared_options(run)], sort_keys=True, default=str)
         by_config.setdefault(key, []).append(run)
-    groups = list(by_config.values())
-    names = [_name(group[0]) for group in groups]
-    flat = [dict(_flat({k: v for k, v in group[0].config.items() if k not in PER_RUN_OPTIONS})) for group in groups]
-    return tuple(
-        Series(_label(name, flat[i], [f for f, n in zip(flat, names, strict=True) if n == name]), tuple(groups[i]))
-        for i, name in enumerate(names)
-    )
+    groups = [
+        (run.config.get("algorithm", {}).get("name", run.kind), dict(_flatten(_shared_options(run))))
+        for run, *_ in by_config.values()
+    ]
+    series = []
+    for (name, options), members in zip(groups, by_config.values(), strict=True):
+        same = [o for n, o in groups if n == name]
+        keys = dict.fromkeys(key for o in same for key in o)
+        differing = [key for key in keys if len({o.get(key) for o in same}) > 1]
+        label = [f"{key.removeprefix('algorithm.')}={options.get(key, '–')}" for key in differing[:MAX_NAMED_OPTIONS]]
+        label += [f"and {len(differing) - MAX_NAMED_OPTIONS} more"] if len(differing) > MAX_NAMED_OPTIONS else []
+        series.append(Series(" ".join([str(name), *label]), tuple(members)))
+    return tuple(series)
 
 
-def _name(run: RunRecord) -> str:
-    algorithm = run.config.get("algorithm", {})
-    return str(algorithm.get("name", run.kind)) if isinstance(algorithm, Mapping) else run.kind
+def _shared_options(run: RunRecord) -> dict[str, Any]:
+    return {name: value for name, value in run.config.items() if name not in PER_RUN_OPTIONS}
 
 
-def _label(name: str, config: Mapping[str, str], configs: Sequence[Mapping[str, str]]) -> str:
-    """Return the name, with the differing options if several configurations have it."""
-    keys = dict.fromkeys(key for flat in configs for key in flat)
-    differ = [key for key in keys if len({flat.get(key) for flat in configs}) > 1]
-    settings = [f"{key.removeprefix('algorithm.')}={config.get(key, '–')}" for key in differ[:MAX_NAMED_OPTIONS]]
-    more = [f"and {len(differ) - MAX_NAMED_OPTIONS} more"] if len(differ) > MAX_NAMED_OPTIONS else []
-    return " ".join([name, *settings, *more])
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted names and formatted values."""
-    for key, value in config.items():
+    for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield prefix + key, format_option(value)
+            yield prefix + name, format_option(value)
 
 
 def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) -> dict[str, Any]:
@@ -206,33 +196,21 @@ def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) ->
     every = [p for group in points for p in group]
     last = max((p[-1][0] for p in every if p), default=0)
     per = max(1, -(-last // most)) if max(map(len, every), default=0) > most else 1
-    merged = [_merge_steps(group, per, last) for group in points]
-    xs = sorted({x for line in merged for x in line})
-    return {"x": xs, "lines": [_line(line, xs) for line in merged], "per": per}
+    merged: list[dict[int, list[float]]] = []  # by series, all values by the last of the `per` steps that make a point
+    for group in points:
+        merged.append({})
+        for step, value in chain.from_iterable(group):
+            merged[-1].setdefault(min(last, -(-step // per) * per), []).append(value)
+    xs = sorted({x for values in merged for x in values})
+    return {"x": xs, "lines": [_line(values, xs) if values else None for values in merged], "per": per}
 
 
-def _merge_steps(points: Sequence[Points], per: int, last: int) -> dict[int, list[float]]:
-    """Return all values by the last step of the `per` steps that make a point."""
-    merged: dict[int, list[float]] = {}
-    for run in points:
-        for step, value in run:
-            merged.setdefault(min(last, -(-step // per) * per), []).append(value)
-    return merged
-
-
-def _line(values: Mapping[int, Sequence[float]], xs: Sequence[int]) -> dict[str, Any] | None:
-    if not values:
-        return None
-    line: dict[str, Any] = {"value": [_rounded(fmean(values[x])) if x in values else None for x in xs]}
+def _line(values: Mapping[int, Sequence[float]], xs: Sequence[int]) -> dict[str, Any]:
+    summaries: dict[str, Callable[[Sequence[float]], float]] = {"value": fmean}
     if any(len(v) > 1 for v in values.values()):
-        line["low"] = [_rounded(min(values[x])) if x in values else None for x in xs]
-        line["high"] = [_rounded(max(values[x])) if x in values else None for x in xs]
-    return line
-
-
-def _rounded(x: float) -> float:
-    """Round to five digits, more than a pixel shows."""
-    return float(f"{x:.5g}")
+        summaries |= {"low": min, "high": max}
+    # Five digits are more than a pixel shows.
+    return {key: [float(f"{f(values[x]):.5g}") if x in values else None for x in xs] for key, f in summaries.items()}
 
 
 TIMES = {"time/rollout": "waiting for samples and rewards", "time/update": "learning", "time/step": "the step"}
@@ -269,16 +247,12 @@ class RunCost:
 
 def compute_cost(group: Series) -> RunCost:
     """Compute the mean cost over the series' runs."""
-    totals = {}
-    for name in SUMS:
-        per_run = [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics]
-        if per_run:
-            totals[name] = fmean(per_run)
-    step = {}
-    for name, what in TIMES.items():
-        per_step = [x for run in group.runs for _, x in run.metrics.get(name, ())]
-        if per_step:
-            step[what] = fmean(per_step)
+    per_run = {
+        name: [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics] for name in SUMS
+    }
+    totals = {name: fmean(sums) for name, sums in per_run.items() if sums}
+    per_step = {what: [x for run in group.runs for _, x in run.metrics.get(name, ())] for name, what in TIMES.items()}
+    step = {what: fmean(seconds) for what, seconds in per_step.items() if seconds}
     displayed = {name: x for name, x in totals.items() if x or name in ("tokens/sampled", "completions/sampled")}
     notes = []
     sampled, trained = totals.get("completions/sampled", 0.0), totals.get("completions/trained", 0.0)

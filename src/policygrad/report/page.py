@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -21,41 +21,20 @@ from policygrad.trackers.glossary import find_metric_doc, load_glossary
 from policygrad.training.config.serialization import format_option, format_parts
 
 KEY_METRICS = (
-    "reward",
-    "eval/reward",
-    "loss",
-    "eval/loss",
-    "accuracy",
-    "eval/accuracy",
-    "entropy",
-    "kl",
-    "kl_old",
-    "completions/mean_length",
-    "completions/truncated_ratio",
-    "frac_reward_zero_std",
-    "grad_norm",
-    "mismatch/logp_mean",
-    "ratio/max",
-    "staleness/mean",
-    "teacher/kl",
-    "explained_variance",
+    *("reward", "eval/reward", "loss", "eval/loss", "accuracy", "eval/accuracy", "entropy", "kl", "kl_old"),
+    *("completions/mean_length", "completions/truncated_ratio", "frac_reward_zero_std", "grad_norm"),
+    *("mismatch/logp_mean", "ratio/max", "staleness/mean", "teacher/kl", "explained_variance"),
 )
 """Metrics shown first."""
 HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean")
 """Metrics of these that are hidden if they are always 0."""
+CARD_OPTIONS = (
+    *("model", "task", "data", "reward", "lr", "prompts_per_step", "samples_per_prompt", "batch_size"),
+    "max_staleness",
+)
+"""Options in the description of a series."""
 FULL_DETAIL_SERIES = 4
 """Number of series beyond which curves get fewer points, to limit the size of the page."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """Description of a series."""
-
-    label: str
-    facts: dict[str, str]
-    parts: dict[str, str]
-    about: str
-    """Title and source of the algorithm; "" for a custom one."""
 
 
 def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
@@ -70,6 +49,10 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
         excerpt_completions(run.completions_file, MAX_PAGE_CHARS // len(ordered), MAX_ROWS // len(ordered))
         for run in ordered
     ]
+    title = " and ".join(s.label for s in series) if len(series) <= 2 else f"{len(series)} configurations"
+    task = ordered[0].config.get("task") or ordered[0].config.get("data")
+    if len(series) == 1 and task and isinstance(task, str):
+        title = f"{title} on {task}"
     web = files("policygrad.report") / "web"
     return render_page(
         web / "report.html",
@@ -77,8 +60,8 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
         styles=(web / "report.css",),
         scripts=(BANDS, web / "curves.js", web / "diff.js", web / "completions.js", web / "report.js"),
         live=live,
-        title=_title(series, ordered),
-        cards=[_card(group) for group in series],
+        title=title,
+        cards=[_describe_series(group) for group in series],
         several=any(len(group.runs) > 1 for group in series),
         running=[str(run.folder) for run in ordered if not run.result],
         cost=[compute_cost(group) for group in series],
@@ -120,32 +103,13 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
     }
 
 
-def _title(series: Sequence[Series], runs: Sequence[RunRecord]) -> str:
-    if len(series) == 1:
-        task = runs[0].config.get("task") or runs[0].config.get("data", "")
-        return f"{series[0].label} on {task}" if isinstance(task, str) and task else series[0].label
-    return " and ".join(s.label for s in series) if len(series) == 2 else f"{len(series)} configurations"
-
-
-def _card(group: Series) -> Card:
-    """Describe a series."""
+def _describe_series(group: Series) -> dict[str, Any]:
+    """Return the label, facts, parts and origin (title and source of the algorithm; "" for a custom one) for its card."""
     config, runs = group.config, group.runs
     algorithm = config.get("algorithm", {})
     name = str(algorithm.get("name", ""))
-    options = (
-        "model",
-        "task",
-        "data",
-        "reward",
-        "lr",
-        "prompts_per_step",
-        "samples_per_prompt",
-        "batch_size",
-        "staleness",
-    )
-    facts = {
-        key.replace("_", " "): format_option(config[key]) for key in options if config.get(key) not in (None, "", [], 0)
-    }
+    given = {key: config[key] for key in CARD_OPTIONS if config.get(key) not in (None, "", [], 0)}
+    facts = {key.replace("_", " "): format_option(value) for key, value in given.items()}
     facts["seeds" if len(runs) > 1 else "seed"] = ", ".join(str(run.config.get("seed", "–")) for run in runs)
     facts["steps done"] = f"{_steps(runs)} of {config.get('steps', '–')}"
     if changes := [text for run in runs for text in run.changes]:
@@ -158,7 +122,7 @@ def _card(group: Series) -> Card:
     facts["folders" if len(runs) > 1 else "folder"] = ", ".join(str(run.folder) for run in runs)
     about = CATALOG.get(name)
     origin = f"{about.title}. {about.source.partition(';')[0]}." if about else ""
-    return Card(group.label, facts, format_parts(algorithm), origin)
+    return {"label": group.label, "facts": facts, "parts": format_parts(algorithm), "about": origin}
 
 
 def _steps(runs: Sequence[RunRecord]) -> str:

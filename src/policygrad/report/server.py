@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,14 +20,24 @@ from policygrad.trackers.jsonl import COMPLETIONS, METRICS
 DEFAULT_HOST = "127.0.0.1"
 
 
-@dataclass
-class PageCache:
-    """The page of these folders, rendered again when one of their files changes."""
+class ReportServer(ThreadingHTTPServer):
+    """Serves the page at `/?token=…` and its hash at `/stamp?token=…`; rejects all other requests.
 
-    folders: tuple[Path, ...]
-    _stamp: str = field(default="", init=False)
-    _text: str = field(default="", init=False)
-    _lock: Lock = field(default_factory=Lock, init=False)
+    The page is rendered again when a file of one of the folders changes.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], host: str, port: int) -> None:
+        self.folders, self.token = folders, secrets.token_urlsafe(24)
+        self._stamp, self._text, self._lock = "", "", Lock()
+        super().__init__((host, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The address to open."""
+        host, port = self.server_address[:2]
+        return f"http://{host if isinstance(host, str) else host.decode()}:{port}/?token={self.token}"
 
     def stamp(self) -> str:
         """Return a hash that changes when a file of a run changes."""
@@ -53,22 +62,6 @@ def _state(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-class ReportServer(ThreadingHTTPServer):
-    """Serves the page at `/?token=…` and its hash at `/stamp?token=…`; rejects all other requests."""
-
-    daemon_threads = True
-
-    def __init__(self, folders: Sequence[Path], host: str, port: int) -> None:
-        self.pages, self.token = PageCache(tuple(folders)), secrets.token_urlsafe(24)
-        super().__init__((host, port), _Handler)
-
-    @property
-    def url(self) -> str:
-        """The address to open."""
-        host, port = self.server_address[:2]
-        return f"http://{host if isinstance(host, str) else host.decode()}:{port}/?token={self.token}"
-
-
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
     server_version, sys_version = "policygrad", ""
@@ -82,9 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path not in self.kinds:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found: open the printed address")
         else:
-            pages = self.server.pages
             try:
-                self._send(HTTPStatus.OK, self.kinds[url.path], pages.text() if url.path == "/" else pages.stamp())
+                text = self.server.text() if url.path == "/" else self.server.stamp()
+                self._send(HTTPStatus.OK, self.kinds[url.path], text)
             except RunError as error:
                 self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
 

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from policygrad.errors import ConfigError
 
 StepScores = tuple[tuple[int, float], ...]
 """(end, score) of each step of a completion; a step ends after `end` characters of its text."""
+Columns = Mapping[str, Sequence[Any]]
+"""Values of the task's columns by name, one per completion."""
 RewardResult = Sequence[float | Exception | None] | Sequence[StepScores | None]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -41,9 +44,7 @@ class Reward:
         if not math.isfinite(self.weight):
             raise ConfigError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise ConfigError(
-                f"reward {self.name!r}: the timeout {self.timeout} s must be positive and finite, or None"
-            )
+            raise ConfigError(f"reward {self.name!r}: the timeout {self.timeout} must be positive and finite, or None")
         if self.dedicated_worker and not self.batched:
             raise ConfigError(f"reward {self.name!r}: only a batched function can have a dedicated worker")
 
@@ -97,34 +98,31 @@ def reward(
 # Options in a reward's name, `name=value,name=value`.
 
 T = TypeVar("T")
-OptionReader = Callable[[str], Any]
-"""Parses an option's value. Raises ValueError with a text for "NAME is …, not VALUE"."""
 
 
-def parse_reward_options(kind: type[T], reward: str, text: str, readers: Mapping[str, OptionReader], **fixed: Any) -> T:
+def parse_reward_options(kind: type[T], reward: str, text: str, **fixed: Any) -> T:
     """Create a dataclass from options, its fields that are compared.
 
     Args:
         reward: Its name, for messages.
-        readers: For the options that are not strings.
         fixed: Values of fields that are not options.
 
     Raises:
         ConfigError: An unknown option or an impossible value.
     """
-    option_names = [field.name for field in fields(kind) if field.compare and field.name not in fixed]  # type: ignore[arg-type]
-    values = dict(fixed)
+    options = {field.name: field for field in fields(kind) if field.compare and field.name not in fixed}  # type: ignore[arg-type]
+    types, values = get_type_hints(kind), dict(fixed)
     for option in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (part.strip() for part in option.partition("="))
-        if name not in option_names:
+        if name not in options:
             raise ConfigError(
-                f"reward {reward!r} has no option {name!r}; write {reward}:{','.join(f'{n}=…' for n in option_names)}"
+                f"reward {reward!r} has no option {name!r}; write {reward}:{','.join(f'{n}=…' for n in options)}"
             )
         try:
-            values[name] = readers.get(name, str)(value)
+            values[name] = _parse_value(types[name], value)
         except ValueError as error:
             raise ConfigError(f"reward {reward!r}: {name} is {error}, not {value!r}") from None
-    required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]  # type: ignore[arg-type]
+    required = [name for name, field in options.items() if field.default is field.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise ConfigError(
             f"reward {reward!r} needs {' and '.join(missing)}: {reward}:…,{','.join(f'{n}=…' for n in missing)}"
@@ -132,38 +130,26 @@ def parse_reward_options(kind: type[T], reward: str, text: str, readers: Mapping
     return kind(**values)
 
 
-def parse_int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("a whole number") from None
-
-
-def parse_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
-
-
-def parse_bool(text: str) -> bool:
-    if text.lower() not in ("yes", "no", "true", "false"):
-        raise ValueError("yes or no")
-    return text.lower() in ("yes", "true")
-
-
-def parse_choice(*choices: str) -> OptionReader:
-    """Return a reader that accepts one of these words."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(" or ".join(choices))
+def _parse_value(kind: Any, text: str) -> Any:
+    """Parse a value of this type. Raises ValueError with a text for "NAME is …, not VALUE"."""
+    if get_origin(kind) is UnionType:  # X | None
+        return None if text == "none" else _parse_value(get_args(kind)[0], text)
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise ValueError(" or ".join(get_args(kind)))
         return text
-
-    return read
-
-
-def find_option(text: str, name: str) -> str | None:
-    """Return the value that `parse_reward_options` would use for an option; None = not given."""
-    pairs = [option.partition("=") for option in text.split(",")]
-    return next((value.strip() for key, equals, value in reversed(pairs) if equals and key.strip() == name), None)
+    if kind is bool:
+        if text.lower() not in ("yes", "no", "true", "false"):
+            raise ValueError("yes or no")
+        return text.lower() in ("yes", "true")
+    if kind == tuple[str, ...]:
+        return tuple(filter(None, text.split("+")))
+    try:
+        if kind != tuple[float, float]:
+            return kind(text)
+        low, high = map(float, text.split(".."))
+    except ValueError:
+        raise ValueError({int: "a whole number", float: "a number"}.get(kind, "LOW..HIGH")) from None
+    if not -1e9 < low < high < 1e9:
+        raise ValueError("LOW..HIGH")
+    return low, high

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards.base import Reward, StepScores, parse_choice, parse_int, parse_reward_options, reward
+from policygrad.rewards.base import Reward, StepScores, parse_reward_options, reward
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ONE_ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>(?:(?!</?answer>).)*\Z"
@@ -63,19 +63,16 @@ AnswerExtractor = Callable[[str], str | None]
 def find_answer_extractor(rewards: Sequence[Reward]) -> AnswerExtractor:
     """Return the `extract_answer` of the first reward function that has one, by which completions vote; otherwise the text inside
     the last <answer>, or the full text."""
-    for each in rewards:
-        extractor: AnswerExtractor | None = getattr(each.function, "extract_answer", None)
-        if extractor is not None:
-            return extractor
-    return lambda text: extract_final_answer(text) or None
+    extractors = (getattr(each.function, "extract_answer", None) for each in rewards)
+    return next(filter(None, extractors), lambda text: extract_final_answer(text) or None)
 
 
 # Penalties between -1 and 0.
 
-_UNITS = ("words", "characters")
+TextUnit = Literal["words", "characters"]
 
 
-def _split_units(text: str, unit: str) -> Sequence[str]:
+def _split_units(text: str, unit: TextUnit) -> Sequence[str]:
     return text.split() if unit == "words" else text
 
 
@@ -90,7 +87,7 @@ class LengthPenalty:
     max_length: int
     ramp: int | None = None
     """None = a fifth of `max_length`, DAPO's ratio."""
-    unit: str = "words"
+    unit: TextUnit = "words"
 
     def __post_init__(self) -> None:
         if self.max_length < 1 or not 0 < self._ramp <= self.max_length:
@@ -106,8 +103,7 @@ class LengthPenalty:
     @classmethod
     def from_options(cls, options: str) -> LengthPenalty:
         """Parse `max_length=400,ramp=100,unit=characters`. Raises ConfigError."""
-        readers = {"max_length": parse_int, "ramp": parse_int, "unit": parse_choice(*_UNITS)}
-        return parse_reward_options(cls, "length_penalty", options, readers)
+        return parse_reward_options(cls, "length_penalty", options)
 
     def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[float | None]:
         free = self.max_length - self._ramp
@@ -123,7 +119,7 @@ class RepetitionPenalty:
     """
 
     ngram: int = 3
-    unit: str = "words"
+    unit: TextUnit = "words"
 
     def __post_init__(self) -> None:
         if self.ngram < 1:
@@ -132,8 +128,7 @@ class RepetitionPenalty:
     @classmethod
     def from_options(cls, options: str) -> RepetitionPenalty:
         """Parse `ngram=4,unit=characters`. Raises ConfigError."""
-        readers = {"ngram": parse_int, "unit": parse_choice(*_UNITS)}
-        return parse_reward_options(cls, "repetition_penalty", options, readers)
+        return parse_reward_options(cls, "repetition_penalty", options)
 
     def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[float | None]:
         scores: list[float | None] = []
@@ -147,9 +142,7 @@ class RepetitionPenalty:
 # Process rewards: the steps of a worked-out answer to a problem of the embedded tasks, and steps that end at a pattern.
 
 _TERM = r"(?:\d+(?:\s*\*\s*[a-z]|[a-z])?|[a-z])"
-_STATEMENT = re.compile(
-    rf"(?<![\w*/.+-])(?P<left>-?{_TERM}(?:\s*[-+*/]\s*{_TERM})*)\s*=\s*(?P<right>-?\d+)(?![\w.]*\w)"
-)
+_EQUATION = re.compile(rf"(?<![\w*/.+-])(?P<left>-?{_TERM}(?:\s*[-+*/]\s*{_TERM})*)\s*=\s*(?P<right>-?\d+)(?![\w.]*\w)")
 _SPELLED = re.compile(r"(?<![\w-])[\w'](?:-[\w'])+(?![\w-])")
 
 
@@ -165,53 +158,47 @@ def worked_steps(
     left-hand side counts, so that trying out numbers earns one guess. The final answer is the last step, scored by the outcome's
     reward. None for a problem of another dataset.
     """
-    return [_score_steps(text, name, item) for text, name, item in zip(completions, dataset, entry, strict=True)]
+    scores: list[StepScores | None] = []
+    for text, name, item in zip(completions, dataset, entry, strict=True):
+        expected = _find_expected_results(name, item)
+        if expected is None:
+            scores.append(None)
+            continue
+        stated, steps = set[str](), []
+        for match in (_SPELLED if name == "spell_backward" else _EQUATION).finditer(text.partition("<answer>")[0]):
+            if match.re is _SPELLED:
+                left, right = "", match.group()
+            else:  # `9 * d = 27` states that 9d is 27
+                left = re.sub(r"(?<=\d)\*(?=[a-z])", "", re.sub(r"\s+", "", match["left"]))
+                right = str(int(match["right"]))
+            steps.append((match.end(), float(left not in stated and expected.get(left) == right)))
+            stated.add(left)
+        scores.append(tuple(steps))
+    return scores
 
 
-def _score_steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> StepScores | None:
-    if dataset not in _EXPECTED:
-        return None
-    working = completion.partition("<answer>")[0]
-    expected, stated = _EXPECTED[dataset](entry), set[str]()
-    steps: list[tuple[int, float]] = []
-    for match in (_SPELLED if dataset == "spell_backward" else _STATEMENT).finditer(working):
-        if match.re is _SPELLED:
-            left, right = "", match.group()
-        else:  # `9 * d = 27` states that 9d is 27
-            left = re.sub(r"(?<=\d)\*(?=[a-z])", "", re.sub(r"\s+", "", match["left"]))
-            right = str(int(match["right"]))
-        correct = left not in stated and expected.get(left) == right
-        stated.add(left)
-        steps.append((match.end(), float(correct)))
-    return tuple(steps)
-
-
-def _expect_sums(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Tens and ones of every term, each added up."""
-    first, *tail = entry["metadata"]["expression"].split()
-    signs, numbers = [1] + [1 if sign == "+" else -1 for sign in tail[::2]], [int(n) for n in (first, *tail[1::2])]
-    expected = {}
-    for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
-        left = "".join(f"{'+' if sign > 0 else '-'}{n}" for sign, n in zip(signs, digits, strict=True))
-        expected[left.removeprefix("+")] = str(sum(sign * n for sign, n in zip(signs, digits, strict=True)))
-    return expected
-
-
-def _expect_equation(entry: Mapping[str, Any]) -> dict[str, str]:
-    """The variable's term, and the variable."""
-    variable, solution = entry["metadata"]["variable"], int(entry["answer"])
-    match = re.search(rf"(?:(\d+)\*)?{variable}\b", entry["metadata"]["equation"])
-    factor = int(match.group(1) or 1) if match else 1
-    term = {} if factor == 1 else {f"{factor}{variable}": str(factor * solution)}
-    return term | {variable: str(solution)}
-
-
-_EXPECTED: dict[str, Callable[[Mapping[str, Any]], dict[str, str]]] = {
-    "chain_sum": _expect_sums,
-    "simple_equations": _expect_equation,
-    "spell_backward": lambda entry: {"": "-".join(entry["answer"])},
-}
-"""By dataset: the value of each subject."""
+def _find_expected_results(dataset: str, entry: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the results that a problem needs, by the left-hand sides of their statements; None for another dataset."""
+    match dataset:
+        case "chain_sum":  # tens and ones of every term, each added up
+            first, *tail = entry["metadata"]["expression"].split()
+            signs = [1] + [1 if sign == "+" else -1 for sign in tail[::2]]
+            numbers = [int(n) for n in (first, *tail[1::2])]
+            expected = {}
+            for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
+                left = "".join(f"{'+' if sign > 0 else '-'}{n}" for sign, n in zip(signs, digits, strict=True))
+                total = sum(sign * n for sign, n in zip(signs, digits, strict=True))
+                expected[left.removeprefix("+")] = str(total)
+            return expected
+        case "simple_equations":  # the variable's term, and the variable
+            variable, solution = entry["metadata"]["variable"], int(entry["answer"])
+            match = re.search(rf"(?:(\d+)\*)?{variable}\b", entry["metadata"]["equation"])
+            factor = int(match.group(1) or 1) if match else 1
+            term = {} if factor == 1 else {f"{factor}{variable}": str(factor * solution)}
+            return term | {variable: str(solution)}
+        case "spell_backward":
+            return {"": "-".join(entry["answer"])}
+    return None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards.base import parse_bool, parse_float, parse_reward_options
+from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.limits import parse_size
 from policygrad.sandbox import FunctionTests, Limits, StdioTests, find_backend, run_function_tests, run_stdio_tests
 
@@ -47,7 +47,7 @@ class Code:
 
     @property
     def reward_options(self) -> dict[str, Any]:
-        return {"batched": False, "timeout": self.timeout + _START_ALLOWANCE, "process_reward": False}
+        return {"timeout": self.timeout + _START_ALLOWANCE}
 
     def reward_prepare(self) -> None:
         """Find a sandbox that works; raises ConfigError where there is none."""
@@ -61,27 +61,26 @@ class Code:
         """Score one completion. Raises DataError, with the row's name, for tests of unknown form or that no program can pass."""
         try:
             tests = build_tests(prompt, row)
+            if tests is None:
+                return None
+            program = complete_program(prompt, completion, tests)
+            if not program.strip() or len(program) > _MAX_PROGRAM:
+                return 0.0
+            run: Any = run_stdio_tests if isinstance(tests, StdioTests) else run_function_tests
+            verdict = run(program, tests, self._limits(), self.sandbox, to_end=self.share)
+            if verdict.unfit:
+                raise DataError(f"no program can pass its tests: {verdict.unfit}")
         except DataError as error:
-            raise DataError(f"{describe_row(prompt, row)}: {error}") from None
-        if tests is None:
-            return None
-        program = complete_program(prompt, completion, tests)
-        if not program.strip() or len(program) > _MAX_PROGRAM:
-            return 0.0
-        options = (self._limits(), self.sandbox)
-        if isinstance(tests, StdioTests):
-            verdict = run_stdio_tests(program, tests, *options, to_end=self.share)
-        else:
-            verdict = run_function_tests(program, tests, *options, to_end=self.share)
-        if verdict.unfit:
-            raise DataError(f"{describe_row(prompt, row)}: no program can pass its tests: {verdict.unfit}")
-        passed = sum(verdict.points) / len(verdict.points)
+            ids = [f"row {column}={row[column]!r}" for column in _ID_COLUMNS if row.get(column) is not None]
+            name = ids[0] if ids else f"the row with the prompt {_get_prompt_text(prompt)[:60]!r}"
+            raise DataError(f"{name}: {error}") from None
+        passed: float = sum(verdict.points) / len(verdict.points)
         return passed if self.share else float(passed == 1.0)
 
     @classmethod
     def from_options(cls, options: str) -> "Code":
         """Parse `timeout=20,memory=2GiB,share=yes`. Raises ConfigError."""
-        return parse_reward_options(cls, "code", options, {"timeout": parse_float, "share": parse_bool})
+        return parse_reward_options(cls, "code", options)
 
     def _limits(self) -> Limits:
         memory = parse_size(self.memory, "reward 'code': memory")
@@ -118,25 +117,17 @@ def extract_program(completion: str) -> str:
     """
     completion = completion.replace("\r\n", "\n")
     _, opened, after = completion.rpartition("<answer>")
-    answer = after.partition("</answer>")[0] if opened and "</answer>" in after else None
-    for text in (answer, completion):
-        program = None if text is None else _find_fenced_program(text)
-        if program is not None:
-            return program
-    return completion if answer is None else answer
-
-
-def _find_fenced_program(text: str) -> str | None:
-    blocks = [block for block in _find_blocks(text) if block.closed or block.code.strip() or not block.label]
-    if labelled := [block for block in blocks if block.label in _PYTHON]:
-        return labelled[-1].code
-    bare = [block for block in blocks if not block.label]
-    if not bare:
-        return None
-    chosen = next((block for block in reversed(bare) if _is_program(block.code)), bare[-1])
-    if not chosen.closed and not _is_program(chosen.code) and chosen.before.strip():
-        return chosen.before  # the fence ends a block that the prompt began
-    return chosen.code
+    answer = [after.partition("</answer>")[0]] if opened and "</answer>" in after else []
+    for text in (*answer, completion):
+        blocks = [block for block in _find_blocks(text) if block.closed or block.code.strip() or not block.label]
+        if labelled := [block for block in blocks if block.label in _PYTHON]:
+            return labelled[-1].code
+        if bare := [block for block in reversed(blocks) if not block.label]:
+            chosen = next((block for block in bare if _is_program(block.code)), bare[0])
+            if not chosen.closed and not _is_program(chosen.code) and chosen.before.strip():
+                return chosen.before  # the fence ends a block that the prompt began
+            return chosen.code
+    return (*answer, completion)[0]
 
 
 def _find_blocks(text: str) -> list[_Block]:
@@ -149,7 +140,12 @@ def _find_blocks(text: str) -> list[_Block]:
     def close(closed: bool) -> None:
         nonlocal opened
         if opened is not None:
-            code = _remove_indent(lines, opened["before"])
+            before = opened["before"]
+            if not before.strip():  # the fence's indentation is removed from its code
+                code = "".join(line[min(len(before), len(line) - len(line.lstrip())) :] + "\n" for line in lines)
+            else:
+                code = "".join(f"{line}\n" for line in lines)
+                code = textwrap.dedent(code) if _LIST_ITEM.match(before) else code
             blocks.append(_Block(opened["label"].lower(), code, closed, text[:start]))
         opened = None
         lines.clear()
@@ -179,20 +175,11 @@ def _find_blocks(text: str) -> list[_Block]:
     return blocks
 
 
-def _remove_indent(lines: list[str], before: str) -> str:
-    """Remove the indentation of a fence, which follows `before` on its line, from its code."""
-    if before.strip():
-        code = "\n".join(lines)
-        return (textwrap.dedent(code) if _LIST_ITEM.match(before) else code) + "\n"
-    return "".join(line[min(len(before), len(line) - len(line.lstrip())) :] + "\n" for line in lines)
-
-
 def _is_program(code: str) -> bool:
     """Return whether it is Python that does something: an output such as `3` or `[1, 2]` is Python too."""
     tree = _parse_python(textwrap.dedent(code))
-    return tree is not None and any(
-        not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in tree.body
-    )
+    nodes = tree.body if tree else []
+    return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in nodes)
 
 
 def _parse_python(code: str) -> ast.Module | None:
@@ -249,16 +236,18 @@ def complete_program(prompt: Any, completion: str, tests: FunctionTests | StdioT
         if tree and "Solution" in _find_names(tree) and entry not in _find_names(tree):
             program += f"\n{entry} = Solution().{entry}\n"
         elif head := extract_prompt_code(prompt):
-            program = _join_prompt(head, program, entry, tree)
-    return _prepend(_import_shared_names(program), program) if tests.imports else program
-
-
-def _join_prompt(head: str, program: str, entry: str, tree: ast.Module | None) -> str:
-    """Put a prompt before a program that defines the function anew, or that is the function's body."""
-    if f"def {entry}" in program if tree is None else entry in _find_names(tree):
-        return _prepend(head, program)
-    indented = head + textwrap.indent(textwrap.dedent(program), "    ")
-    return indented if not _compiles(head + program) and _compiles(indented) else head + program
+            # the program defines the prompt's function anew, or is its body
+            if f"def {entry}" in program if tree is None else entry in _find_names(tree):
+                program = _prepend(head, program)
+            else:
+                indented = head + textwrap.indent(textwrap.dedent(program), "    ")
+                program = indented if not _compiles(head + program) and _compiles(indented) else head + program
+    if not tests.imports or (tree := _parse_python(program)) is None:
+        return program
+    loaded = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    imports, defined = _map_shared_names(), _find_names(tree, deep=True)
+    used = [name for name in dict.fromkeys(loaded) if name in imports and name not in defined]
+    return _prepend("\n".join(imports[name] for name in used), program)
 
 
 def _prepend(head: str, program: str) -> str:
@@ -268,18 +257,6 @@ def _prepend(head: str, program: str) -> str:
         return f"{head}\n{program}" if head else program
     body = "\n".join("" if line in future else line for line in program.split("\n"))
     return "\n".join((*future, head, body))
-
-
-def _import_shared_names(program: str) -> str:
-    """Return imports of the shared names that a program uses and does not define."""
-    tree = _parse_python(program)
-    if tree is None:
-        return ""
-    used = dict.fromkeys(
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    )
-    imports, defined = _map_shared_names(), _find_names(tree, deep=True)
-    return "\n".join(imports[name] for name in used if name in imports and name not in defined)
 
 
 @functools.cache
@@ -355,7 +332,16 @@ def build_tests(prompt: Any, row: Mapping[str, Any]) -> FunctionTests | StdioTes
     if row.get("tests") is not None:
         return _build_mixed(row["tests"])
     if row.get("input_output") is not None:
-        return _build_apps(row["input_output"])
+        tests = row["input_output"]
+        try:
+            tests = json.loads(tests) if isinstance(tests, str) else tests
+        except ValueError as error:
+            raise DataError(f"reward 'code': a row's input_output is not JSON: {error}") from None
+        if not isinstance(tests, Mapping) or "inputs" not in tests or "outputs" not in tests:
+            raise DataError("reward 'code': a row's input_output has no 'inputs' and 'outputs'")
+        if tests.get("fn_name"):
+            return _build_calls(str(tests["fn_name"]), tests["inputs"], tests["outputs"])
+        return _build_pairs(tests["inputs"], tests["outputs"], imports=True)
     if row.get("inputs") is not None and row.get("outputs") is not None:
         return _build_pairs(row["inputs"], row["outputs"])
     if row.get("public_test_cases") is not None or row.get("private_test_cases") is not None:
@@ -365,14 +351,6 @@ def build_tests(prompt: Any, row: Mapping[str, Any]) -> FunctionTests | StdioTes
             f"reward 'code' needs tests in the task's rows: {TEST_FORMATS}; they have {', '.join(row) or 'nothing'}"
         )
     return None
-
-
-def describe_row(prompt: Any, row: Mapping[str, Any]) -> str:
-    """Name a row in a message: by its id, or by how its prompt begins."""
-    for name in _ID_COLUMNS:
-        if row.get(name) is not None:
-            return f"row {name}={row[name]!r}"
-    return f"the row with the prompt {_get_prompt_text(prompt)[:60]!r}"
 
 
 def _build_mixed(tests: Any) -> FunctionTests | StdioTests | None:
@@ -391,22 +369,22 @@ def _build_mixed(tests: Any) -> FunctionTests | StdioTests | None:
     return _build_statements(tests)
 
 
-def _build_apps(value: Any) -> FunctionTests | StdioTests | None:
-    """From a column `input_output`: a mapping, or its JSON."""
-    try:
-        tests = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"reward 'code': a row's input_output is not JSON: {error}") from None
-    if not isinstance(tests, Mapping) or "inputs" not in tests or "outputs" not in tests:
-        raise DataError("reward 'code': a row's input_output has no 'inputs' and 'outputs'")
-    if tests.get("fn_name"):
-        return _build_calls(str(tests["fn_name"]), tests["inputs"], tests["outputs"])
-    return _build_pairs(tests["inputs"], tests["outputs"], imports=True)
-
-
 def _build_livecodebench(row: Mapping[str, Any]) -> FunctionTests | StdioTests | None:
     """From columns `public_test_cases`, `private_test_cases` and `metadata`, whose `func_name` functional tests call."""
-    cases = [case for name in ("public_test_cases", "private_test_cases") for case in _read_cases(row.get(name), name)]
+    cases: list[Mapping[str, Any]] = []
+    for column in ("public_test_cases", "private_test_cases"):
+        value = row.get(column)
+        try:
+            some = json.loads(_unpack_json(value)) if isinstance(value, str) else [] if value is None else value
+        except ValueError as error:
+            raise DataError(
+                f"reward 'code': {column} of a row is neither JSON nor packed as LiveCodeBench does: {error}"
+            ) from None
+        if not isinstance(some, list) or not all(
+            isinstance(c, Mapping) and {"input", "output"} <= c.keys() for c in some
+        ):
+            raise DataError(f"reward 'code': {column} of a row is a list of {{'input': …, 'output': …}}")
+        cases += some
     inputs, outputs = [case["input"] for case in cases], [case["output"] for case in cases]
     if not any(case.get("testtype") == "functional" for case in cases):
         return _build_pairs(inputs, outputs, imports=True)
@@ -418,22 +396,6 @@ def _build_livecodebench(row: Mapping[str, Any]) -> FunctionTests | StdioTests |
     if not name:
         raise DataError("reward 'code': a row's functional tests need `metadata` with 'func_name'")
     return _build_calls(str(name), inputs, outputs)
-
-
-def _read_cases(value: Any, name: str) -> list[Mapping[str, Any]]:
-    if value is None:
-        return []
-    try:
-        cases = json.loads(_unpack_json(value)) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(
-            f"reward 'code': {name} of a row is neither JSON nor packed as LiveCodeBench does: {error}"
-        ) from None
-    if not isinstance(cases, list) or not all(
-        isinstance(c, Mapping) and {"input", "output"} <= c.keys() for c in cases
-    ):
-        raise DataError(f"reward 'code': {name} of a row is a list of {{'input': …, 'output': …}}")
-    return cases
 
 
 def _unpack_json(text: str) -> str:
@@ -469,10 +431,11 @@ def _build_calls(name: str, inputs: Any, outputs: Any) -> FunctionTests | None:
     for given, expected in zip(inputs, outputs, strict=True):
         lines = isinstance(given, str) and isinstance(expected, str)
         try:
-            arguments = (
-                [json.loads(line) for line in given.split("\n") if line.strip()] if lines else _restore_keys(given)
-            )
-            result = json.loads(expected) if lines else _restore_keys(expected)
+            if lines:
+                arguments: Any = [json.loads(line) for line in given.split("\n") if line.strip()]
+                result = json.loads(expected)
+            else:
+                arguments, result = _restore_keys(given), _restore_keys(expected)
         except ValueError as error:
             raise DataError(f"reward 'code': a row's test of {name} is not JSON: {error}") from None
         if not isinstance(arguments, list):
@@ -508,20 +471,17 @@ def _build_statements(tests: Any, setup: str = "") -> FunctionTests | None:
 
 
 def _build_pairs(inputs: Any, outputs: Any, *, imports: bool = False) -> StdioTests | None:
-    given, expected = _check_texts(_join_lines(inputs), "inputs"), _check_texts(_join_lines(outputs), "outputs")
+    """From inputs and outputs, each a text or a list of its lines (APPS)."""
+    texts = []
+    for what, values in (("inputs", inputs), ("outputs", outputs)):
+        if isinstance(values, (list, tuple)):
+            is_lines = [isinstance(each, list) and all(isinstance(line, str) for line in each) for each in values]
+            values = ["\n".join(each) if lines else each for each, lines in zip(values, is_lines, strict=True)]
+        texts.append(_check_texts(values, what))
+    given, expected = texts
     if len(given) != len(expected):
         raise DataError(f"reward 'code': a row has {len(given)} inputs and {len(expected)} outputs; give one for each")
     return StdioTests(tuple(zip(given, expected, strict=True)), imports=imports) if given else None
-
-
-def _join_lines(values: Any) -> Any:
-    """Join each text that is given as a list of lines (APPS)."""
-    if not isinstance(values, (list, tuple)):
-        return values
-    return [
-        "\n".join(each) if isinstance(each, list) and all(isinstance(line, str) for line in each) else each
-        for each in values
-    ]
 
 
 def _check_texts(values: Any, what: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import inspect
 import math
@@ -11,17 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import builtin, code
 from policygrad.rewards import math as math_rewards
-from policygrad.rewards.base import Reward, RewardFunction, find_option
-from policygrad.rewards.builtin import Format, LengthPenalty, RepetitionPenalty, exact_match, worked_steps
-from policygrad.rewards.workers.messages import SampleResult
-from policygrad.rewards.workers.worker import RewardCaller, Signature, build_signature
-from policygrad.utils.user_code import FileFunction, import_function
+from policygrad.rewards.base import Reward, RewardFunction
+from policygrad.rewards.workers.messages import SampleResult, select_samples
+from policygrad.rewards.workers.worker import RewardCaller, Signature
+from policygrad.utils.user_code import FileFunction, import_function, load_object
 
 
 def list_rewards() -> list[str]:
@@ -46,71 +44,47 @@ def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
     if isinstance(name, Reward):
         return name
     if callable(name):
-        return _create_reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
+        return _create_reward(getattr(name, "__name__", type(name).__name__), name)
     if not isinstance(name, str):
         raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
     spec = parse_reward(name)
-    if spec.plain:
-        return _create_reward(spec.name, _load_function(spec.name), spec.weight)
-    inner, *gates = (_create_reward(part, _load_function(part), 1.0) for part in spec.names)
-    return _create_reward(spec.title, GatedReward(inner, tuple(gates), spec.low, spec.high), spec.weight)
+    reward, *gates = (_create_reward(part, _load_function(part)) for part in spec.names)
+    if gates or spec.low > -math.inf or spec.high < math.inf:
+        reward = _create_reward(spec.title, GatedReward(reward, tuple(gates), spec.low, spec.high))
+    return replace(reward, weight=spec.weight)
 
 
 _BUILTIN: dict[str, RewardFunction] = {
     "code": code.code,
-    "exact_match": exact_match,
-    "format": Format(),
+    "exact_match": builtin.exact_match,
+    "format": builtin.Format(),
     "gsm8k": math_rewards.gsm8k,
     "math": math_rewards.math,
     "reasoning_gym": builtin.reasoning_gym,
     "reasoning_gym_partial": builtin.reasoning_gym_partial,
-    "repetition_penalty": RepetitionPenalty(),
-    "worked_steps": worked_steps,
+    "repetition_penalty": builtin.RepetitionPenalty(),
+    "worked_steps": builtin.worked_steps,
 }
-
-
-def _load_code(options: str) -> RewardFunction:
-    programs = code.Code.from_options(options)
-    programs.reward_prepare()  # refuses a machine without a sandbox
-    return programs
-
-
-def _load_judge(options: str) -> RewardFunction:
-    from policygrad.rewards.llm_judge import LLMJudge  # which few runs need
-
-    return LLMJudge.from_options(options)
-
-
-def _load_reward_model(path: str) -> RewardFunction:
-    from policygrad.rewards.reward_model import ModelReward  # which imports torch
-
-    return ModelReward.from_name(path)
-
-
-def _split_policies(options: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in options.split(",") if name.strip())
-
-
-_PRESETS: dict[str, Callable[[str], RewardFunction]] = {
-    "code": _load_code,
-    "format": Format,
-    "gsm8k": lambda options: math_rewards.Gsm8k(_split_policies(options)),
-    "judge": _load_judge,
-    "length_penalty": LengthPenalty.from_options,
-    "math": lambda options: math_rewards.Math(_split_policies(options)),
-    "model": _load_reward_model,
-    "openrlhf": lambda name: load_foreign_reward("openrlhf", name),
-    "repetition_penalty": RepetitionPenalty.from_options,
-    "verl": lambda name: load_foreign_reward("verl", name),
+_PRESETS = {
+    "code": "policygrad.rewards.code:Code.from_options",
+    "format": "policygrad.rewards.builtin:Format",
+    "gsm8k": "policygrad.rewards.math:Gsm8k.from_options",
+    "judge": "policygrad.rewards.llm_judge:LLMJudge.from_options",
+    "length_penalty": "policygrad.rewards.builtin:LengthPenalty.from_options",
+    "math": "policygrad.rewards.math:Math.from_options",
+    "model": "policygrad.rewards.reward_model:ModelReward.from_name",
+    "openrlhf": "policygrad.rewards.resolve:OpenRLHFReward.load",
+    "repetition_penalty": "policygrad.rewards.builtin:RepetitionPenalty.from_options",
+    "verl": "policygrad.rewards.resolve:VerlReward.load",
 }
-"""Rewards with options after a colon."""
+"""Rewards with options after a colon, and what is called with the options."""
 OPENAI_URL = "https://api.openai.com/v1"
 _LOCALHOST = ("localhost", "127.0.0.1", "::1")
 _DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
-def _create_reward(name: str, function: RewardFunction, weight: float) -> Reward:
-    return Reward(name, function, weight, **getattr(function, "reward_options", {}))
+def _create_reward(name: str, function: RewardFunction) -> Reward:
+    return Reward(name, function, **getattr(function, "reward_options", {}))
 
 
 def _load_function(name: str) -> RewardFunction:
@@ -118,12 +92,15 @@ def _load_function(name: str) -> RewardFunction:
     if preset == "math":
         math_rewards.check_math_verify_installed()
     if preset == "code" or (preset in _PRESETS and (colon or name not in _BUILTIN)):
-        return _PRESETS[preset](options)
+        function: RewardFunction = load_object(_PRESETS[preset], f"reward {name!r}")(options)
+        if isinstance(function, code.Code):
+            function.reward_prepare()  # refuses a machine without a sandbox
+        return function
     if name in _BUILTIN:
         return _BUILTIN[name]
-    path, colon, function = name.rpartition(":")
+    path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return FileFunction.load(str(Path(path).resolve()), function)
+        return FileFunction(str(Path(path).resolve()), attribute)
     if _DOTTED.fullmatch(name):
         return import_function(name)
     similar = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
@@ -131,12 +108,6 @@ def _load_function(name: str) -> RewardFunction:
     raise ConfigError(
         f"unknown reward {name!r}: {hint} A function of yours is package.module.function or path/to/file.py:function"
     )
-
-
-def is_known_reward(text: str) -> bool:
-    """Return whether a text can be the name of a reward, without importing anything."""
-    prefix, colon, _ = text.partition(":")
-    return text in _BUILTIN or bool(colon and prefix in _PRESETS) or _find_code(text) is not None
 
 
 def find_code(name: str) -> tuple[str, ...]:
@@ -149,7 +120,8 @@ def find_code(name: str) -> tuple[str, ...]:
 
 def _find_code(name: str) -> str | None:
     if name.startswith("judge:"):
-        url = find_option(name, "url") or OPENAI_URL
+        options = {key.strip(): url.strip() for key, _, url in (part.partition("=") for part in name.split(","))}
+        url = options.get("url") or OPENAI_URL
         return None if is_local_url(url) else url
     kind, _, location = name.partition(":")
     if kind in DEFAULT_FUNCTION_NAMES:
@@ -187,29 +159,25 @@ def resolve_paths(name: str, resolve_path: PathResolver) -> str:
     resolved, unread = "", name
     for part in parse_reward(name).names:
         before, _, unread = unread.partition(part)
-        resolved += before + _resolve_part(part, resolve_path)
+        kind, colon, location = part.partition(":")
+        start = len(kind) + 1
+        if kind == "judge":
+            file = location.partition(",")[0]
+        elif kind == "model":
+            file = location
+        elif kind in DEFAULT_FUNCTION_NAMES:
+            file = split_location(kind, location)[0]
+        else:
+            start, file = 0, part.rpartition(":")[0]
+        if colon and (kind in ("judge", "model") or file.endswith(".py")):
+            part = part[:start] + resolve_path(file) + part[start + len(file) :]
+        resolved += before + part
     return resolved + unread
 
 
 def resolve_with_paths(name: str, resolve_path: PathResolver) -> Reward:
     """Return the reward, loaded from its resolved paths, under the name that was given: metrics are named after it."""
     return replace(resolve_reward(resolve_paths(name, resolve_path)), name=parse_reward(name).title)
-
-
-def _resolve_part(part: str, resolve_path: PathResolver) -> str:
-    kind, colon, location = part.partition(":")
-    if not colon:
-        return part
-    if kind == "model":
-        return f"model:{resolve_path(location)}"
-    if kind == "judge":
-        rubric, comma, options = location.partition(",")
-        return f"judge:{resolve_path(rubric)}{comma}{options}"
-    if kind in DEFAULT_FUNCTION_NAMES:
-        file = split_location(kind, location)[0]
-        return f"{kind}:{resolve_path(file)}{location.removeprefix(file)}" if file.endswith(".py") else part
-    file, _, function = part.rpartition(":")
-    return f"{resolve_path(file)}:{function}" if file.endswith(".py") else part
 
 
 # The grammar: `0.5*math within 0..1 if format and mine.py:short`.
@@ -244,11 +212,6 @@ class RewardSpec:
         return (self.name, *self.gates)
 
     @property
-    def plain(self) -> bool:
-        """Without gates and bounds."""
-        return not self.gates and self.low == -math.inf and self.high == math.inf
-
-    @property
     def title(self) -> str:
         """The text without its weight."""
         low, high = ("" if math.isinf(end) else f"{end:g}" for end in (self.low, self.high))
@@ -258,10 +221,26 @@ class RewardSpec:
 
 def parse_reward(text: str) -> RewardSpec:
     """Parse a reward. Raises ConfigError for two weights, empty bounds, and gates with weights, bounds or gates of their own."""
-    name, gates = _split_gates(text.strip())
+    name, gates = text.strip(), tuple[str, ...]()
+    for split in _IF.finditer(name):  # the first `if` that is followed by a reward starts the gates
+        rest = name[split.end() :].strip()
+        if not _starts_with_reward(rest):
+            continue
+        ands = [match.span() for match in _AND.finditer(rest) if _starts_with_reward(rest[match.end() :].strip())]
+        starts, ends = [0, *(end for _, end in ands)], [*(start for start, _ in ands), len(rest)]
+        gates = tuple(rest[start:end].strip() for start, end in zip(starts, ends, strict=True))
+        for gate in gates:
+            gated = any(_starts_with_reward(gate[inner.end() :].strip()) for inner in _IF.finditer(gate))
+            if gated or _WEIGHT_AFTER.search(gate) or _WEIGHT_BEFORE.match(gate) or _WITHIN.search(gate):
+                raise ConfigError(
+                    f"reward {text!r}: the gate {gate!r} holds or does not, so it has no weight, bounds or gate of its own: "
+                    f"write `NAME if GATE and GATE`; {_USE_BRACKETS}"
+                )
+        name = name[: split.start()]
+        break
     weights = []
-    if match := _WEIGHT_BEFORE.match(name):
-        name, weights = name[match.end() :], [float(match[1])]
+    if before := _WEIGHT_BEFORE.match(name):
+        name, weights = name[before.end() :], [float(before[1])]
     name, after = _strip_end(_WEIGHT_AFTER, name)
     name, within = _strip_end(_WITHIN, name)
     if within and not after:
@@ -280,31 +259,15 @@ def parse_reward(text: str) -> RewardSpec:
     return RewardSpec(name.strip(), weights[0] if weights else 1.0, low, high, gates)
 
 
-def _split_gates(text: str) -> tuple[str, tuple[str, ...]]:
-    """Split at the first `if` that is followed by a reward: (text before it, names of the gates)."""
-    for match in _IF.finditer(text):
-        after = text[match.end() :].strip()
-        if not _starts_with_reward(after):
-            continue
-        cuts = [cut.span() for cut in _AND.finditer(after) if _starts_with_reward(after[cut.end() :].strip())]
-        starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(after)]
-        names = tuple(after[start:end].strip() for start, end in zip(starts, ends, strict=True))
-        for name in names:
-            gated = any(_starts_with_reward(name[inner.end() :].strip()) for inner in _IF.finditer(name))
-            if gated or _WEIGHT_AFTER.search(name) or _WEIGHT_BEFORE.match(name) or _WITHIN.search(name):
-                raise ConfigError(
-                    f"reward {text!r}: the gate {name!r} holds or does not, so it has no weight, bounds or gate of its own: "
-                    f"write `NAME if GATE and GATE`; {_USE_BRACKETS}"
-                )
-        return text[: match.start()], names
-    return text, ()
-
-
 def _starts_with_reward(text: str) -> bool:
     """Return whether a text starts with a reward's name, perhaps with the weight that a gate cannot have."""
     text, _ = _strip_end(_WITHIN, _strip_end(_WEIGHT_AFTER, _WEIGHT_BEFORE.sub("", text, count=1))[0])
     text, _ = _strip_end(_WEIGHT_AFTER, text)
-    return is_known_reward(text) or is_known_reward(_AND.split(text)[0])
+    for name in (text, _AND.split(text)[0]):
+        prefix, colon, _ = name.partition(":")
+        if name in _BUILTIN or (colon and prefix in _PRESETS) or _find_code(name) is not None:
+            return True
+    return False
 
 
 def _strip_end(end: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | None]:
@@ -353,8 +316,7 @@ class GatedReward:
 
     def reward_prepare(self) -> None:
         for part in self._parts:
-            prepare: Callable[[], object] | None = getattr(part.function, "reward_prepare", None)
-            if prepare is not None:
+            if (prepare := getattr(part.function, "reward_prepare", None)) is not None:
                 prepare()
 
     @property
@@ -363,9 +325,9 @@ class GatedReward:
         return getattr(self.inner.function, "extract_answer", None)
 
     @property
-    def __signature__(self) -> inspect.Signature:
-        """Requires the columns of all parts."""
-        return build_signature(name for part in self._parts for name in Signature.from_function(part.function).required)
+    def required_columns(self) -> frozenset[str]:
+        """The columns that a part requires."""
+        return frozenset().union(*(Signature.from_function(part.function).required for part in self._parts))
 
     @cached_property
     def _callers(self) -> tuple[RewardCaller, ...]:
@@ -377,11 +339,7 @@ class GatedReward:
         for part, caller in zip(self._parts, self._callers, strict=True):
             places = [i for i in range(len(completions)) if i not in results]
             for group in [places] if part.batched and places else [[i] for i in places]:
-                part_results = caller(
-                    [prompts[i] for i in group],
-                    [completions[i] for i in group],
-                    {name: [values[i] for i in group] for name, values in columns.items()},
-                )
+                part_results = caller(*select_samples((prompts, completions, columns), group))
                 for i, result in zip(group, part_results, strict=True):
                     if part is self.inner:
                         value = result.value
@@ -402,16 +360,26 @@ class GatedReward:
 DEFAULT_FUNCTION_NAMES = {"verl": "compute_score", "openrlhf": "reward_func"}
 
 
-def load_foreign_reward(kind: str, name: str) -> RewardFunction:
-    """Load the function at `FILE.py`, `FILE.py:NAME` or `package.module.NAME`, in its adapter. Raises ConfigError."""
-    if not name:
-        raise ConfigError(
-            f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{DEFAULT_FUNCTION_NAMES[kind]}"
-        )
-    file, attribute = split_location(kind, name)
-    is_file = file.endswith(".py")
-    function = FileFunction.load(str(Path(file).resolve()), attribute) if is_file else import_function(name)
-    return VerlReward(function) if kind == "verl" else OpenRLHFReward(function)
+@dataclass(frozen=True)
+class ForeignReward:
+    """A function with the signature of another library."""
+
+    function: RewardFunction
+    kind: ClassVar[str]
+
+    @classmethod
+    def load(cls, name: str) -> Self:
+        """Load the function at `FILE.py`, `FILE.py:NAME` or `package.module.NAME`. Raises ConfigError."""
+        if not name:
+            kind, default = cls.kind, DEFAULT_FUNCTION_NAMES[cls.kind]
+            raise ConfigError(f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{default}")
+        file, attribute = split_location(cls.kind, name)
+        is_file = file.endswith(".py")
+        return cls(FileFunction(str(Path(file).resolve()), attribute) if is_file else import_function(name))
+
+    @property
+    def reward_prepare(self) -> Any:
+        return getattr(self.function, "reward_prepare", None)
 
 
 def split_location(kind: str, name: str) -> tuple[str, str]:
@@ -423,18 +391,14 @@ def split_location(kind: str, name: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class VerlReward:
+class VerlReward(ForeignReward):
     """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`).
 
     ground_truth comes from the column `reward_model`, or is `answer`; data_source and extra_info are the columns of these names, or
     None. The function may be async.
     """
 
-    function: RewardFunction
-
-    @property
-    def reward_prepare(self) -> Any:
-        return getattr(self.function, "reward_prepare", None)
+    kind = "verl"
 
     def __call__(self, prompts: Any, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
         returned: list[Any] = []
@@ -442,31 +406,18 @@ class VerlReward:
             row = {name: values[i] for name, values in columns.items()}
             model = row.get("reward_model")
             if isinstance(model, Mapping) and "ground_truth" in model:
-                truth = model["ground_truth"]
-            elif "answer" in row:
-                truth = row["answer"]
-            else:
-                raise RewardError(
-                    "verl's functions need a ground_truth, and the task has neither reward_model nor answer"
-                )
-            returned.append(
-                self.function(
-                    data_source=row.get("data_source"),
-                    solution_str=text,
-                    ground_truth=truth,
-                    extra_info=row.get("extra_info"),
-                )
-            )
-        if not any(inspect.isawaitable(each) for each in returned):
+                row["answer"] = model["ground_truth"]
+            elif "answer" not in row:
+                raise RewardError("verl's functions need a ground_truth: the task has neither reward_model nor answer")
+            source, truth, extra = (row.get(column) for column in ("data_source", "answer", "extra_info"))
+            returned.append(self.function(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra))
+        if not any(map(inspect.isawaitable, returned)):
             return [_extract_verl_score(each) for each in returned]
 
-        async def gather() -> list[Any]:
-            async def wait(each: Any) -> Any:
-                return await each if inspect.isawaitable(each) else each
+        async def wait() -> list[Any]:
+            return [_extract_verl_score(await each if inspect.isawaitable(each) else each) for each in returned]
 
-            return [_extract_verl_score(each) for each in await asyncio.gather(*map(wait, returned))]
-
-        return gather()
+        return wait()
 
 
 def _extract_verl_score(returned: Any) -> Any:
@@ -476,18 +427,14 @@ def _extract_verl_score(returned: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class OpenRLHFReward:
+class OpenRLHFReward(ForeignReward):
     """`reward_func(queries, prompts, labels)` → a tensor or list of rewards, or a dict with `rewards`.
 
     queries are prompts followed by their completions, labels the column `answer` (--label_key there), lists of one. A chat prompt
     is the contents of its messages, a line each: the model's template is not known here.
     """
 
-    function: RewardFunction
-
-    @property
-    def reward_prepare(self) -> Any:
-        return getattr(self.function, "reward_prepare", None)
+    kind = "openrlhf"
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
         texts = [

@@ -22,8 +22,7 @@ from policygrad.models.classifier import (
     read_num_labels,
     score,
 )
-from policygrad.models.loading import check_model_name, context_length, locate_model
-from policygrad.models.lora_config import is_model_folder
+from policygrad.models.loading import context_length, locate_model
 from policygrad.models.tokenizer import check_vocabulary
 
 SCORING_TIMEOUT = 600.0  # seconds for one batch of completions
@@ -38,13 +37,39 @@ class ModelReward:
 
     @classmethod
     def from_name(cls, model: str) -> ModelReward:
-        """Check the model without loading it.
+        """Check configuration and tokenizer without loading weights.
 
         Raises:
-            ConfigError, ModelError: Not a reward model.
+            ConfigError: No name.
+            ModelError: No model, not a reward model, more than one label, or no tokenizer; with the remedy.
         """
-        path = find_reward_model(model)
-        check_reward_model(path)
+        if not model:
+            raise ConfigError(
+                "reward 'model:' names no model: model:DIR or model:HUB_ID, e.g. model:runs/reward-model-1"
+            )
+        try:
+            if model == "tiny" and not Path(model).is_dir():
+                raise ModelError(
+                    "tiny, the model inside the package, is a causal language model and not a reward model: "
+                    "`policygrad reward-model --data pairs.jsonl` trains a reward model from it"
+                )
+            path = locate_model(model)
+        except ModelError as error:
+            raise ModelError(f"reward 'model:{model}': {error}") from error
+        path = str(Path(path).resolve()) if Path(path).is_dir() else path
+        count, kinds = read_num_labels(path)
+        if count == 0:
+            raise ModelError(
+                f"{path!r} is not a reward model: it is a {', '.join(kinds)}, which has no head that scores "
+                "(needed: …ForSequenceClassification with one label). `policygrad reward-model --data pairs.jsonl --model "
+                f"{path}` trains one from it"
+            )
+        if count != 1:
+            raise ModelError(
+                f"{path!r} is a classifier with {count} labels; a reward model has one, the score. Choose another, or "
+                "write a reward function that makes one number of them"
+            )
+        load_classifier_tokenizer(path)
         threads = os.environ.get("OMP_NUM_THREADS", "")
         return cls(path, int(threads) if threads.isdigit() and int(threads) > 0 else os.cpu_count() or 1)
 
@@ -66,16 +91,14 @@ class ModelReward:
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
                 ids = encode_for_scoring(tokenizer, prompt, completion)
+                if context is not None and len(ids) > context:
+                    raise ModelError(
+                        f"prompt and completion have {len(ids)} tokens, and the reward model reads {context}: lower --max-tokens, "
+                        "or shorten the prompts"
+                    )
+                texts[i] = ids
             except ModelError as error:
                 scores[i] = error
-                continue
-            if context is not None and len(ids) > context:
-                scores[i] = ModelError(
-                    f"prompt and completion have {len(ids)} tokens, and the reward model reads {context}: lower --max-tokens, "
-                    "or shorten the prompts"
-                )
-            else:
-                texts[i] = ids
         for i, value in zip(texts, score(model, list(texts.values())).tolist(), strict=True):
             scores[i] = value
         return scores
@@ -87,47 +110,3 @@ def _load_model(path: str) -> tuple[Any, Any]:
     model, tokenizer = load_classifier(path, device=device), load_classifier_tokenizer(path)
     check_vocabulary(tokenizer.hf, model, path)
     return model, tokenizer
-
-
-def find_reward_model(model: str) -> str:
-    """Return the folder of the model that a run trained, any other folder, or a hub id.
-
-    Raises:
-        ConfigError: No name.
-        ModelError: None of these.
-    """
-    if not model:
-        raise ConfigError("reward 'model:' names no model: model:DIR or model:HUB_ID, e.g. model:runs/reward-model-1")
-    trained = Path(model) / "model"
-    try:
-        check_model_name(model)
-        if model == "tiny" and not Path(model).is_dir():
-            raise ModelError(
-                "tiny, the model inside the package, is a causal language model and not a reward model: `policygrad reward-model "
-                "--data pairs.jsonl` trains a reward model from it"
-            )
-        path = str(trained) if is_model_folder(trained) else locate_model(model)
-    except ModelError as error:
-        raise ModelError(f"reward 'model:{model}': {error}") from error
-    return str(Path(path).resolve()) if Path(path).is_dir() else path
-
-
-def check_reward_model(path: str) -> None:
-    """Check configuration and tokenizer without loading weights.
-
-    Raises:
-        ModelError: Not a reward model, more than one label, or no tokenizer; with the remedy.
-    """
-    count, kinds = read_num_labels(path)
-    if count == 0:
-        raise ModelError(
-            f"{path!r} is not a reward model: it is a {', '.join(kinds)}, which has no head that scores "
-            "(needed: …ForSequenceClassification with one label). `policygrad reward-model --data pairs.jsonl --model "
-            f"{path}` trains one from it"
-        )
-    if count != 1:
-        raise ModelError(
-            f"{path!r} is a classifier with {count} labels; a reward model has one, the score. Choose another, or "
-            "write a reward function that makes one number of them"
-        )
-    load_classifier_tokenizer(path)

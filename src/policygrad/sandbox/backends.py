@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from policygrad.errors import ConfigError
 from policygrad.sandbox import landlock, seccomp
@@ -37,43 +37,41 @@ class Limits:
                 raise ConfigError(f"a sandbox's {name} must be at least {minimum:,} bytes, not {getattr(self, name):,}")
 
 
-class SandboxBackend(Protocol):
-    """Isolates a process from this machine."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def needs_folder(self) -> bool:
-        """True if its processes write into a folder of this machine, whose size has to be watched."""
-
-    def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-        """Return the command that runs `inner` in the sandbox, with `files` bytes to write."""
-
-    def restrictions(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
-        """Return what the process has to apply to itself before all else (process.apply_restrictions)."""
-
-
-@dataclass(frozen=True)
 class Bubblewrap:
     """Namespaces by bwrap, and seccomp: file system, network and process ids of its own, as an unprivileged user."""
 
-    name: str = "bubblewrap"
-    needs_folder: bool = False
+    name = "bubblewrap"
+    needs_folder = False
+    """True if its processes write into a folder of this machine, whose size has to be watched."""
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-        return build_bwrap_command(inner, readable, files)
+        """Return the command that runs `inner` in the sandbox, with `files` bytes to write.
+
+        It sees `readable`, read-only, and an empty writable folder in memory.
+        """
+        argv = [find_bwrap() or "bwrap", "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
+        argv += ["--unshare-uts", "--unshare-cgroup-try"]
+        argv += ["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]  # the user "nobody"
+        argv += ["--new-session", "--die-with-parent", "--hostname", "sandbox"]
+        folder = writable_folder(readable)
+        argv += ["--dev", "/dev", "--proc", "/proc", "--size", str(max(files, 4096)), "--tmpfs", folder]
+        for path in sorted(readable, key=len):  # a path inside of another one after it
+            if os.path.islink(path) and os.path.dirname(path) == "/":
+                argv += ["--symlink", os.readlink(path), path]
+            else:
+                argv += ["--ro-bind-try", path, path]
+        return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder, "--", *inner]
 
     def restrictions(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
+        """Return what the process has to apply to itself before all else (process.apply_restrictions)."""
         return {"alone": alone, "landlock": None}
 
 
-@dataclass(frozen=True)
 class Landlock:
     """Landlock and seccomp: the process sees the machine's process ids and file names, but can neither open nor signal them."""
 
-    name: str = "landlock"
-    needs_folder: bool = True
+    name = "landlock"
+    needs_folder = True
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
         return list(inner)
@@ -82,6 +80,7 @@ class Landlock:
         return {"alone": alone, "landlock": {"readable": list(readable), "writable": [folder, *_DEVICES]}}
 
 
+SandboxBackend = Bubblewrap | Landlock
 BACKENDS: dict[str, SandboxBackend] = {"bubblewrap": Bubblewrap(), "landlock": Landlock()}
 
 
@@ -92,13 +91,29 @@ def find_backend(name: str = "auto") -> SandboxBackend:
     Raises:
         ConfigError: None works; says what each lacks, and the remedy.
     """
+    from policygrad.sandbox.process import SandboxError, run_program  # which imports this module
+
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"unknown sandbox {name!r}: choose auto, {', '.join(BACKENDS)}")
     failures = []
     for backend in BACKENDS.values() if name == "auto" else (BACKENDS[name],):
-        failure = _probe(backend)
-        if failure is None:
-            return backend
+        if not sys.platform.startswith("linux"):
+            failure = "it needs Linux"
+        elif not seccomp.is_supported():
+            failure = f"no seccomp filter is known for {os.uname().machine}"
+        elif backend.name == "bubblewrap" and not find_bwrap():
+            failure = "bwrap is not installed"
+        elif backend.name == "landlock" and not landlock.get_abi_version():
+            failure = "the kernel has none"
+        else:
+            try:
+                result = run_program("print(6 * 7)", backend=backend)
+            except SandboxError as error:
+                failure = str(error)
+            else:
+                if result.stdout == "42\n":
+                    return backend
+                failure = f"a program in it ended with {result.summary}"
         failures.append(f"{backend.name}: {failure}")
     raise ConfigError(
         "no sandbox works on this machine: "
@@ -108,25 +123,6 @@ def find_backend(name: str = "auto") -> SandboxBackend:
         "and seccomp (Docker: a newer version, or --security-opt seccomp=FILE). "
         "Programs that a model wrote are not run without a sandbox"
     )
-
-
-def _probe(backend: SandboxBackend) -> str | None:
-    """Return why a backend does not work here; None = it does."""
-    from policygrad.sandbox.process import SandboxError, run_program  # which imports this module
-
-    if not sys.platform.startswith("linux"):
-        return "it needs Linux"
-    if not seccomp.is_supported():
-        return f"no seccomp filter is known for {os.uname().machine}"
-    if backend.name == "bubblewrap" and not find_bwrap():
-        return "bwrap is not installed"
-    if backend.name == "landlock" and not landlock.get_abi_version():
-        return "the kernel has none"
-    try:
-        result = run_program("print(6 * 7)", backend=backend)
-    except SandboxError as error:
-        return str(error)
-    return None if result.stdout == "42\n" else f"a program in it ended with {result.summary}"
 
 
 # What is readable in a sandbox.
@@ -143,9 +139,8 @@ PACKAGES = str(Path(__file__).parents[2])
 def list_interpreter_paths() -> tuple[str, ...]:
     """Return what has to be readable for this Python, its packages and its libraries."""
     executable = Path(sys.executable)
-    homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(Path(__file__).parents[1])}
     homes |= {str(path.parent.parent) for path in (executable, executable.resolve())}
-    homes.add(str(Path(__file__).parents[1]))
     outside = [home for home in homes if home != "/" and not any(map(Path(home).is_relative_to, SYSTEM_PATHS))]
     return (*SYSTEM_PATHS, *sorted(outside))
 
@@ -157,24 +152,3 @@ def find_bwrap() -> str | None:
 def writable_folder(readable: Sequence[str]) -> str:
     """Return the writable folder inside bubblewrap: /tmp, unless that is to be read."""
     return "/run/tmp" if "/tmp" in readable else "/tmp"
-
-
-def build_bwrap_command(inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-    """Build the bwrap command: `inner` sees `readable`, read-only, and an empty writable folder of `files` bytes in memory."""
-    argv = [
-        find_bwrap() or "bwrap",
-        "--unshare-user",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-    ]
-    argv += ["--unshare-cgroup-try", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]  # the user "nobody"
-    argv += ["--new-session", "--die-with-parent", "--hostname", "sandbox"]
-    argv += ["--dev", "/dev", "--proc", "/proc", "--size", str(max(files, 4096)), "--tmpfs", writable_folder(readable)]
-    for path in sorted(readable, key=len):  # a path inside of another one after it
-        if os.path.islink(path) and os.path.dirname(path) == "/":
-            argv += ["--symlink", os.readlink(path), path]
-        else:
-            argv += ["--ro-bind-try", path, path]
-    return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", writable_folder(readable), "--", *inner]

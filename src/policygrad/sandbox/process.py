@@ -16,14 +16,13 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
+from policygrad.sandbox import function_tests, landlock, seccomp
 from policygrad.sandbox.backends import PACKAGES, Limits, SandboxBackend, find_backend, list_interpreter_paths
-from policygrad.sandbox.landlock import MAX_OPEN_FILES
 
 START_TIMEOUT = 60.0  # seconds until the sandbox is set up; not part of a program's time
 _POLL_SECONDS = 0.02  # between looks at what it has written
@@ -33,15 +32,10 @@ _BOOT = (
 )
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONNOUSERSITE": "1",
-    "PYTHONUTF8": "1",
-    "PYTHONSAFEPATH": "1",
+    **dict.fromkeys(("PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE", "PYTHONUTF8", "PYTHONSAFEPATH"), "1"),
 }
 
 
@@ -123,7 +117,7 @@ class Pipe:
 _FileId = tuple[int, int]  # (device, inode)
 
 
-class SandboxedProcess:
+class SandboxedProcess(contextlib.AbstractContextManager["SandboxedProcess"]):
     """A Python process in a sandbox; a context manager, which ends it. It reports first that the sandbox is set up.
 
     Args:
@@ -143,13 +137,17 @@ class SandboxedProcess:
         stdin: str = "",
     ) -> None:
         self._limits = limits
-        self._files: list[IO[bytes]] = []
+        self._inherited: list[IO[bytes]] = []
         self._sizes: dict[_FileId, int] = {}  # of what it has written, as last seen
+        self._resources = contextlib.ExitStack()
         self.folder = tempfile.mkdtemp(prefix="policygrad-") if backend.needs_folder else None
+        if self.folder is not None:
+            self._resources.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.pipes: dict[str, Pipe] = {}
         write_ends: dict[str, int] = {}
         for name, max_bytes in {"ready": 1000, **outputs}.items():
             read_end, write_ends[name] = os.pipe()
+            self._resources.callback(os.close, read_end)
             os.set_blocking(read_end, False)
             self.pipes[name] = Pipe(read_end, max_bytes)
         readable = list_interpreter_paths()
@@ -165,37 +163,30 @@ class SandboxedProcess:
                 }
             )
         ).fileno()
-        home = {} if self.folder is None else {"HOME": self.folder, "TMPDIR": self.folder}
         try:
             self.process = subprocess.Popen(
                 backend.command([sys.executable, "-P", "-c", _BOOT, str(task_file), PACKAGES], readable, limits.files),
                 stdin=self._create_file(stdin) if stdin else subprocess.DEVNULL,
                 stdout=write_ends.get("stdout", subprocess.DEVNULL),
                 stderr=write_ends.get("stderr", subprocess.DEVNULL),
-                env=_ENVIRONMENT | home,
+                env=_ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), self.folder or "/tmp"),
                 cwd=self.folder or "/",
                 start_new_session=True,
-                pass_fds=(
-                    task_file,
-                    *(write_ends[name] for name in ("ready", "verdict") if name in write_ends),
-                    *shared,
-                ),
+                pass_fds=(task_file, *(write_ends[name] for name in write_ends.keys() & {"ready", "verdict"}), *shared),
             )
         except OSError as error:
-            self._cleanup()
+            self._resources.close()
             raise SandboxError(f"it cannot be started: {error}") from error
         finally:
             for descriptor in write_ends.values():
                 os.close(descriptor)
-        stats = [os.fstat(file.fileno()) for file in self._files]
+        stats = [os.fstat(file.fileno()) for file in self._inherited]
         self._given = {_identify(status): status.st_blocks * 512 for status in stats}
         self.exit = os.pidfd_open(self.process.pid)
+        self._resources.callback(os.close, self.exit)
         self.started_at = 0.0  # when the sandbox was set up, by the clock
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.end()
 
     @property
@@ -212,25 +203,52 @@ class SandboxedProcess:
         raise SandboxError(failure or "the process ended before it was sandboxed")
 
     @property
-    def exceeds_output_limit(self) -> bool:
-        return any(pipe.full for pipe in self.pipes.values())
-
-    @property
     def exceeds_disk_limit(self) -> bool:
-        """True if it has written too much to this machine's disk.
-
-        Counts the files in its folder, and those that it has deleted and still has open or mapped. True where they cannot be
-        counted.
-        """
+        """True if it has written too much to this machine's disk, or its files cannot be counted."""
         if self.folder is None:
             return False
         try:
-            files = _measure_folder(self.folder) | _measure_deleted(self.process.pid, self._sizes, self._limits.files)
+            files = self._measure_files(self.folder)
         except PermissionError:  # it hides its files, or has just ended
             return not select.select([self.exit], [], [], 0)[0]
         self._sizes |= files
         used = sum(size - self._given.get(file, 0) for file, size in files.items())
         return used > self._limits.files or len(files) > _MAX_FILES
+
+    def _measure_files(self, folder: str) -> dict[_FileId, int]:
+        """Return the bytes of the files in its folder, at most `_MAX_FILES` + 1 of them, and of the deleted ones that it holds.
+
+        The size of a deleted file that is mapped and no longer open cannot be read: it counts as last seen, and beyond the limit
+        where it was never seen. A supervisor that is itself restricted by Landlock cannot read mappings, and counts open files
+        alone. Raises PermissionError for a process that hides its files.
+        """
+        files, deleted = dict[_FileId, int](), dict[_FileId, int]()
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    files[_identify(status)] = status.st_blocks * 512
+                if len(files) > _MAX_FILES:
+                    break
+        proc = f"/proc/{self.process.pid}"
+        try:
+            for name in os.listdir(f"{proc}/fd") if _can_read_proc() else range(landlock.MAX_OPEN_FILES):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(f"{proc}/fd/{name}")
+                    if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                        deleted[_identify(status)] = status.st_blocks * 512
+            if not _can_read_proc():
+                return files | deleted
+            with open(f"{proc}/maps", encoding="utf-8", errors="replace") as maps:
+                for line in maps:
+                    if line.endswith(" (deleted)\n") and not line.partition("/")[2].startswith(("dev/zero", "SYSV")):
+                        device, inode = line.split()[3:5]
+                        major, minor = (int(part, 16) for part in device.split(":"))
+                        file = (os.makedev(major, minor), int(inode))
+                        deleted.setdefault(file, self._sizes.get(file, self._limits.files + 1))
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            return files
+        return files | deleted
 
     def end(self) -> int:
         """Kill it, if it still runs, and delete all that it left. Returns its exit code, -9 for killed."""
@@ -238,74 +256,19 @@ class SandboxedProcess:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        self._cleanup()
+        self._resources.close()
         return code
 
     def _create_file(self, text: str) -> IO[bytes]:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _cleanup
-        self._files.append(file)
+        file = self._resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._inherited.append(file)
         file.write(text.encode("utf-8", "surrogatepass"))
         file.seek(0)
         return file
 
-    def _cleanup(self) -> None:
-        for file in self._files:
-            file.close()
-        for pipe in self.pipes.values():
-            if pipe.descriptor >= 0:
-                os.close(pipe.descriptor)
-                pipe.descriptor = -1
-        if getattr(self, "exit", -1) >= 0:
-            os.close(self.exit)
-            self.exit = -1
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = None
-
 
 def _identify(status: os.stat_result) -> _FileId:
     return status.st_dev, status.st_ino
-
-
-def _measure_folder(folder: str) -> dict[_FileId, int]:
-    """Return the bytes of the files in a folder; at most `_MAX_FILES` + 1 of them."""
-    files: dict[_FileId, int] = {}
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                files[_identify(status)] = status.st_blocks * 512
-            if len(files) > _MAX_FILES:
-                break
-    return files
-
-
-def _measure_deleted(pid: int, sizes: Mapping[_FileId, int], limit: int) -> dict[_FileId, int]:
-    """Return the bytes of the deleted files that a process holds.
-
-    The size of one that is mapped and no longer open cannot be read: it counts as last seen in `sizes`, and beyond the limit
-    where it never was. A supervisor that is itself restricted by Landlock cannot read mappings, and counts open files alone.
-    Raises PermissionError for a process that hides.
-    """
-    files: dict[_FileId, int] = {}
-    try:
-        for name in os.listdir(f"/proc/{pid}/fd") if _can_read_proc() else range(MAX_OPEN_FILES):
-            with contextlib.suppress(FileNotFoundError):
-                status = os.stat(f"/proc/{pid}/fd/{name}")
-                if stat.S_ISREG(status.st_mode) and not status.st_nlink:
-                    files[_identify(status)] = status.st_blocks * 512
-        if not _can_read_proc():
-            return files
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
-            for line in maps:
-                if line.endswith(" (deleted)\n") and not line.partition("/")[2].startswith(("dev/zero", "SYSV")):
-                    device, inode = line.split()[3:5]
-                    major, minor = (int(part, 16) for part in device.split(":"))
-                    file = (os.makedev(major, minor), int(inode))
-                    files.setdefault(file, sizes.get(file, limit + 1))
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return {}
-    return files
 
 
 @cache
@@ -348,7 +311,7 @@ def wait_for_exit(processes: Sequence[SandboxedProcess], seconds: float) -> str 
             if not running and all(process.ready for process in processes):
                 main.started_at = time.monotonic()
                 running, deadline = True, main.started_at + seconds
-            if any(process.exceeds_output_limit for process in processes):
+            if any(pipe.full for process in processes for pipe in process.pipes.values()):
                 return "output"
             if any(process.exceeds_disk_limit for process in processes):
                 return "files"
@@ -364,8 +327,6 @@ def main(descriptor: int) -> None:
     """Read the task from this file, restrict this process for good, and do the task."""
     with open(descriptor, encoding="utf-8") as file:
         task: dict[str, Any] = json.load(file)
-    from policygrad.sandbox import function_tests  # before files become unreadable
-
     try:
         apply_restrictions(task["restrictions"], task["limits"])
     except OSError as error:
@@ -376,7 +337,14 @@ def main(descriptor: int) -> None:
     sys.path.remove(task["packages"])
     sys.argv[:] = ["program.py"]
     if task["role"] == "program":
-        _run_script(task["source"], show=task["show"])
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        tree = ast.parse(task["source"], "program.py")
+        last = tree.body.pop() if task["show"] and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "program.py", "exec"), module.__dict__)
+        if isinstance(last, ast.Expr):  # print its value, as a console does
+            value = eval(compile(ast.Expression(last.value), "program.py", "eval"), module.__dict__)
+            if value is not None:
+                print(repr(value))
     elif task["role"] == "candidate":
         function_tests.serve_candidate(task["source"], *task["pipes"])
     else:
@@ -386,8 +354,6 @@ def main(descriptor: int) -> None:
 
 def apply_restrictions(restrictions: dict[str, Any], limits: dict[str, Any] | None) -> None:
     """Apply what the backend leaves to the process itself. It cannot be undone. Raises OSError."""
-    from policygrad.sandbox import landlock, seccomp
-
     landlock.drop_capabilities()
     if restrictions["alone"]:
         landlock.set_parent_death_signal()
@@ -397,16 +363,3 @@ def apply_restrictions(restrictions: dict[str, Any], limits: dict[str, Any] | No
     if rules is not None:
         landlock.restrict(rules["readable"], rules["writable"], folders=not restrictions["alone"])
     seccomp.install_filter(alone=restrictions["alone"], attributes=rules is not None)
-
-
-def _run_script(source: str, *, show: bool) -> None:
-    """Run the source as a script. show: print the value of an expression at its end, as a console does."""
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    tree = ast.parse(source, "program.py")
-    last = tree.body.pop() if show and tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "program.py", "exec"), module.__dict__)
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), "program.py", "eval"), module.__dict__)
-        if value is not None:
-            print(repr(value))

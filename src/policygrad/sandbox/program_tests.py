@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from policygrad.sandbox.backends import Limits, SandboxBackend, find_backend
@@ -44,7 +45,7 @@ class StdioTests:
     Output is compared line by line, ignoring blanks at the ends, and numbers as numbers. imports: as in FunctionTests.
     """
 
-    pairs: tuple[tuple[str, str], ...] = field(default=())
+    pairs: tuple[tuple[str, str], ...] = ()
     imports: bool = False
 
 
@@ -72,37 +73,27 @@ def run_function_tests(
     """
     limits = limits or Limits()
     chosen = find_backend(backend) if isinstance(backend, str) else backend
-    (question_in, question_out), (answer_in, answer_out) = os.pipe(), os.pipe()
-    unclosed = [question_in, question_out, answer_in, answer_out]
-    try:
+    question_in, question_out, answer_in, answer_out = (*os.pipe(), *os.pipe())
+    with contextlib.ExitStack() as ends:
+        for end in (question_in, question_out, answer_in, answer_out):
+            ends.callback(os.close, end)
         task = {"role": "candidate", "source": source, "pipes": [question_in, answer_out]}
         with SandboxedProcess(chosen, limits, task, {}, shared=(question_in, answer_out)) as candidate:
             examination = {"setup": tests.setup, "tests": list(tests.tests), "entry": tests.entry, "to_end": to_end}
             examine = {"role": "examiner", "examination": examination, "pipes": [question_out, answer_in]}
             outputs = {"verdict": _MAX_VERDICT}
             with SandboxedProcess(chosen, limits, examine, outputs, shared=(question_out, answer_in)) as examiner:
-                while unclosed:
-                    os.close(unclosed.pop())
+                ends.close()
                 exceeded = wait_for_exit([candidate, examiner], limits.timeout)
-                examiner.end()
-                return _parse_verdict(bytes(examiner.pipes["verdict"].data), len(tests.tests), exceeded)
-    finally:
-        while unclosed:
-            os.close(unclosed.pop())
-
-
-def _parse_verdict(data: bytes, count: int, exceeded: str | None) -> ProgramVerdict:
-    failed = (0.0,) * count
+    count = len(tests.tests)
     if exceeded:
-        return ProgramVerdict(failed, f"exceeded the {exceeded} limit")
-    try:
-        match json.loads(data):
+        return ProgramVerdict((0.0,) * count, f"exceeded the {exceeded} limit")
+    with contextlib.suppress(ValueError):
+        match json.loads(examiner.pipes["verdict"].data):
             case [list() as points, str() as message, str() as unfit]:
                 if len(points) == count and all(point in (0, 1) for point in points):
                     return ProgramVerdict(tuple(float(point) for point in points), message, unfit)
-    except ValueError:
-        pass
-    return ProgramVerdict(failed, "the tests ended without a verdict")
+    return ProgramVerdict((0.0,) * count, "the tests ended without a verdict")
 
 
 def run_stdio_tests(

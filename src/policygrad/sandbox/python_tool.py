@@ -9,8 +9,12 @@ from typing import ClassVar
 from policygrad.sandbox.backends import Limits
 from policygrad.sandbox.process import run_program
 
-_TRACEBACK = re.compile(r"^(Traceback \(most recent call last\):\n)((?:[ ]{2}.*\n?)*)", re.MULTILINE)
-"""A traceback's first line and its frames, which are indented; the exception follows."""
+_SANDBOX_FRAMES = re.compile(
+    r"(?<=^Traceback \(most recent call last\):\n)(?=(?:[ ]{2}.*\n)*[ ]{2}.*sandbox/process\.py)"
+    r'(?:[ ]{2}(?!File "program\.py").*\n?)+',
+    re.MULTILINE,
+)
+"""A traceback's frames before the program's first one; all of them where it did not start."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,11 @@ class PythonTool:
         result = run_program(code, limits=self.limits, backend=self.sandbox, show=True)
         text = result.stdout
         if not result.succeeded:
-            failure = _TRACEBACK.sub(lambda match: match[1] + _skip_sandbox_frames(match[2]), result.stderr.rstrip())
+            failure = _SANDBOX_FRAMES.sub("", result.stderr.rstrip())
             text += ("\n" if text and not text.endswith("\n") else "") + (failure or result.summary)
             if result.stop_reason != "by itself":
                 text += ("\n" if not text.endswith("\n") else "") + result.summary
         return truncate_middle(text, self.max_output_chars)
-
-
-def _skip_sandbox_frames(frames: str) -> str:
-    """Return a traceback's frames from the program's first one on, where the sandbox's precede it; none where it did not start."""
-    if "sandbox/process.py" not in frames:
-        return frames
-    first = frames.find('  File "program.py"')
-    return frames[first:] if first >= 0 else ""
 
 
 def truncate_middle(text: str, max_chars: int) -> str:

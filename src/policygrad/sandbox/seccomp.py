@@ -9,12 +9,12 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _NEWEST = 470  # from here on calls were not reviewed, and fail as if they did not exist
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_Table = dict[str, int | tuple[int, int]]
+_Table = Mapping[str, int | tuple[int, ...]]
 
 _DENIED: _Table = (
     # other processes
@@ -40,29 +40,27 @@ _DENIED: _Table = (
     | {"inotify_add_watch": (254, 27)}
     # network, and memory that no limit counts
     | {"socket": (41, 198), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180)}
+    | {"iopl": (172,), "ioperm": (173,), "inotify_init": (253,)}
 )
-"""Always denied: (number on x86_64, on aarch64), or one number for both."""
-_DENIED_X86 = {"iopl": 172, "ioperm": 173, "inotify_init": 253}
+"""Always denied: (number on x86_64, and on aarch64 where it has the call), or one number for both."""
 _ATTRIBUTES: _Table = (
     {"fchmod": (91, 52), "fchmodat": (268, 53), "fchown": (93, 55), "fchownat": (260, 54), "truncate": (76, 45)}
     | {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "utimensat": (280, 88)}
     | {"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)}
     | {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "file_setattr": 469}
+    | {"chmod": (90,), "chown": (92,), "lchown": (94,), "utime": (132,), "utimes": (235,), "futimesat": (261,)}
 )
 """Change files without opening them, which Landlock does not restrict."""
-_ATTRIBUTES_X86 = {"chmod": 90, "chown": 92, "lchown": 94, "utime": 132, "utimes": 235, "futimesat": 261}
 _ALONE: _Table = (
     {"clone": (56, 220), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setscheduler": (144, 119)}
     | {"sched_setparam": (142, 118), "sched_setattr": (314, 274), "memfd_create": (319, 279)}
     | {"sendmsg": (46, 211), "sendmmsg": (307, 269)}  # an open file in a message under way cannot be counted
     | {"memfd_secret": 447}
+    | {"fork": (57,), "vfork": (58,)}
 )
-_ALONE_X86 = {"fork": 57, "vfork": 58}
 _CLONE3 = 435
-_SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)} | {
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-}
+# kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo
+_SIGNALS = ((62, 129), (200, 130), (234, 131), (129, 138), (297, 240))
 _PRLIMIT = (302, 261)
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # instructions of classic BPF
@@ -100,10 +98,7 @@ def build_filter(machine: str, pid: int, *, alone: bool, attributes: bool) -> by
     """Build the filter, as the kernel reads it, for the process with this id."""
     which = list(_ARCHITECTURES).index(machine)
     tables = [_DENIED, *([_ATTRIBUTES] if attributes else []), *([_ALONE] if alone else [])]
-    denied = {entry if isinstance(entry, int) else entry[which] for table in tables for entry in table.values()}
-    if machine == "x86_64":
-        extra = [_DENIED_X86, *([_ATTRIBUTES_X86] if attributes else []), *([_ALONE_X86] if alone else [])]
-        denied |= {number for table in extra for number in table.values()}
+    entries = [(entry, entry) if isinstance(entry, int) else entry for table in tables for entry in table.values()]
     lines = [
         _line(_LOAD, _MACHINE),
         _line(_EQUAL, _ARCHITECTURES[machine], 1, 0),
@@ -111,15 +106,14 @@ def build_filter(machine: str, pid: int, *, alone: bool, attributes: bool) -> by
         _line(_LOAD, _NUMBER),
         _line(_AT_LEAST, _NEWEST, 0, 1),  # also those of x32, which begin at 2³⁰
         _line(_RETURN, _ERRNO | _ENOSYS),
-        *_deny(
-            _CLONE3, _ENOSYS
-        ),  # its flags are in memory, which a filter cannot read; the C library falls back to clone
+        # clone3's flags are in memory, which a filter cannot read; the C library falls back to clone
+        *_deny(_CLONE3, _ENOSYS),
     ]
-    for number in sorted(denied):
+    for number in sorted({number for entry in entries for number in entry[which : which + 1]}):
         lines += _deny(number, _EPERM)
     if alone:
-        for entry in _SIGNALS.values():
-            lines += _allow_only(entry[which], (pid,))
+        for numbers in _SIGNALS:
+            lines += _allow_only(numbers[which], (pid,))
     lines += _allow_only(_PRLIMIT[which], (0, pid))
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 

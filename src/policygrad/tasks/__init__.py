@@ -61,7 +61,7 @@ def load_task(
     """
     options = row_options or RowOptions()
     title = name if isinstance(name, str) else "rows"
-    if _parse_mixture(name) or (_parse_mixture(eval_data) and open_rows(name) is not None):
+    if parse_data_mixture(name) or (parse_data_mixture(eval_data) and open_rows(name) is not None):
         eval_parts = None if eval_data is None else _load_parts(eval_data, "held-out row", options)
         return MixedTask.from_parts(title, _load_parts(name, "row", options), seed, eval_parts, options.decontaminate)
     source = open_rows(name)
@@ -70,7 +70,7 @@ def load_task(
             raise DataError(
                 "row_map, skip_bad_rows and decontaminate apply to data, and this task generates its examples"
             )
-        return _generate(name, seed, eval_data) if isinstance(name, str) else _check_task(name, eval_data)  # type: ignore[arg-type]
+        return _load_generated_task(name, seed, eval_data)
     eval_rows = None
     if eval_data is not None:
         [part] = _load_parts(eval_data, "held-out row", options)
@@ -78,14 +78,10 @@ def load_task(
     return RowsTask.from_rows(title, load_examples(source, options, title), seed, eval_rows, options.decontaminate)
 
 
-def _parse_mixture(data: object) -> tuple[tuple[float, str], ...]:
-    return parse_data_mixture(data) if isinstance(data, str) else ()
-
-
 def _load_parts(data: Any, kind: str, options: RowOptions) -> list[MixturePart]:
     """Load the parts of a mixture, or the single part that other data is. kind: the name of in-memory rows in messages."""
     parts = list[MixturePart]()
-    for weight, part in _parse_mixture(data) or ((1.0, data),):
+    for weight, part in parse_data_mixture(data) or ((1.0, data),):
         source = open_rows(part, kind)
         if source is None:
             raise DataError(f"eval_data={part!r} is not data: give rows or a file such as eval.jsonl")
@@ -94,45 +90,42 @@ def _load_parts(data: Any, kind: str, options: RowOptions) -> list[MixturePart]:
     return parts
 
 
-def _check_task(task: Task, eval_data: object) -> Task:
-    """Check an object that the user passes as a task."""
-    needed = ("name", "rewards", "steps", "eval_on_train", "rows", "train_example", "eval_examples")
-    if missing := [attribute for attribute in needed if not hasattr(task, attribute)]:
-        raise DataError(
-            f"a task is a name, a list of rows or a Task, got {type(task).__name__}, which has no {', '.join(missing)}"
-        )
+def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
+    """Return the named task that generates its examples, or a Task as it is, after checking it."""
+    if not isinstance(task, str):
+        needed = ("name", "rewards", "steps", "eval_on_train", "rows", "train_example", "eval_examples")
+        if missing := [attribute for attribute in needed if not hasattr(task, attribute)]:
+            got = f"{type(task).__name__}, which has no {', '.join(missing)}"
+            raise DataError(f"a task is a name, a list of rows or a Task, got {got}")
+        if eval_data is not None:
+            raise DataError(
+                f"eval_data needs a task made of rows; the task {task.name!r} has its own evaluation examples"
+            )
+        checked: Task = task
+        return checked
     if eval_data is not None:
-        raise DataError(f"eval_data needs a task made of rows; the task {task.name!r} has its own evaluation examples")
-    return task
-
-
-def _generate(name: str, seed: int, eval_data: object) -> Task:
-    if eval_data is not None:
         raise DataError(
-            f"eval_data={eval_data!r} needs a task made of data, and {name!r} generates its own evaluation problems; "
+            f"eval_data={eval_data!r} needs a task made of data, and {task!r} generates its own evaluation problems; "
             "leave eval_data out, or give a path such as rows.jsonl as the task"
         )
-    if name in EMBEDDED:
-        return ReasoningGymTask(name, EMBEDDED[name], seed=seed, steps=PROCESS_REWARDS, worked=True)
-    if name.startswith(VERIFIERS_PREFIX):
-        return load_verifiers_task(name, seed)
-    components = parse_components(name.removeprefix(CURRICULUM_PREFIX))
-    for component in components:
-        _check_dataset_name(component.name)
-    if name.startswith(CURRICULUM_PREFIX):
-        return CurriculumTask(name, components, seed=seed)
-    return ReasoningGymTask(name, components, seed=seed)
-
-
-def _check_dataset_name(name: str) -> None:
-    if name in dataset_names():
-        return
-    if name in EMBEDDED:
-        raise DataError(f"the task {name!r} is a fixed mix: it takes no settings and cannot be part of another mix")
-    if name == "composite":
-        raise DataError(
-            "the dataset 'composite' is written as a mix here: join datasets with '+', as in gcd+2*chain_sum"
-        )
-    near = difflib.get_close_matches(name, list_tasks(), n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "policygrad.tasks.list_tasks() lists the names."
-    raise DataError(f"unknown task {name!r}: {hint} To use your own prompts, give the path of a file ending in .jsonl")
+    if task in EMBEDDED:
+        return ReasoningGymTask(task, EMBEDDED[task], seed=seed, steps=PROCESS_REWARDS, worked=True)
+    if task.startswith(VERIFIERS_PREFIX):
+        return load_verifiers_task(task, seed)
+    components = parse_components(task.removeprefix(CURRICULUM_PREFIX))
+    for name in (component.name for component in components):
+        if name in EMBEDDED:
+            raise DataError(f"the task {name!r} is a fixed mix: it takes no settings and cannot be part of another mix")
+        if name == "composite":
+            raise DataError(
+                "the dataset 'composite' is written as a mix here: join datasets with '+', as in gcd+2*chain_sum"
+            )
+        if name not in dataset_names():
+            near = difflib.get_close_matches(name, list_tasks(), n=3, cutoff=0.5)
+            hint = f"did you mean {', '.join(near)}?" if near else "policygrad.tasks.list_tasks() lists the names."
+            raise DataError(
+                f"unknown task {name!r}: {hint} To use your own prompts, give the path of a file ending in .jsonl"
+            )
+    if task.startswith(CURRICULUM_PREFIX):
+        return CurriculumTask(task, components, seed=seed)
+    return ReasoningGymTask(task, components, seed=seed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
@@ -35,30 +38,24 @@ class Task(Protocol):
     @property
     def rewards(self) -> tuple[str, ...]:
         """Names of the rewards that fit this task; () when the user must choose."""
-        ...
 
     @property
     def steps(self) -> tuple[str, ...]:
         """Names of the process rewards that fit this task, for algorithms that use step rewards; () = none."""
-        ...
 
     @property
     def eval_on_train(self) -> bool:
         """True when there are too few prompts to hold any out, so that evaluation uses the training prompts."""
-        ...
 
     @property
     def rows(self) -> Sequence[Example]:
         """All examples when they are known in advance, so that they can be checked before training; else ()."""
-        ...
 
     def train_example(self, index: int) -> Example:
         """Return the training example with this index (0, 1, 2, … without end), a pure function of (seed, index)."""
-        ...
 
     def eval_examples(self, count: int) -> list[Example]:
         """Return evaluation examples: the same for every seed, and disjoint from training by a hash of the prompt."""
-        ...
 
 
 EVAL_ONE_IN = 16
@@ -90,6 +87,36 @@ def hash_choice(salt: str, index: int, weights: Sequence[float]) -> int:
         if point < 0:
             return number
     return max(number for number, weight in enumerate(weights) if weight)
+
+
+class IsolatedRandom:
+    """States of Python's and numpy's global generators for code that uses them, such as reasoning-gym's and TextArena's."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._states: tuple[Any, Any] | None = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Activate the states for the duration of the context, then restore the previous ones."""
+        import numpy
+
+        with self._lock:
+            before = random.getstate(), numpy.random.get_state()
+            if self._states is None:
+                random.seed(self.seed)
+                numpy.random.seed(self.seed % (1 << 32))
+            else:
+                random.setstate(self._states[0])
+                numpy.random.set_state(self._states[1])
+            try:
+                yield
+            finally:
+                self._states = random.getstate(), numpy.random.get_state()
+                random.setstate(before[0])
+                numpy.random.set_state(before[1])
 
 
 # In a task with difficulty levels, an example's index encodes its level.

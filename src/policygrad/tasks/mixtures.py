@@ -11,10 +11,10 @@ from threading import Lock
 
 from policygrad.tasks.base import Example, hash_choice
 from policygrad.tasks.rows import (
-    Concatenated,
     EvalPrompts,
-    ExampleSequence,
+    LazyRows,
     ShuffledEpochs,
+    concatenate,
     sort_by_hash,
     split_train_eval,
 )
@@ -30,20 +30,6 @@ class MixturePart:
     weight: float
     name: str
     rows: Sequence[Example]
-
-
-class ExamplesWithColumns(ExampleSequence):
-    """The rows of a part, with the columns of all parts (None where the part has none) and the part's name."""
-
-    def __init__(self, rows: Sequence[Example], names: Sequence[str], part: str) -> None:
-        self._rows, self._missing, self._part = rows, dict.fromkeys(names), part
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def fetch(self, index: int) -> Example:
-        row = self._rows[index]
-        return replace(row, columns={**self._missing, **row.columns}, part=self._part)
 
 
 class MixedTask:
@@ -63,9 +49,8 @@ class MixedTask:
         self._epochs = [ShuffledEpochs(part.rows, seed) for part in train]
         self._weights = tuple(part.weight for part in train)
         self._eval_parts = [replace(part, rows=sort_by_hash(part.rows)) for part in eval_parts or train]
-        self.rows: Sequence[Example] = reduce(Concatenated, [part.rows for part in (*train, *eval_parts)])
-        self._block = lru_cache(maxsize=4)(self._locate_block)
-        self._counts_before, self._lock = [(0,) * len(train)], Lock()
+        self.rows: Sequence[Example] = reduce(concatenate, [part.rows for part in (*train, *eval_parts)])
+        self._counts_before, self._lock = [(0,) * len(train)], Lock()  # of each part's examples before a block
 
     @classmethod
     def from_parts(
@@ -80,7 +65,7 @@ class MixedTask:
 
         Args:
             decontaminate: Leave out training rows that share this many consecutive words with an evaluation prompt
-                (`NgramOverlap`); 0 leaves out equal prompts only.
+                (`EvalPrompts`); 0 leaves out equal prompts only.
 
         Raises:
             DataError: A part has no row left to train on.
@@ -105,8 +90,13 @@ class MixedTask:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
         block, offset = divmod(index, BLOCK)
-        part, row = self._block(block)[offset]
-        return self._epochs[part][row]
+        with self._lock:  # a later rollout may be sampled during an evaluation
+            while len(self._counts_before) <= block:  # a resumed run counts from the start: two seconds per million
+                parts = choose_parts(self.seed, self._weights, len(self._counts_before) - 1)
+                self._counts_before.append(tuple(n + parts.count(i) for i, n in enumerate(self._counts_before[-1])))
+        parts = choose_parts(self.seed, self._weights, block)
+        part = parts[offset]
+        return self._epochs[part][self._counts_before[block][part] + parts[:offset].count(part)]
 
     def eval_examples(self, count: int) -> list[Example]:
         """Return at most `count` rows, or all when there are fewer. A smaller count gives a prefix of a larger one."""
@@ -120,24 +110,11 @@ class MixedTask:
                 weights[part] = 0.0
         return chosen
 
-    def _choose_parts(self, block: int) -> list[int]:
-        return [hash_choice(f"{self.seed}", i, self._weights) for i in range(block * BLOCK, (block + 1) * BLOCK)]
 
-    def _locate_block(self, block: int) -> list[tuple[int, int]]:
-        """Return (part, index of its row) for every example of a block."""
-        counts, located = list(self._count_before(block)), list[tuple[int, int]]()
-        for part in self._choose_parts(block):
-            located.append((part, counts[part]))
-            counts[part] += 1
-        return located
-
-    def _count_before(self, block: int) -> tuple[int, ...]:
-        """Count the examples of each part before a block. A resumed run recounts them: about two seconds per million."""
-        with self._lock:  # a later rollout may be sampled during an evaluation
-            while len(self._counts_before) <= block:
-                parts = self._choose_parts(len(self._counts_before) - 1)
-                self._counts_before.append(tuple(n + parts.count(i) for i, n in enumerate(self._counts_before[-1])))
-            return self._counts_before[block]
+@lru_cache(maxsize=4)
+def choose_parts(seed: int, weights: tuple[float, ...], block: int) -> list[int]:
+    """Choose the part of every example of a block."""
+    return [hash_choice(f"{seed}", i, weights) for i in range(block * BLOCK, (block + 1) * BLOCK)]
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
@@ -147,6 +124,14 @@ def shorten_names(names: Sequence[str]) -> list[str]:
 
 
 def _add_columns(parts: Sequence[MixturePart], columns: Sequence[str]) -> list[MixturePart]:
-    """Give all rows the same columns, as each column reaches the reward functions as one list."""
-    short = shorten_names([part.name for part in parts])
-    return [replace(p, rows=ExamplesWithColumns(p.rows, columns, name)) for p, name in zip(parts, short, strict=True)]
+    """Give all rows the columns of all parts, None where a part has none, and the part's name."""
+    missing, names = dict.fromkeys(columns), shorten_names([part.name for part in parts])
+
+    def complete(rows: Sequence[Example], name: str) -> LazyRows:
+        def fetch(index: int) -> Example:
+            row = rows[index]
+            return replace(row, columns={**missing, **row.columns}, part=name)
+
+        return LazyRows(len(rows), fetch)
+
+    return [replace(part, rows=complete(part.rows, name)) for part, name in zip(parts, names, strict=True)]

@@ -12,12 +12,12 @@ from policygrad.tasks.rows import (
     HasPrompt,
     RowOptions,
     check_encodable,
-    choose_eval_rows,
     open_rows,
     parse_message,
     parse_prompt,
     parse_rows,
     prompt_key,
+    split_indices,
 )
 from policygrad.tasks.sources import Row, open_source
 
@@ -39,6 +39,40 @@ class PreferencePair:
     source: str = field(default="", compare=False)
     """Location, e.g. `pairs.jsonl:12`, for error messages."""
 
+    @classmethod
+    def from_row(cls, row: Row) -> PreferencePair:
+        """Parse a row. Raises DataError."""
+        where, columns = row
+        _require_columns(row, ("prompt", "chosen", "rejected"), "no column {name}", PREFERENCE_EXAMPLE)
+        prompt, responses = parse_prompt(columns["prompt"], where), list[str]()
+        for name in ("chosen", "rejected"):
+            value, place = columns[name], f"{where}: {name!r}"
+            if not isinstance(value, str):
+                messages = [value] if isinstance(value, dict) else value
+                if not isinstance(messages, list):
+                    raise DataError(f"{place} must be text or an assistant message, got {type(value).__name__}")
+                if isinstance(prompt, str):
+                    raise DataError(
+                        f"{place} is a chat message and 'prompt' is text: give both as text, or both as messages"
+                    )
+                parsed = [parse_message(message, f"{place}: message {i}") for i, message in enumerate(messages, 1)]
+                if len(parsed) != 1 or parsed[0]["role"] != "assistant":
+                    roles = ", ".join(message["role"] for message in parsed) or "nothing"
+                    raise DataError(
+                        f"{place} must be one assistant message, got {roles}; earlier turns belong in 'prompt'"
+                    )
+                value = parsed[0]["content"]
+            check_encodable(value, place)
+            if not value.strip():
+                raise DataError(f"{place} is empty; give its text, or remove the line")
+            responses.append(value)
+        chosen, rejected = responses
+        if chosen == rejected:
+            raise DataError(
+                f"{where}: 'chosen' and 'rejected' are equal, so they express no preference; remove the line"
+            )
+        return cls(prompt, chosen, rejected, where)
+
 
 def read_preferences(path: str, options: RowOptions | None = None) -> list[PreferencePair]:
     """Read the preference pairs of a file; further columns are ignored.
@@ -48,7 +82,7 @@ def read_preferences(path: str, options: RowOptions | None = None) -> list[Prefe
     Raises:
         DataError: A response that is missing, empty or of a wrong type, or two equal ones, with file and line.
     """
-    return _read_rows(path, _parse_preference, PREFERENCE_EXAMPLE, options)
+    return _read_rows(path, PreferencePair.from_row, PREFERENCE_EXAMPLE, options)
 
 
 def _read_rows(path: str, parse: Callable[[Row], T], example: str, options: RowOptions | None) -> list[T]:
@@ -65,34 +99,6 @@ def _require_columns(row: Row, names: Sequence[str], missing: str, example: str)
             raise DataError(f"{where}: {missing.format(name=repr(name))} (it has {present}); a line is {example}")
 
 
-def _parse_preference(row: Row) -> PreferencePair:
-    where, columns = row
-    _require_columns(row, ("prompt", "chosen", "rejected"), "no column {name}", PREFERENCE_EXAMPLE)
-    prompt = parse_prompt(columns["prompt"], where)
-    chosen, rejected = (_parse_response(columns[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise DataError(f"{where}: 'chosen' and 'rejected' are equal, so they express no preference; remove the line")
-    return PreferencePair(prompt, chosen, rejected, where)
-
-
-def _parse_response(value: Any, prompt: Prompt, where: str) -> str:
-    if not isinstance(value, str):
-        messages = [value] if isinstance(value, dict) else value
-        if not isinstance(messages, list):
-            raise DataError(f"{where} must be text or an assistant message, got {type(value).__name__}")
-        if isinstance(prompt, str):
-            raise DataError(f"{where} is a chat message and 'prompt' is text: give both as text, or both as messages")
-        parsed = [parse_message(message, f"{where}: message {i}") for i, message in enumerate(messages, 1)]
-        if len(parsed) != 1 or parsed[0]["role"] != "assistant":
-            roles = ", ".join(message["role"] for message in parsed) or "nothing"
-            raise DataError(f"{where} must be one assistant message, got {roles}; earlier turns belong in 'prompt'")
-        value = parsed[0]["content"]
-    check_encodable(value, where)
-    if not value.strip():
-        raise DataError(f"{where} is empty; give its text, or remove the line")
-    return str(value)
-
-
 @dataclass(frozen=True)
 class Demonstration:
     """A prompt, and the completion to learn.
@@ -105,6 +111,41 @@ class Demonstration:
     source: str = field(default="", compare=False)
     """Location, e.g. `chats.jsonl:12`, for error messages."""
 
+    @classmethod
+    def from_row(cls, row: Row) -> Demonstration:
+        """Parse a row. Raises DataError."""
+        where, columns = row
+        if "messages" in columns and "completion" in columns:
+            raise DataError(f"{where}: both 'messages' and 'completion'; keep one of them")
+        if "messages" in columns:
+            return cls.from_messages(columns["messages"], where)
+        missing = "no column 'messages', and no {name}"
+        _require_columns(row, ("prompt", "completion"), missing, DEMONSTRATION_EXAMPLE)
+        prompt, completion = parse_prompt(columns["prompt"], where), columns["completion"]
+        if not isinstance(prompt, str):
+            turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+            return cls.from_messages([*prompt, *turns], where)
+        if not isinstance(completion, str):
+            raise DataError(f"{where}: 'completion' must be text, got {type(completion).__name__}")
+        check_encodable(completion, f"{where}: 'completion'")
+        return cls(prompt, completion, where)
+
+    @classmethod
+    def from_messages(cls, value: Any, where: str) -> Demonstration:
+        """Split a conversation at its first assistant turn. Raises DataError."""
+        if not isinstance(value, list):
+            raise DataError(f"{where}: 'messages' must be a list of chat messages, got {type(value).__name__}")
+        messages = [parse_message(message, f"{where}: message {i}") for i, message in enumerate(value, 1)]
+        for i, message in enumerate(messages, 1):
+            check_encodable(message["content"], f"{where}: message {i}")
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
+            raise DataError(f"{where}: no assistant turn to learn from (roles: {roles}); add one")
+        if turns[0] == 0:
+            raise DataError(f"{where}: the conversation begins with the assistant; put what it answers before its turn")
+        return cls(tuple(messages[: turns[0]]), tuple(messages[turns[0] : turns[-1] + 1]), where)
+
 
 def read_demonstrations(path: str, options: RowOptions | None = None) -> list[Demonstration]:
     """Read the demonstrations of a file; further columns are ignored.
@@ -112,40 +153,7 @@ def read_demonstrations(path: str, options: RowOptions | None = None) -> list[De
     Raises:
         DataError: A column that is missing or of a wrong type, or no assistant turn, with file and line.
     """
-    return _read_rows(path, _parse_demonstration, DEMONSTRATION_EXAMPLE, options)
-
-
-def _parse_demonstration(row: Row) -> Demonstration:
-    where, columns = row
-    if "messages" in columns and "completion" in columns:
-        raise DataError(f"{where}: both 'messages' and 'completion'; keep one of them")
-    if "messages" in columns:
-        return _parse_conversation(columns["messages"], where)
-    missing = "no column 'messages', and no {name}"
-    _require_columns(row, ("prompt", "completion"), missing, DEMONSTRATION_EXAMPLE)
-    prompt, completion = parse_prompt(columns["prompt"], where), columns["completion"]
-    if not isinstance(prompt, str):
-        turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        return _parse_conversation([*prompt, *turns], where)
-    if not isinstance(completion, str):
-        raise DataError(f"{where}: 'completion' must be text, got {type(completion).__name__}")
-    check_encodable(completion, f"{where}: 'completion'")
-    return Demonstration(prompt, completion, where)
-
-
-def _parse_conversation(value: Any, where: str) -> Demonstration:
-    if not isinstance(value, list):
-        raise DataError(f"{where}: 'messages' must be a list of chat messages, got {type(value).__name__}")
-    messages = [parse_message(message, f"{where}: message {i}") for i, message in enumerate(value, 1)]
-    for i, message in enumerate(messages, 1):
-        check_encodable(message["content"], f"{where}: message {i}")
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
-        raise DataError(f"{where}: no assistant turn to learn from (roles: {roles}); add one")
-    if turns[0] == 0:
-        raise DataError(f"{where}: the conversation begins with the assistant; put what it answers before its turn")
-    return Demonstration(tuple(messages[: turns[0]]), tuple(messages[turns[0] : turns[-1] + 1]), where)
+    return _read_rows(path, Demonstration.from_row, DEMONSTRATION_EXAMPLE, options)
 
 
 # Splitting by prompt.
@@ -166,10 +174,8 @@ def split_by_prompt(rows: Sequence[HasPrompt]) -> TrainEvalSplit:
 
     With fewer than 32 rows, or when the hash selects none or all of them, both halves are all rows.
     """
-    chosen, indices = choose_eval_rows(rows), tuple(range(len(rows)))
-    if chosen is None:
-        return TrainEvalSplit(indices, indices, True)
-    return TrainEvalSplit(tuple(i for i in indices if not chosen[i]), tuple(i for i in indices if chosen[i]), False)
+    train, evaluated = split_indices(rows)
+    return TrainEvalSplit(tuple(train), tuple(evaluated or train), not evaluated)
 
 
 def exclude_eval_prompts(

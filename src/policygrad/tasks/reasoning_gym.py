@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import os
-import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +15,15 @@ from itertools import cycle, islice
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import EVAL_ONE_IN, Example, decode_level_index, hash_choice, hash_int, is_eval_prompt
+from policygrad.tasks.base import (
+    EVAL_ONE_IN,
+    Example,
+    IsolatedRandom,
+    decode_level_index,
+    hash_choice,
+    hash_int,
+    is_eval_prompt,
+)
 
 CURRICULUM_PREFIX = "curriculum:"
 
@@ -45,9 +51,7 @@ EMBEDDED_MIX: tuple[Component, ...] = (
     # Text: "Spell this word backward (example: sun -> nus): splat".
     Component("spell_backward", 1.0, {"min_word_len": 3, "max_word_len": 5}),
 )
-EMBEDDED_STEPS_MIX: tuple[Component, ...] = tuple(
-    c for c in EMBEDDED_MIX if c.name in ("chain_sum", "simple_equations")
-)
+EMBEDDED_STEPS_MIX = EMBEDDED_MIX[:2]
 """The part of the mix whose answers take several steps."""
 MAX_NEW_TOKENS = 32
 """Enough for the longest answer with steps that the base model knows."""
@@ -80,36 +84,26 @@ def final_answer(entry: Mapping[str, Any]) -> str | None:
 
 def worked_solution(dataset: str, entry: Mapping[str, Any]) -> str | None:
     """Return the reference answer preceded by its steps, for the datasets of the embedded tasks."""
-    answer, steps = final_answer(entry), _STEPS.get(dataset)
-    return answer if answer is None or steps is None else f"Step by step: {', '.join(steps(entry))}. {answer}"
-
-
-def _sum_steps(entry: Mapping[str, Any]) -> list[str]:
-    """90 - 10 = 80, 2 - 8 = -6: add up the tens and the ones separately."""
-    first, *rest = entry["metadata"]["expression"].split()
-    signs, numbers = rest[::2], [int(n) for n in (first, *rest[1::2])]
-    steps = []
-    for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
-        total = digits[0] + sum(n if sign == "+" else -n for sign, n in zip(signs, digits[1:], strict=True))
-        left = " ".join([str(digits[0]), *(f"{sign} {n}" for sign, n in zip(signs, digits[1:], strict=True))])
-        steps.append(f"{left} = {total}")
-    return steps
-
-
-def _equation_steps(entry: Mapping[str, Any]) -> list[str]:
-    """7*q = 35, q = 5: find the variable's term, then the variable."""
-    variable, solution = entry["metadata"]["variable"], int(entry["answer"])
-    match = re.search(rf"(\d+)\*{variable}\b", entry["metadata"]["equation"])
-    term = [f"{match.group(1)}*{variable} = {int(match.group(1)) * solution}"] if match else []
-    return [*term, f"{variable} = {solution}"]
-
-
-def _spelling_steps(entry: Mapping[str, Any]) -> list[str]:
-    """n-i-c-u-m: spell the word from its end."""
-    return ["-".join(entry["answer"])]
-
-
-_STEPS = {"chain_sum": _sum_steps, "simple_equations": _equation_steps, "spell_backward": _spelling_steps}
+    answer = final_answer(entry)
+    if answer is None:
+        return None
+    steps = list[str]()
+    match dataset:
+        case "chain_sum":  # 90 - 10 = 80, 2 - 8 = -6: add up the tens and the ones separately
+            first, *rest = entry["metadata"]["expression"].split()
+            signs, numbers = rest[::2], [int(n) for n in (first, *rest[1::2])]
+            for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
+                terms = list(zip(signs, digits[1:], strict=True))
+                total = digits[0] + sum(n if sign == "+" else -n for sign, n in terms)
+                steps.append(" ".join([str(digits[0]), *(f"{sign} {n}" for sign, n in terms), f"= {total}"]))
+        case "simple_equations":  # 7*q = 35, q = 5: find the variable's term, then the variable
+            variable, solution = entry["metadata"]["variable"], int(entry["answer"])
+            if match := re.search(rf"(\d+)\*{variable}\b", entry["metadata"]["equation"]):
+                steps.append(f"{match[1]}*{variable} = {int(match[1]) * solution}")
+            steps.append(f"{variable} = {solution}")
+        case "spell_backward":  # n-i-c-u-m: spell the word from its end
+            steps.append("-".join(entry["answer"]))
+    return f"Step by step: {', '.join(steps)}. {answer}" if steps else answer
 
 
 @lru_cache(maxsize=1)
@@ -121,7 +115,7 @@ def dataset_names() -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def load_dataset_table() -> Mapping[str, Any]:
     """Return reasoning-gym's table of datasets. Importing it uses the global generators, whose states are restored."""
-    with _isolated_random_state(0):
+    with IsolatedRandom(0)():
         from reasoning_gym.factory import DATASETS
 
     table: Mapping[str, Any] = DATASETS
@@ -152,7 +146,7 @@ class ReasoningGymTask:
         self._components = tuple(components)
         self._weights = tuple(component.weight for component in components)
         self._pages = lru_cache(maxsize=4 * len(self._components))(self._create_page)
-        self._template = lru_cache(maxsize=None)(self._find_template)
+        self._templates = dict[int, Any]()  # by component; None = none can be copied
         for number, component in enumerate(self._components):
             check_component(component)
             self._pages(number, 0, 0)  # a bad value fails now, not at step 900
@@ -173,40 +167,28 @@ class ReasoningGymTask:
 
     def eval_examples(self, count: int) -> list[Example]:
         """Return `count` different evaluation problems; a smaller count gives a prefix. Raises DataError if there are too few."""
-        examples: list[Example] = []
-        for number, entry in islice(self._iterate_eval(set()), count):
-            if entry is None:
-                raise DataError(
-                    f"task {self._components[number].name!r} has too few evaluation problems: {count} requested, "
-                    f"{len(examples)} found; request at most {len(examples)}, or widen its settings"
-                )
-            examples.append(self._make_example(number, entry))
+        examples = list(islice(self.iterate_unseen(set()), count))
+        if len(examples) < count:
+            name = self._components[hash_choice(_EVAL_SEED, len(examples), self._weights)].name
+            raise DataError(
+                f"task {name!r} has too few evaluation problems: {count} requested, "
+                f"{len(examples)} found; request at most {len(examples)}, or widen its settings"
+            )
         return examples
 
     def iterate_unseen(self, seen: set[str]) -> Iterator[Example]:
         """Yield evaluation problems whose question is not in `seen`, adding it; ends when a dataset has no more."""
-        for number, entry in self._iterate_eval(seen):
-            if entry is None:
-                return
-            yield self._make_example(number, entry)
-
-    def _iterate_eval(self, seen: set[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield (component, its next evaluation item or None) without end."""
-        scans = [self._scan_eval_items(number, seen) for number in range(len(self._components))]
+        items = [count_from() for _ in self._components]
         for draw in count_from():
             number = hash_choice(_EVAL_SEED, draw, self._weights)
-            yield number, next(scans[number], None)
-
-    def _scan_eval_items(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield evaluation items of one component that are not `seen` yet; ends when a long stretch has no new one."""
-        base, misses = hash_int(f"{_EVAL_SEED}/{self._components[number].name}", 1 << 31), 0
-        for item in count_from():
-            entry = self._entry(number, base, item)
-            if is_eval_prompt(entry["question"]) and entry["question"] not in seen:
-                seen.add(entry["question"])
-                misses = 0
-                yield entry
-            elif (misses := misses + 1) > 128 * EVAL_ONE_IN:
+            base = hash_int(f"{_EVAL_SEED}/{self._components[number].name}", 1 << 31)
+            for item in islice(items[number], 128 * EVAL_ONE_IN + 1):  # a long stretch without a new one is the end
+                entry = self._entry(number, base, item)
+                if is_eval_prompt(entry["question"]) and entry["question"] not in seen:
+                    seen.add(entry["question"])
+                    yield self._make_example(number, entry)
+                    break
+            else:
                 return
 
     def _make_example(self, number: int, entry: dict[str, Any]) -> Example:
@@ -218,46 +200,40 @@ class ReasoningGymTask:
     def _entry(self, number: int, base: int, item: int) -> dict[str, Any]:
         page, offset = divmod(item, PAGE_SIZE)
         dataset = self._pages(number, base, page)
-        with _isolated_random_state(base + item):
+        with IsolatedRandom(base + item)():
             entry: dict[str, Any] = dataset[offset]
             return entry
 
     def _create_page(self, number: int, base: int, page: int) -> Any:
         """Create the dataset of a page: a copy of the component's template with the page's seed, or a new one without template."""
-        seed, template = (base + page * PAGE_SIZE) % (1 << 31), self._template(number)
-        if template is None:
+        seed = (base + page * PAGE_SIZE) % (1 << 31)
+        if number not in self._templates:  # copies differ if more than the seed attribute depends on the seed
+            one, other = (self._create_dataset(number, seed, 16) for seed in (0, 1))
+            a, b = vars(one), vars(other)
+            try:
+                same = replace(one.config, seed=other.seed) == other.config and all(
+                    bool(a[name] == b[name]) for name in a.keys() - {"seed", "config"}
+                )
+            except (TypeError, ValueError):  # not a dataclass; an array
+                same = False
+            same = same and a.keys() == b.keys()
+            self._templates[number] = self._create_dataset(number, 0, PAGE_SIZE) if same else None
+        if (template := self._templates[number]) is None:
             return self._create_dataset(number, seed, PAGE_SIZE)
         dataset = copy.deepcopy(template)
         dataset.seed = seed
         dataset.config = replace(dataset.config, seed=seed)
         return dataset
 
-    def _find_template(self, number: int) -> Any:
-        """Return a dataset to copy, or None when more than the seed attribute depends on the seed, so that copies would differ."""
-        one, other = (self._create_dataset(number, seed, 16) for seed in (0, 1))
-        return self._create_dataset(number, 0, PAGE_SIZE) if _differ_only_in_seed(one, other) else None
-
     def _create_dataset(self, number: int, seed: int, size: int) -> Any:
         import reasoning_gym
 
         component = self._components[number]
         try:
-            with _isolated_random_state(seed):
+            with IsolatedRandom(seed)():
                 return reasoning_gym.create_dataset(component.name, seed=seed, size=size, **component.config)
         except (AssertionError, TypeError, ValueError) as error:
             raise DataError(f"task {component.name!r}: bad settings {component.config}: {error}") from error
-
-
-def _differ_only_in_seed(one: Any, other: Any) -> bool:
-    """Return True when two datasets are equal except for the seed, as far as `==` can tell."""
-    a, b = vars(one), vars(other)
-    try:
-        same = replace(one.config, seed=other.seed) == other.config and all(
-            bool(a[name] == b[name]) for name in a.keys() - {"seed", "config"}
-        )
-    except (TypeError, ValueError):  # not a dataclass; an array
-        return False
-    return same and a.keys() == b.keys()
 
 
 def check_component(component: Component) -> None:
@@ -276,21 +252,6 @@ def check_component(component: Component) -> None:
             "run or another run's evaluation has other problems; set PYTHONHASHSEED=0 to reproduce them",
             stacklevel=4,
         )
-
-
-@contextlib.contextmanager
-def _isolated_random_state(seed: int) -> Iterator[None]:
-    """Seed the global generators, which some datasets use or seed, and restore the caller's states at the end."""
-    import numpy
-
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(seed % (1 << 32))
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
 
 
 class CurriculumTask:

@@ -49,7 +49,7 @@ class RowOptions:
     """Leave out training rows that share this many consecutive words with an evaluation prompt; 0 = equal prompts only."""
 
     def apply(self, row: Row) -> Row | None:
-        """Return the converted row, or None when `row_map` leaves it out.
+        """Return the converted row, with a column `answer` from verl's `reward_model`, or None when `row_map` leaves it out.
 
         Raises:
             DataError: `row_map` raised, or returned something other than a row.
@@ -67,7 +67,10 @@ class RowOptions:
                     f"{where}: the row map returned {type(mapped).__name__}: return a dict, or None to leave the row out"
                 )
             columns = mapped
-        return where, add_answer_column(columns)
+        scoring = columns.get("reward_model")  # verl's name for it
+        if "answer" not in columns and isinstance(scoring, Mapping) and "ground_truth" in scoring:
+            columns = {**columns, "answer": scoring["ground_truth"]}
+        return where, columns
 
 
 class RowsTask:
@@ -86,7 +89,7 @@ class RowsTask:
         self.eval_on_train = not eval_rows
         self._train = ShuffledEpochs(train, seed)
         self._eval = sort_by_hash(eval_rows or train)
-        self.rows: Sequence[Example] = Concatenated(train, eval_rows)
+        self.rows: Sequence[Example] = concatenate(train, eval_rows)
 
     @classmethod
     def from_rows(
@@ -126,63 +129,31 @@ class RowsTask:
 # Views of rows, which may be larger than memory.
 
 
-class ExampleSequence(Sequence[Example]):
-    """Examples fetched by index; a slice is a list."""
+class LazyRows(Sequence[Example]):
+    """`size` examples, each returned by `fetch` when its index is requested; a slice is a list."""
+
+    def __init__(self, size: int, fetch: Callable[[int], Example]) -> None:
+        self._size, self._fetch = size, fetch
+
+    def __len__(self) -> int:
+        return self._size
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
     @overload
     def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        numbers = range(len(self))[index]
-        return self.fetch(numbers) if isinstance(numbers, int) else [self.fetch(i) for i in numbers]
-
-    def fetch(self, index: int) -> Example:
-        """Return the example at an index from 0 to len(self) − 1."""
-        raise NotImplementedError
+        numbers = range(self._size)[index]
+        return self._fetch(numbers) if isinstance(numbers, int) else list(map(self._fetch, numbers))
 
 
-class Subset(ExampleSequence):
-    """The rows with the given indices."""
-
-    def __init__(self, rows: Sequence[Example], indices: Sequence[int]) -> None:
-        self._rows, self._indices = rows, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def fetch(self, index: int) -> Example:
-        return self._rows[self._indices[index]]
+def select_rows(rows: Sequence[Example], indices: Sequence[int]) -> LazyRows:
+    return LazyRows(len(indices), lambda index: rows[indices[index]])
 
 
-class Concatenated(ExampleSequence):
-    """Two sequences of rows, one after the other."""
-
-    def __init__(self, first: Sequence[Example], second: Sequence[Example]) -> None:
-        self._first, self._second = first, second
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._second)
-
-    def fetch(self, index: int) -> Example:
-        size = len(self._first)
-        return self._first[index] if index < size else self._second[index - size]
-
-
-class LazyExamples(ExampleSequence):
-    """Rows read from their source each time; only their numbers are kept in memory."""
-
-    def __init__(self, source: Source, options: RowOptions, numbers: Sequence[int]) -> None:
-        self._source, self._options, self._numbers = source, options, numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def fetch(self, index: int) -> Example:
-        row = self._options.apply(self._source[self._numbers[index]])
-        if row is None:
-            raise DataError("the row map leaves out a row that it kept before: make it deterministic")
-        return to_example(row[1], row[0])
+def concatenate(first: Sequence[Example], second: Sequence[Example]) -> LazyRows:
+    size = len(first)
+    return LazyRows(size + len(second), lambda index: first[index] if index < size else second[index - size])
 
 
 class ShuffledEpochs:
@@ -212,25 +183,27 @@ def prompt_key(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
 
 
-def choose_eval_rows(rows: Sequence[HasPrompt]) -> list[bool] | None:
-    """Mark the rows to hold out by their prompt's hash; None when rows are few, or the hash marks none or all of them."""
+def split_indices(rows: Sequence[HasPrompt]) -> tuple[list[int], list[int]]:
+    """Split row numbers into (training, evaluation) by a hash of the prompts, 1 in 16 for evaluation.
+
+    Evaluation gets none when rows are few, or when the hash selects none or all of them.
+    """
     chosen = [is_eval_prompt(prompt_key(row.prompt)) for row in rows]
-    return None if len(rows) < MIN_ROWS_TO_SPLIT or not any(chosen) or all(chosen) else chosen
+    if len(rows) < MIN_ROWS_TO_SPLIT or all(chosen):
+        chosen = [False] * len(rows)
+    return [i for i, out in enumerate(chosen) if not out], [i for i, out in enumerate(chosen) if out]
 
 
 def split_train_eval(rows: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Split rows into (training, evaluation); all and none when `choose_eval_rows` holds none out."""
-    chosen = choose_eval_rows(rows)
-    if chosen is None:
-        return rows, ()
-    train, evaluated = ([i for i, out in enumerate(chosen) if out is side] for side in (False, True))
-    return Subset(rows, train), Subset(rows, evaluated)
+    """Split rows into (training, evaluation) by `split_indices`."""
+    train, evaluated = split_indices(rows)
+    return (select_rows(rows, train), select_rows(rows, evaluated)) if evaluated else (rows, ())
 
 
-def sort_by_hash(rows: Sequence[Example]) -> Subset:
+def sort_by_hash(rows: Sequence[Example]) -> LazyRows:
     """Order rows by the hash of their prompts, which is the same for every seed."""
     keys = [sha256(prompt_key(row.prompt).encode()).digest() for row in rows]
-    return Subset(rows, sorted(range(len(keys)), key=keys.__getitem__))
+    return select_rows(rows, sorted(range(len(keys)), key=keys.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -290,7 +263,7 @@ class EvalPrompts:
             f"{name}: {excluded} of {len(rows)} rows left out of training: they are evaluation prompts{overlap}",
             stacklevel=stacklevel,
         )
-        return Subset(rows, retained)
+        return select_rows(rows, retained)
 
 
 def _split_words(prompt: Prompt) -> list[str]:
@@ -340,28 +313,32 @@ def open_rows(data: Any, name: str = "row", example: str = EXAMPLE) -> Source | 
     return InMemoryRows(data, name) if isinstance(data, Sequence) else None
 
 
-def read_examples(name: str, options: RowOptions | None = None) -> Sequence[Example]:
-    """Read the examples of a file. Raises DataError."""
-    return load_examples(open_source(name, EXAMPLE), options or RowOptions(), name)
-
-
 def load_examples(source: Source, options: RowOptions, name: str) -> Sequence[Example]:
     """Parse all rows into examples: a list if they fit in memory, else a lazy sequence.
 
     Raises:
         DataError: See `parse_rows`.
     """
-    first: list[Example] = []
+    first: Example | None = None
 
     def parse(row: Row) -> Example:
-        example = to_example(row[1], row[0], first[0] if first else None)
-        first[:] = first or [example]
+        nonlocal first
+        example = to_example(row[1], row[0], first)
+        first = first or example
         return example
 
     parsed = parse_rows(source, options, parse, name)
     if source.fits_in_memory:
         return [example for _, example in parsed]
-    return LazyExamples(source, options, array("L", (number for number, _ in parsed)))
+    numbers = array("L", (number for number, _ in parsed))
+
+    def read_again(index: int) -> Example:
+        row = options.apply(source[numbers[index]])
+        if row is None:
+            raise DataError("the row map leaves out a row that it kept before: make it deterministic")
+        return to_example(row[1], row[0])
+
+    return LazyRows(len(numbers), read_again)
 
 
 def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], name: str) -> Iterator[tuple[int, T]]:
@@ -393,14 +370,6 @@ def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], n
         )
 
 
-def add_answer_column(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Copy verl's `reward_model.ground_truth` to the column `answer`, unless there is one."""
-    scoring = row.get("reward_model")
-    if "answer" in row or not isinstance(scoring, Mapping) or "ground_truth" not in scoring:
-        return row
-    return {**row, "answer": scoring["ground_truth"]}
-
-
 def to_example(row: Mapping[str, Any], where: str, first: Example | None = None) -> Example:
     """Check a row and convert it to an example; it must have the same columns as `first`.
 
@@ -418,20 +387,17 @@ def to_example(row: Mapping[str, Any], where: str, first: Example | None = None)
         if name in columns:
             raise DataError(f"{where}: rename the column {name!r}: reward functions have an argument of that name")
     example = Example(parse_prompt(columns.pop("prompt"), where), columns, where)
-    _check_columns(first or example, example)
-    return example
-
-
-def _check_columns(first: Example, row: Example) -> None:
-    """Require equal columns, since each column reaches the reward functions as one list."""
+    # each column reaches the reward functions as one list
+    first = first or example
     line = re.search(r":(\d+)$", first.source)
-    where, other = row.source, f"line {line[1]}" if line else first.source
+    other = f"line {line[1]}" if line else first.source
     for name in first.columns:
-        if name not in row.columns:
+        if name not in columns:
             raise DataError(f"{where}: no column {name!r}, which {other} has; write null where there is no value")
-    for name in row.columns:
+    for name in columns:
         if name not in first.columns:
             raise DataError(f"{where}: column {name!r} is not in {other}; give every row the same columns")
+    return example
 
 
 def parse_prompt(value: Any, where: str) -> Prompt:

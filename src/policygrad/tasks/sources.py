@@ -26,16 +26,15 @@ from typing import IO, Any, Protocol
 
 from policygrad.errors import ConfigError, DataError, install_command
 from policygrad.tasks.reasoning_gym import Component
+from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
 
 HUB_PREFIX = "hf:"
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
-DEFAULT_SPLIT = "train"
+_CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_LINE_BYTES = 16 * 2**20
 """Longer lines are refused: no model reads that much, and parsing them takes long."""
 MAX_CACHED_BYTES = 64 * 2**20
 """Rows of JSONL files up to this size are kept in memory; those of larger files are read when requested."""
-UNPACK_BATCH = 4096
-"""Parquet rows unpacked at a time."""
 Row = tuple[str, Mapping[str, Any]]
 """(location for messages, columns)."""
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -46,32 +45,37 @@ _WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*\*")
 class Source(Protocol):
     """Rows by index."""
 
-    @property
-    def fits_in_memory(self) -> bool:
-        """True when the source is small enough to keep all rows in memory."""
-        ...
+    fits_in_memory: bool
+    """Whether the source is small enough to keep all rows in memory."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row:
         """Return a row. Raises DataError, with the location, for one that cannot be read."""
-        ...
 
 
 def is_source(name: str) -> bool:
     """Return True for the name of data: an existing file or `datasets` folder, `hf:…`, or a data file's suffix."""
-    return name.startswith(HUB_PREFIX) or name.endswith((".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)) or _path_exists(name)
+    suffixes = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES, *_CSV_SEPARATORS)
+    return name.startswith(HUB_PREFIX) or name.endswith(suffixes) or _path_exists(name)
 
 
 def open_source(name: str, example: str) -> Source:
     """Open the named data. example: a valid row, for messages.
 
     Raises:
-        DataError: Data that does not exist, cannot be read or has no rows.
+        DataError: Data that does not exist, cannot be read, has no rows or is CSV.
         ConfigError: A required library is not installed.
     """
     if name.startswith(HUB_PREFIX) or _is_dataset_folder(name):
         return open_dataset(load_dataset(name), name)
+    stem, suffix = os.path.splitext(name)
+    if suffix in _CSV_SEPARATORS:
+        read = f"pandas.read_csv({name!r}, sep={_CSV_SEPARATORS[suffix]!r})"
+        raise DataError(
+            f"{name}: CSV is not read, because it has no types; convert it to JSONL or Parquet, for example with pandas: "
+            f"{read}.to_json({stem + '.jsonl'!r}, orient='records', lines=True)"
+        )
     return open_arrow(name) if name.endswith(TABLE_SUFFIXES) else JsonLines(name, example)
 
 
@@ -112,18 +116,12 @@ def _hash_file(path: Path) -> str:
 
 def _is_dataset_folder(name: str) -> bool:
     """Return True for a folder saved by `datasets`, optionally followed by `:SPLIT`."""
-    try:
-        path = Path(name.partition(":")[0])
-        return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
-    except (OSError, ValueError):
-        return False
+    folder = name.partition(":")[0]
+    return any(os.path.isfile(os.path.join(folder, file)) for file in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _path_exists(name: str) -> bool:
-    try:
-        return _is_dataset_folder(name) or Path(name).is_file()
-    except (OSError, ValueError):  # too long for a file name, or containing a NUL
-        return False
+    return _is_dataset_folder(name) or os.path.isfile(name)
 
 
 # Mixtures: `gcd+2*chain_sum:min_terms=2,max_digits=1` of datasets, `0.7*a.jsonl+0.3*b.jsonl` of data.
@@ -131,33 +129,29 @@ def _path_exists(name: str) -> bool:
 
 def parse_components(text: str) -> tuple[Component, ...]:
     """Parse datasets joined by `+`, each `[weight*]name[:key=value,…]`. Raises DataError, quoting the invalid part."""
-    return tuple(_parse_component(part, text) for part in _split_top_level(text, "+"))
-
-
-def _parse_component(part: str, task: str) -> Component:
-    weight, part = split_weight(part, task)
-    name, colon, settings = part.partition(":")
-    name = name.strip()
-    if not name:
-        raise DataError(f"task {task!r}: a dataset's name is missing; write name[:key=value,...] joined by '+'")
-    config: dict[str, Any] = {}
-    for setting in _split_top_level(settings, ",") if colon else []:
-        key, equals, value = setting.partition("=")
-        if not (equals and key.strip() and value.strip()):
-            raise DataError(
-                f"task {task!r}: {setting.strip()!r} is not key=value (as in chain_sum:max_digits=1,allow_negation=true)"
-            )
-        config[key.strip()] = _parse_value(value.strip())
-    return Component(name, weight, config)
+    components = []
+    for part in _split_top_level(text, "+"):
+        weight, part = split_weight(part, text)
+        name, colon, settings = part.partition(":")
+        if not name.strip():
+            raise DataError(f"task {text!r}: a dataset's name is missing; write name[:key=value,...] joined by '+'")
+        config: dict[str, Any] = {}
+        for setting in _split_top_level(settings, ",") if colon else []:
+            key, equals, value = (piece.strip() for piece in setting.partition("="))
+            if not (equals and key and value):
+                raise DataError(
+                    f"task {text!r}: {setting.strip()!r} is not key=value "
+                    "(as in chain_sum:max_digits=1,allow_negation=true)"
+                )
+            config[key] = _parse_value(value)
+        components.append(Component(name.strip(), weight, config))
+    return tuple(components)
 
 
 def _parse_value(text: str) -> Any:
     """Parse a Python literal (number, list, quoted text) or true / false / none; other text is returned as it is."""
-    literals = {"true": True, "false": False, "none": None}
-    if text.lower() in literals:
-        return literals[text.lower()]
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
 
@@ -191,7 +185,7 @@ def split_weight(part: str, task: str) -> tuple[float, str]:
     return weight, part[match.end() :]
 
 
-def parse_data_mixture(name: str) -> tuple[tuple[float, str], ...]:
+def parse_data_mixture(name: object) -> tuple[tuple[float, str], ...]:
     """Parse `0.7*a.jsonl+0.3*b.jsonl` into (weight, name) of its parts; () when the name is not a mixture of data.
 
     A `+` in the name of an existing file is part of the name.
@@ -199,9 +193,9 @@ def parse_data_mixture(name: str) -> tuple[tuple[float, str], ...]:
     Raises:
         DataError: A weight that is not positive, or a part that is not data.
     """
-    pieces = name.split("+")
-    if len(pieces) < 2 or _path_exists(name):
+    if not isinstance(name, str) or "+" not in name or _path_exists(name):
         return ()
+    pieces = name.split("+")
     parts, first = list[tuple[float, str]](), 0
     while first < len(pieces):
         joined = {end: split_weight("+".join(pieces[first:end]), name) for end in range(len(pieces), first, -1)}
@@ -211,16 +205,17 @@ def parse_data_mixture(name: str) -> tuple[tuple[float, str], ...]:
     if not any(is_source(part) or _match_trailing_weight(part) for _, part in parts):
         return ()
     for _, part in parts:
-        if is_source(part):
-            continue
-        trailing = _match_trailing_weight(part)
-        hint = (
-            f"write the weight first, {trailing[2]}*{trailing[1]}" if trailing else "data can be mixed with data only"
-        )
-        raise DataError(
-            f"task {name!r}: its part {part!r} is not data: {hint}; a part is a file (.jsonl, .parquet, .arrow), a folder of "
-            "`datasets`, or hf:REPOSITORY"
-        )
+        if not is_source(part):
+            trailing = _match_trailing_weight(part)
+            hint = (
+                f"write the weight first, {trailing[2]}*{trailing[1]}"
+                if trailing
+                else "data can be mixed with data only"
+            )
+            raise DataError(
+                f"task {name!r}: its part {part!r} is not data: {hint}; a part is a file (.jsonl, .parquet, .arrow), a folder "
+                "of `datasets`, or hf:REPOSITORY"
+            )
     return tuple(parts)
 
 
@@ -244,116 +239,78 @@ class JsonLines:
         """
         self.path, self._example = path, example
         self._offsets, self._line_numbers = array("Q"), array("L")
-        self._file, self._lock = _open_file(path), Lock()  # a later rollout may be sampled during an evaluation
-        try:
-            self._index_lines()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if not self._offsets:
-            raise DataError(f"{path}: no rows; write one JSON object per line, as in {example}")
-
-    @property
-    def fits_in_memory(self) -> bool:
-        return self._size <= MAX_CACHED_BYTES
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
-        where = f"{self.path}:{self._line_numbers[index]}"
-        with self._lock:
-            self._file.seek(self._offsets[index])
-            line = self._file.readline(MAX_LINE_BYTES + 2).removesuffix(b"\n")
-        return where, _parse_object(line, where, self._example)
-
-    def _index_lines(self) -> None:
-        """Record where each non-blank line begins, holding at most MAX_LINE_BYTES of a line in memory."""
-        if self._file.read(2) in _UTF16_BOMS:
-            raise DataError(
-                f"{self.path}:1: this is UTF-16 text; JSONL is UTF-8: iconv -f UTF-16 -t UTF-8 {self.path} > new.jsonl"
-            )
-        self._file.seek(0)
-        offset = len(_UTF8_BOM) if self._file.read(3) == _UTF8_BOM else 0
-        self._file.seek(offset)
-        number = 1
-        while piece := self._file.readline(MAX_LINE_BYTES + 2):
-            blank, length = not piece.strip(), len(piece)
-            while not piece.endswith(b"\n") and (piece := self._file.readline(MAX_LINE_BYTES)):
-                length += len(piece)
-            if not blank:
-                self._offsets.append(offset)
-                self._line_numbers.append(number)
-            offset, number = offset + length, number + 1
-        self._size = offset
-
-
-def _open_file(path: str) -> IO[bytes]:
-    """Open a file. A gzipped one is unpacked into a temporary file, because gzip has no random access."""
-    try:
-        if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+        self._lock = Lock()  # a later rollout may be sampled during an evaluation
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
             # a pipe would wait for its writer, and a device may have no end
             raise DataError(
                 f"{path} is not a regular file, and rows are read more than once: copy its content into one"
             )
-        if not path.endswith(".gz"):
-            return Path(path).open("rb")
-        unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the rows are read
-        with gzip.open(path) as packed:
-            shutil.copyfileobj(packed, unpacked, 2**20)
-        unpacked.seek(0)
-        return unpacked
-    except FileNotFoundError:
-        raise _missing_file(path) from None
-    except DataError:
-        raise
-    except ValueError as error:  # a NUL, half a surrogate pair
-        raise DataError(f"{path!r} is not a valid file name ({error}): give another") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        try:
+            if path.endswith(".gz"):  # unpacked into a temporary file, because gzip has no random access
+                self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the rows are read
+                with gzip.open(path) as packed:
+                    shutil.copyfileobj(packed, self._file, 2**20)
+                self._file.seek(0)
+            else:
+                self._file = open(path, "rb")  # noqa: SIM115
+            is_utf16 = self._file.read(2) in _UTF16_BOMS
+            self._file.seek(0)
+            offset, number = len(_UTF8_BOM) if self._file.read(3) == _UTF8_BOM else 0, 1
+            self._file.seek(offset)
+            while piece := self._file.readline(MAX_LINE_BYTES + 2):  # never more of a line in memory
+                blank, length = not piece.strip(), len(piece)
+                while not piece.endswith(b"\n") and (piece := self._file.readline(MAX_LINE_BYTES)):
+                    length += len(piece)
+                if not blank:
+                    self._offsets.append(offset)
+                    self._line_numbers.append(number)
+                offset, number = offset + length, number + 1
+        except FileNotFoundError:
+            raise _missing_file(path) from None
+        except ValueError as error:  # a NUL, half a surrogate pair
+            raise DataError(f"{path!r} is not a valid file name ({error}): give another") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        if is_utf16:
+            raise DataError(
+                f"{path}:1: this is UTF-16 text; JSONL is UTF-8: iconv -f UTF-16 -t UTF-8 {path} > new.jsonl"
+            )
+        if not self._offsets:
+            raise DataError(f"{path}: no rows; write one JSON object per line, as in {example}")
+        self.fits_in_memory = offset <= MAX_CACHED_BYTES
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Row:
+        where = f"{self.path}:{self._line_numbers[index]}"
+        with self._lock:
+            self._file.seek(self._offsets[index])
+            line = self._file.readline(MAX_LINE_BYTES + 2).removesuffix(b"\n")
+        if len(line) > MAX_LINE_BYTES:
+            size, limit = f"{len(line) / 2**20:.0f}", MAX_LINE_BYTES >> 20
+            raise DataError(f"{where}: a line of {size} MiB, more than {limit} MiB: is a line break missing?")
+        try:
+            row = json.loads(line.decode(), parse_constant=reject_constant, object_pairs_hook=reject_duplicate_keys)
+        except UnicodeDecodeError as error:
+            place = f"byte {error.start + 1} (0x{line[error.start]:02x})"
+            raise DataError(f"{where}: {place} is not UTF-8; save the file as UTF-8") from None
+        except json.JSONDecodeError as error:
+            if line.strip() == b"[":
+                raise DataError(
+                    f"{where}: a JSON array, not JSONL; one object per line: jq -c '.[]' in.json > out.jsonl"
+                ) from None
+            raise DataError(f"{where}: not JSON at column {error.colno}: {error.msg}; is the line cut off?") from None
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of brackets
+            raise DataError(f"{where}: cannot be read as JSON: {error}") from None
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise DataError(f"{where}: every line must be a JSON object, got a {kind}; write {self._example}")
+        return where, row
 
 
 def _missing_file(path: str) -> DataError:
     return DataError(f"{path}: no such file; a relative path starts at the current folder")
-
-
-def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:
-    if len(line) > MAX_LINE_BYTES:
-        size, limit = f"{len(line) / 2**20:.0f}", MAX_LINE_BYTES >> 20
-        raise DataError(f"{where}: a line of {size} MiB, more than {limit} MiB: is a line break missing?")
-    try:
-        row = json.loads(
-            line.decode("utf-8"), parse_constant=_reject_constant, object_pairs_hook=_reject_duplicate_keys
-        )
-    except UnicodeDecodeError as error:
-        byte = line[error.start]
-        raise DataError(
-            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8; save the file as UTF-8"
-        ) from None
-    except json.JSONDecodeError as error:
-        if line.strip() == b"[":
-            raise DataError(
-                f"{where}: a JSON array, not JSONL; one object per line: jq -c '.[]' in.json > out.jsonl"
-            ) from None
-        raise DataError(f"{where}: not JSON at column {error.colno}: {error.msg}; is the line cut off?") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of brackets
-        raise DataError(f"{where}: cannot be read as JSON: {error}") from None
-    if not isinstance(row, dict):
-        kind = type(row).__name__
-        raise DataError(f"{where}: every line must be a JSON object, got a {kind}; write {example}")
-    return row
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON; write null where there is no number")
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object, refusing a repeated key: JSON allows it, and the last value would silently win."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice; keep one")
-    return row
 
 
 # Parquet, Arrow, and everything of `datasets`. pyarrow and datasets are imported here alone, when such data is opened.
@@ -370,30 +327,19 @@ class TableSource:
         """read: returns the rows from a start up to an end, as Python values."""
         if not size:
             raise DataError(f"{name}: no rows")
-        self._name, self._size = name, size
-        self._block = lru_cache(maxsize=4)(
-            lambda block: [
-                _drop_missing_keys(row) for row in read(block * self.BLOCK, min(block * self.BLOCK + self.BLOCK, size))
-            ]
-        )
+        self._name, self._size, self._read = name, size, lru_cache(maxsize=4)(read)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Row:
-        block, place = divmod(index, self.BLOCK)
-        return f"{self._name}, row {index + 1}", self._block(block)[place]
-
-
-def _drop_missing_keys(row: dict[str, Any]) -> dict[str, Any]:
-    """Restore chat messages as written: in a table, every message has all keys, with None for those it lacks."""
-
-    def restore(value: Any) -> Any:
-        if not (isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)):
-            return value
-        return [{key: content for key, content in item.items() if content is not None} for item in value]
-
-    return {name: restore(value) for name, value in row.items()}
+        start = index - index % self.BLOCK
+        row = dict(self._read(start, min(start + self.BLOCK, self._size))[index - start])
+        for name, value in row.items():
+            # restore chat messages as written: in a table, every message has all keys, with None for those it lacks
+            if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
+                row[name] = [{key: content for key, content in item.items() if content is not None} for item in value]
+        return f"{self._name}, row {index + 1}", row
 
 
 def open_arrow(path: str) -> TableSource:
@@ -418,7 +364,7 @@ def open_arrow(path: str) -> TableSource:
 
             unpacked = tempfile.NamedTemporaryFile(suffix=".arrow")  # noqa: SIM115  # open as long as the rows are read
             with pq.ParquetFile(path) as file, pa.ipc.new_file(unpacked.name, file.schema_arrow) as out:
-                for batch in file.iter_batches(UNPACK_BATCH):
+                for batch in file.iter_batches(4096):
                     out.write_batch(batch)
         mapped = unpacked.name if unpacked else path
         try:
@@ -482,6 +428,6 @@ def load_dataset(name: str) -> Any:
         if split:
             raise DataError(f"{name}: it has no splits: leave {split!r} out")
         return data
-    if (split := split or DEFAULT_SPLIT) not in data:
+    if (split := split or "train") not in data:
         raise DataError(f"{name}: no split {split!r}; it has {', '.join(map(str, data))}")
     return data[split]

@@ -8,15 +8,13 @@ of verifiers is refused by name.
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from policygrad.errors import ConfigError, DataError, install_command
+from policygrad.errors import ConfigError, DataError, import_optional
 from policygrad.tasks.base import Example
 from policygrad.tasks.rows import RowsTask
+from policygrad.utils.user_code import add_cwd_to_path
 
 VERIFIERS_PREFIX = "verifiers:"
 TASKSET_COLUMN, INDEX_COLUMN = "taskset", "taskset_index"
@@ -30,15 +28,25 @@ def load_verifiers_task(name: str, seed: int) -> RowsTask:
         ConfigError: verifiers or the taskset is not installed, or the taskset needs something unsupported.
         DataError: A task without a text prompt.
     """
-    identity = name.removeprefix(VERIFIERS_PREFIX)
-    examples = [
-        Example(
-            tuple(_build_messages(identity, task, index)),
-            {TASKSET_COLUMN: identity, INDEX_COLUMN: index},
-            f"{VERIFIERS_PREFIX}{identity}, task {index}",
-        )
-        for index, task in enumerate(load_taskset_tasks(identity))
-    ]
+    identity, examples = name.removeprefix(VERIFIERS_PREFIX), list[Example]()
+    for index, task in enumerate(load_taskset_tasks(identity)):
+        where, data, messages = f"{name}, task {index}", task.data, list[dict[str, str]]()
+        if data.system_prompt:
+            messages.append({"role": "system", "content": data.system_prompt})
+        if data.prompt is None:
+            raise DataError(f"{where} has no prompt: verifiers' simulated user would begin, and there is none here")
+        if isinstance(data.prompt, str):
+            messages.append({"role": "user", "content": data.prompt})
+        for message in () if isinstance(data.prompt, str) else data.prompt:
+            content = message.content
+            if not isinstance(content, str):
+                if any(part.type != "text" for part in content or ()):
+                    raise DataError(f"{where}: a message contains more than text")
+                content = "\n".join(part.text for part in content or ())
+            if message.role == "tool" or getattr(message, "tool_calls", None):
+                raise DataError(f"{where}: its prompt contains tool calls, which cannot be rendered here")
+            messages.append({"role": message.role, "content": content})
+        examples.append(Example(tuple(messages), {TASKSET_COLUMN: identity, INDEX_COLUMN: index}, where))
     if not examples:
         raise DataError(f"{name}: the taskset has no tasks")
     return RowsTask.from_rows(name, examples, seed)
@@ -51,15 +59,33 @@ def taskset_module(identity: str) -> str:
 
 @lru_cache(maxsize=4)
 def load_taskset_tasks(identity: str) -> tuple[Any, ...]:
-    """Return the tasks of a taskset in order, loaded once per process."""
-    taskset = load_taskset(identity)
+    """Return the tasks of a taskset in order, loaded once per process.
+
+    Raises:
+        ConfigError: See `load_verifiers_task`; also features that would otherwise be ignored silently.
+    """
+    taskset, name = load_taskset(identity), f"{VERIFIERS_PREFIX}{identity}"
     if not taskset.bounded:
-        raise ConfigError(
-            f"{VERIFIERS_PREFIX}{identity} is endless: write a taskset that takes a part of it, with an islice in `load`"
-        )
+        raise ConfigError(f"{name} is endless: write a taskset that takes a part of it, with an islice in `load`")
     tasks = tuple(taskset)
-    if tasks:
-        _check_supported(identity, tasks[0])
+    if not tasks:
+        return tasks
+    from verifiers.v1.task import Task
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    task, kind = tasks[0], type(tasks[0])
+    needs = [hook for hook in ("setup", "finalize", "stage_verifier") if getattr(kind, hook) is not getattr(Task, hook)]
+    for function in task.hooks("reward"):
+        runtime = inspect.signature(function).parameters.get("runtime")
+        if runtime is not None and runtime.default is inspect.Parameter.empty:
+            needs.append(f"the reward {function.__name__}")
+    if task.NEEDS_CONTAINER or task.data.image or needs:
+        what = ", ".join(needs) or "a container"
+        raise ConfigError(f"{name}: {kind.__name__} needs a runtime ({what}), which is unsupported")
+    if hooks := [fn.__name__ for hook in ("stop", "intercept") for fn in discover_decorated(task, hook)]:
+        raise ConfigError(
+            f"{name}: {kind.__name__} has hooks into verifiers' rollouts ({', '.join(hooks)}), which are unsupported"
+        )
     return tasks
 
 
@@ -70,15 +96,10 @@ def load_taskset(identity: str) -> Any:
     Raises:
         ConfigError: See `load_verifiers_task`.
     """
-    try:
-        import verifiers.v1.utils.loaders as loaders
-    except ImportError as error:
-        raise ConfigError(
-            f"verifiers:… needs verifiers, which is not installed: {install_command('verifiers')}"
-        ) from error
-    folder, module = Path.cwd(), taskset_module(identity)
-    if str(folder) not in sys.path and ((folder / f"{module}.py").exists() or (folder / module).is_dir()):
-        sys.path.append(str(folder))  # as it would be for a script in this folder
+    import_optional("verifiers.v1.utils.loaders", "verifiers:…", "verifiers")
+    import verifiers.v1.utils.loaders as loaders
+
+    add_cwd_to_path(taskset_module(identity))
     try:
         taskset = loaders.taskset_class(identity)(loaders.taskset_config_type(identity)(id=identity))
         environment = loaders.environment_class(identity)
@@ -94,47 +115,3 @@ def load_taskset(identity: str) -> Any:
             "taskset of prompts, rewards and tools, or write an environment for it (docs/extending.md)"
         )
     return taskset
-
-
-def _check_supported(identity: str, task: Any) -> None:
-    """Raise ConfigError for features that would otherwise be ignored silently."""
-    from verifiers.v1.task import Task
-    from verifiers.v1.utils.decorators import discover_decorated
-
-    kind = type(task)
-    needs = [name for name in ("setup", "finalize", "stage_verifier") if getattr(kind, name) is not getattr(Task, name)]
-    for function in task.hooks("reward"):
-        runtime = inspect.signature(function).parameters.get("runtime")
-        if runtime is not None and runtime.default is inspect.Parameter.empty:
-            needs.append(f"the reward {function.__name__}")
-    if task.NEEDS_CONTAINER or task.data.image or needs:
-        what = ", ".join(needs) or "a container"
-        raise ConfigError(
-            f"{VERIFIERS_PREFIX}{identity}: {kind.__name__} needs a runtime ({what}), which is unsupported"
-        )
-    hooks = [fn.__name__ for name in ("stop", "intercept") for fn in discover_decorated(task, name)]
-    if hooks:
-        raise ConfigError(
-            f"{VERIFIERS_PREFIX}{identity}: {kind.__name__} has hooks into verifiers' rollouts ({', '.join(hooks)}), which are "
-            "unsupported"
-        )
-
-
-def _build_messages(identity: str, task: Any, index: int) -> Iterator[dict[str, str]]:
-    where, data = f"{VERIFIERS_PREFIX}{identity}, task {index}", task.data
-    if data.system_prompt:
-        yield {"role": "system", "content": data.system_prompt}
-    if data.prompt is None:
-        raise DataError(f"{where} has no prompt: verifiers' simulated user would begin, and there is none here")
-    if isinstance(data.prompt, str):
-        yield {"role": "user", "content": data.prompt}
-        return
-    for message in data.prompt:
-        content = message.content
-        if not isinstance(content, str):
-            if any(part.type != "text" for part in content or ()):
-                raise DataError(f"{where}: a message contains more than text")
-            content = "\n".join(part.text for part in content or ())
-        if message.role == "tool" or getattr(message, "tool_calls", None):
-            raise DataError(f"{where}: its prompt contains tool calls, which cannot be rendered here")
-        yield {"role": message.role, "content": content}

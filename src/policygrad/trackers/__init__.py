@@ -38,7 +38,10 @@ def default_tracker(
         stream: None = standard output; a notebook's display is used only then.
         plain: Forces plain lines, or a live display; None = decide by the stream.
     """
-    if stream is None and not plain and _in_notebook():
+    ipython = sys.modules.get("IPython")  # which a Jupyter kernel has always loaded
+    shells = type(ipython.get_ipython()).__mro__ if ipython else ()  # with subclasses of Jupyter's, such as Colab's
+    in_notebook = any(shell.__name__ == "ZMQInteractiveShell" for shell in shells)
+    if stream is None and not plain and in_notebook:
         from policygrad.trackers.notebook import NotebookTracker
 
         return NotebookTracker(clock)
@@ -52,10 +55,3 @@ def default_tracker(
     from policygrad.trackers.rich_display import TerminalTracker  # rich is loaded only for a terminal
 
     return TerminalTracker.for_stream(stream, clock)
-
-
-def _in_notebook() -> bool:
-    """Return True inside a Jupyter kernel, or a subclass of one such as Colab's, which has always loaded IPython."""
-    ipython = sys.modules.get("IPython")
-    kinds = type(ipython.get_ipython()).__mro__ if ipython else ()
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in kinds)

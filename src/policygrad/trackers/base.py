@@ -1,6 +1,6 @@
 """The tracker protocol: receivers of a run's metrics, such as its files, a terminal, a notebook or a service.
 
-It is the same for reinforcement learning, fine-tuning, reward models and control. A run calls, in this order:
+It is the same for reinforcement learning, fine-tuning and reward models. A run calls, in this order:
 
     start, (phase | log_evaluation | log | note)*, finish, close
 
@@ -11,7 +11,7 @@ fails; `close` always is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,28 +142,28 @@ class CompositeTracker(Tracker):
         self._trackers.insert(0, tracker)
 
     def start(self, info: RunInfo) -> None:
-        self._each("start", lambda tracker: tracker.start(info))
+        self._each("start", info)
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._each("log", lambda tracker: tracker.log(step, metrics, completions))
+        self._each("log", step, metrics, completions)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._each("log_evaluation", lambda tracker: tracker.log_evaluation(step, metrics))
+        self._each("log_evaluation", step, metrics)
 
     def note(self, text: str) -> None:
-        self._each("note", lambda tracker: tracker.note(text))
+        self._each("note", text)
 
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
-        self._each("phase", lambda tracker: tracker.phase(text, done, total))
+        self._each("phase", text, done, total)
 
     def finish(self, summary: Mapping[str, str]) -> None:
-        self._each("finish", lambda tracker: tracker.finish(summary))
+        self._each("finish", summary)
 
     def close(self) -> None:
         """Close all trackers, the last first, even if one raises an error; that of an essential one is raised at the end."""
         with ExitStack() as stack:
             for tracker in self._trackers:
-                stack.callback(self._call, tracker, "close", lambda tracker: tracker.close())
+                stack.callback(self._call, tracker, "close")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
@@ -174,14 +174,14 @@ class CompositeTracker(Tracker):
             # the first error is the cause
             error.add_note(f"closing the trackers failed too: {_describe_error(failure)}")
 
-    def _each(self, method: str, call: Callable[[Tracker], None]) -> None:
+    def _each(self, method: str, *args: Any) -> None:
         for tracker in tuple(self._trackers):
             if any(tracker is other for other in self._trackers):  # it may have been dropped by a failed note
-                self._call(tracker, method, call)
+                self._call(tracker, method, *args)
 
-    def _call(self, tracker: Tracker, method: str, call: Callable[[Tracker], None]) -> None:
+    def _call(self, tracker: Tracker, method: str, *args: Any) -> None:
         try:
-            call(tracker)
+            getattr(tracker, method)(*args)
         except Exception as error:
             if tracker.essential:
                 raise

@@ -76,11 +76,9 @@ def format_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def summarise_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return (label, text) of the main metrics, for one line of text."""
-    named = dict(format_metrics(metrics))
-    if named.get("cut off") == "0%":
-        named.pop("cut off", None)
     keys = ("reward", "loss", "accuracy", "margin", "teacher kl", "kl", "entropy", "length", "tok/s", "cut off")
-    return [(k, f"{named[k]} {k}" if k in ("tok/s", "cut off") else f"{k} {named[k]}") for k in keys if k in named]
+    named = [(k, value) for k, value in format_metrics(metrics) if k in keys and (k, value) != ("cut off", "0%")]
+    return [(k, f"{value} {k}" if k in ("tok/s", "cut off") else f"{k} {value}") for k, value in named]
 
 
 def strip_control_chars(text: str) -> str:
@@ -218,11 +216,9 @@ class PlainTracker(Tracker):
             self._widths[name] = max(self._widths.get(name, 0), len(text))
             parts.append(text.ljust(self._widths[name]))
         left = self._pace.eta(progress.steps_left)
-        self._print(
-            "  ".join(
-                [*parts, f"left {format_duration(left)}" if not progress.is_finished and left is not None else ""]
-            )
-        )
+        if left is not None and not progress.is_finished:
+            parts.append(f"left {format_duration(left)}")
+        self._print("  ".join(parts))
         sample = choose_sample(step, completions)
         if sample and (self._lines % (self.LINES // self.SAMPLES) == 0 or progress.is_finished):
             reward = "" if sample.reward is None else f"  (reward {format_number(sample.reward)})"

@@ -88,12 +88,27 @@ SIDE_BY_SIDE = 104  # minimum columns to put curve and sample side by side
 
 def render_view(view: LiveView, console: Console, width: int, height: int) -> list[RenderableType]:
     """Render the view for a terminal of this size. If it does not fit, the sample is left out first, then the curve."""
-    parts: list[RenderableType] = [Text(), _progress(view, width), _phase(view, width)]
+    activity: RenderableType = Text()
+    if view.phase:
+        name = Text(f"{view.phase}  ", style=REMARK)
+        done = Text(f"{view.phase_done / view.phase_total:.0%}", style="dim") if view.phase_total else None
+        activity = _bar(name, view.phase_done, view.phase_total, done, width, REMARK) if done else Text(" ") + name
+    parts: list[RenderableType] = [Text(), _progress(view, width), activity]
     room = height - 1 - len(parts)
     if view.metrics:
-        grid, lines = _metrics(view.metrics, width, max(1, (room - 1) // 2))
-        parts += [grid, Text()]
-        room -= lines + 1
+        # Labels over values: one row if six fit, else narrower rows, as many as fit.
+        fit = max(1, (width - 1) // CELL)
+        cells = view.metrics[: max(fit, min(6, fit * max(1, (room - 1) // 2)))]
+        text = Text(no_wrap=True)
+        for row in (cells[i : i + fit] for i in range(0, len(cells), fit)):
+            text.append(" " + "".join(label.ljust(CELL) for label, _ in row) + "\n ", "dim")
+            for label, value in row:
+                text.append(value.ljust(CELL), f"bold {GOOD}" if label == "reward" else "bold")
+            text.append("\n")
+            room -= 2
+        text.rstrip()
+        parts += [text, Text()]
+        room -= 1
     curve = len(view.rewards) > 0 and width >= 30 and room >= CURVE_ROWS + 2
     sample = view.sample is not None and width >= 30
     if curve and sample and width >= SIDE_BY_SIDE:
@@ -112,23 +127,10 @@ def render_view(view: LiveView, console: Console, width: int, height: int) -> li
 
 
 def _progress(view: LiveView, width: int) -> RenderableType:
-    times = [format_duration(view.elapsed)]
-    if view.eta is not None:
-        times.append(f"{format_duration(view.eta)} left")
-    if width < 40:
-        times = []
-    label = Text.assemble(f"{view.unit} ", (view.progress, "bold"), *((f"  {part}", "dim") for part in times))
+    left = "" if view.eta is None else f"  {format_duration(view.eta)} left"
+    times = f"  {format_duration(view.elapsed)}{left}" if width >= 40 else ""
+    label = Text.assemble(f"{view.unit} ", (view.progress, "bold"), (times, "dim"))
     return _bar(Text(), view.fraction, 1, label, width, ACCENT)
-
-
-def _phase(view: LiveView, width: int) -> RenderableType:
-    if not view.phase:
-        return Text()
-    name = Text(f"{view.phase}  ", style=REMARK)
-    if not view.phase_total:
-        return Text(" ") + name
-    done = Text(f"{view.phase_done / view.phase_total:.0%}", style="dim")
-    return _bar(name, view.phase_done, view.phase_total, done, width, REMARK)
 
 
 def _bar(before: Text, done: float, total: float, after: Text, width: int, style: str) -> RenderableType:
@@ -139,22 +141,6 @@ def _bar(before: Text, done: float, total: float, after: Text, width: int, style
     bar = ProgressBar(max(total, 1), done, size, complete_style=style, finished_style=GOOD)
     grid.add_row(Text(" ") + before, bar, Text("  ") + after)
     return grid
-
-
-def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[Text, int]:
-    """Return labels over values, and the number of lines: one row if six fit, else at most `most` narrower rows."""
-    fit = max(1, (width - 1) // CELL)
-    cells = cells[: max(fit, min(6, fit * most))]
-    rows = [cells[i : i + fit] for i in range(0, len(cells), fit)]
-    text = Text(no_wrap=True)
-    for row in rows:
-        text.append(" " + "".join(label.ljust(CELL) for label, _ in row) + "\n", "dim")
-        text.append(" ")
-        for label, value in row:
-            text.append(value.ljust(CELL), f"bold {GOOD}" if label == "reward" else "bold")
-        text.append("\n")
-    text.rstrip()
-    return text, 2 * len(rows)
 
 
 def _curve(view: LiveView, width: int, rows: int) -> RenderableType:

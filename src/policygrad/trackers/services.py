@@ -24,7 +24,7 @@ SERVICES = {"mlflow": "MLflow", "tensorboard": "TensorBoard", "trackio": "Tracki
 
 
 def check_services(names: Sequence[str]) -> None:
-    """Raises ConfigError for an unknown or repeated name."""
+    """Raise ConfigError for an unknown or repeated name."""
     for name in names:
         if "," in name:
             raise ConfigError(f"track: separate names by spaces, not commas: {name.replace(',', ' ')}")
@@ -70,21 +70,22 @@ def run_title(info: RunInfo) -> str:
 
 def load_run_id(info: RunInfo, service: str) -> str | None:
     """Return the service's id of a resumed run; None for a new one."""
-    if info.folder is None or info.first_step == 1:
-        return None
-    file = info.folder / RUN_IDS_FILE
-    run_ids: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return run_ids.get(service)
+    return None if info.folder is None or info.first_step == 1 else _read_run_ids(info.folder).get(service)
 
 
 def save_run_id(folder: Path | None, service: str, name: str) -> None:
     """Save the service's id for `load_run_id`."""
     if folder is not None:
-        file = folder / RUN_IDS_FILE
-        run_ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        new = file.with_name(file.name + ".new")
-        new.write_text(json.dumps(run_ids | {service: name}) + "\n", encoding="utf-8")
-        os.replace(new, file)
+        run_ids = _read_run_ids(folder) | {service: name}
+        new = folder / f"{RUN_IDS_FILE}.new"
+        new.write_text(json.dumps(run_ids) + "\n", encoding="utf-8")
+        os.replace(new, folder / RUN_IDS_FILE)
+
+
+def _read_run_ids(folder: Path) -> dict[str, str]:
+    file = folder / RUN_IDS_FILE
+    run_ids: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return run_ids
 
 
 def select_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -133,8 +134,7 @@ class MLflow(Tracker):
 
         self._client: Any = MlflowClient()
         self._status = "FAILED"
-        run_id = load_run_id(info, "mlflow")
-        if run_id is not None:
+        if (run_id := load_run_id(info, "mlflow")) is not None:
             self._client.update_run(run_id, "RUNNING")
             self._id = run_id
             return
@@ -154,9 +154,8 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        self._client.log_batch(
-            self._id, metrics=[Metric(_name(k), v, now, step) for k, v in select_finite(metrics).items()]
-        )
+        values = [Metric(_name(k), v, now, step) for k, v in select_finite(metrics).items()]
+        self._client.log_batch(self._id, metrics=values)
 
     def finish(self, summary: Mapping[str, str]) -> None:
         self._status = "FINISHED"
@@ -269,10 +268,9 @@ class WandB(Tracker):
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        shown = (
-            self._wandb.Table(columns=[*COLUMNS], data=select_completions(step, completions)) if completions else None
-        )
-        self._run.log({"step": step, **select_finite(metrics), **({"completions": shown} if shown is not None else {})})
+        rows = select_completions(step, completions)
+        shown = {"completions": self._wandb.Table(columns=[*COLUMNS], data=rows)} if rows else {}
+        self._run.log({"step": step, **select_finite(metrics), **shown})
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **select_finite(metrics)})

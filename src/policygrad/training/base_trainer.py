@@ -5,13 +5,14 @@ other programs load. Reinforcement learning, fine-tuning and reward models fill 
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,23 @@ from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasS
 from policygrad.checkpoint.model_export import save_model
 from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import ConfigError, RunError
+from policygrad.learners.base import CloseableLearner, DistributedLearner, SnapshotLearner
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker, default_tracker
 from policygrad.trackers.services import create_service_trackers
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
 from policygrad.training.config.serialization import dump_config
-from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision, scale_lr
+from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
-from policygrad.training.loop import Undo
+from policygrad.training.loop import StepOutcome
 from policygrad.training.model_card import render_model_card
 from policygrad.training.provenance import Fingerprint, compare_fingerprints, list_changed_options
 from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
 from policygrad.utils.filesystem import write_atomically
+
+if TYPE_CHECKING:
+    from policygrad.training.distributed import ShardedCheckpointIO
 
 
 class Callback:
@@ -99,7 +104,10 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     progress: P
     run_info: RunInfo
     """The run as it was when this process started."""
+    fingerprint: Fingerprint
     last_step: int
+    sharded_io: ShardedCheckpointIO | None = None
+    """Saves and restores a learner in several processes."""
 
     def __init__(
         self,
@@ -135,17 +143,12 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         """Return the initial progress, or restore a checkpoint and return its progress."""
 
     @abstractmethod
-    def pack_state(self, progress: P) -> SavedState:
-        """Return what a resumed run needs."""
+    def pack(self, progress: P, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
+        """Return what a resumed run needs, from the learner's tensors and values."""
 
     @abstractmethod
     def load_learner_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Put the learner back to a checkpoint's state."""
-
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """Version of the weights: updates so far."""
 
     @property
     @abstractmethod
@@ -158,12 +161,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     @property
     def max_snapshot_bytes(self) -> int:
         """Largest state that is copied at every step."""
-        return MAX_SNAPSHOT_BYTES
-
-    @property
-    def sharded_state(self) -> ShardedState[P] | None:
-        """How several processes save their shards; None = `pack_state` returns everything."""
-        return None
+        if self.config.guard.action != "warn":  # any step may have to be undone
+            return sys.maxsize
+        return MAX_SNAPSHOT_BYTES if isinstance(self.learner, SnapshotLearner) else 0  # elsewhere it may be costly
 
     @abstractmethod
     def make_run_info(self, progress: P) -> RunInfo:
@@ -184,17 +184,17 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         return progress.step >= self.steps
 
     @property
-    @abstractmethod
     def has_eval(self) -> bool:
         """Whether the run is evaluated."""
+        return True
 
     @abstractmethod
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[M | None, Mapping[str, float]]:
         """Evaluate the model; return the result and its metrics."""
 
-    @abstractmethod
     def cached_measurement(self, step: int) -> M | None:
         """Return an evaluation that the log already holds, from a run that was killed after it."""
+        return None
 
     @abstractmethod
     def summarise(self, after: M | None) -> Mapping[str, str]:
@@ -203,10 +203,6 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     @abstractmethod
     def result_values(self, progress: P, after: M | None) -> Mapping[str, Any]:
         """Return the contents of result.json."""
-
-    @abstractmethod
-    def phase_label(self, when: str) -> str:
-        """Label of an evaluation on the display."""
 
     # The run
 
@@ -218,8 +214,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         time_limit: str | None = None,
         overwrite: bool = False,
     ) -> TrainingResult[M | None]:
-        """Start a new run, or resume the one in the folder `resume` from its newest intact checkpoint. Raises PolicygradError
-        if the run cannot be trained; the message says what to change.
+        """Start a new run, or resume the one in the folder `resume` from its newest intact checkpoint.
 
         A signal stops the run, resumably (see `StopController`).
 
@@ -227,6 +222,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             stop_after: Stop, resumably, after this many steps of this call.
             time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
             overwrite: Replace the run that is in the output folder.
+
+        Raises:
+            PolicygradError: The run cannot be trained; the message says what to change.
         """
         self.stopping = StopController(None if time_limit is None else parse_duration(time_limit, "time_limit"))
         if stop_after is not None and stop_after < 1:
@@ -274,19 +272,32 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         text = dump_config(relative_to_folder(self.config, self.folder))
         write_atomically(self.folder / self.file, with_end_marker(text))
 
+    def attach_learner(self, learner: Any, stack: ExitStack) -> None:
+        """Use this learner, which `stack` closes."""
+        self.learner = learner
+        if isinstance(learner, CloseableLearner):
+            stack.callback(learner.close)
+        if self.config.learner.world_size > 1:  # torch.distributed takes a while to import
+            from policygrad.training.distributed import ShardedCheckpointIO
+
+            self.sharded_io = ShardedCheckpointIO(learner) if isinstance(learner, DistributedLearner) else None
+
     def _train(self, resumed: bool, stop_after: int | None) -> TrainingResult[M | None]:
+        sharded: ShardedState[P] | None = None
+        if (io := self.sharded_io) is not None:
+            sharded = ShardedState(lambda p: self.pack(p, {}, self.learner.state_values), io.start_save, io.is_sharded)
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             every=self.config.checkpoint.every,
             keep=self.config.checkpoint.keep,
-            pack=self.pack_state,
-            version=lambda: self.version,
+            pack=lambda progress: self.pack(progress, *self.learner.state()),
+            version=lambda: self.learner.version,
             sync=self.files.sync,
             note=self.trackers.note,
             resume_command=self.resume_command,
             max_snapshot_bytes=self.max_snapshot_bytes,
             check=self.check_checkpoint,
-            sharded=self.sharded_state,
+            sharded=sharded,
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
@@ -301,7 +312,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.trackers.start(self.run_info)
         if self.has_eval and not self.measured:
             try:
-                self.before = self.evaluate_at(self.phase_label("before training"), self.progress.step)
+                self.before = self.evaluate_at("before training", self.progress.step)
                 self.measured = True
             except StopRequested:
                 return self._stopped()
@@ -322,11 +333,15 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         except StopRequested:
             return self._stopped()
 
-    def evaluate_at(self, phase: str, step: int, *, interruptible: bool = True) -> M | None:
-        """Evaluate after `step` steps, unless the log already holds the result. Raises StopRequested if the run is stopped."""
-        cached = self.cached_measurement(step)
-        if cached is not None:
+    def evaluate_at(self, when: str, step: int, *, interruptible: bool = True) -> M | None:
+        """Evaluate after `step` steps, unless the log already holds the result.
+
+        Raises:
+            StopRequested: The run is stopped.
+        """
+        if (cached := self.cached_measurement(step)) is not None:
             return cached
+        phase = f"evaluating {when}"
         self.trackers.phase(phase)
         with self.stopping.interruptible() if interruptible else nullcontext():
             result, values = self.evaluate(lambda done, total: self.trackers.phase(phase, done, total))
@@ -348,20 +363,18 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self._noted_kinds.add(kind)
             self.trackers.note(text)
 
-    def apply(self, decision: GuardDecision) -> Undo | None:
-        """Carry out the guard's decision on the step that was just logged. Raises CheckpointError if a rollback found no intact
-        checkpoint.
+    def apply(self, decision: GuardDecision) -> StepOutcome:
+        """Carry out the guard's decision on the step that was just logged; return whether the step was undone.
 
-        Returns:
-            The undo, or None where the step stands.
+        Raises:
+            CheckpointError: A rollback found no intact checkpoint.
         """
         if decision.stop_reason:
             self.stop()
         if decision.action == "warn":
-            return None
-        rollback = decision.action == "rollback"
+            return StepOutcome()
         saved = None
-        if rollback:
+        if decision.action == "rollback":
             self.checkpointer.wait_for_save()
             saved = load_latest(self.checkpointer.folder, warn=self.note)
         if saved is None:
@@ -371,9 +384,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self.load_learner_state(saved.tensors, saved.state)
             step = self.progress.step + 1
             self.note(f"step {step}: restored the weights of step {saved.step}, at a lower learning rate")
-        if rollback:
-            scale_lr(self.learner, self.config.guard.lr_factor)
-        return Undo(None if saved is None else saved.state.get("parts"))
+        if decision.action == "rollback":
+            self.learner.lr *= self.config.guard.lr_factor  # a critic keeps its own
+        return StepOutcome(undone=True, restored_state=None if saved is None else saved.state.get("parts"))
 
     def should_continue(self, progress: P) -> bool:
         """Save a checkpoint when one is due; return whether to take another step."""
@@ -383,15 +396,18 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.checkpointer.on_step(progress, final=not active)
         return active
 
-    def compare_with_checkpoint(self, saved: Checkpoint, current: Fingerprint, config: C) -> None:
-        """Note what differs from the checkpoint, and record the options that do. Raises RunError if the training or evaluation
-        data differ."""
+    def compare_with_checkpoint(self, saved: Checkpoint) -> None:
+        """Note what differs from the checkpoint, and record the options that do.
+
+        Raises:
+            RunError: The training or evaluation data differ.
+        """
         self.option_changes = [*saved.state.get("option_changes", ())]
         if "fingerprint" not in saved.state:
             return
-        for text in compare_fingerprints(saved.state["fingerprint"], current, config, self.folder):
+        for text in compare_fingerprints(saved.state["fingerprint"], self.fingerprint, self.config, self.folder):
             self.trackers.note(text)
-        if options := list_changed_options(saved.state["fingerprint"], current):
+        if options := list_changed_options(saved.state["fingerprint"], self.fingerprint):
             self.option_changes.append({"step": saved.step, "options": options})
 
     def stop(self) -> None:
@@ -399,7 +415,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.stopping.requested = True
 
     def _finish(self) -> TrainingResult[M | None]:
-        after = self.evaluate_at(self.phase_label("after training"), self.progress.step) if self.has_eval else None
+        after = self.evaluate_at("after training", self.progress.step) if self.has_eval else None
         values, summary = self.result_values(self.progress, after), self.summarise(after)
         card = render_model_card(
             self.kind,

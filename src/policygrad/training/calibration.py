@@ -91,8 +91,8 @@ def calibrate(
     source = "measured by policygrad plan --calibrate"
     measured = replace(device_entry, source=source, **figures)  # type: ignore[arg-type]
     say(f"{bandwidth / 1e9:,.1f} GB/s; training")
-    micro = MICRO_TOKENS_CPU if device == "cpu" else MICRO_TOKENS
-    layout = ParallelLayout(gpus=1, dtype=dtype, micro_tokens=micro)
+    micro_tokens = MICRO_TOKENS_CPU if device == "cpu" else MICRO_TOKENS
+    layout = ParallelLayout(gpus=1, dtype=dtype, micro_tokens=micro_tokens)
     time_model = TimeModel(setup.shape, measured, Efficiency(), layout)
     model, tokens = build_model(setup.shape, dtype, device), setup.workload.count_tokens()
     training, scoring = measure_training(setup, model, dtype, device)
@@ -107,7 +107,6 @@ def calibrate(
     say(
         f"{1e3 * many:.1f} ms per token of {setup.decode_rows[1]} completions, {1e3 * few:.1f} ms of {setup.decode_rows[0]}"
     )
-    seconds = {"training": training, "scoring": scoring, "token of few": few, "token of many": many}
     details = {
         "processor": platform.processor() or platform.machine(),
         "threads": str(torch.get_num_threads()),
@@ -115,7 +114,7 @@ def calibrate(
         "transformers": version("transformers"),
         "policygrad": __version__,
         "rows": list(setup.decode_rows),
-        "seconds": seconds,
+        "seconds": {"training": training, "scoring": scoring, "token of few": few, "token of many": many},
     }
     return Calibration(measured, efficiency, dtype, details)
 
@@ -124,27 +123,26 @@ def build_model(shape: ModelShape, dtype: str, device: str) -> nn.Module:
     """Build a Qwen3 with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    settings: dict[str, Any] = {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": shape.tied,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "attn_implementation": "sdpa",
-    }
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        attn_implementation="sdpa",  # type: ignore[call-arg]
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**settings))
+        model: Any = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(0.0, 0.02)  # the padding row too, since it is sampled here
-    moved: nn.Module = model.to(device=device, dtype=DTYPES[dtype]).eval()
-    return moved
+    return model.to(device=device, dtype=DTYPES[dtype]).eval()  # type: ignore[no-any-return]
 
 
 def build_batch(shape: ModelShape, workload: Workload) -> Batch:

@@ -26,7 +26,7 @@ from policygrad.errors import ConfigError, PolicygradError
 from policygrad.learners.local.activation_memory import saved_activation_bytes
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
 from policygrad.models.adapters import add_adapters
-from policygrad.models.loading import DTYPES, pretrained_kwargs, read_config, resolve_model
+from policygrad.models.loading import DTYPES, read_config, resolve_model
 from policygrad.models.lora_config import adapter_base, read_lora
 from policygrad.planning.cost_model import AlgorithmCost, static_bytes
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
@@ -79,8 +79,11 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
 
 
 def compute_plannable_cost(algorithm: Algorithm) -> AlgorithmCost:
-    """Return the cost of an algorithm that a plan can count completely. Raises ConfigError if it does not update the weights by
-    gradient steps."""
+    """Return the cost of an algorithm that a plan can count completely.
+
+    Raises:
+        ConfigError: It does not update the weights by gradient steps.
+    """
     if type(algorithm.update_rule) is not GradientSteps:
         raise ConfigError(
             f"--algorithm {algorithm.name} updates by {type(algorithm.update_rule).__name__}, and a plan counts gradient steps "
@@ -123,8 +126,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(run: Run) -> MemoryEstimate:
-    """Estimate from the configuration of the run's model and the first prompts of its task; no weights are read. Raises
-    PolicygradError if something cannot be loaded, or the architecture cannot be counted."""
+    """Estimate from the configuration of the run's model and the first prompts of its task; no weights are read.
+
+    Raises:
+        PolicygradError: Something cannot be loaded, or the architecture cannot be counted.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # a plan needs none of it
@@ -142,15 +148,15 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     read_config(adapter_base(path) or path, f"the model {run.model!r}")
     row_options = load_row_options(run.row_map, run.skip_bad_rows, run.decontaminate)
     task = load_task(run.task, seed=run.seed, eval_data=run.eval_data, row_options=row_options)
-    kwargs = pretrained_kwargs(run.trust_remote_code)
-    config = AutoConfig.from_pretrained(adapter_base(path) or path, **kwargs)
+    trust = run.trust_remote_code
+    config = AutoConfig.from_pretrained(adapter_base(path) or path, trust_remote_code=trust)
     with torch.device("meta"):
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, **kwargs)
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, trust_remote_code=trust)
         parameters = sum(p.numel() for p in model.parameters())
         adapters = None
         if lora is not None:
             adapters = sum(p.numel() for p in add_adapters(model, lora).parameters() if p.requires_grad)
-    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
+    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust)
     completion = run.sampling.max_tokens
     prompts = [task.train_example(i).prompt for i in range(NUM_PROBE_PROMPTS)]
     lengths = [len(tokenizer.encode(prompt, completion)) for prompt in prompts]
@@ -171,33 +177,22 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cache_bytes = int(2 * text.num_hidden_layers * heads * width) * dtype.itemsize  # of a token, in all layers
-    cache = rows * (max(lengths) + completion) * cache_bytes
+    # weights, gradients and Adam's moments of all trained models, the copy that undoes a failed step, and other models
+    cost, weight = compute_algorithm_cost(run.algorithm), dtype.itemsize
+    trained, frozen = cost.trained_models, cost.frozen_models + (run.max_staleness > 0)
+    moving = parameters if adapters is None else adapters
+    by_purpose = static_bytes(moving, weight, trained, frozen, adamw=run.algorithm.update_rule.uses_lr)
+    fixed = {"libraries": libraries, **{name: int(size) for name, size in by_purpose.items()}}
+    if adapters is not None:  # trained in float32, on weights that all models share
+        four_bits = run.learner.adapters is not None and run.learner.adapters.bits is not None
+        has_reference_model = run.algorithm.reference is not None and run.algorithm.reference.model is not None
+        other = adapters * (frozen - has_reference_model) * 4 + parameters * has_reference_model * weight
+        base = parameters // 2 + parameters // 16 if four_bits else parameters * weight  # NF4, with its scales
+        fixed |= {"weights": base, "adapters": adapters * trained * 4, "other models": other}
     return MemoryEstimate(
-        {"libraries": libraries, **_count_model_bytes(run, parameters, adapters, dtype)},
+        fixed,
         training=saved + logits,
-        sampling=cache + rows * vocabulary * 24,
+        sampling=rows * (max(lengths) + completion) * cache_bytes + rows * vocabulary * 24,
         micro_tokens=tokens,
         releases_memory=device != "cpu",
     )
-
-
-def _count_model_bytes(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype) -> dict[str, int]:
-    """Count the weights, gradients and Adam's moments of all trained models, the copy that undoes a failed step, and other
-    models. `adapters`: Trained parameters in float32, on weights that all models share; None = all weights are trained."""
-    algorithm, weight = run.algorithm, dtype.itemsize
-    cost = compute_algorithm_cost(algorithm)
-    trained, frozen = cost.trained_models, cost.frozen_models + (run.max_staleness > 0)
-    moving = parameters if adapters is None else adapters
-    by_purpose = static_bytes(moving, weight, trained, frozen, adamw=algorithm.update_rule.uses_lr)
-    counted = {name: int(size) for name, size in by_purpose.items()}
-    if adapters is None:
-        return counted
-    has_reference_model = algorithm.reference is not None and algorithm.reference.model is not None
-    four_bits = run.learner.adapters is not None and run.learner.adapters.bits is not None
-    base = parameters // 2 + parameters // 16 if four_bits else parameters * weight  # NF4, with its scales
-    return {
-        "weights": base,
-        "adapters": adapters * trained * 4,
-        **{name: counted[name] for name in ("gradients", "optimizer", "copy of the state")},
-        "other models": adapters * (frozen - has_reference_model) * 4 + parameters * has_reference_model * weight,
-    }

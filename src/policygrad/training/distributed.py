@@ -106,11 +106,6 @@ class ShardedCheckpointIO:
     def __init__(self, learner: DistributedLearner) -> None:
         self._learner, self._saves = learner, 0
 
-    @property
-    def state_values(self) -> dict[str, Any]:
-        """The state's JSON values, without its tensors."""
-        return self._learner.state_values
-
     @staticmethod
     def is_sharded(name: str) -> bool:
         """Return whether a checkpoint's tensor belongs to the learner, by its name."""
@@ -139,15 +134,14 @@ class ShardedCheckpointIO:
         return [ShardFile(**report) for report in reports]
 
     def restore(self, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore the verified checkpoint at `path`; `tensors` give the shapes. Raises CheckpointError if a process cannot read
-        it; KeyError if it is of another model."""
+        """Restore the verified checkpoint at `path`; `tensors` give the shapes.
+
+        Raises:
+            CheckpointError: A process cannot read it.
+            KeyError: It is of another model.
+        """
         specs = {name: tensor.to("meta") for name, tensor in tensors.items()}
         self._learner.run_on_all(restore_shard, path.absolute(), specs, values)
-
-
-def make_sharded_io(learner: Learner) -> ShardedCheckpointIO | None:
-    """Return the checkpoint IO of a distributed learner; None for any other."""
-    return ShardedCheckpointIO(learner) if isinstance(learner, DistributedLearner) else None
 
 
 def save_shard(learner: FsdpLearner, folder: Path, key: str) -> None:
@@ -159,7 +153,6 @@ def save_shard(learner: FsdpLearner, folder: Path, key: str) -> None:
     }
 
     def write() -> None:
-        report: dict[str, Any]
         try:
             report = asdict(write_shard_file(folder / shard_name(workers.rank), shards))
         except OSError as error:

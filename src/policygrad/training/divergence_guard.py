@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policygrad.errors import ConfigError
-from policygrad.learners.base import Learner
 from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
 from policygrad.training.loop import StepResult
 
@@ -31,21 +29,12 @@ ACTION_MESSAGES = {
 class GuardHistory:
     """The guard's memory, which a checkpoint holds."""
 
-    recent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The last values of each metric, oldest first, without those of undone steps."""
     alarm_streak: int = 0
     """Consecutive steps with an alarm."""
     lr_factor: float = 1.0
     """Product of the factors by which rollbacks have lowered the learning rate."""
-
-    def to_dict(self) -> dict[str, Any]:
-        recent = {name: list(values) for name, values in self.recent.items()}
-        return {"recent": recent, "alarm_streak": self.alarm_streak, "lr_factor": self.lr_factor}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> GuardHistory:
-        recent = {name: tuple(values) for name, values in saved["recent"].items()}
-        return cls(recent, saved["alarm_streak"], saved["lr_factor"])
 
 
 @dataclass(frozen=True)
@@ -88,11 +77,11 @@ class DivergenceGuard:
         self.config, self.history, self.decision = config, GuardHistory(), GuardDecision()
         self._note = note
 
-    def restore(self, saved: Mapping[str, Any] | None, learner: object) -> None:
+    def restore(self, saved: Mapping[str, Any] | None, learner: Any) -> None:
         """Load the history of a checkpoint, and lower the learner's rate as earlier rollbacks did."""
-        self.history = GuardHistory() if saved is None else GuardHistory.from_dict(saved)
+        self.history = GuardHistory(**(saved or {}))
         if self.history.lr_factor != 1:
-            scale_lr(learner, self.history.lr_factor)
+            learner.lr *= self.history.lr_factor
 
     def assess(self, step: int, values: Mapping[str, float], constant_rewards: bool = False) -> GuardDecision:
         """Decide on a step from its metrics, note its alarms, and remember them."""
@@ -131,17 +120,18 @@ def assess_step(
     streak = history.alarm_streak + 1 if alarm else 0
     action = "warn"
     if alarm and config.action != "warn":
-        can_undo = config.action != "stop" and bool(
-            values.get("updates/taken")
-        )  # a step without updates has none to undo
-        action = config.action if spikes else "skip" if can_undo else "warn"
-        action = "stop" if config.max_consecutive_alarms and streak >= config.max_consecutive_alarms else action
+        if spikes:
+            action = config.action
+        elif config.action != "stop" and values.get("updates/taken"):  # a step without updates has none to undo
+            action = "skip"
+        if 0 < config.max_consecutive_alarms <= streak:
+            action = "stop"
     recent = {}
     for name in METRIC_OPTIONS:
         before, value = history.recent.get(name, ()), values.get(name)
         if value is not None and math.isfinite(value) and action == "warn":
             before = (*before, float(value))
-        recent[name] = before[-config.window :]
+        recent[name] = tuple(before[-config.window :])
     text = "no reward distinguishes one completion from another: all compared rewards are equal"
     lr_factor = history.lr_factor * (config.lr_factor if action == "rollback" else 1.0)
     streak = 0 if action == "stop" else streak  # a resumed run starts counting again
@@ -163,16 +153,3 @@ def has_constant_rewards(result: StepResult, values: Mapping[str, float]) -> boo
     rewards = batch.reward[batch.counted]
     all_equal = len(rewards) > 1 and bool((rewards == rewards[0]).all())
     return all_equal or not bool((result.psi[batch.mask] != 0).any())
-
-
-def check_rollback_lr(learner: Learner, config: GuardConfig) -> None:
-    """Raise ConfigError if a rollback would have to lower a learning rate that the learner does not expose."""
-    if config.action == "rollback" and getattr(learner, "lr", None) is None:
-        raise ConfigError(
-            f"guard.action=rollback lowers the learning rate, and {type(learner).__name__} has no `lr` to set: use skip or stop"
-        )
-
-
-def scale_lr(learner: Any, factor: float) -> None:
-    """Multiply the policy's peak learning rate; a critic keeps its own."""
-    learner.lr = learner.lr * factor

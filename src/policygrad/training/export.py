@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,13 +43,16 @@ def export_merged(
     trust_remote_code: bool = False,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write W + (α/r)·B·A in place of each adapted W, added in float32 and rounded once; the result loads without PEFT. Raises
-    ModelError if there is no adapter, or it cannot be merged; RunError if the folder is not empty.
+    """Write W + (α/r)·B·A in place of each adapted W, added in float32 and rounded once; the result loads without PEFT.
 
     Args:
         model: A run's folder, or an adapter's.
         output: None = `merged` in the run's folder.
         dtype: fp32 or bf16; None = the run's.
+
+    Raises:
+        ModelError: There is no adapter, or it cannot be merged.
+        RunError: The folder is not empty.
     """
     path = resolve_model(model)
     if adapter_base(path) is None:
@@ -76,9 +80,13 @@ def export_merged(
 def export_stopped(
     run: Path, *, trust_remote_code: bool = False, phase: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """Write `RUN/model-step-N`, the model in the newest intact checkpoint of a run of `train` or `sft`, and leave the run as it
-    is. Raises RunError if there is no such run or no checkpoint, or the checkpoint belongs to another model; ConfigError if the
-    model needs code of its own, without permission; ModelError if the run's initial model cannot be found."""
+    """Write `RUN/model-step-N`, the model in the newest intact checkpoint of a run of `train` or `sft`, and leave the run as it is.
+
+    Raises:
+        RunError: There is no such run or no checkpoint, or the checkpoint belongs to another model.
+        ConfigError: The model needs code of its own, without permission.
+        ModelError: The run's initial model cannot be found.
+    """
     kind = "sft" if (run / "sft.toml").is_file() else "train"
     file = config_file(check_resumable(run, kind), kind)
     config = read_config_file(file)
@@ -135,13 +143,16 @@ def export_gguf(
     phase: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write one file with weights, vocabulary and chat template, for llama.cpp, Ollama and LM Studio; adapters are merged.
-    Raises ModelError if llama.cpp has no name for the architecture or tokenizer, or this is a reward model; EngineError if the
-    package `gguf` is missing; RunError if the file exists, or cannot be written.
 
     Args:
         model: A run's, a model's or an adapter's folder, or a hub id.
         output: None = `model.gguf` in that folder.
         dtype: fp32 or bf16; None = the run's, and fp32 for a model of no run.
+
+    Raises:
+        ModelError: llama.cpp has no name for the architecture or tokenizer, or this is a reward model.
+        EngineError: The package `gguf` is missing.
+        RunError: The file exists, or cannot be written.
     """
     path = resolve_model(model)
     file = Path(output) if output is not None else Path(model) / GGUF_FILE
@@ -171,17 +182,14 @@ def export_gguf(
     except EngineError as error:
         raise ModelError(f"{error}: {CONVERTER_HINT}") from error
     except OSError as error:
-        if is_disk_full(error):
-            raise RunError(f"{file} was not written, the disk is full: free some space and try again") from error
-        raise RunError(f"{file} was not written: {error}") from error
+        reason = ", the disk is full: free some space and try again" if is_disk_full(error) else f": {error}"
+        raise RunError(f"{file} was not written{reason}") from error
     return file
 
 
 def _read_dtype(run: Path) -> str:
     """Return the precision that a run computed in; float32 for an adapter without a run."""
     for name in CONFIG_FILES:
-        try:
+        with suppress(ConfigError, KeyError, TypeError):
             return str(read_config_file(run / name)["learner"]["dtype"])
-        except (ConfigError, KeyError, TypeError):
-            continue
     return "fp32"

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from policygrad.errors import ConfigError
@@ -29,8 +29,11 @@ class StopController:
     """A context in which signals set `requested`, and end `interruptible` work at once.
 
     The handler never prints through Python, since it may interrupt a print. Outside the main thread the context leaves the
-    process's signal handlers alone. `time_limit`:
-    seconds after which the run must have stopped and be saved; None = no limit."""
+    process's signal handlers alone.
+
+    Args:
+        time_limit: Seconds after which the run must have stopped and be saved; None = no limit.
+    """
 
     def __init__(self, time_limit: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = False
@@ -49,10 +52,10 @@ class StopController:
             self._timer.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._signals.__exit__(kind, error, at)
+        self._signals.__exit__(None, None, None)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -57,20 +57,15 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Undo:
-    """The updates of a step were taken back."""
-
-    state: State | None = None
-    """State of the algorithm's parts in the checkpoint that was restored; None = only this step was undone."""
-
-
-@dataclass(frozen=True)
 class StepOutcome:
     """The answer of `StepCallbacks.on_step`."""
 
     metrics: Metrics = field(default_factory=dict)
     """Evaluation metrics of this step, which the algorithm's parts may use."""
-    undo: Undo | None = None
+    undone: bool = False
+    """Whether the step's updates were taken back."""
+    restored_state: State | None = None
+    """State of the algorithm's parts in the checkpoint that was restored; None = none was."""
 
 
 class StepCallbacks(Protocol):
@@ -93,9 +88,11 @@ def run_loop(
     callbacks: StepCallbacks,
     interruptible: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Progress:
-    """Take steps until `callbacks` stop the run. The rollouter starts with the learner's weights; which sampler, environment
-    and learner these are makes no difference here. `interruptible`: Surrounds each rollout. A rollout changes no state, so an
-    exception raised there discards the step."""
+    """Take steps until `callbacks` stop the run. The rollouter starts with the learner's weights.
+
+    Args:
+        interruptible: Surrounds each rollout. A rollout changes no state, so an exception raised there discards the step.
+    """
     producer, active = _make_producer(run, progress), True
     try:
         while active:
@@ -154,12 +151,13 @@ def run_step(
         clock["time/sampler_idle"] = Sum(max(0.0, finished - started - (producer.busy_seconds - busy)))
     metrics = merge(rollout.metrics, age, algorithm.report(batch), update_metrics, published, clock)
     outcome = callbacks.on_step(StepResult(step, algorithm, rollout, batch, psi, metrics))
-    queue, undo = producer.queue, outcome.undo
-    rolled_back = undo is not None and undo.state is not None
-    if undo is None:
-        state = run.algorithm.update_state(progress.state, batch, update_metrics | outcome.metrics, shaped)
+    if outcome.restored_state is not None:
+        state = outcome.restored_state
+    elif outcome.undone:
+        state = progress.state
     else:
-        state = progress.state if undo.state is None else undo.state
+        state = run.algorithm.update_state(progress.state, batch, update_metrics | outcome.metrics, shaped)
+    queue, rolled_back = producer.queue, outcome.restored_state is not None
     after = Progress(
         state=state,
         step=step,

@@ -38,14 +38,15 @@ Fingerprint = Mapping[str, Mapping[str, Any]]
 
 
 def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the sha256 of data files and code, the settings and the versions. `code`: the name that the run has for each
-    imported module or file of custom code → its module or path."""
+    """Return the sha256 of data files and code, the settings and the versions.
+
+    Args:
+        code: The name that the run has for each imported module or file of custom code → its module or path.
+    """
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     data = {name: getattr(config, name, None) for name in ("task", "eval_data")}
     sources = {name: getattr(sys.modules.get(place), "__file__", place) for name, place in (code or {}).items()}
     code_hashes = {}

@@ -27,13 +27,19 @@ from policygrad.models.classifier import (
 from policygrad.models.loading import DTYPES, context_length, disable_dropout, model_origin, resolve_model
 from policygrad.models.lora_config import Lora, adapter_base, check_same_adapter, read_lora
 from policygrad.models.tokenizer import Tokenizer, check_vocabulary
-from policygrad.tasks.preferences import exclude_eval_prompts, group_by_prompt, read_preferences, split_by_prompt
+from policygrad.tasks.preferences import group_by_prompt, read_preferences
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import RewardModelConfig
-from policygrad.training.setup import load_row_options, pick_device
-from policygrad.training.sft import describe_eval_split
-from policygrad.training.supervised import LearnerShard, MetricValues, SupervisedLearner, train_supervised
+from policygrad.training.setup import pick_device
+from policygrad.training.supervised import (
+    LearnerShard,
+    MetricValues,
+    SupervisedLearner,
+    SupervisedTrainer,
+    load_resumed_config,
+    read_rows,
+)
 
 EVAL_CHUNK = 64
 """Pairs evaluated at a time, so that progress shows."""
@@ -48,18 +54,15 @@ def train_reward_model(
     overwrite: bool = False,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Train a reward model on preferences, or resume the run in the folder `resume`. Raises PolicygradError if the run cannot
-    be trained; the message says what to change. The other arguments are those of `train`."""
-    return train_supervised(
-        PreferenceObjective,
-        RewardModelConfig,
-        config,
-        resume=resume,
-        stop_after=stop_after,
-        time_limit=time_limit,
-        overwrite=overwrite,
-        **tracking,
+    """Train a reward model on preferences, or resume the run in the folder `resume`. The other arguments are those of `train`.
+
+    Raises:
+        PolicygradError: The run cannot be trained; the message says what to change.
+    """
+    trainer = SupervisedTrainer(
+        config or load_resumed_config(RewardModelConfig, resume), PreferenceObjective, **tracking
     )
+    return trainer.train(resume=resume, stop_after=stop_after, time_limit=time_limit, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -89,26 +92,13 @@ class PreferenceObjective:
     causal = False
 
     def __init__(self, config: RewardModelConfig) -> None:
-        options = load_row_options(config.row_map, config.skip_bad_rows)
-        pairs = read_preferences(config.data, options)
-        eval_pairs = read_preferences(config.eval_data, options) if config.eval_data else []
-        train_pairs = pairs
-        if eval_pairs:
-            train_pairs = exclude_eval_prompts(pairs, eval_pairs, config.data, str(config.eval_data))
-        split = None if eval_pairs else split_by_prompt(train_pairs)
-        train = split.train if split else range(len(train_pairs))
-        held_out = split.eval if split else range(len(train_pairs), len(train_pairs) + len(eval_pairs))
-        self.pairs = [*train_pairs, *eval_pairs]
-        self.units = group_by_prompt(self.pairs, list(train))
-        self.eval_units = group_by_prompt(self.pairs, list(held_out))
-        self.run_facts = {"eval data": describe_eval_split(len(held_out), split is not None and split.eval_on_train)}
-        if len(train_pairs) < len(pairs):
-            self.run_facts["left out"] = f"{len(pairs) - len(train_pairs)} pairs with prompts of the evaluation data"
+        self.pairs, split, self.run_facts = read_rows(config, read_preferences, "pairs")
+        self.units = group_by_prompt(self.pairs, split.train)
+        self.eval_units = group_by_prompt(self.pairs, split.eval)
         self.model, self.tokenizer = load_reward_model(config)
         padding = self.model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
-        if (
-            config.learner.world_size > 1 and padding is None
-        ):  # texts would be read one by one, or all at once elsewhere
+        if config.learner.world_size > 1 and padding is None:
+            # one process would read its texts one by one, another all at once
             raise ConfigError(
                 f"{config.model!r} has no padding token, which several processes need: name one in its tokenizer_config.json "
                 "(pad_token), or train in one process (learner.world_size 1)"
@@ -223,9 +213,12 @@ def compute_accuracy(margin: Tensor) -> Tensor:
 
 
 def load_reward_model(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
-    """Load a causal model's weights with a new head of one output, or an existing reward model; and its tokenizer. Raises
-    ModelError if there is no such model, it is a classifier of several labels, or it has no tokenizer; ConfigError if the model
-    cannot have these adapters."""
+    """Load a causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
+
+    Raises:
+        ModelError: There is no such model, it is a classifier of several labels, or it has no tokenizer.
+        ConfigError: The model cannot have these adapters.
+    """
     path, lora, trust = resolve_model(config.model), config.learner.adapters, config.trust_remote_code
     count, _ = read_num_labels(path, trust)
     if count > 1:
@@ -251,7 +244,5 @@ def load_reward_model(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
             add_adapters(model, lora, base=base, seed=config.seed, modules_to_save=head)
     tokenizer = load_classifier_tokenizer(path, trust)
     check_vocabulary(tokenizer.hf, model, config.model)
-    for module in model.modules():
-        disable_dropout(module)
-    set_padding_token(model, tokenizer.hf)
+    set_padding_token(disable_dropout(model), tokenizer.hf)
     return model, replace(tokenizer, name=config.model, context_length=context_length(model))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from policygrad.errors import ConfigError, RunError
@@ -60,51 +59,59 @@ class RunFolder:
     def commit(self) -> None:
         """Keep the folder whatever happens, and delete the run that it replaces."""
         self._created, self._leftovers = (), ()
-        delete_stashed(self.path)
+        with suppress(OSError):  # its name disappears at once, and files that cannot be deleted do no harm
+            os.replace(self.path / STASH, self.path / _TRASH)
+        for name in (STASH, _TRASH):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def __enter__(self) -> Self:
         try:
             with convert_write_errors(self.path / LOCK_FILE, self.path):
                 write_lock_owner(self._lock)
         except RunError:
-            self._release()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             if not HAS_FILE_LOCKS:  # Windows cannot delete an open file
                 self._lock.close()
             _remove(self.path, self._leftovers, self._created)
-            if self._leftovers:  # never committed
+            if self._leftovers and self.has_stash:  # never committed
+                stash = self.path / STASH
                 with convert_write_errors(self.path, self.path):
-                    restore_stashed(self.path)
+                    for path in _config_last(stash):
+                        _move(path, self.path)
+                    stash.rmdir()
 
 
 def open_run_folder(folder: Path, kind: str, note: Callable[[str], None]) -> RunFolder:
-    """Lock an existing run's folder, to resume the run. Raises RunError if there is no run of this kind in it, or another
-    process is at work on it."""
+    """Lock an existing run's folder, to resume the run.
+
+    Raises:
+        RunError: There is no run of this kind in it, or another process is at work on it.
+    """
     return RunFolder(check_resumable(folder, kind), _lock_folder(folder, note))
 
 
 def create_run_folder(
     output: str | None, name: str, file: str, note: Callable[[str], None], overwrite: bool = False
 ) -> RunFolder:
-    """Create and lock the folder of a new run: `output`, or the next free runs/NAME-N. Raises RunError if the folder is not
-    empty, another process is at work on it, or it cannot be created; ConfigError if `overwrite` is given without
-    `output`. `file`: name of the configuration file; `overwrite`: stash a run that is in the folder, which is deleted once the
-    new one is committed."""
+    """Create and lock the folder of a new run: `output`, or the next free runs/NAME-N.
+
+    Args:
+        file: Name of the configuration file.
+        overwrite: Stash a run that is in the folder, which is deleted once the new one is committed.
+
+    Raises:
+        RunError: The folder is not empty, another process is at work on it, or it cannot be created.
+        ConfigError: `overwrite` is given without `output`.
+    """
     leftovers = (LOCK_FILE, file, f".tmp-{file}")
     if overwrite and output is None:
         raise ConfigError("--overwrite replaces the run in the folder of --output, and there is no --output")
-    if output is None:
-        folder, created = create_next_free(name)
-    else:
-        folder = Path(output)
-        created = _make(folder)
+    folder, created = create_next_free(name) if output is None else (Path(output), _make(Path(output)))
     if created:
         try:
             return RunFolder(folder, _lock_folder(folder, note), created, leftovers)
@@ -128,7 +135,7 @@ def create_run_folder(
                 if not overwrite:
                     raise error
                 check_overwritable(folder)
-                stash_run(folder, LOCK_FILE)
+                stash_run(folder)
             except BaseException:
                 lock.close()
                 raise
@@ -190,29 +197,29 @@ def config_file(folder: Path, kind: str) -> Path:
 
 def check_resumable(folder: Path, kind: str) -> Path:
     """Return the folder. Raise RunError if it holds no run of this kind, or its configuration is lost."""
+    if (stash := folder / STASH).is_dir():
+        raise RunError(
+            f"{folder} was to be overwritten, and the new run was killed before it started: start it again with --overwrite; or, "
+            f"to restore the old run, move the contents of {stash} one folder up"
+        )
     file = config_file(folder, kind)
-    check_no_pending_overwrite(folder)
-    if file.is_file():
-        try:
-            lines = file.read_bytes().splitlines()
-        except OSError as error:
-            raise RunError(f"{file} cannot be read: {error.strerror}") from error
-        content = [line for line in lines if line.strip() and not line.strip().startswith(b"#")]
-        if not content or (lines[0] == _HEADER.encode() and _END.encode() not in lines):
-            problem = "is truncated" if content else "is empty"
-            command = "train" if file.name == "run.toml" else file.stem
-            raise RunError(
-                f"{file} {problem}, so the run's options are lost: restore a copy of it, or write it again with the options that "
-                f"the run started with, `policygrad {command} … --dry-run > {file}`"
-            )
-        return folder
-    other = next((name for name in ("train", "sft", "reward-model") if config_file(folder, name).is_file()), None)
-    hint = (
-        f"resume its run by `policygrad {other} --resume {folder}`"
-        if other
-        else "a run's folder is what --output named"
-    )
-    raise RunError(f"{folder} holds no run of `policygrad {kind}`, since there is no {file.name} in it: {hint}")
+    if not file.is_file():
+        others = [other for other in ("train", "sft", "reward-model") if config_file(folder, other).is_file()]
+        resume = [f"resume its run by `policygrad {other} --resume {folder}`" for other in others]
+        hint = resume[0] if resume else "a run's folder is what --output named"
+        raise RunError(f"{folder} holds no run of `policygrad {kind}`, since there is no {file.name} in it: {hint}")
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}") from error
+    content = [line for line in lines if line.strip() and not line.strip().startswith(b"#")]
+    if not content or (lines[0] == _HEADER.encode() and _END.encode() not in lines):
+        problem = "is truncated" if content else "is empty"
+        raise RunError(
+            f"{file} {problem}, so the run's options are lost: restore a copy of it, or write it again with the options that "
+            f"the run started with, `policygrad {kind} … --dry-run > {file}`"
+        )
+    return folder
 
 
 def with_end_marker(text: str) -> str:
@@ -238,8 +245,12 @@ def check_overwritable(folder: Path) -> None:
 
 
 def check_no_run_file(path: Path, option: str) -> None:
-    """Check that `option` does not name a file that a run has written, which would be overwritten. Raises ConfigError if the
-    path is a file of a run, or lies in one of its folders; OSError, ValueError if no file can have this name."""
+    """Check that `option` does not name a file that a run has written, which would be overwritten.
+
+    Raises:
+        ConfigError: The path is a file of a run, or lies in one of its folders.
+        OSError, ValueError: No file can have this name.
+    """
     path = Path(os.path.realpath(path))
     for folder in path.parents:
         first = path.relative_to(folder).parts[0]
@@ -250,16 +261,7 @@ def check_no_run_file(path: Path, option: str) -> None:
             )
 
 
-def check_no_pending_overwrite(folder: Path) -> None:
-    """Raise RunError if the folder has a stashed run, left by a new one that was killed before it started."""
-    if (stash := folder / STASH).is_dir():
-        raise RunError(
-            f"{folder} was to be overwritten, and the new run was killed before it started: start it again with --overwrite; or, "
-            f"to restore the old run, move the contents of {stash} one folder up"
-        )
-
-
-def stash_run(folder: Path, lock: str) -> None:
+def stash_run(folder: Path) -> None:
     """Move everything but the lock into the stash, the configuration last, so that an interruption leaves a run's folder.
 
     If the stash already holds a run, the folder's files are from one that was killed before it started, and are deleted.
@@ -268,7 +270,7 @@ def stash_run(folder: Path, lock: str) -> None:
     stash.mkdir(exist_ok=True)
     delete = _has_config(stash) and _has_config(folder)
     for path in _config_last(folder):
-        if path.name in (lock, STASH):
+        if path.name in (LOCK_FILE, STASH):
             continue
         if not delete:
             _move(path, stash)
@@ -276,23 +278,6 @@ def stash_run(folder: Path, lock: str) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def restore_stashed(folder: Path) -> None:
-    """Move a stashed run back, if there is one."""
-    stash = folder / STASH
-    if stash.is_dir():
-        for path in _config_last(stash):
-            _move(path, folder)
-        stash.rmdir()
-
-
-def delete_stashed(folder: Path) -> None:
-    """Delete a stashed run: its name disappears at once, and files that cannot be deleted do no harm."""
-    with suppress(OSError):
-        os.replace(folder / STASH, folder / _TRASH)
-    for name in (STASH, _TRASH):
-        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _has_config(folder: Path) -> bool:
@@ -323,9 +308,11 @@ def resolve_resume_folder(
 
 
 def copy_run(run: Path, to: Path, kind: str, config: Any, note: Callable[[str], None]) -> Path:
-    """Copy a run's history and checkpoints, with this configuration, into the folder `to`, which appears complete or not at
-    all. Raises RunError if there is no such run, another process is at work on it, or `to` is not empty, within it, or not
-    writable."""
+    """Copy a run's history and checkpoints, with this configuration, into the folder `to`, which appears complete or not at all.
+
+    Raises:
+        RunError: There is no such run, another process is at work on it, or `to` is not empty, within it, or not writable.
+    """
 
     def ignore(folder: str, names: list[str]) -> set[str]:
         patterns = NOT_COPIED if Path(folder) == run else (".tmp-*",)

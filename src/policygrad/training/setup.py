@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from policygrad.checkpoint.format import Checkpoint
 from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.registry import resolve_environment
@@ -103,11 +102,15 @@ def load_resources(
     placement: Placement = LOCAL_PLACEMENT,
     phase: ProgressCallback = ignore_progress,
 ) -> Resources:
-    """Load everything that training with `algorithm`, or an evaluation (None), needs. Raises PolicygradError if something is
-    missing or does not fit; the message says what to change.
+    """Load everything that training with `algorithm`, or an evaluation (None), needs.
 
-    `stack` closes the reward workers and the sampler; `sampler` and `environment` replace the configured ones; `phase` is called
-    with what rewards, servers or environments are being waited for.
+    Args:
+        stack: Closes the reward workers and the sampler.
+        sampler, environment: Replace the configured ones.
+        phase: Called with what rewards, servers or environments are being waited for.
+
+    Raises:
+        PolicygradError: Something is missing or does not fit; the message says what to change.
     """
     reward_options, options = resolve_rewards(options), resolve_config_paths(options)
     folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
@@ -126,8 +129,9 @@ def load_resources(
         )
     _check_task(task, environment, needs)
     environment_only = environment is not None and not reward_options
-    reads_reward = algorithm is None or algorithm.reads_reward
-    has_rewards = reads_reward or environment_only or bool(reward_options or task.rewards)
+    has_rewards = bool(
+        algorithm is None or algorithm.reads_reward or environment is not None or reward_options or task.rewards
+    )
     rewards: tuple[Reward, ...] = ()
     if has_rewards and not environment_only:
         rewards = choose_rewards(task, reward_options, needs, step_end)
@@ -154,18 +158,16 @@ def load_resources(
     if samples_ahead and (factory is None or callable(factory)):  # it samples while the learner changes its weights
         sampling_model = clone_model(model)
     if factory is None:
-        routing = (
-            Routing.for_model(sampling_model) if algorithm is not None and options.learner.routing_replay else None
-        )
-        loaded: Sampler = LocalSampler.from_tokenizer(sampling_model, tokenizer, routing)
+        replays_routing = algorithm is not None and options.learner.routing_replay
+        routing = Routing.for_model(sampling_model) if replays_routing else None
+        loaded: object = LocalSampler.from_tokenizer(sampling_model, tokenizer, routing)
     else:
-        made = call_factory(factory, Sampler, sampling_model, tokenizer)
-        if not isinstance(made, Sampler):
-            raise ConfigError(
-                f"sampler is {made!r}: pass an object with `async generate(requests)` and `async update(weights)`, see "
-                "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
-            )
-        loaded = made
+        loaded = call_factory(factory, Sampler, sampling_model, tokenizer)
+    if not isinstance(loaded, Sampler):
+        raise ConfigError(
+            f"sampler is {loaded!r}: pass an object with `async generate(requests)` and `async update(weights)`, see "
+            "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
+        )
     if isinstance(loaded, AsyncCloseable):
         stack.callback(lambda: run_async(_close(loaded)))
     rollouter = Rollouter(
@@ -188,8 +190,11 @@ def load_resources(
 
 
 def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> RowOptions:
-    """Load the row map, a function or its name. Raises ConfigError if there is no such file or function, or it is not
-    callable."""
+    """Load the row map, a function or its name.
+
+    Raises:
+        ConfigError: There is no such file or function, or it is not callable.
+    """
     function = load_object(row_map, "--row-map") if isinstance(row_map, str) else row_map
     if function is not None and not callable(function):
         raise ConfigError(
@@ -199,8 +204,11 @@ def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) 
 
 
 def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the requested tokenizer, or the model's own. Raises ModelError if the model is an object that names no folder, and
-    there is no tokenizer."""
+    """Load the requested tokenizer, or the model's own.
+
+    Raises:
+        ModelError: The model is an object that names no folder, and there is no tokenizer.
+    """
     source = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
     if not (tokenizer or source):
         raise ModelError("the model is an object that names no folder to read its tokenizer from: pass tokenizer= too")
@@ -262,13 +270,14 @@ def pick_device(name: str) -> str:
 def choose_rewards(
     task: Task, names: tuple[Any, ...], needs: frozenset[str] | None, step_end: str | None
 ) -> tuple[Reward, ...]:
-    """Return the rewards of the outcome, then those of reasoning steps: the requested ones, those of a pattern, or the task's
-    own. Raises RunError if nothing scores the outcome, nothing marks the steps that the algorithm needs, or a reward would be
-    ignored.
+    """Return the rewards of the outcome, then those of reasoning steps: the requested ones, those of a pattern, or the task's own.
 
     Args:
         needs: Batch fields that the algorithm reads; None = an evaluation.
         step_end: Pattern that ends a reasoning step.
+
+    Raises:
+        RunError: Nothing scores the outcome, nothing marks the steps that the algorithm needs, or a reward would be ignored.
     """
     requested = tuple(resolve_reward(name) for name in names)
     steps = tuple(reward for reward in requested if reward.process_reward)
@@ -314,18 +323,22 @@ def _describe_reward(reward: Reward, needs: frozenset[str] | None) -> str:
 
 
 def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_PLACEMENT) -> Learner:
-    """Make the learner of a run, in this process and `learner.world_size` − 1 others. Raises ModelError if the reference cannot
-    be read, or has another tokenizer than the policy; ConfigError if this is one of several torchrun processes that would each
-    learn alone."""
+    """Make the learner of a run, in this process and `learner.world_size` − 1 others.
+
+    Raises:
+        ModelError: The reference cannot be read, or has another tokenizer than the policy.
+        ConfigError: This is one of several torchrun processes that would each learn alone.
+    """
     check_not_torchrun(run.learner.world_size)
-    name = run.algorithm.reference.model if run.algorithm.reference is not None else None
     lora = run.learner.adapters
     reference: nn.Module | None = None
-    if name is not None:
-        tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
-        device = str(next(model.parameters()).device)
+    if run.algorithm.reference is not None and run.algorithm.reference.model is not None:
         reference = load_reference(
-            name, tokenizer, dtype=run.learner.dtype, device=device, trust_remote_code=run.trust_remote_code
+            run.algorithm.reference.model,
+            load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code),
+            dtype=run.learner.dtype,
+            device=str(next(model.parameters()).device),
+            trust_remote_code=run.trust_remote_code,
         )
         if lora is not None and run.algorithm.reward_model is not None and not adapter_configs(reference):
             reference = add_adapters(reference, lora, seed=run.seed)  # the implicit reward model starts as a copy
@@ -334,45 +347,12 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
     if run.learner.world_size > 1:  # torch.distributed takes a while to import
         from policygrad.learners.fsdp.controller import start_fsdp_learner
 
-        replicate_policy = run.sampler.engine == LOCAL and not run.max_staleness and placement.sampler is None
-        folder = Path(run.output) if run.output else None
         make = partial(
             start_fsdp_learner,
-            replicate_policy=replicate_policy,
+            replicate_policy=run.sampler.engine == LOCAL and not run.max_staleness and placement.sampler is None,
             stream_weights=run.publishes_sharded,
-            folder=folder,
+            folder=Path(run.output) if run.output else None,
             launcher=placement.learner_processes,
         )
     spec = LearnerSpec(run.algorithm, run.lr, run.steps, run.sampling.temperature, run.learner, run.optimizer)
     return make(model, spec, reference=reference)
-
-
-def build_learner(learner: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
-    """Return a learner, or call the factory for one. Raises ConfigError if the result is no learner."""
-    built = call_factory(learner, Learner, model, run)
-    if not isinstance(built, Learner):
-        raise ConfigError(
-            f"learner is {built!r}: pass a function of (model, run) that returns what policygrad.Learner describes "
-            "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
-        )
-    return built
-
-
-def restore_learner(
-    restore: Callable[[Mapping[str, Tensor], Mapping[str, Any]], None],
-    saved: Checkpoint,
-    tensors: Mapping[str, Tensor],
-    run: Run,
-    folder: Path,
-) -> None:
-    """Restore the learner from a checkpoint. Raises RunError if the checkpoint belongs to another algorithm or model.
-    `restore`: the learner's method; `tensors`: those of the learner in the checkpoint."""
-    try:
-        restore(tensors, saved.state["learner"])
-    except KeyError as error:
-        raise RunError(
-            f"{saved.path} has no {error}, which {run.algorithm.name} needs: resume with the algorithm that the run started with, "
-            f"or start a new run from its model, --model {folder}"
-        ) from error
-    except RuntimeError as error:
-        raise RunError(f"{saved.path} does not fit the model {run.describe_option('model')!r}: {error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -15,15 +14,23 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import backward_mode, backward_zero
-from policygrad.learners.local.packing import Pack, micro_batch_tokens, pack_micro_batches
+from policygrad.learners.local.packing import Pack
 from policygrad.models.loading import at_least_float32, load_model
 from policygrad.models.tokenizer import Tokenizer, encode_demonstration, load_tokenizer
-from policygrad.tasks.preferences import Demonstration, exclude_eval_prompts, read_demonstrations, split_by_prompt
+from policygrad.tasks.preferences import Demonstration, read_demonstrations
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.setup import load_row_options, pick_device
-from policygrad.training.supervised import LearnerShard, MetricValues, SupervisedLearner, get_device, train_supervised
+from policygrad.training.setup import pick_device
+from policygrad.training.supervised import (
+    LearnerShard,
+    MetricValues,
+    SupervisedLearner,
+    SupervisedTrainer,
+    get_device,
+    load_resumed_config,
+    read_rows,
+)
 
 EVAL_CHUNK = 64
 """Rows evaluated at a time, so that progress shows."""
@@ -38,18 +45,14 @@ def train_sft(
     overwrite: bool = False,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`. Raises PolicygradError if
-    the run cannot be trained; the message says what to change. The other arguments are those of `train`."""
-    return train_supervised(
-        SFTObjective,
-        SFTConfig,
-        config,
-        resume=resume,
-        stop_after=stop_after,
-        time_limit=time_limit,
-        overwrite=overwrite,
-        **tracking,
-    )
+    """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`. The other
+    arguments are those of `train`.
+
+    Raises:
+        PolicygradError: The run cannot be trained; the message says what to change.
+    """
+    trainer = SupervisedTrainer(config or load_resumed_config(SFTConfig, resume), SFTObjective, **tracking)
+    return trainer.train(resume=resume, stop_after=stop_after, time_limit=time_limit, overwrite=overwrite)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +73,7 @@ class SFTObjective:
     causal = True
 
     def __init__(self, config: SFTConfig) -> None:
-        options = load_row_options(config.row_map, config.skip_bad_rows)
-        rows = read_demonstrations(config.data, options)
-        eval_rows = read_demonstrations(config.eval_data, options) if config.eval_data else []
-        train_rows = exclude_eval_prompts(rows, eval_rows, config.data, str(config.eval_data)) if eval_rows else rows
+        rows, split, self.run_facts = read_rows(config, read_demonstrations, "rows")
         self.model: nn.Module = load_model(
             config.model,
             dtype=config.learner.dtype,
@@ -83,15 +83,9 @@ class SFTObjective:
             seed=config.seed,
         )
         self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
-        self.rows = [tokenise_demonstration(row, self.tokenizer) for row in [*train_rows, *eval_rows]]
-        split = None if eval_rows else split_by_prompt(train_rows)
-        self.units: list[tuple[int, ...]] = [(i,) for i in (split.train if split else range(len(train_rows)))]
-        self.eval_rows = list(split.eval) if split else list(range(len(train_rows), len(self.rows)))
-        self.run_facts = {
-            "eval data": describe_eval_split(len(self.eval_rows), split is not None and split.eval_on_train)
-        }
-        if len(train_rows) < len(rows):
-            self.run_facts["left out"] = f"{len(rows) - len(train_rows)} rows with prompts of the evaluation data"
+        self.rows = [tokenise_demonstration(row, self.tokenizer) for row in rows]
+        self.units: list[tuple[int, ...]] = [(i,) for i in split.train]
+        self.eval_rows = split.eval
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
         """Add one update's gradient; return {"loss": nats per token, "tokens": their number}."""
@@ -145,16 +139,10 @@ def _micro_batches(shard: LearnerShard, batch: Batch) -> Iterator[Pack]:
 
     def idle(pack: Pack) -> None:
         with backward_mode(shard.model, shard.config.gradient_checkpointing):
-            backward_zero(shard.evaluator(pack.to(get_device(shard))))
+            backward_zero(shard.evaluator(pack))
         shard.optimizer.accumulate_master_grads()
 
-    make = partial(pack_micro_batches, batch, torch.arange(len(batch.mask)))
-    return shard.division.divide(make, micro_batch_tokens(shard.config, shard.model), idle)
-
-
-def describe_eval_split(count: int, on_train: bool) -> str:
-    """Describe the evaluation rows."""
-    return "the training rows, which are too few to hold any out" if on_train else f"{count} rows"
+    return shard.division.micro_batches(batch, shard.config, shard.model, idle)
 
 
 def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
@@ -174,9 +162,12 @@ def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
 
 
 def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExample:
-    """Return token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token. Raises ModelError
-    if the prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the assistant's,
-    or there are more tokens than the model can read."""
+    """Return token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
+
+    Raises:
+        ModelError: The prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the
+            assistant's, or there are more tokens than the model can read.
+    """
     prompt_ids = tokenizer.encode(row.prompt, 0, row.source)
     ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
     if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:

@@ -6,25 +6,25 @@ each calls it with its shard of the model and of the micro-batches.
 
 from __future__ import annotations
 
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.shards import SavedState, ShardedState
+from policygrad.checkpoint.shards import SavedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, RunError
-from policygrad.learners.base import CloseableLearner, DistributedLearner, Learner, LearnerSpec
+from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, recompute_activations
@@ -32,23 +32,26 @@ from policygrad.learners.local.optimizer import Optimizer, check_moments, set_tr
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.models.adapters import describe_adapters
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.tasks.preferences import TrainEvalSplit, exclude_eval_prompts, split_by_prompt
+from policygrad.tasks.rows import HasPrompt, RowOptions
 from policygrad.tasks.sources import digest_data
 from policygrad.trackers import RunInfo
-from policygrad.training.base_trainer import BaseTrainer, TrackingOptions, TrainingResult
+from policygrad.training.base_trainer import BaseTrainer, TrackingOptions
 from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.supervised import SupervisedConfig
 from policygrad.training.config.trust import find_code_references
 from policygrad.training.provenance import fingerprint_run
 from policygrad.training.run_folder import check_resumable, config_file
+from policygrad.training.setup import load_row_options
 from policygrad.training.trainer import describe_model, limit_torch_threads
 from policygrad.weight_sync.base import copy_weights_
 
 if TYPE_CHECKING:
     from policygrad.learners.fsdp.controller import FsdpController
-    from policygrad.training.distributed import ShardedCheckpointIO
 
 T = TypeVar("T")
+R = TypeVar("R", bound=HasPrompt)
 AnyConfig = TypeVar("AnyConfig", bound=SupervisedConfig)
 MetricValues = Mapping[str, float]
 NULL_ALGORITHM = Algorithm(name="rows")
@@ -79,6 +82,7 @@ class LocalSupervisedLearner:
     """A learner in this process alone. `steps`: updates of the run, for the learning-rate schedule; `causal`: see `Objective`."""
 
     division = WorkDivision()
+    supports_snapshots = True
 
     def __init__(self, model: nn.Module, config: SupervisedConfig, steps: int, causal: bool = True) -> None:
         if config.learner.gradient_checkpointing:
@@ -115,28 +119,12 @@ class LocalSupervisedLearner:
         self.optimizer.restore(tensors, values["optimizer"])
 
 
-def build_supervised_learner(
-    model: nn.Module, config: SupervisedConfig, steps: int, causal: bool
-) -> LocalSupervisedLearner | FsdpController:
-    """Make the learner, in this process or in `learner.world_size` processes, which `close` ends. Raises ConfigError if the
-    options do not work with several processes, or this is one of several torchrun processes that would each learn alone."""
-    check_not_torchrun(config.learner.world_size)
-    if config.learner.world_size == 1:
-        return LocalSupervisedLearner(model, config, steps, causal)
-    from policygrad.learners.fsdp.controller import start_fsdp_learner
-    from policygrad.learners.fsdp.sharding import ModelSkeleton
-
-    return start_fsdp_learner(
-        model,
-        LearnerSpec(NULL_ALGORITHM, config.lr, steps, config=config.learner, optimizer=config.optimizer),
-        skeleton=None if causal else ModelSkeleton.without_shortcuts(model),
-        folder=Path(config.output) if config.output else None,
-    )
-
-
 def step_optimizer(shard: LearnerShard) -> tuple[float | None, float]:
-    """Take the update from the accumulated gradient; return (gradient norm before clipping, learning rate). Raises
-    NumericsError if the gradient is not finite; the weights are unchanged."""
+    """Take the update from the accumulated gradient; return (gradient norm before clipping, learning rate).
+
+    Raises:
+        NumericsError: The gradient is not finite; the weights are unchanged.
+    """
     return shard.optimizer.step()
 
 
@@ -169,6 +157,26 @@ class Objective(Protocol):
         ...
 
 
+def read_rows(
+    config: SupervisedConfig, read: Callable[[str, RowOptions], list[R]], noun: str
+) -> tuple[list[R], TrainEvalSplit, dict[str, str]]:
+    """Return the training rows followed by those of `eval_data`, which of them are for what, and facts to show about them."""
+    options = load_row_options(config.row_map, config.skip_bad_rows)
+    rows = train_rows = read(config.data, options)
+    eval_rows = read(config.eval_data, options) if config.eval_data else []
+    if eval_rows:
+        train_rows = exclude_eval_prompts(rows, eval_rows, config.data, str(config.eval_data))
+        size = len(train_rows)
+        split = TrainEvalSplit(tuple(range(size)), tuple(range(size, size + len(eval_rows))), eval_on_train=False)
+    else:
+        split = split_by_prompt(rows)
+    on_train = "the training rows, which are too few to hold any out"
+    facts = {"eval data": on_train if split.eval_on_train else f"{len(split.eval)} rows"}
+    if len(train_rows) < len(rows):
+        facts["left out"] = f"{len(rows) - len(train_rows)} {noun} with prompts of the evaluation data"
+    return [*train_rows, *eval_rows], split, facts
+
+
 @dataclass(frozen=True)
 class SupervisedProgress:
     """The state of a run between two steps, apart from the weights. The order of the rows follows from the seed."""
@@ -177,7 +185,7 @@ class SupervisedProgress:
     """Completed steps."""
 
 
-class BatchSchedule(Sequence[list[int]]):
+class BatchSchedule:
     """The rows of every update: units shuffled by (seed, epoch), with at most `batch_size` rows or one unit per update.
 
     An epoch is shuffled when one of its steps is requested. If units differ in size, epochs may differ in their number of steps,
@@ -203,13 +211,7 @@ class BatchSchedule(Sequence[list[int]]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[int]]: ...
-    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> list[int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         epoch = bisect_right(self._ends, index)
@@ -218,37 +220,21 @@ class BatchSchedule(Sequence[list[int]]):
         return self._epoch[1][index - (self._ends[epoch - 1] if epoch else 0)]
 
     def _shuffle(self, epoch: int) -> list[list[int]]:
-        steps: list[list[int]] = []
-        order = list(range(len(self._units)))
+        order = list(self._units)
         Random(f"{self._seed}/{epoch}").shuffle(order)
-        rows: list[int] = []
+        steps: list[list[int]] = [[]]
         for unit in order:
-            if rows and len(rows) + len(self._units[unit]) > self._batch_size:
-                steps.append(rows)
-                rows = []
-            rows = [*rows, *self._units[unit]]
-        steps.append(rows)
+            if steps[-1] and len(steps[-1]) + len(unit) > self._batch_size:
+                steps.append([])
+            steps[-1] += unit
         return steps
 
 
-def train_supervised(
-    objective: Callable[[Any], Objective],
-    kind: type[AnyConfig],
-    config: AnyConfig | None,
-    *,
-    resume: str | Path | None,
-    stop_after: int | None,
-    time_limit: str | None,
-    overwrite: bool,
-    **tracking: Unpack[TrackingOptions],
-) -> TrainingResult[MetricValues | None]:
-    """Train the objective of a configuration, or resume the run in the folder `resume`. Raises PolicygradError if the run
-    cannot be trained; the message says what to change."""
-    if config is None and resume is not None:
-        config = load_config(config_file(check_resumable(Path(resume), kind.kind), kind.kind), kind())
-    return SupervisedTrainer(config or kind(), objective, **tracking).train(
-        resume=resume, stop_after=stop_after, time_limit=time_limit, overwrite=overwrite
-    )
+def load_resumed_config(kind: type[AnyConfig], resume: str | Path | None) -> AnyConfig:
+    """Return the configuration of the run in the folder `resume`; the default if there is none."""
+    if resume is None:
+        return kind()
+    return load_config(config_file(check_resumable(Path(resume), kind.kind), kind.kind), kind())
 
 
 class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, MetricValues]):
@@ -262,7 +248,6 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         super().__init__(config.resolve(), **tracking)
         self.kind, self.file = config.kind, f"{config.kind}.toml"  # type: ignore[misc]  # set per instance here
         self._make_objective = objective
-        self._sharded_io: ShardedCheckpointIO | None = None
 
     def build(self, stack: ExitStack) -> None:
         config = resolve_config_paths(self.config)
@@ -271,54 +256,39 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         self.schedule = BatchSchedule(self.objective.units, config.epochs, config.batch_size, config.seed)
         stack.enter_context(limit_torch_threads(self.model))
         set_trainable(self.model, config.learner.trainable)
-        self.learner = build_supervised_learner(self.model, config, len(self.schedule), self.objective.causal)
-        if isinstance(self.learner, CloseableLearner):
-            stack.callback(self.learner.close)
-        if isinstance(self.learner, DistributedLearner):
-            from policygrad.training.distributed import ShardedCheckpointIO
+        check_not_torchrun(config.learner.world_size)
+        learner: LocalSupervisedLearner | FsdpController
+        if config.learner.world_size == 1:
+            learner = LocalSupervisedLearner(self.model, config, len(self.schedule), self.objective.causal)
+        else:
+            from policygrad.learners.fsdp.controller import start_fsdp_learner
+            from policygrad.learners.fsdp.sharding import ModelSkeleton
 
-            self._sharded_io = ShardedCheckpointIO(self.learner)
-        data = [config.data] + ([config.eval_data] if config.eval_data else [])
+            learner = start_fsdp_learner(
+                self.model,
+                LearnerSpec(NULL_ALGORITHM, config.lr, self.steps, config=config.learner, optimizer=config.optimizer),
+                skeleton=None if self.objective.causal else ModelSkeleton.without_shortcuts(self.model),
+                folder=Path(config.output) if config.output else None,
+            )
+        self.attach_learner(learner, stack)
         # so that a resumed run sees the same rows
-        self.data_digest = [digest_data(file, config.directory) for file in data]
+        self.data_digest = [digest_data(file, config.directory) for file in (config.data, config.eval_data) if file]
         device = next(self.model.parameters()).device.type
         code = (find_code_references({"row_map": c.row_map}) for c in (self.config, config))
         self.fingerprint = fingerprint_run(replace(config, eval_data=None), device, dict(zip(*code, strict=True)))
 
     @property
-    def version(self) -> int:
-        return self.learner.version
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer of a learner in one process."""
-        assert isinstance(self.learner, LocalSupervisedLearner)
-        return self.learner.optimizer
-
-    @property
     def steps(self) -> int:
         return len(self.schedule)
 
-    def pack_state(self, progress: SupervisedProgress) -> SavedState:
-        tensors, values = self.learner.state()
-        return tensors, self._pack_values(values)
-
-    @property
-    def sharded_state(self) -> ShardedState[SupervisedProgress] | None:
-        io = self._sharded_io
-        if io is None:
-            return None
-        return ShardedState(lambda progress: ({}, self._pack_values(io.state_values)), io.start_save, io.is_sharded)
-
-    def _pack_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors; `values` are the learner's."""
-        return {
+    def pack(self, progress: SupervisedProgress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
+        return tensors, {
             "optimizer": values["optimizer"],
             "before": dict(self.before or {}),
             "data": self.data_digest,
             "fingerprint": self.fingerprint,
             "option_changes": self.option_changes,
-            "guard": self.guard.history.to_dict(),
+            "guard": asdict(self.guard.history),
         }
 
     def check_checkpoint(self, saved: Checkpoint) -> None:
@@ -334,18 +304,16 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
                 f"{self.config.data} (or the evaluation data) is not what the run in {self.folder} started with: restore the old "
                 "file, or start a new run with another --output"
             )
-        self.compare_with_checkpoint(saved, self.fingerprint, self.config)
+        self.compare_with_checkpoint(saved)
         before = {name.removeprefix("weights/") for name in saved.tensors if name.startswith("weights/")}
         current = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if before != current:
             raise RunError(
                 f"{saved.path} has other trainable parameters ({min(before ^ current)}, say): leave learner.trainable as it was"
             )
+        restore = self.learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
         try:
-            if self._sharded_io is None:
-                self.load_learner_state(saved.tensors, saved.state)
-            else:
-                self._sharded_io.restore(saved.path, _learner_tensors(saved.tensors), _learner_values(saved.state))
+            restore(*_split_learner_state(saved.tensors, saved.state))
         except (KeyError, RuntimeError) as error:
             raise RunError(f"{saved.path} does not fit the model {self.config.model!r}: {error}") from error
         self.guard.restore(saved.state.get("guard"), self.learner)
@@ -354,13 +322,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         return SupervisedProgress(saved.step)
 
     def load_learner_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.learner.restore(_learner_tensors(tensors), _learner_values(state))
-
-    @property
-    def max_snapshot_bytes(self) -> int:
-        if self.config.guard.action != "warn":
-            return sys.maxsize  # any step may have to be undone
-        return super().max_snapshot_bytes if self._sharded_io is None else 0  # no process has the full state
+        self.learner.restore(*_split_learner_state(tensors, state))
 
     def make_run_info(self, progress: SupervisedProgress) -> RunInfo:
         config = self.config
@@ -406,16 +368,6 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         if isinstance(self.learner, Learner):
             copy_weights_(self.learner.publish().tensors, self.model)
 
-    @property
-    def has_eval(self) -> bool:
-        return True
-
-    def phase_label(self, when: str) -> str:
-        return f"evaluating {when}"
-
-    def cached_measurement(self, step: int) -> MetricValues | None:
-        return None
-
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[MetricValues, MetricValues]:
         values = self.objective.evaluate(self.learner, progress)
         is_logged = self.progress.step in dict(self.files.history("eval/loss"))  # by a finished run that is resumed
@@ -428,10 +380,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         return {"steps": progress.step, "before": dict(self.before or {}), "after": dict(after or {})}
 
 
-def _learner_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if name.startswith(("weights/", "adam/"))}
-
-
-def _learner_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's values in the form of a learner in several processes."""
-    return {"optimizer": state["optimizer"], "rollouts": 0, "refreshed": False}
+def _split_learner_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> SavedState:
+    """Return a checkpoint's part for the learner, with the values that a learner in several processes also expects."""
+    learner_tensors = {name: x for name, x in tensors.items() if name.startswith(("weights/", "adam/"))}
+    return learner_tensors, {"optimizer": state["optimizer"], "rollouts": 0, "refreshed": False}

@@ -7,28 +7,26 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.shards import SavedState, ShardedState
+from policygrad.checkpoint.shards import SavedState
 from policygrad.core.metrics import Mean
 from policygrad.environments import EnvironmentFactory
-from policygrad.errors import CheckpointError, RewardError, RunError
-from policygrad.learners.base import CheckedLearner, CloseableLearner, Learner, ReferenceLearner, SnapshotLearner
+from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
+from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.learners.config import SMALL_MODEL_PARAMETERS
 from policygrad.models.adapters import describe_adapters
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rollout import serialization
-from policygrad.rollout.evaluation import EvaluationResult
-from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Example
@@ -39,7 +37,7 @@ from policygrad.training.config.run import Run, describe_idle_schedules
 from policygrad.training.config.run_name import RunName, name_run
 from policygrad.training.config.serialization import algorithm_to_dict, load_config
 from policygrad.training.config.trust import CodePermissions, find_code_references, missing_permissions
-from policygrad.training.divergence_guard import check_rollback_lr, has_constant_rewards
+from policygrad.training.divergence_guard import has_constant_rewards
 from policygrad.training.interrupts import StopRequested
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
 from policygrad.training.provenance import fingerprint_run
@@ -50,17 +48,13 @@ from policygrad.training.setup import (
     Placement,
     Resources,
     SamplerFactory,
-    build_learner,
+    call_factory,
     load_resources,
     make_local_learner,
-    restore_learner,
 )
 from policygrad.training.step_log import build_completion_rows, build_step_notes, compute_step_metrics
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
 from policygrad.weight_sync.folder import save_lazy_model
-
-if TYPE_CHECKING:
-    from policygrad.training.distributed import ShardedCheckpointIO
 
 MIB = 2**20
 _REQUIRED_STATE = {
@@ -85,8 +79,7 @@ def train(
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
 ) -> TrainingResult[float | None]:
-    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`. Raises
-    PolicygradError if the run cannot be trained; the message says what to change.
+    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`.
 
     Args:
         stop_after: Stop, resumably, after this many steps of this call.
@@ -94,6 +87,9 @@ def train(
             those already imported, need no permission.
         time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
         overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
+
+    Raises:
+        PolicygradError: The run cannot be trained; the message says what to change.
     """
     if run is None and resume is not None:
         file = check_resumable(Path(resume), "train") / "run.toml"
@@ -124,6 +120,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     kind, file = "train", "run.toml"
     resources: Resources
     learner: Learner
+    eval_examples: Sequence[Example] = ()
+    """The held-out problems; none if the run is not evaluated."""
+    eval_is_binary = True
+    """Whether every score so far is 0 or 1."""
 
     def __init__(
         self,
@@ -144,10 +144,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         arguments = {"sampler": sampler, "environment": environment, "learner": None if is_default else learner}
         self._python_arguments = [name for name, value in arguments.items() if value is not None]
         self._was_pretraining = False  # whether the last step trained the critic alone
-        self.eval_problems = EvalProblems(self.config)
         self._failed_steps = FailedStepTracker(run.rewards.max_failed_fraction, run.rewards.max_failed_steps)
         self._reward_error: str | None = None  # why failing rewards end the run
-        self._sharded_io: ShardedCheckpointIO | None = None
 
     @property
     def name(self) -> str:
@@ -171,20 +169,26 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self.model, self.tokenizer = resources.model, resources.tokenizer
         stack.enter_context(limit_torch_threads(resources.model))
         resolved, device = resolve_config_paths(run), next(resources.model.parameters()).device.type
-        self.learner = build_learner(self._learner, resources.model, resolved)
-        if isinstance(self.learner, CloseableLearner):
-            stack.callback(self.learner.close)
-        if run.learner.world_size > 1:  # torch.distributed takes a while to import
-            from policygrad.training.distributed import distribute_sampling, make_sharded_io
+        learner = call_factory(self._learner, Learner, resources.model, resolved)
+        if not isinstance(learner, Learner):
+            raise ConfigError(
+                f"learner is {learner!r}: pass a function of (model, run) that returns what policygrad.Learner describes "
+                "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
+            )
+        self.attach_learner(learner, stack)
+        if run.learner.world_size > 1:
+            from policygrad.training.distributed import distribute_sampling
 
             self.resources = distribute_sampling(resources, self.learner)
-            self._sharded_io = make_sharded_io(self.learner)
         code = dict(zip(_list_code(run), _list_code(resolved), strict=True))
-        self._fingerprint = fingerprint_run(resolved, device, code)
-        check_rollback_lr(self.learner, run.guard)
-        problems = run.evaluation.problems if resources.has_rewards else 0
-        self.eval_problems = EvalProblems(run, resources.task.eval_examples(problems) if problems else ())
-        for example in self.eval_problems.examples:  # refuse a prompt that leaves no room for a completion now
+        self.fingerprint = fingerprint_run(resolved, device, code)
+        if run.guard.action == "rollback" and getattr(learner, "lr", None) is None:
+            raise ConfigError(
+                f"guard.action=rollback lowers the learning rate, and {type(learner).__name__} has no `lr` to set: use skip or stop"
+            )
+        if resources.has_rewards and run.evaluation.problems:
+            self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
+        for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
             resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
 
     def _publish(self) -> None:
@@ -196,27 +200,13 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             copy_weights_(published.tensors, self.model)
 
     @property
-    def version(self) -> int:
-        return self.learner.version
-
-    @property
     def steps(self) -> int:
         return self.config.steps
 
     def is_finished(self, progress: Progress) -> bool:
         return self.config.is_finished(progress.step, progress.tokens)
 
-    @property
-    def sharded_state(self) -> ShardedState[Progress] | None:
-        io = self._sharded_io
-        if io is None:
-            return None
-        return ShardedState(lambda progress: self._pack(progress, {}, io.state_values), io.start_save, io.is_sharded)
-
-    def pack_state(self, progress: Progress) -> SavedState:
-        return self._pack(progress, *self.learner.state())
-
-    def _pack(self, progress: Progress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
+    def pack(self, progress: Progress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
         rollout_tensors, rollouts = serialization.pack_rollouts(progress.leftover_groups, progress.queued_rollouts)
         return tensors | rollout_tensors, {
             "learner": values,
@@ -228,11 +218,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             **rollouts,
             "before": self.before,
             "measured": self.measured,
-            "eval_is_binary": self.eval_problems.is_binary,
+            "eval_is_binary": self.eval_is_binary,
             "python_arguments": self._python_arguments,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
             "option_changes": self.option_changes,
-            "guard": self.guard.history.to_dict(),
+            "guard": asdict(self.guard.history),
         }
 
     def check_checkpoint(self, saved: Checkpoint) -> None:
@@ -243,14 +233,6 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             raise CheckpointError("its counts are not numbers")
         if isinstance(self.learner, CheckedLearner):
             self.learner.check_state(saved.tensors, state["learner"])
-
-    @property
-    def max_snapshot_bytes(self) -> int:
-        if self.config.guard.action != "warn":  # any step may have to be undone
-            return sys.maxsize
-        return (
-            super().max_snapshot_bytes if isinstance(self.learner, SnapshotLearner) else 0
-        )  # elsewhere it may be costly
 
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm
@@ -265,13 +247,19 @@ class Trainer(BaseTrainer[Run, Progress, float]):
                 f"{self.folder}: the run {had} from Python, and would continue as another one: resume it as it started, with "
                 f"pg.train(run, resume={str(self.folder)!r}, environment=…) or without environment"
             )
-        self.compare_with_checkpoint(saved, self._fingerprint, run)
-        restore = self.learner.restore
-        if self._sharded_io is not None:
-            restore = partial(self._sharded_io.restore, saved.path)
-        restore_learner(restore, saved, tensors, run, self.folder)
+        self.compare_with_checkpoint(saved)
+        restore = self.learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
+        try:
+            restore(tensors, state["learner"])
+        except KeyError as error:
+            raise RunError(
+                f"{saved.path} has no {error}, which {algorithm.name} needs: resume with the algorithm that the run started with, "
+                f"or start a new run from its model, --model {self.folder}"
+            ) from error
+        except RuntimeError as error:
+            raise RunError(f"{saved.path} does not fit the model {run.describe_option('model')!r}: {error}") from error
         self.before, self.measured = state["before"], state["measured"]
-        self.eval_problems.is_binary = state["eval_is_binary"]
+        self.eval_is_binary = state["eval_is_binary"]
         parts = state["parts"]
         groups, rollouts = serialization.unpack_rollouts(rollout_tensors, state, self.resources.task.train_example)
         if state["algorithm"] != algorithm_to_dict(algorithm):
@@ -286,7 +274,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._publish()
 
     def make_run_info(self, progress: Progress) -> RunInfo:
-        run = self.config
+        run, resources = self.config, self.resources
         for text in describe_idle_schedules(run):
             self.trackers.note(text)
         if objects := [*run.object_options, *self._python_arguments]:
@@ -296,9 +284,29 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             )
         if self._minibatch_warning:
             self.trackers.note(self._minibatch_warning)
+        batch = f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {run.steps} steps"
+        batch += "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
+        batch += f", sampled up to {run.max_staleness} steps ahead" if run.max_staleness else ""
+        facts = {"model": describe_model(run.describe_option("model"), self.model, run.learner.dtype)}
+        if adapters := describe_adapters(self.model):
+            facts["adapters"] = adapters
+        facts |= {"batch": batch, "reward": ", ".join(resources.reward_names), "run": str(self.folder)}
+        if run.learner.world_size > 1:
+            size = run.learner.tensor_parallel
+            shared = f", each layer shared by {size}" if size > 1 else ""
+            facts["learner"] = f"{run.learner.world_size} processes{shared}"
+        if run.sampler.engine != LOCAL:
+            facts["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
+        reference = run.algorithm.reference
+        if isinstance(self.learner, ReferenceLearner) and reference and reference.model:
+            facts["reference"] = f"{reference.model} ({self.learner.reference_parameters / 1e6:.2f}M parameters)"
+        if not resources.has_rewards:
+            facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
+        elif self.eval_examples and resources.task.eval_on_train:
+            facts["eval data"] = "the training prompts, which are too few to hold any out"
         return RunInfo(
             f"policygrad · {self._run_name.title} on {run.describe_option('task')}",
-            collect_run_facts(run, self.resources, self.learner, self.folder, bool(self.eval_problems)),
+            facts,
             run.steps,
             first_step=progress.step + 1,
             history=self.files.history("reward"),
@@ -312,8 +320,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         )
 
     def run_steps(self, progress: Progress) -> Progress:
-        if self.eval_problems.is_due(progress.step):  # the run may have been stopped before it
-            self.evaluate_at(f"evaluating at step {progress.step}", progress.step)
+        if self._is_eval_due(progress.step):  # the run may have been stopped before it
+            self.evaluate_at(f"at step {progress.step}", progress.step)
         progress = run_loop(
             self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.interruptible
         )
@@ -340,41 +348,57 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         decision = self.guard.assess(step, values, has_constant_rewards(result, values))
         rows = build_completion_rows(result, self.resources.tokenizer.decode, has_rewards)
         self.log(step, values | decision.metrics, rows)
-        undo = self.apply(decision)
+        outcome = self.apply(decision)
         failed = values.get("completions/failed_ratio", 0.0)
         self._reward_error = self._failed_steps.record_step(failed, result.rollout.messages)
         if self._reward_error:
             self.stop()
-        elif self.eval_problems.is_due(step):
+        elif self._is_eval_due(step):
             try:  # a step whose parts need the score is incomplete without it
                 interruptible = not self.config.algorithm.init_state()
-                score = self.evaluate_at(f"evaluating at step {step}", step, interruptible=interruptible)
+                score = self.evaluate_at(f"at step {step}", step, interruptible=interruptible)
             except StopRequested:
                 score = None
             if score is not None:
-                return StepOutcome({"eval/reward": Mean(score)}, undo)
-        return StepOutcome({}, undo)
+                return replace(outcome, metrics={"eval/reward": Mean(score)})
+        return outcome
 
     @property
     def has_eval(self) -> bool:
-        return bool(self.eval_problems)
+        return bool(self.eval_examples)
 
-    def phase_label(self, when: str) -> str:
-        return f"evaluating {when}"
+    def _is_eval_due(self, step: int) -> bool:
+        """Return whether to evaluate after this step, which is not the last."""
+        every = self.config.evaluation.every
+        return self.has_eval and every > 0 and 0 < step < self.steps and step % every == 0
 
     def cached_measurement(self, step: int) -> float | None:
         return dict(self.files.history("eval/reward")).get(step)
 
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[float | None, Mapping[str, float]]:
+        examples, samples = self.eval_examples, self.config.evaluation.samples_per_prompt
         try:
-            result = self.eval_problems.evaluate(self.resources.rollouter, progress)
+            result = self.resources.rollouter.evaluate(examples, samples, self.config.sampling, progress)
         except RewardError as error:
             raise RewardError(f"{error}. {self._resume_hint}") from error
-        for text, kind in self.eval_problems.reward_notes(result):
-            self.note(text, kind)
+        for text in result.messages:
+            self.note(text, text.partition(" (completion ")[0])
+        if result.num_failed:
+            text = (
+                f"{result.num_failed} of {len(examples) * samples} held-out completions have no reward and count as 0"
+            )
+            self.note(text, "held-out completions without a reward")
         if message := self._failed_steps.record_evaluation(not result.has_scores, result.messages):
             raise RewardError(f"{message}. {self._resume_hint}")
-        return self.eval_problems.score(result)
+        if not result.has_scores:
+            return None, {}
+        self.eval_is_binary = self.eval_is_binary and result.is_binary
+        by_part = dict[str, list[float]]()  # of a mix of data
+        for example, mean in zip(examples, result.mean_per_problem, strict=True):
+            if part := getattr(example, "part", ""):
+                by_part.setdefault(part, []).append(mean)
+        metrics = {"eval/reward": result.mean, "eval/reward_stderr": result.standard_error()}
+        return result.mean, metrics | {f"eval/from/{part}": fmean(means) for part, means in by_part.items()}
 
     def check_end(self) -> None:
         super().check_end()
@@ -386,7 +410,16 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         return f"{self.resume_command} resumes once the reward works, or in any case with --rewards.max-failed-steps 0"
 
     def summarise(self, after: float | None) -> dict[str, str]:
-        return self.eval_problems.summarise(self.before, after)
+        if not self.has_eval:
+            return {}
+        before = self.before
+        if before is None and after is None:
+            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
+        name = f"held-out {'accuracy' if self.eval_is_binary else 'reward'}"
+        if before is None or after is None:
+            first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
+            return {name: f"{first} -> {last}"}
+        return {name: format_change(before, after)}
 
     def result_values(self, progress: Progress, after: float | None) -> dict[str, Any]:
         return {
@@ -420,93 +453,6 @@ def _list_code(run: Run) -> list[str]:
     """Return a run's modules and files of custom code, and its judges' rubrics."""
     rubrics = (file for name in run.reward if isinstance(name, str) for file in find_rubrics(name))
     return [*find_code_references(_code_options(run)), *rubrics]
-
-
-@dataclass
-class EvalProblems:
-    """The held-out problems of a run; empty if it is not evaluated."""
-
-    run: Run
-    examples: Sequence[Example] = ()
-    is_binary: bool = True
-    """Whether every score so far is 0 or 1."""
-
-    def __bool__(self) -> bool:
-        return bool(self.examples)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to evaluate after this step, which is not the last."""
-        every = self.run.evaluation.every
-        return bool(every and 0 < step < self.run.steps and step % every == 0 and self)
-
-    def evaluate(self, rollouter: Rollouter, progress: Callable[[int, int], None]) -> EvaluationResult:
-        """Evaluate. Raises RewardError as a rollout does."""
-        samples = self.run.evaluation.samples_per_prompt
-        return rollouter.evaluate(self.examples, samples, self.run.sampling, progress)
-
-    def reward_notes(self, result: EvaluationResult) -> Iterator[tuple[str, str]]:
-        """Yield (message, kind) for reward failures."""
-        for message in result.messages:
-            yield message, message.partition(" (completion ")[0]
-        if result.num_failed:
-            count = len(self.examples) * self.run.evaluation.samples_per_prompt
-            text = f"{result.num_failed} of {count} held-out completions have no reward and count as 0"
-            yield text, "held-out completions without a reward"
-
-    def score(self, result: EvaluationResult) -> tuple[float | None, Mapping[str, float]]:
-        """Return (mean reward, its metrics); None if every reward failed."""
-        if not result.has_scores:
-            return None, {}
-        self.is_binary = self.is_binary and result.is_binary
-        by_part = dict[str, list[float]]()  # of a mix of data
-        for example, mean in zip(self.examples, result.mean_per_problem, strict=True):
-            if part := getattr(example, "part", ""):
-                by_part.setdefault(part, []).append(mean)
-        metrics = {"eval/reward": result.mean, "eval/reward_stderr": result.standard_error()}
-        return result.mean, metrics | {f"eval/from/{part}": fmean(means) for part, means in by_part.items()}
-
-    def summarise(self, before: float | None, after: float | None) -> dict[str, str]:
-        """Describe the scores before and after training."""
-        if not self:
-            return {}
-        if before is None and after is None:
-            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
-        name = f"held-out {'accuracy' if self.is_binary else 'reward'}"
-        if before is None or after is None:
-            first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
-            return {name: f"{first} -> {last}"}
-        return {name: format_change(before, after)}
-
-
-def collect_run_facts(
-    run: Run, resources: Resources, learner: Learner, folder: Path, is_evaluated: bool
-) -> dict[str, str]:
-    """Return what to show of a run before its first step, by name: model, batch, rewards, folder."""
-    batch = f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {run.steps} steps"
-    budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
-    ahead = f", sampled up to {run.max_staleness} steps ahead" if run.max_staleness else ""
-    adapters = describe_adapters(resources.model)
-    facts = {
-        "model": describe_model(run.describe_option("model"), resources.model, run.learner.dtype),
-        **({"adapters": adapters} if adapters else {}),
-        "batch": batch + budget + ahead,
-        "reward": ", ".join(resources.reward_names),
-        "run": str(folder),
-    }
-    if run.learner.world_size > 1:
-        size = run.learner.tensor_parallel
-        shared = f", each layer shared by {size}" if size > 1 else ""
-        facts["learner"] = f"{run.learner.world_size} processes{shared}"
-    if run.sampler.engine != LOCAL:
-        facts["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
-    reference = run.algorithm.reference
-    if isinstance(learner, ReferenceLearner) and reference and reference.model:
-        facts["reference"] = f"{reference.model} ({learner.reference_parameters / 1e6:.2f}M parameters)"
-    if not resources.has_rewards:
-        facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
-    if is_evaluated and resources.task.eval_on_train:
-        facts["eval data"] = "the training prompts, which are too few to hold any out"
-    return facts
 
 
 def describe_model(name: str, model: nn.Module, dtype: str) -> str:

@@ -23,8 +23,7 @@ class AsyncRunner:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
-        self._owner: threading.Thread | None = None
-        """The thread that runs the loop; None if none does."""
+        self._owner: threading.Thread | None = None  # the thread that runs the loop; None if none does
         self._pending = list[Future[Any]]()
         """Coroutines of other threads than the one that ran the loop when they were submitted."""
 
@@ -107,22 +106,28 @@ def _run_outside_loop(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]
         asyncio.get_running_loop()
     except RuntimeError:
         return complete()
-    outcome = Future[T]()
-
-    def target() -> None:
-        try:
-            outcome.set_result(complete())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=with_torch_threads(target), daemon=True)
-    thread.start()
+    outcome, thread = start_thread(complete)
     try:
         thread.join()
     except KeyboardInterrupt:  # ends the work at its next await
         _cancel_all(loop)
         raise
     return outcome.result()
+
+
+def start_thread(work: Callable[[], T], name: str | None = None) -> tuple[Future[T], threading.Thread]:
+    """Start work in a daemon thread with as many threads of torch as this one; return its outcome and the thread."""
+    outcome = Future[T]()
+
+    def target() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=with_torch_threads(target), name=name, daemon=True)
+    thread.start()
+    return outcome, thread
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from policygrad.errors import RunError
 
@@ -144,9 +144,9 @@ def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
         yield line
 
 
-def read_json(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Any:
+def read_json(path: Path) -> Any:
     """Parse a file with one JSON value. Raises as `read_text_bounded` and `parse_json`."""
-    return parse_json(read_text_bounded(path, max_bytes))
+    return parse_json(read_text_bounded(path, MAX_LINE_BYTES))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -166,6 +166,20 @@ def parse_json(text: str | bytes) -> Any:
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     return value
+
+
+def reject_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity: the `parse_constant` of JSON that other programs can read."""
+    raise ValueError(f"{name} is not JSON; write null where there is no number")
+
+
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object, refusing a repeated key: JSON allows it, and the last value would silently win."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice; keep one")
+    return row
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -217,16 +231,15 @@ except ImportError:  # not Unix: no process is refused
 HAS_FILE_LOCKS = fcntl is not None  # whether the operating system has such locks
 LOCK_POLL_SECONDS = 0.2  # seconds between attempts to acquire a lock
 MAX_SHOWN_COMMAND = 200  # characters of another process's command in a message
-WAIT_HINT = "wait for it, or stop it; two would do everything twice"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def hold_lock(path: Path, *, hint: str = WAIT_HINT, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
-    """Hold a lock during the context. A child process that inherits the descriptor holds it too. Raises RunError with the
-    `hint` if another process holds it, once `wait` returns False, or if the file cannot be opened or written."""
+def hold_lock(path: Path, *, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
+    """Hold a lock during the context. A child process that inherits the descriptor holds it too. Raises RunError if another
+    process holds it, once `wait` returns False, or if the file cannot be opened or written."""
     try:
-        file = acquire_lock(path, hint=hint, wait=wait)
+        file = acquire_lock(path, wait=wait)
     except OSError as error:
         raise RunError(f"{path} cannot be locked: {error.strerror}. Check its permissions, or delete it.") from error
     with file:
@@ -240,7 +253,7 @@ def hold_lock(path: Path, *, hint: str = WAIT_HINT, wait: Callable[[], bool] = l
 def acquire_lock(
     path: Path,
     *,
-    hint: str = WAIT_HINT,
+    hint: str = "wait for it, or stop it; two would do everything twice",
     wait: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda text: None,
 ) -> IO[bytes]:
@@ -296,7 +309,8 @@ def _describe_owner(file: IO[bytes]) -> str:
     try:
         owner = parse_json(file.read(MAX_CONFIG_BYTES))
         command = str(owner["command"])
-        command = command if len(command) <= MAX_SHOWN_COMMAND else f"{command[:MAX_SHOWN_COMMAND]} …"
+        if len(command) > MAX_SHOWN_COMMAND:
+            command = f"{command[:MAX_SHOWN_COMMAND]} …"
         return f" (pid {owner['pid']} on {owner['host']}, since {owner['since']}: {command})"
     except (ValueError, KeyError, TypeError):
         return ""

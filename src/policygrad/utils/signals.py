@@ -35,11 +35,9 @@ class SignalHandlers:
         self._handler, self._numbers = handler, numbers
         self._previous: dict[signal.Signals, Any] = {}
         self._imports = 0
-        self._deferred: dict[int, float] = {}
-        """Signals that wait for an import, and since when."""
-        self._lock = (
-            threading.Lock()
-        )  # so that none is sent after the handlers are restored, which would kill the process
+        self._deferred: dict[int, float] = {}  # signals that wait for an import, and since when
+        # so that no signal is sent after the handlers are restored, which would kill the process
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         self._imports = _count_imports(sys._getframe())
@@ -89,9 +87,8 @@ class SignalHandlers:
         while number in self._deferred and self.active:
             time.sleep(_POLL_SECONDS)
             if _count_imports(sys._current_frames().get(main)) <= self._imports:
-                self.send(
-                    number
-                )  # again and again: one that comes just before the thread begins to wait does not wake it
+                # again and again: one that comes just before the thread begins to wait does not wake it
+                self.send(number)
 
 
 def _count_imports(frame: FrameType | None) -> int:

@@ -11,7 +11,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,11 +64,9 @@ def load_module(path: str, what: str) -> Any:
         raise ConfigError(f"{what}: {path} needs the module {error.name!r}: install it") from error
     except (Exception, SystemExit) as error:
         origin = error.filename if isinstance(error, SyntaxError) else None
-        try:
+        with suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(path)
             origin = spec.origin if spec else None
-        except (ImportError, ValueError):
-            pass
         reason = describe_exception(error, origin)
         raise ConfigError(f"{what}: importing {origin or path} raised {reason}; fix that first") from error
     local, loaded = Path.cwd() / (path.replace(".", "/") + ".py"), getattr(module, "__file__", None)
@@ -104,12 +102,13 @@ def find_assignment(name: str) -> str:
     file = getattr(load_module(path, name), "__file__", None)
     if not file:
         return path
-    lines = []
-    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+    where = str(_relative(Path(file)))
+    for node in reversed(ast.parse(Path(file).read_text(encoding="utf-8")).body):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            lines += [node.lineno for target in targets if isinstance(target, ast.Name) and target.id == attribute]
-    return f"{_relative(Path(file))}:{lines[-1]}" if lines else str(_relative(Path(file)))
+            if any(isinstance(target, ast.Name) and target.id == attribute for target in targets):
+                return f"{where}:{node.lineno}"
+    return where
 
 
 def _relative(file: Path) -> Path:
@@ -178,8 +177,7 @@ def import_function(dotted: str) -> Callable[..., Any]:
 def _get_function(module: Any, name: str, where: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if callable(function):
-        result: Callable[..., Any] = function
-        return result
+        return function  # type: ignore[no-any-return]
     if function is not None:
         raise ConfigError(f"reward: {name!r} in {where} is {type(function).__name__}, not a function")
     names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -188,41 +186,28 @@ def _get_function(module: Any, name: str, where: str) -> Callable[..., Any]:
     )
 
 
-@dataclass(frozen=True)
 class FileFunction:
     """A function in a file that is not on the import path. A worker receives path and name, and loads the file itself."""
 
-    path: str
-    name: str
-    function: Callable[..., Any]
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.function
-
-    @property
-    def reward_options(self) -> dict[str, Any]:
-        return getattr(self.function, "reward_options", {})
-
-    @property
-    def reward_prepare(self) -> Callable[[], object] | None:
-        return getattr(self.function, "reward_prepare", None)
+    def __init__(self, path: str, name: str) -> None:
+        """Execute the file, once per process. The file's folder is added to the import path."""
+        self.path, self.name = path, name
+        self.__wrapped__ = self.function = _get_function(load_file(path), name, path)
+        self.reward_options: dict[str, Any] = getattr(self.function, "reward_options", {})
+        self.reward_prepare: Callable[[], object] | None = getattr(self.function, "reward_prepare", None)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         return self.function(*args, **columns)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        return FileFunction.load, (self.path, self.name)
-
-    @classmethod
-    def load(cls, path: str, name: str) -> FileFunction:
-        """Execute the file, once per process, and return the function. The file's folder is added to the import path."""
-        return cls(path, name, _get_function(load_file(path), name, path))
+    def __reduce__(self) -> tuple[type[FileFunction], tuple[str, str]]:
+        return FileFunction, (self.path, self.name)
 
 
 def load_file(path: str, what: str = "reward") -> Any:
-    """Execute a Python file, once per process, and return its module, under a name that is unique to the path. `what`:
-    starts error messages. Raises ConfigError if there is no such file, or executing it raises; with the line."""
+    """Execute a Python file, once per process, and return its module, under a name that is unique to the path.
+
+    `what` starts error messages. Raises ConfigError if there is no such file, or executing it raises; with the line.
+    """
     module_name = FILE_MODULE + hashlib.sha256(path.encode()).hexdigest()[:12]
     if module_name in sys.modules:
         return sys.modules[module_name]

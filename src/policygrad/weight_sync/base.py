@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
-from policygrad.models.adapters import PEFT_PREFIX, iter_peft_modules, unwrap_layer
+from policygrad.models.adapters import PEFT_PREFIX, named_peft_modules, unwrap_layer
 
 
 class StaleWeightsError(EngineError):
@@ -104,8 +104,7 @@ def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module 
 def merge_adapters_lazily(model: nn.Module, tensors: LazyStateDict) -> LazyStateDict:
     """Return what `iter_merged_tensors` returns, for a model on the meta device whose parameters are gathered. An access
     raises ModelError if a sum is not finite."""
-    adapted_ids = {id(module) for module in iter_peft_modules(model)}
-    adapted = [(name, module) for name, module in model.named_modules() if id(module) in adapted_ids]
+    adapted = list(named_peft_modules(model))
     adapted_parameters = {id(p) for _, module in adapted for p in module.parameters()}
     names = {id(p): name for name, p in model.named_parameters()}
     specs: dict[str, Tensor] = {}

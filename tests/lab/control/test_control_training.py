@@ -38,7 +38,7 @@ def test_control_learns(name: str, steps: int) -> None:
     assert len(found.returns) == 30
     assert found.mean > 60  # a random policy's episodes last 22 steps
     assert trained.curve[0].steps < trained.curve[-1].steps
-    assert trained.curve[-1].steps == steps or trained.algorithm.critic is None
+    assert trained.curve[-1].steps == steps or trained.learner.critic is None
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
@@ -104,7 +104,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "did you mean" in capsys.readouterr().err
 
 
-def test_the_measured_table(tmp_path: Path) -> None:
+def test_the_measured_table() -> None:
     run = {
         "algorithm": "ppo",
         "seed": 1,
@@ -116,13 +116,7 @@ def test_the_measured_table(tmp_path: Path) -> None:
             {"steps": 1500, "episodes": 130, "mean_return": 460.0},
         ],
     }
-    row = measure_control.row(run) | {"cpu_seconds": 12.4}
+    row = measure_control.summarize(run) | {"cpu_seconds": 12.4}
     assert row["reached"] == 20  # not of fewer than 100 episodes
-    page = tmp_path / "control.md"
-    page.write_text(f"before\n{measure_control.BEGIN}\nold\n{measure_control.END}\nafter\n")
-    measure_control.write([row | {"seed": 2, "mean": 100.0, "reached": None}, row], page)
-    text = page.read_text()
+    text = measure_control.make_table([row | {"seed": 2, "mean": 100.0, "reached": None}, row])
     assert "| `ppo` | 475.0 ± 25.0, 100.0 ± 25.0 | 450 | 20, never | 1,500 | 12 |" in text
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text

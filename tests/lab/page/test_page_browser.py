@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import browser as browsers
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import build_lab_page
 from policygrad.lab.report import build_lab_report
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 NAMES = ("z_score", "gate_weights", "gae_curve", "bound_over_step", "k1_in_loss", "occupancy_sum")
-REASON = browsers.missing()
-pytestmark = pytest.mark.skipif(
-    REASON is not None and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"), reason=str(REASON)
-)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +27,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("lab") / "lab.html"
     place.write_text(build_lab_page(build_lab_report(ROWS, 2, names=NAMES), ROWS), encoding="utf-8")
     return place
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browsers.chromium() as browser:
-        yield browser
 
 
 def opened(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,16 +74,22 @@ class GymEnvironments:
 
     def __init__(self, name: str, number: int, max_episode_steps: int | None = None) -> None:
         """max_episode_steps: a time limit, overriding the environment's."""
-        gym = _gymnasium()
         try:
+            import gymnasium as gym
             from gymnasium.vector import AutoresetMode, SyncVectorEnv
-
+        except ImportError as error:
+            raise ConfigError(
+                f"classic control needs gymnasium, which is not installed: {install_command('control')}"
+            ) from error
+        try:
             self.vector: Any = SyncVectorEnv(
                 [lambda: gym.make(name, max_episode_steps, disable_env_checker=True)] * number,
                 autoreset_mode=AutoresetMode.SAME_STEP,
             )
         except (gym.error.Error, ImportError) as error:
-            raise _creation_error(gym, name, error) from error
+            near = difflib.get_close_matches(name, sorted(gym.registry), n=3, cutoff=0.4)
+            hint = f"; did you mean {', '.join(near)}?" if near and name not in gym.registry else ""
+            raise ConfigError(f"gymnasium does not make {name!r}: {error}{hint}") from error
         self.number = number
         self._observations: Any = self.vector.single_observation_space
         self._actions: Any = self.vector.single_action_space
@@ -144,28 +150,6 @@ class GymEnvironments:
         self.vector.close()
 
 
-def _gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError(
-            f"classic control needs gymnasium, which is not installed: {install_command('control')}"
-        ) from error
-    return gymnasium
-
-
-def _creation_error(gym: Any, name: str, error: Exception) -> Exception:
-    """Convert gymnasium's error to a ConfigError."""
-    if isinstance(error, (ImportError, gym.error.DependencyNotInstalled)):
-        return ConfigError(f"{name} needs more than gymnasium itself: {error}")
-    if isinstance(error, gym.error.UnregisteredEnv):
-        names = sorted(gym.registry)
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names)}"
-        return ConfigError(f"unknown environment {name!r}: {hint}")
-    return ConfigError(f"gymnasium does not make {name!r}: {error}")
-
-
 @dataclass(frozen=True, eq=False)
 class Experience:
     """A rollout: B segments of episodes, at most T steps long; each is a row of the batch."""
@@ -203,15 +187,14 @@ class Collector:
         if full_episodes and self.started:
             self.observation, self.returns = environments.reset(), torch.zeros_like(self.returns)
         self.started = True
-        states, actions, finished = list[Tensor](), list[Tensor](), list[float]()
-        transitions = list[Transition]()
+        states, actions, transitions = list[Tensor](), list[Tensor](), list[Transition]()
+        finished: list[float] = []
         counts = torch.zeros(environments.number, dtype=torch.int64)
         live = torch.ones(environments.number, dtype=torch.bool)
         while bool(live.any()):
-            action = act(self.observation)
-            step = environments.step(action)
             states.append(self.observation)
-            actions.append(action)
+            actions.append(act(self.observation))
+            step = environments.step(actions[-1])
             transitions.append(step)
             self.observation = step.observation
             counts += live
@@ -230,16 +213,6 @@ def environment_seeds(seed: int, number: int) -> list[int]:
     return torch.randint(2**31 - 1, (number,), generator=generator).tolist()
 
 
-def split_episodes(ended: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (environment, first step, one past the last) of each segment, from the episodes' ends [S, N]."""
-    for environment, last in enumerate(counts):
-        first = 0
-        for end in [*(ended[:last, environment].nonzero().squeeze(1) + 1).tolist(), last]:
-            if end > first:
-                yield environment, first, end
-                first = end
-
-
 def build_experience(
     states: Sequence[Tensor],
     actions: Sequence[Tensor],
@@ -252,8 +225,14 @@ def build_experience(
         torch.stack([getattr(step, name) for step in transitions])
         for name in ("reward", "terminated", "truncated", "final")
     )
-    segments = torch.tensor(list(split_episodes(terminated | truncated, counts)))
-    environment, first, end = segments.T
+    segments = []  # (environment, first step, one past the last)
+    for index, last in enumerate(counts):
+        start = 0
+        for stop in [*((terminated | truncated)[:last, index].nonzero().squeeze(1) + 1).tolist(), last]:
+            if stop > start:
+                segments.append((index, start, stop))
+                start = stop
+    environment, first, end = torch.tensor(segments).T
     t = torch.arange(int((end - first).max()))
     mask = t < (end - first)[:, None]
     time = torch.where(mask, first[:, None] + t, 0)
@@ -263,14 +242,13 @@ def build_experience(
         picked = x[time, environment[:, None]]
         return torch.where(mask.reshape(*mask.shape, *[1] * (picked.ndim - 2)), picked, torch.zeros_like(picked))
 
-    cut = ~terminated[end - 1, environment]
     batch = Batch(
         mask=mask,
         group=torch.arange(len(mask)),
         reward=torch.zeros(len(mask), dtype=reward.dtype),
         token_reward=rows(reward),
-        truncated=cut,
+        truncated=~terminated[end - 1, environment],
     )
-    after = final[end - 1, environment]
+    observation, action = rows(torch.stack(list(states))), rows(torch.stack(list(actions)))
     steps = len(transitions) * len(counts)
-    return Experience(batch, rows(torch.stack(list(states))), rows(torch.stack(list(actions))), after, finished, steps)
+    return Experience(batch, observation, action, final[end - 1, environment], finished, steps)

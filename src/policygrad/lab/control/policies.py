@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,44 +14,12 @@ from policygrad.errors import NumericsError
 from policygrad.lab.control.environments import Spaces
 
 
-class Distribution(Protocol):
-    """π(·|s) at n states."""
-
-    def sample(self, generator: torch.Generator) -> Tensor:
-        """Sample an action for each state, [n] or [n, k], without graph."""
-        ...
-
-    def mode(self) -> Tensor:
-        """Return the most probable actions."""
-        ...
-
-    def logp(self, action: Tensor) -> Tensor:
-        """[n] nats."""
-        ...
-
-    def entropy(self) -> Tensor:
-        """[n] nats."""
-        ...
-
-    def kl(self, other: Any) -> Tensor:
-        """[n] nats, KL(self‖other), exact."""
-        ...
-
-    def at(self, rows: Tensor) -> Distribution:
-        """Select states, without graph."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Categorical:
-    """Discrete actions."""
+    """Discrete actions. Samples have no graph; log-probabilities, entropies and KLs are in nats, [n]."""
 
     logits: Tensor
     """[n, A]."""
-
-    @property
-    def _logs(self) -> Tensor:
-        return self.logits.log_softmax(-1)
 
     def sample(self, generator: torch.Generator) -> Tensor:
         return torch.multinomial(self.logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -60,23 +28,26 @@ class Categorical:
         return self.logits.argmax(-1)
 
     def logp(self, action: Tensor) -> Tensor:
-        return self._logs.gather(-1, action[:, None]).squeeze(-1)
+        return self.logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
 
     def entropy(self) -> Tensor:
-        logs = self._logs
-        return -(logs.exp() * logs).sum(-1)
+        logp = self.logits.log_softmax(-1)
+        return -(logp.exp() * logp).sum(-1)
 
-    def kl(self, other: Categorical) -> Tensor:
-        logs = self._logs
-        return (logs.exp() * (logs - other._logs)).sum(-1)
+    def kl(self, other: Any) -> Tensor:
+        """KL(self‖other), exact."""
+        logp = self.logits.log_softmax(-1)
+        other_logp: Tensor = other.logits.log_softmax(-1)
+        return (logp.exp() * (logp - other_logp)).sum(-1)
 
     def at(self, rows: Tensor) -> Categorical:
+        """Select states, without graph."""
         return Categorical(self.logits.detach()[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """Continuous actions whose numbers are independent given the state."""
+    """Continuous actions whose numbers are independent given the state. Methods as those of `Categorical`."""
 
     mean: Tensor
     """[n, k]."""
@@ -97,13 +68,18 @@ class Gaussian:
     def entropy(self) -> Tensor:
         return (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum(-1)
 
-    def kl(self, other: Gaussian) -> Tensor:
+    def kl(self, other: Any) -> Tensor:
         spread = (2 * (self.log_std - other.log_std)).exp()
         shift = (self.mean - other.mean) * (-other.log_std).exp()
-        return (other.log_std - self.log_std + (spread + shift * shift - 1) / 2).sum(-1)
+        kl: Tensor = (other.log_std - self.log_std + (spread + shift * shift - 1) / 2).sum(-1)
+        return kl
 
     def at(self, rows: Tensor) -> Gaussian:
         return Gaussian(self.mean.detach()[rows], self.log_std.detach()[rows])
+
+
+Distribution = Categorical | Gaussian
+"""π(·|s) at n states."""
 
 
 def make_mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) -> nn.Sequential:
@@ -164,7 +140,7 @@ class Normaliser:
     @classmethod
     def create(cls, features: int) -> Normaliser:
         """Return one without observations, which changes nothing."""
-        return cls(torch.zeros(features, dtype=torch.float64), torch.zeros(features, dtype=torch.float64))
+        return cls(*torch.zeros(2, features, dtype=torch.float64))
 
     def __call__(self, observation: Tensor) -> Tensor:
         if not self.count:

@@ -6,7 +6,7 @@ import difflib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -219,13 +219,10 @@ class Settings:
     """Normalise observations by the statistics so far."""
 
     def __post_init__(self) -> None:
-        for name in ("environments", "rollout"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"Settings.{name} must be at least 1, not {getattr(self, name)}")
-        if self.lr is not None and not self.lr > 0:
-            raise ConfigError(f"Settings.lr must be above 0, not {self.lr}")
-        if not self.clip > 0:
-            raise ConfigError(f"Settings.clip must be above 0, not {self.clip}")
+        for name in ("environments", "rollout", "lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"Settings.{name} must be above 0, not {value}")
 
 
 @dataclass(frozen=True)
@@ -234,66 +231,34 @@ class Preset:
 
     algorithm: Algorithm
     settings: Settings
-    reason: str
-    """Why it differs from the named algorithm."""
 
 
 _critic = Critic(lr=5e-3, lam=0.95, gamma=GAMMA, clip=0.0)
-_trust = Settings(lr=None)
+_ppo: dict[str, Any] = {
+    "advantage": (GAE(GAMMA, 0.95), Whiten()),
+    "update_rule": GradientSteps(epochs=10, minibatches=4),
+    "critic": _critic,
+}
+_trpo: dict[str, Any] = {"advantage": (GAE(GAMMA, 0.95),), "critic": _critic}
 
 PRESETS: dict[str, Preset] = {
     p.algorithm.name: p
     for p in (
+        # For a network of 64 units, a rollout's data is not used up after four passes.
+        Preset(replace(PPO, shaping=(), **_ppo), Settings(lr=1e-3)),
+        Preset(replace(PPO_PENALTY, **_ppo), Settings(lr=1e-3)),
+        # A critic trained from scratch needs more than five steps per rollout.
+        Preset(replace(TRPO, update_rule=TrustRegion(0.01, critic_steps=30), **_trpo), Settings(lr=None)),
         Preset(
-            replace(
-                PPO,
-                advantage=(GAE(GAMMA, 0.95), Whiten()),
-                shaping=(),
-                update_rule=GradientSteps(epochs=10, minibatches=4),
-                critic=_critic,
-            ),
-            Settings(lr=1e-3),
-            "Ten epochs of four minibatches of single steps: for a network of 64 units, a rollout's data is not used up after four "
-            "passes.",
+            replace(NATURAL, update_rule=TrustRegion(0.01, line_search=False, critic_steps=30), **_trpo),
+            Settings(lr=None),
         ),
+        # One update per rollout, so rollouts are short. The exact entropy, a term with a graph, costs nothing for a few actions.
         Preset(
-            replace(
-                PPO_PENALTY,
-                advantage=(GAE(GAMMA, 0.95), Whiten()),
-                update_rule=GradientSteps(epochs=10, minibatches=4),
-                critic=_critic,
-            ),
-            Settings(lr=1e-3),
-            "As ppo.",
-        ),
-        Preset(
-            replace(
-                TRPO, advantage=(GAE(GAMMA, 0.95),), update_rule=TrustRegion(0.01, critic_steps=30), critic=_critic
-            ),
-            _trust,
-            "A critic trained from scratch needs more than five steps per rollout.",
-        ),
-        Preset(
-            replace(
-                NATURAL,
-                advantage=(GAE(GAMMA, 0.95),),
-                update_rule=TrustRegion(0.01, line_search=False, critic_steps=30),
-                critic=_critic,
-            ),
-            _trust,
-            "As trpo.",
-        ),
-        Preset(
-            replace(
-                A2C,
-                advantage=(NStep(5, GAMMA),),
-                terms=(ExactEntropy(0.01),),  # a term with a graph of its own
-                critic=_critic,
-            ),
+            replace(A2C, advantage=(NStep(5, GAMMA),), terms=(ExactEntropy(0.01),), critic=_critic),
             Settings(rollout=16, lr=1e-3),
-            "One update per rollout, so rollouts are short; the exact entropy of a few actions costs nothing.",
         ),
-        Preset(REINFORCE, Settings(rollout=64, lr=5e-3), "The named algorithm itself, on complete episodes."),
+        Preset(REINFORCE, Settings(rollout=64, lr=5e-3)),  # the named algorithm itself, on complete episodes
     )
 }
 
@@ -309,15 +274,18 @@ def find_preset(name: str) -> Preset:
 
 
 def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
-    """Change γ in the algorithm's advantages and its critic's targets. Raises ConfigError if no part of it discounts."""
+    """Change γ in the algorithm's advantages and its critic's targets.
 
-    def changed(part: Any) -> Any:
+    Raises:
+        ConfigError: No part of it discounts.
+    """
+
+    def change(part: Any) -> Any:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
 
-    updated = replace(algorithm, advantage=tuple(map(changed, algorithm.advantage)), critic=changed(algorithm.critic))
-    if updated == algorithm and not any(hasattr(part, "gamma") for part in algorithm.parts()):
-        raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or use ppo, trpo or a2c")
-    return updated
+    if not any(hasattr(part, "gamma") for part in (*algorithm.advantage, algorithm.critic)):
+        raise ConfigError(f"{algorithm.name} does not discount: omit gamma, or use ppo, trpo or a2c")
+    return replace(algorithm, advantage=tuple(map(change, algorithm.advantage)), critic=change(algorithm.critic))
 
 
 SUPPORTED_FIELDS = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"})
@@ -327,34 +295,33 @@ SUPPORTED_FIELDS = frozenset({"logp_old", "values", "returns", "truncated", "tok
 def check_control_algorithm(algorithm: Algorithm) -> None:
     """Raise ConfigError for an algorithm that classic control does not support, with the reason and a remedy."""
     check_sampling(algorithm, 1, 1.0)
-    for problem in _find_problems(algorithm):
+    missing, critic = sorted(algorithm.needs - SUPPORTED_FIELDS), algorithm.critic
+    single_steps = isinstance(algorithm.ratio, Token) and isinstance(algorithm.aggregation, TokenMean)
+    problem = ""
+    if missing:
+        problem = f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: omit it (shaping=(), terms=())"
+    elif algorithm.old_policy == "sampler":
+        problem = (
+            "old_policy='sampler' reads an engine's log-probabilities, but here the policy itself acts: use 'learner'"
+        )
+    elif any(isinstance(link, Vine) for link in algorithm.advantage) or algorithm.gate.requires_full_groups:
+        problem = (
+            "a vine tries several actions in one state, and these environments cannot be set back to one: use trpo, its "
+            "single-path variant"
+        )
+    elif algorithm.filters:
+        problem = (
+            "filters look at the scores of a prompt's completions, and an environment has no prompts: set filters=()"
+        )
+    elif critic is not None and (critic.pretrain or critic.backbone != "separate"):
+        problem = "the critic is a separate network that learns with the policy: leave pretrain and backbone at their defaults"
+    elif algorithm.update_rule.minibatches > 1 and not single_steps:
+        problem = (
+            "minibatches hold single steps, for which a ratio or a mean over complete episodes has no meaning: set ratio=Token() "
+            "and aggregation=TokenMean(), or minibatches=1"
+        )
+    if problem:
         raise ConfigError(f"{algorithm.name}: {problem}")
-
-
-def _find_problems(algorithm: Algorithm) -> Iterator[str]:
-    if missing := sorted(algorithm.needs - SUPPORTED_FIELDS):
-        yield f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: leave it out (shaping=(), terms=())"
-    if algorithm.old_policy == "sampler":
-        yield "old_policy='sampler' reads what an engine says of its tokens, and here the policy itself acts: leave 'learner'"
-    if any(isinstance(link, Vine) for link in algorithm.advantage) or algorithm.gate.requires_full_groups:
-        yield (
-            "a vine tries several actions in one state, and these environments cannot be set back to one: take trpo, the single "
-            "path"
-        )
-    if algorithm.filters:
-        yield "filters look at the scores of a prompt's completions, and an environment has no prompts: set filters=()"
-    critic = algorithm.critic
-    if critic is not None and (critic.pretrain or critic.backbone != "separate"):
-        yield (
-            "the critic is a network of its own and learns beside the policy: leave pretrain and features as they are in Critic()"
-        )
-    if algorithm.update_rule.minibatches > 1 and not (
-        isinstance(algorithm.ratio, Token) and isinstance(algorithm.aggregation, TokenMean)
-    ):
-        yield (
-            "minibatches hold single steps of episodes, for which a ratio or a mean over whole ones has no meaning: set "
-            "ratio=Token() and aggregation=TokenMean(), or minibatches=1"
-        )
 
 
 class ControlLearner:
@@ -394,14 +361,11 @@ class ControlLearner:
         if "logp_old" in needs:
             logp = self.distribution(experience.observation[mask]).logp(experience.action[mask])
             batch = replace(batch, logp_old=scatter_to_mask(logp, mask))
-        if "entropy" in needs:
-            batch = replace(
-                batch, entropy=scatter_to_mask(self.distribution(experience.observation[mask]).entropy(), mask)
-            )
         if self.critic is not None:
             values = self.critic.network(self.states(experience.observation[mask]))
             after = self.critic.network(self.states(experience.after))
-            bootstrap = torch.where(ends_truncated(batch), after, 0)
+            assert batch.truncated is not None  # set in every rollout
+            bootstrap = torch.where(batch.truncated, after, 0)
             batch = replace(batch, values=scatter_to_mask(values, mask), bootstrap=bootstrap)
         return batch
 
@@ -433,12 +397,6 @@ class ControlLearner:
         self.policy.scale_lr(share)
         if self.critic is not None:
             self.critic.scale_lr(share)
-
-
-def ends_truncated(batch: Batch) -> Tensor:
-    """[B] bool; marks segments that did not terminate."""
-    assert batch.truncated is not None  # set in every rollout
-    return batch.truncated
 
 
 RECENT_EPISODES = 100
@@ -493,8 +451,6 @@ class ControlResult:
     """The result of training."""
 
     learner: ControlLearner
-    algorithm: Algorithm
-    """The algorithm with its parts' final state."""
     curve: tuple[Update, ...]
 
 
@@ -509,8 +465,10 @@ def train_control(
 ) -> ControlResult:
     """Train for `steps` environment steps; an algorithm without a critic finishes its last episodes.
 
-    The result depends only on the seed, not on other random numbers in the process. Raises ConfigError for an
-    unsupported algorithm, or fewer steps than environments.
+    The result depends only on the seed, not on other random numbers in the process.
+
+    Raises:
+        ConfigError: An unsupported algorithm, or fewer steps than environments.
     """
     if steps < environments.number:
         raise ConfigError(
@@ -551,7 +509,7 @@ def train_control(
         curve.append(update)
         if on_update is not None:
             on_update(update)
-    return ControlResult(learner, algorithm.with_state(memory), tuple(curve))
+    return ControlResult(learner, tuple(curve))
 
 
 def evaluate_control(

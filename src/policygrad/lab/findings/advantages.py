@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from policygrad.algorithms import REINFORCE
 from policygrad.core.advantages import GroupMean, GroupStd, LeaveOneOut, OptimalBaseline, RunningMean
 from policygrad.core.aggregation import FixedLength, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
@@ -21,22 +20,32 @@ from policygrad.core.gates import Importance
 from policygrad.core.ratios import SequenceProduct
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLForm, KLToReference
+from policygrad.core.turns import turn_discount
 from policygrad.lab.estimators import enumerate_steps, estimate_gradients
-from policygrad.lab.measurement import Figures, Finding, choose_text, format_percent, join_numbers, measure_algorithm
-from policygrad.lab.policies import sample_normal
-from policygrad.lab.sequences import derivative, perturb_policy
+from policygrad.lab.measurement import (
+    Figures,
+    Finding,
+    compute_figures,
+    format_percent,
+    join_numbers,
+    measure_algorithm,
+)
+from policygrad.lab.sequences import derivative, perturb_policy, sample_normal
 from policygrad.lab.setting import LabSetting
-from policygrad.lab.worlds import directional_growth, one_prompt, two_answers
+from policygrad.lab.worlds import one_prompt, two_answers
 
-MONTE_CARLO = Algorithm("monte_carlo", advantage=(NStep(0),), critic=Critic())
-"""Ψ_t = R − V_t with the sequence sum: a baseline for each state, given as `LabSetting.values`."""
 EXACT = 1e-10
 GROUP = 4
 
 
-def with_advantage(*advantage: Advantage) -> Algorithm:
-    """Return REINFORCE with this chain, and the unbiased sequence sum."""
-    return replace(REINFORCE, advantage=advantage)
+def with_advantage(*advantage: Advantage, **parts: Any) -> Algorithm:
+    """Return an on-policy algorithm with this chain and the unbiased sequence sum, and with a critic if the chain reads values.
+
+    parts: Other fields of the algorithm.
+    """
+    gamma = next((g for link in advantage if (g := turn_discount(link)) is not None), None)
+    critic = None if gamma is None else Critic(turn_gamma=gamma)
+    return Algorithm(advantage=advantage, critic=critic, **parts)
 
 
 def exact_figures(algorithm: Algorithm, setting: LabSetting, size: int) -> Figures:
@@ -53,7 +62,7 @@ def leave_one_out(seed: int = 0) -> Finding:
         "leave_one_out",
         "The leave-one-out baseline is unbiased.",
         holds,
-        f"Over all groups of 2, 3 and 4 the expected gradient {choose_text(holds, 'is the true one', 'is not the true one')}: "
+        f"Over all groups of 2, 3 and 4 the expected gradient {'is the true one' if holds else 'is not the true one'}: "
         f"the largest relative difference is {bias:.1e}.",
         {"bias": bias},
     )
@@ -70,7 +79,7 @@ def group_mean(seed: int = 0) -> Finding:
         "The group mean shrinks the gradient by (G−1)/G and leaves its direction.",
         holds,
         f"The expected gradient is {join_numbers((f.scale for f in figures), '.4f')} of the true one at G = 2, 3, 4: "
-        f"{choose_text(holds, '(G−1)/G', 'not (G−1)/G')} to {error:.0e}.",
+        f"{'(G−1)/G' if holds else 'not (G−1)/G'} to {error:.0e}.",
         {f"scale_{size}": f.scale for size, f in zip(sizes, figures, strict=True)},
         curves={
             "group_size": tuple(map(float, sizes)),
@@ -95,7 +104,7 @@ def z_score(seed: int = 0) -> Finding:
         "Dividing by the group's standard deviation over-weights very easy and very hard prompts.",
         holds,
         f"A prompt solved 2 % (or 98 %) of the time weighs {ratio[4]:.2f}, {ratio[8]:.2f} and {ratio[32]:.2f} times one solved "
-        f"50 % of the time, at G = 4, 8 and 32; {choose_text(holds, 'more so in larger groups', 'not so in larger groups')}. "
+        f"50 % of the time, at G = 4, 8 and 32; {'more so in larger groups' if holds else 'not so in larger groups'}. "
         f"Under the group mean all have the same weight ({min(plain):.3f} to {max(plain):.3f} at G = 8).",
         {f"ratio_{size}": r for size, r in ratio.items()},
         curves={"p": grid, **curves, "group_mean_G8": plain},
@@ -116,8 +125,8 @@ def optimal_baseline(seed: int = 0) -> Finding:
         "best": best,
     }
     grid = sorted(best + offset for offset in (-0.5, -0.2, -0.05, 0.0, 0.05, 0.2, 0.5))
-    curve = tuple(_constant_variance(setting, b) for b in grid)
-    variance = {name: _constant_variance(setting, b) for name, b in constants.items()}
+    curve = tuple(_baseline_variance(setting, b) for b in grid)
+    variance = {name: _baseline_variance(setting, b) for name, b in constants.items()}
     holds = variance["best"] <= min([*variance.values(), *curve])
     links: dict[str, Advantage] = {
         "siblings": LeaveOneOut(),
@@ -130,22 +139,19 @@ def optimal_baseline(seed: int = 0) -> Finding:
         "optimal_baseline",
         "b* = E[R‖s‖²]/E‖s‖² has the least variance of all baselines that are constant over a completion.",
         holds,
-        f"b* = {best:.3f} {choose_text(holds, 'has', 'does not have')} the least variance: {variance['best']:.2f} of ‖∇J‖², "
+        f"b* = {best:.3f} {'has' if holds else 'does not have'} the least variance: {variance['best']:.2f} of ‖∇J‖², "
         f"against {variance['mean']:.2f} with the mean reward and {variance['zero']:.2f} with none. Estimated from the other 3 "
-        f"of 4 siblings it has {format_percent(abs(gain))} {choose_text(gain > 0, 'less', 'more')} variance than their plain mean "
+        f"of 4 siblings it has {format_percent(abs(gain))} {'less' if gain > 0 else 'more'} variance than their plain mean "
         f"({estimated['siblings_norms']:.2f} against {estimated['siblings']:.2f}).",
         {"b_star": best, **variance, **estimated},
         curves={"b": tuple(grid), "variance": curve},
     )
 
 
-def _constant_variance(setting: LabSetting, b: float) -> float:
-    states = len(setting.world.tree.prefixes) * setting.world.prompts
-    return _baseline_variance(setting, torch.full((states,), b, dtype=torch.float64))
-
-
-def _baseline_variance(setting: LabSetting, values: Tensor) -> float:
-    return exact_figures(MONTE_CARLO, replace(setting, values=values), 1).variance
+def _baseline_variance(setting: LabSetting, baseline: Tensor | float) -> float:
+    """Return the variance of one completion's gradient for Ψ_t = R − b, with a baseline for each state [S] or a constant one."""
+    values = torch.zeros(len(setting.world.tree.prefixes), dtype=torch.float64) + baseline
+    return exact_figures(with_advantage(NStep(0)), replace(setting, values=values), 1).variance
 
 
 def state_baseline(seed: int = 0) -> Finding:
@@ -157,12 +163,12 @@ def state_baseline(seed: int = 0) -> Finding:
     value, norm, product = world.values(theta, to_go), world.values(theta, square), world.values(theta, square * to_go)
     best = product / norm
     variance = {
-        "none": _baseline_variance(setting, torch.zeros_like(value)),
-        "constant": _constant_variance(setting, float(world.objective(theta))),
+        "none": _baseline_variance(setting, 0.0),
+        "constant": _baseline_variance(setting, float(world.objective(theta))),
         "value": _baseline_variance(setting, value),
         "best": _baseline_variance(setting, best),
     }
-    mean = estimate_gradients(MONTE_CARLO, replace(setting, values=best), enumerate_steps(setting, 1)).mean
+    mean = estimate_gradients(with_advantage(NStep(0)), replace(setting, values=best), enumerate_steps(setting, 1)).mean
     bias = float((mean - world.gradient(theta)).abs().max())
     difference = float((best - value - (product - norm * value) / norm).abs().max())
     near = [_baseline_variance(setting, best + sample_normal(len(best), 0.05, k)) for k in range(4)]
@@ -185,7 +191,7 @@ def group_size(seed: int = 0) -> Finding:
     """The standard deviation of the group's gradient over G, and `group_power` ½, which divides by √G."""
     setting, sizes = one_prompt(length=2, seed=seed), (2, 3, 4, 6, 8)
     deviation = [math.sqrt(exact_figures(with_advantage(LeaveOneOut()), setting, g).variance) for g in sizes]
-    rooted = replace(with_advantage(LeaveOneOut()), aggregation=SequenceSum(group_power=0.5))
+    rooted = with_advantage(LeaveOneOut(), aggregation=SequenceSum(group_power=0.5))
     figures = [exact_figures(rooted, setting, size) for size in sizes]
 
     def slope(values: list[float], first: int = 0) -> float:
@@ -197,7 +203,7 @@ def group_size(seed: int = 0) -> Finding:
         "The noise of a group's gradient falls with √G, or faster.",
         total <= -0.5 + 1e-9,
         f"Under leave-one-out its standard deviation falls as G^{total:.2f} from G = 2 to 8, and as G^{late:.2f} from 4 on: "
-        f"{choose_text(total < -0.5, 'faster than G^-0.50, since the baseline improves too', 'as G^-0.50')}. Dividing by √G "
+        f"{'faster than G^-0.50, since the baseline improves too' if total < -0.5 else 'as G^-0.50'}. Dividing by √G "
         f"instead of G makes the expected gradient grow as G^{growth:.2f} in the same direction (cosine {figures[-1].cosine:.3f}).",
         {"slope": total, "slope_from_4": late, "growth_power_half": growth},
         curves={
@@ -253,7 +259,7 @@ def sequence_mean(seed: int = 0) -> Finding:
     }
     relative: dict[str, tuple[float, ...]] = {}
     by_length = {
-        name: measure_algorithm(replace(with_advantage(LeaveOneOut()), aggregation=kind), setting, steps).length
+        name: measure_algorithm(with_advantage(LeaveOneOut(), aggregation=kind), setting, steps).length
         for name, kind in kinds.items()
     }
     for name, rows in by_length.items():
@@ -261,7 +267,13 @@ def sequence_mean(seed: int = 0) -> Finding:
             pairs = zip(rows, by_length["sum"], strict=True)
             relative[f"{name}_{key}"] = tuple(row[key] / base[key] for row, base in pairs if key in row)
     lengths = tuple(map(float, sorted(set(setting.world.tree.lengths.tolist()))))
-    shift_wrong, shift_right = _length_shift(setting, SequenceMean())
+    mean = estimate_gradients(with_advantage(LeaveOneOut(), aggregation=SequenceMean()), setting, steps).mean
+    truth = setting.world.gradient(setting.theta)
+    # How much faster the mean length grows along E g than along ∇J, in tokens per unit of J.
+    longer = [mean_length_gradient(setting, right) for right in (False, True)]
+    shift_wrong, shift_right = (
+        float(x @ mean) / float(truth @ mean) - float(x @ truth) / float(truth @ truth) for x in longer
+    )
     right, wrong = (relative[f"sequence_{key}"][-1] / relative[f"sequence_{key}"][0] for key in ("right", "wrong"))
     return Finding(
         "sequence_mean",
@@ -269,26 +281,12 @@ def sequence_mean(seed: int = 0) -> Finding:
         right < 1 and wrong < 1,
         f"Relative to the sequence sum, a token of a right answer of the longest length has {right:.2f} of the weight of a token "
         f"of the shortest, and a token of a wrong one {wrong:.2f}: short right answers are "
-        f"{choose_text(right < 1, 'favoured', 'not favoured')}, long wrong ones "
-        f"{choose_text(wrong < 1, 'spared', 'not spared')}. For the same initial gain in J the mean length of wrong answers "
+        f"{'favoured' if right < 1 else 'not favoured'}, long wrong ones "
+        f"{'spared' if wrong < 1 else 'not spared'}. For the same initial gain in J the mean length of wrong answers "
         f"changes by {shift_wrong:+.3f} tokens per unit of J more than along ∇J, that of right ones by {shift_right:+.3f}.",
         {"right": right, "wrong": wrong, "shift_wrong": shift_wrong, "shift_right": shift_right},
         curves={"length": lengths, **{key: v for key, v in relative.items() if len(v) == len(lengths)}},
     )
-
-
-def _length_shift(setting: LabSetting, aggregation: Aggregation) -> tuple[float, float]:
-    """How much faster E|o| of (wrong, right) answers grows along E g than along ∇J, per unit of ‖∇J‖² gained in J."""
-    algorithm = replace(with_advantage(LeaveOneOut()), aggregation=aggregation)
-    mean = estimate_gradients(algorithm, setting, enumerate_steps(setting, GROUP)).mean
-    truth = setting.world.gradient(setting.theta)
-    wrong, right = (
-        directional_growth(setting, mean_length_gradient(setting, right), mean)
-        - directional_growth(setting, mean_length_gradient(setting, right), truth)
-        for right in (False, True)
-    )
-    square = float(truth @ truth)
-    return wrong / square, right / square
 
 
 def brevity(seed: int = 0) -> Finding:
@@ -300,8 +298,8 @@ def brevity(seed: int = 0) -> Finding:
     pace, cosine = [], []
     truth = setting.world.gradient(setting.theta)
     for gamma in gammas:
-        mean = estimate_gradients(replace(MONTE_CARLO, advantage=(NStep(0, gamma),)), setting, steps).mean
-        pace.append(directional_growth(setting, length, mean) / float(truth @ truth))
+        mean = estimate_gradients(with_advantage(NStep(0, gamma)), setting, steps).mean
+        pace.append(float(length @ mean) / float(truth @ mean))
         cosine.append(float(torch.cosine_similarity(mean, truth, dim=0)))
     holds = all(a > b for a, b in pairwise(pace))
     return Finding(
@@ -309,10 +307,9 @@ def brevity(seed: int = 0) -> Finding:
         "γ < 1 is a hidden penalty on length.",
         holds,
         f"For the same initial gain in J, right answers change their mean length by {pace[0]:+.3f} tokens per unit of J at γ = 1, "
-        f"{pace[2]:+.3f} at 0.9 and {pace[4]:+.3f} at 0.5: "
-        f"{choose_text(holds, 'the shorter the smaller γ', 'not always shorter')}. The cosine with ∇J is {cosine[1]:.4f} at "
-        f"0.99, {cosine[2]:.3f} at 0.9 and {cosine[4]:.3f} at 0.5; {format_percent(1 - cosine[2] ** 2)} of the direction at "
-        "0.9 is not the gradient.",
+        f"{pace[2]:+.3f} at 0.9 and {pace[4]:+.3f} at 0.5: {'the shorter the smaller γ' if holds else 'not always shorter'}. The "
+        f"cosine with ∇J is {cosine[1]:.4f} at 0.99, {cosine[2]:.3f} at 0.9 and {cosine[4]:.3f} at 0.5; "
+        f"{format_percent(1 - cosine[2] ** 2)} of the direction at 0.9 is not the gradient.",
         {f"pace_{g:g}": x for g, x in zip(gammas, pace, strict=True)},
         curves={"gamma": gammas, "length_change": tuple(pace), "cosine": tuple(cosine)},
     )
@@ -335,26 +332,24 @@ def kl_places(seed: int = 0) -> Finding:
     off = replace(on, old=perturb_policy(world, base.theta, OFF_POLICY_KL, seed=seed + 6))
     truth = derivative(lambda theta: -world.kl(theta, reference), base.theta)
     # In the reward the penalty is that at rollout time, so off-policy it needs the product ratio, and still lags behind.
-    places = {"reward": Algorithm(shaping=(KLInReward(1.0),))}
-    places |= {f"loss {form}": Algorithm(terms=(KLToReference(1.0, form),)) for form in get_args(KLForm)}
+    places = {"reward": with_advantage(shaping=(KLInReward(1.0),))}
+    places |= {f"loss {form}": with_advantage(terms=(KLToReference(1.0, form),)) for form in get_args(KLForm)}
     corrected = places | {"reward": replace(places["reward"], ratio=SequenceProduct(), gate=Importance())}
-    cosine, spread = {}, {}
+    figures = {}
     for name, algorithm in places.items():
         for policy, setting, used in (("on", on, algorithm), ("off", off, corrected[name])):
             result = estimate_gradients(used, setting, enumerate_steps(setting, 1))
-            cosine[name, policy] = float(torch.cosine_similarity(result.mean, truth, dim=0))
-            spread[name, policy] = result.variance / float(truth @ truth)
-            if (name, policy) == ("reward", "on"):
-                bias = float((result.mean - truth).norm() / truth.norm())
+            figures[name, policy] = compute_figures(result.gradient, result.weight, truth)
+    cosine, bias = {key: f.cosine for key, f in figures.items()}, figures["reward", "on"].bias
     holds = bias < EXACT and all(cosine[name, "on"] < 1 - 1e-6 for name in places if name != "reward")
     table = "; ".join(f"{name} {cosine[name, 'on']:.3f}, {cosine[name, 'off']:.3f}" for name in places)
     return Finding(
         "kl_places",
         "k1 in the reward is the gradient of the sequence's KL; in the loss every form leaves out the states that follow.",
         holds,
-        f"On-policy the penalty in the reward {choose_text(bias < EXACT, 'is', 'is not')} −∇KL(π‖π_ref) (relative difference "
+        f"On-policy the penalty in the reward {'is' if bias < EXACT else 'is not'} −∇KL(π‖π_ref) (relative difference "
         f"{bias:.0e}). Cosines with it, on-policy and {OFF_POLICY_KL:g} nats off-policy: {table}. Its price is variance: "
-        f"{spread['reward', 'on']:.1f} of ‖∇KL‖² for one completion without a baseline, against "
-        f"{spread['loss k3', 'on']:.1f} for k3 in the loss.",
+        f"{figures['reward', 'on'].variance:.1f} of ‖∇KL‖² for one completion without a baseline, against "
+        f"{figures['loss k3', 'on'].variance:.1f} for k3 in the loss.",
         {f"{name} {policy}": value for (name, policy), value in cosine.items()} | {"bias_reward": bias},
     )

@@ -10,10 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from policygrad.algorithms import REINFORCE
 from policygrad.core.advantages import GroupMean, GroupStd, LeaveOneOut
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.auxiliary import Critic
 from policygrad.core.base import Advantage
 from policygrad.core.gae import GAE, NStep
 from policygrad.core.turns import (
@@ -24,15 +22,13 @@ from policygrad.core.turns import (
     TurnGAE,
     TurnLeaveOneOut,
     TurnReturn,
-    turn_discount,
 )
 from policygrad.lab.episodes import Walk
-from policygrad.lab.estimators import WeightedSteps, enumerate_steps, estimate_gradients
-from policygrad.lab.findings.advantages import with_advantage
+from policygrad.lab.estimators import enumerate_steps, estimate_gradients
+from policygrad.lab.findings.advantages import exact_figures, with_advantage
 from policygrad.lab.measurement import (
     Finding,
     Measurement,
-    choose_text,
     compute_figures,
     format_small,
     join_numbers,
@@ -53,17 +49,11 @@ def gae_curve(seed: int = 0) -> Finding:
     """Bias, variance and error of GAE(1, λ) over λ, with n-step advantages beside it. Source: Schulman et al. 2016."""
     links: dict[str, Advantage] = {f"λ={lam:g}": GAE(1.0, lam) for lam in LAMBDAS} | NSTEP
     setting = one_prompt(length=4, seed=seed)
-    steps = enumerate_steps(setting, 1)
-    figures: dict[tuple[str, float], Tensor] = {}  # [critics, KINDS]
-    for error in ERRORS:
-        for name, link in links.items():
-            algorithm = Algorithm(advantage=(link,), critic=Critic())
-            rows = []
-            for critic in range(CRITICS if error else 1):
-                erring = replace(setting, critic_error=error, seed=seed * 100 + critic)
-                f = measure_algorithm(algorithm, erring, steps).figures
-                rows.append([getattr(f, kind) for kind in KINDS])
-            figures[name, error] = torch.tensor(rows, dtype=torch.float64)
+    figures = {
+        (name, error): _measure_critics(link, setting, error, CRITICS if error else 1, seed)
+        for error in ERRORS
+        for name, link in links.items()
+    }
     mean = {key: table.mean(0).tolist() for key, table in figures.items()}
     best = {error: min(LAMBDAS, key=lambda lam: mean[f"λ={lam:g}", error][2]) for error in ERRORS}
     large = ERRORS[-1]
@@ -76,14 +66,15 @@ def gae_curve(seed: int = 0) -> Finding:
     )
     standard_error = float(gap.std() / math.sqrt(CRITICS))
     unbiased = max(bias[-1], *(mean[f"λ={lam:g}", 0.0][0] for lam in LAMBDAS)) < 1e-9  # λ = 1, or an exact critic
-    trades = _is_falling(bias) and not _is_falling(spread) and spread[-1] > spread[0]
+    falls, rises = (all(a >= b for a, b in pairwise(values)) for values in (bias, spread))
+    trades = falls and not rises and spread[-1] > spread[0]
     mse = {name: f"{mean[name, large][2]:.2f}" for name in NSTEP}
     return Finding(
         "gae_curve",
         "GAE's λ trades bias for variance: low λ trusts the critic, λ = 1 is unbiased whatever it says.",
         unbiased and trades and difference < 1e-9,
         f"With a critic that errs by {large:g} the bias falls from {bias[0]:.2f} of ‖∇J‖ at λ = 0 to {bias[-1]:.0e} at "
-        f"λ = 1 and the variance {choose_text(spread[-1] > spread[0], 'rises', 'falls')} from {spread[0]:.1f} to {spread[-1]:.1f} "
+        f"λ = 1 and the variance {'rises' if spread[-1] > spread[0] else 'falls'} from {spread[0]:.1f} to {spread[-1]:.1f} "
         f"of ‖∇J‖². The mean squared error of one completion's gradient is least at λ = {join_numbers(best.values(), 'g')} for "
         f"critics that err by {join_numbers(ERRORS, 'g')}. At the largest error the best λ saves {float(gap.mean()):.2f} ± "
         f"{standard_error:.2f} against λ = 1 (over {CRITICS} critics); TD has {mse['TD']}, two steps {mse['2-step']}, three "
@@ -108,8 +99,11 @@ def gae_curve(seed: int = 0) -> Finding:
     )
 
 
-def _is_falling(values: list[float]) -> bool:
-    return all(a >= b for a, b in pairwise(values))
+def _measure_critics(link: Advantage, setting: LabSetting, error: float, critics: int, seed: int) -> Tensor:
+    """[critics, KINDS] of one completion's gradient, with critics that err by `error`."""
+    erring = [replace(setting, critic_error=error, seed=seed * 100 + critic) for critic in range(critics)]
+    each = [exact_figures(with_advantage(link), critic, 1) for critic in erring]
+    return torch.tensor([[getattr(f, kind) for kind in KINDS] for f in each], dtype=torch.float64)
 
 
 # Credit along the turns of a conversation: the bias and variance of each way to assign it.
@@ -145,35 +139,25 @@ FAMILIES: dict[str, Callable[[float], Advantage]] = {
 """Advantages from a critic, by λ: over turns, over tokens, over both."""
 
 
-def turn_algorithm(name: str, advantage: tuple[Advantage, ...]) -> Algorithm:
-    """Return REINFORCE with this chain and the unbiased sequence sum, and with a critic if the chain reads values."""
-    gamma = next((g for link in advantage if (g := turn_discount(link)) is not None), None)
-    critic = None if gamma is None else Critic(turn_gamma=gamma)
-    return replace(REINFORCE, name=name, advantage=advantage, critic=critic)
-
-
-def measure_chain(
-    name: str, advantage: tuple[Advantage, ...], setting: LabSetting, steps: WeightedSteps
-) -> Measurement:
-    """Measure a chain exactly in a setting."""
-    return measure_algorithm(turn_algorithm(name, advantage), setting, steps)
-
-
 def turn_credit(seed: int = 0) -> Finding:
     """Outcome to all turns, the reward to go, siblings' turns, a discount per turn, and GAE over turns; γ = 1 but where said."""
     setting, costly = walk_setting(seed=seed), walk_setting(seed=seed, game=Walk(progress_reward=0.0))
-    steps = enumerate_steps(setting, GROUP)
-    exact = {name: measure_chain(name, chain, setting, steps).figures for name, chain in UNBIASED.items()}
-    cost = {name: measure_chain(name, chain, costly, steps).figures for name, chain in UNBIASED.items()}
+    exact = {name: exact_figures(with_advantage(*chain), setting, GROUP) for name, chain in UNBIASED.items()}
+    cost = {name: exact_figures(with_advantage(*chain), costly, GROUP) for name, chain in UNBIASED.items()}
     outcome, siblings, to_go, _, same_turn = exact.values()
-    states = measure_chain("", (GroupInGroup(gamma=1.0, std=False),), setting, steps).figures
+    states = exact_figures(with_advantage(GroupInGroup(gamma=1.0, std=False)), setting, GROUP)
     discounted_truth = walk_setting(gamma=GAMMA, seed=seed).true_gradient(Algorithm())
     discounted = []  # bias against the gradient of E[Σ_n γ^n r_n], without and with the weights γ^n
     for chain in ((TurnReturn(GAMMA),), (TurnReturn(GAMMA), TurnDiscount(GAMMA))):
-        result = estimate_gradients(turn_algorithm("", chain), setting, steps)
+        result = estimate_gradients(with_advantage(*chain), setting, enumerate_steps(setting, GROUP))
         discounted.append(compute_figures(result.gradient, result.weight, discounted_truth).bias)
-    undiscounted = measure_chain("", (TurnReturn(GAMMA),), setting, steps).figures.bias
-    curves, exact_bias = _measure_over_lambda(setting, seed)
+    undiscounted = exact_figures(with_advantage(TurnReturn(GAMMA)), setting, GROUP).bias
+    curves: dict[str, tuple[float, ...]] = {"lambda": TURN_LAMBDAS}
+    exact_bias = {}  # the largest over λ
+    for level, make in FAMILIES.items():
+        exact_bias[level] = max(exact_figures(with_advantage(make(lam)), setting, 1).bias for lam in TURN_LAMBDAS)
+        rows = [_measure_critics(make(lam), setting, ERROR, TURN_CRITICS, seed).mean(0) for lam in TURN_LAMBDAS]
+        curves[f"bias_{level}"], curves[f"variance_{level}"], _ = (tuple(x) for x in torch.stack(rows).T.tolist())
     (low, *_, high), (least, *_, most) = curves["bias_turn"], curves["variance_turn"]
     bias = max(f.bias for f in (*exact.values(), *cost.values()))
     zero = (bias, discounted[1], exact_bias["turn"], exact_bias["token"], *(curves[f"bias_{k}"][-1] for k in FAMILIES))
@@ -212,37 +196,20 @@ def turn_credit(seed: int = 0) -> Finding:
     )
 
 
-def _measure_over_lambda(setting: LabSetting, seed: int) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
-    """Return (bias and variance over λ, means over a few erring critics; the largest bias with an exact critic), at G = 1."""
-    steps = enumerate_steps(setting, 1)
-    erring = [replace(setting, critic_error=ERROR, seed=seed * 100 + k) for k in range(TURN_CRITICS)]
-    curves: dict[str, tuple[float, ...]] = {"lambda": TURN_LAMBDAS}
-    exact_bias = dict.fromkeys(FAMILIES, 0.0)
-    for level, make in FAMILIES.items():
-        rows = []
-        for lam in TURN_LAMBDAS:
-            chain = (make(lam),)
-            exact_bias[level] = max(exact_bias[level], measure_chain("", chain, setting, steps).figures.bias)
-            figures = [measure_chain("", chain, critic, steps).figures for critic in erring]
-            rows.append(torch.tensor([(f.bias, f.variance) for f in figures], dtype=torch.float64).mean(0).tolist())
-        for i, kind in enumerate(("bias", "variance")):
-            curves[f"{kind}_{level}"] = tuple(row[i] for row in rows)
-    return curves, exact_bias
-
-
 def measure_turn_table(size: int = 3, seed: int = 0) -> tuple[list[Measurement], list[Measurement]]:
     """Measure (chains without a critic, chains with an erring one) for the page on turns."""
     setting = walk_setting(seed=seed)
     erring = replace(setting, critic_error=ERROR, seed=seed)
     steps = enumerate_steps(setting, size)
-    discount = {f"TurnReturn({GAMMA:g})": (TurnReturn(GAMMA),)}
-    plain = [measure_chain(name, chain, setting, steps) for name, chain in (UNBIASED | discount | COMPARED).items()]
-    links: list[Advantage] = [GAE(), *(make(lam) for make in FAMILIES.values() for lam in (0.0, 0.9, 1.0))]
-    named = {}
-    for link in links:
+    plain = UNBIASED | {f"TurnReturn({GAMMA:g})": (TurnReturn(GAMMA),)} | COMPARED
+    links: dict[str, Advantage] = {}
+    for link in (GAE(), *(make(lam) for make in FAMILIES.values() for lam in (0.0, 0.9, 1.0))):
         settings = {name: getattr(link, name) for name in ("turn_lam", "lam") if hasattr(link, name)}
-        named[f"{type(link).__name__}({', '.join(f'{k}={v:g}' for k, v in settings.items())})"] = link
-    return plain, [measure_chain(name, (link,), erring, steps) for name, link in named.items()]
+        links[f"{type(link).__name__}({', '.join(f'{k}={v:g}' for k, v in settings.items())})"] = link
+    return (
+        [measure_algorithm(with_advantage(*chain, name=name), setting, steps) for name, chain in plain.items()],
+        [measure_algorithm(with_advantage(link, name=name), erring, steps) for name, link in links.items()],
+    )
 
 
 # Whether Adam keeps E[Δθ]ᵀ∇J ≥ 0, as every step of fixed size along an unbiased gradient does.
@@ -257,10 +224,9 @@ def adam(seed: int = 0) -> Finding:
     wrong direction, rarely a large one in the right direction.
     """
     usual, skewed = one_prompt(seed=seed), two_answers(0.1, rewards=(0.2, 1.0))
-    plain = replace(REINFORCE, advantage=())
     worlds = {
         "usual": (usual, estimate_gradients(with_advantage(LeaveOneOut()), usual, enumerate_steps(usual, 4))),
-        "skewed": (skewed, estimate_gradients(plain, skewed, enumerate_steps(skewed, 1))),
+        "skewed": (skewed, estimate_gradients(with_advantage(), skewed, enumerate_steps(skewed, 1))),
     }
     first, late, error, gradient = {}, {}, {}, {}
     for name, (setting, estimates) in worlds.items():
@@ -283,7 +249,7 @@ def adam(seed: int = 0) -> Finding:
         f"As a share of the mean step's length, the gradient goes {gradient['usual']:.3f} along ∇J in a usual world; Adam's first "
         f"step {first['usual']:+.3f}, a late one {late['usual']:+.3f} (± {error['usual']:.3f}). With rare, large right "
         f"gradients: {gradient['skewed']:+.3f}, {first['skewed']:+.3f} and {late['skewed']:+.3f} (± {error['skewed']:.3f}). "
-        f"{choose_text(holds, 'It holds in both', 'The guarantee is lost where a coordinate’s sign is mostly wrong')}: the "
+        f"{'It holds in both' if holds else 'The guarantee is lost where a coordinate’s sign is mostly wrong'}: the "
         f"first step is the gradient's sign, and only averaging restores its size. This contradicts no theorem: E[Δθ]ᵀ∇J ≥ 0 "
         f"is stated for steps α·g with a fixed α, and Adam's α depends on g.",
         {

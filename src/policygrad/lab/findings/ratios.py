@@ -1,9 +1,10 @@
-"""Ratios and gates off-policy, trust-region bounds and the shapes of gates. Exact unless an error is given."""
+"""Ratios and gates off-policy, and the shapes of gates. Exact unless an error is given."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +15,9 @@ from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, ClippedImportance, DualClip, Importance, OnPolicy, SigmoidGate
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.lab.findings.advantages import EXACT, exact_figures, with_advantage
-from policygrad.lab.mdp import improvement_bound, natural_gradient, random_mdp, softmax, solve, surrogate_value
-from policygrad.lab.measurement import Figures, Finding, choose_text, compute_figures, format_percent, join_numbers
-from policygrad.lab.policies import Experts, sample_normal
-from policygrad.lab.sequences import PrefixTree, World, derivative, perturb_policy, sample_right_answers
+from policygrad.lab.measurement import Figures, Finding, compute_figures, format_percent, join_numbers
+from policygrad.lab.policies import Experts
+from policygrad.lab.sequences import PrefixTree, World, derivative, perturb_policy, sample_normal, sample_right_answers
 from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
@@ -31,14 +31,6 @@ EXPERTS_KL = 0.02
 def move_off_policy(setting: LabSetting, kl: float, seed: int) -> LabSetting:
     """Return the setting with π_θ moved away from the sampling policy by `kl` nats per completion."""
     return replace(setting, old=setting.theta, theta=perturb_policy(setting.world, setting.theta, kl, seed=seed + 1))
-
-
-def ratio_std(setting: LabSetting, ratio: Ratio) -> float:
-    """Return the standard deviation of w = r over the tokens that π_old samples."""
-    world = setting.world
-    change = world.token_logp(setting.theta) - world.token_logp(setting.sampling_theta)
-    weight = torch.where(world.mask, world.logp(setting.sampling_theta).exp().flatten()[:, None], 0)
-    return _weighted_std(ratio(change, world.mask), weight / weight.sum())
 
 
 def _weighted_std(x: Tensor, weight: Tensor) -> float:
@@ -55,14 +47,12 @@ def ratio_over_length(seed: int = 0) -> Finding:
             near = one_prompt(n, seed=world_seed)
             distance = PER_TOKEN_KL * float(near.world.mean_length(near.theta))
             setting = move_off_policy(near, distance, world_seed)
+            world, weight = setting.world, setting.world.token_weight(setting.sampling_theta)
+            log_ratio = world.token_logp(setting.theta) - world.token_logp(setting.sampling_theta)
             for name, ratio in RATIOS.items():
-                algorithm = replace(with_advantage(RunningMean()), ratio=ratio, gate=Importance())
-                f = exact_figures(algorithm, setting, 1)
-                width[name][w, i], variance[name][w, i], bias[name][w, i] = (
-                    ratio_std(setting, ratio),
-                    f.variance,
-                    f.bias,
-                )
+                width[name][w, i] = _weighted_std(ratio(log_ratio, world.mask), weight / weight.sum())
+                f = exact_figures(with_advantage(RunningMean(), ratio=ratio, gate=Importance()), setting, 1)
+                variance[name][w, i], bias[name][w, i] = f.variance, f.bias
     change = variance["sequence"] / variance["token"] - 1
     mean, error = change.mean(0), change.std(0) / math.sqrt(worlds)
     narrower = bool((width["sequence"] < width["token"]).all())
@@ -79,7 +69,7 @@ def ratio_over_length(seed: int = 0) -> Finding:
         f"{PER_TOKEN_KL:g} nats per token away, at lengths up to 2, 4 and 6, the weights' standard deviation is "
         f"{means(width['token'])} per token, {means(width['sequence'])} for the sequence's mean and {means(width['product'])} "
         f"for the product. In place of the token ratio the sequence ratio changes the gradient's variance by {deltas} over "
-        f"{worlds} random worlds{choose_text(holds, '', ': its weights vary less, its gradient does not at every length')}. "
+        f"{worlds} random worlds{'' if holds else ': its weights vary less, its gradient does not at every length'}. "
         f"Its bias is {means(bias['sequence'])} of ‖∇J‖, the token ratio's {means(bias['token'])}.",
         {f"change_{n}": float(m) for n, m in zip(lengths, mean, strict=True)},
         error=float(error.max()),
@@ -100,7 +90,7 @@ def product_ratio(seed: int = 0) -> Finding:
     settings = [move_off_policy(one_prompt(5, seed=seed), kl, seed) for kl in distances]
     figures: dict[str, list[Figures]] = {}
     for name, ratio in RATIOS.items():
-        algorithm = replace(with_advantage(RunningMean()), ratio=ratio, gate=Importance())
+        algorithm = with_advantage(RunningMean(), ratio=ratio, gate=Importance())
         figures[name] = [exact_figures(algorithm, setting, 1) for setting in settings]
     bias = max(f.bias for f in figures["product"])
     price = [p.variance / t.variance for p, t in zip(figures["product"], figures["token"], strict=True)]
@@ -110,9 +100,8 @@ def product_ratio(seed: int = 0) -> Finding:
         "product_ratio",
         "The product of the token ratios is the unbiased one, at a high variance.",
         holds,
-        f"Its bias {choose_text(holds, 'alone is zero', 'is zero, but not its alone')} ({bias:.0e}): at "
-        f"{join_numbers(distances, 'g')} nats per completion the token ratio's is "
-        f"{join_numbers(f.bias for f in figures['token'])} and the sequence ratio's "
+        f"Its bias {'alone is zero' if holds else 'is zero, but not its alone'} ({bias:.0e}): at {join_numbers(distances, 'g')} "
+        f"nats per completion the token ratio's is {join_numbers(f.bias for f in figures['token'])} and the sequence ratio's "
         f"{join_numbers(f.bias for f in figures['sequence'])} of ‖∇J‖. The product's variance is {join_numbers(price)} times the "
         "token ratio's.",
         {"bias": bias, **{f"price_{kl:g}": x for kl, x in zip(distances, price, strict=True)}},
@@ -128,15 +117,22 @@ GATES: dict[str, Gate] = {"clip": Clip(0.2, 0.2), "soft": SigmoidGate(), "cap": 
 
 
 def gates(seed: int = 0) -> Finding:
-    """What of |r·Ψ| each gate keeps on the tokens that the clip drops: PPO's clip, SAPO's soft gate, CISPO's cap."""
+    """Σ|w Ψ| over Σ|r Ψ| on the tokens that Clip(0.2, 0.2) drops, Ψ = R − J: PPO's clip, SAPO's soft gate, CISPO's cap."""
     distances = (0.02, 0.1, 0.3, 1.0)
     base = one_prompt(4, seed=seed)
     settings = [move_off_policy(base, kl, seed) for kl in distances]
-    shares = {name: [_retained_share(s, gate) for s in settings] for name, gate in GATES.items()}
-    cosine: dict[str, list[float]] = {}
-    for name, gate in GATES.items():
-        algorithm = replace(with_advantage(RunningMean()), ratio=Token(), gate=gate)
-        cosine[name] = [exact_figures(algorithm, setting, 1).cosine for setting in settings]
+    shares, cosine = ({name: list[float]() for name in GATES} for _ in range(2))
+    for setting in settings:
+        world, old = setting.world, setting.sampling_theta
+        r = Token()(world.token_logp(setting.theta) - world.token_logp(old), world.mask)
+        psi = (world.reward.flatten() - world.objective(old))[:, None].expand(r.shape)
+        batch = Batch(mask=world.mask, group=torch.arange(len(r)), reward=psi[:, 0], logp_old=world.token_logp(old))
+        below, above = Clip(0.2, 0.2).clipped(r, psi, batch)
+        weight = world.token_weight(old) * psi.abs() * (below | above)
+        for name, gate in GATES.items():
+            shares[name].append(float((weight * gate.weight(r, psi, batch)).sum() / (weight * r).sum()))
+            algorithm = with_advantage(RunningMean(), ratio=Token(), gate=gate)
+            cosine[name].append(exact_figures(algorithm, setting, 1).cosine)
     holds = all(clip == 0 and clip < soft < cap for clip, soft, cap in zip(*shares.values(), strict=True))
 
     def percents(name: str) -> str:
@@ -148,7 +144,7 @@ def gates(seed: int = 0) -> Finding:
         holds,
         f"On the tokens that clip 0.2 drops, {join_numbers(distances, 'g')} nats per completion away, the cap keeps "
         f"{percents('cap')} of the weight r, the soft gate {percents('soft')} and the clip {format_percent(max(shares['clip']))}. "
-        f"{choose_text(holds, '', 'The order differs. ')}The cosine with ∇J is {join_numbers(cosine['cap'], '.3f')} capped, "
+        f"{'' if holds else 'The order differs. '}The cosine with ∇J is {join_numbers(cosine['cap'], '.3f')} capped, "
         f"{join_numbers(cosine['soft'], '.3f')} soft and {join_numbers(cosine['clip'], '.3f')} clipped.",
         {f"kept_{name}_{kl:g}": x for name, v in shares.items() for kl, x in zip(distances, v, strict=True)},
         curves={
@@ -157,18 +153,6 @@ def gates(seed: int = 0) -> Finding:
             **{f"cosine_{name}": tuple(v) for name, v in cosine.items()},
         },
     )
-
-
-def _retained_share(setting: LabSetting, gate: Gate) -> float:
-    """Return Σ|w Ψ| over Σ|r Ψ| on the tokens that Clip(0.2, 0.2) drops, Ψ = R − J."""
-    world, old = setting.world, setting.sampling_theta
-    r = Token()(world.token_logp(setting.theta) - world.token_logp(old), world.mask)
-    psi = (world.reward.flatten() - world.objective(old))[:, None].expand(r.shape)
-    batch = Batch(mask=world.mask, group=torch.arange(len(r)), reward=psi[:, 0], logp_old=world.token_logp(old))
-    below, above = Clip(0.2, 0.2).clipped(r, psi, batch)
-    probability = world.logp(old).exp().flatten()[:, None].expand(r.shape)
-    weight = probability * psi.abs() * ((below | above) & world.mask)
-    return float((weight * gate.weight(r, psi, batch)).sum() / (weight * r).sum())
 
 
 def experts(seed: int = 0) -> Finding:
@@ -187,10 +171,14 @@ def experts(seed: int = 0) -> Finding:
     for draw in range(draws):
         new = perturb_policy(replay, theta, EXPERTS_KL, seed=seed * 1000 + draw)
         flipped = policy.routes(theta) != policy.routes(new)
-        row = [*_log_ratio_std(world, theta, new), *_log_ratio_std(replay, theta, new)]
-        weight = torch.where(world.mask, world.logp(theta).exp().flatten()[:, None], 0)
-        share = float((weight * flipped[world.state]).sum() / weight.sum())
-        rows.append([*row, share, float(world.kl(theta, new))])
+        weight = world.token_weight(theta)
+        weight = weight / weight.sum()
+        stds = []  # of log r over tokens, and of its mean over completions, with flips and without
+        for moved in (world, replay):
+            change = moved.token_logp(new) - moved.token_logp(theta)
+            chance = moved.logp(theta).exp().flatten()
+            stds += [_weighted_std(change, weight), _weighted_std(change.sum(1) / tree.lengths, chance)]
+        rows.append([*stds, float((weight * flipped[world.state]).sum()), float(world.kl(theta, new))])
     table = torch.tensor(rows, dtype=torch.float64)
     token, sequence, token_replay, sequence_replay, share, far = table.mean(0).tolist()
     growth = (table[:, 0] / table[:, 2]).log()
@@ -206,7 +194,7 @@ def experts(seed: int = 0) -> Finding:
         f"routing replayed) and {sequence:.3f} for the sequence's mean ({sequence_replay:.3f}). Flips multiply the token "
         f"ratio's by {math.exp(jump):.2f} (log {jump:.2f} ± {jump_error:.2f}) and the sequence ratio's by "
         f"{math.exp(jump - less):.2f}: the difference in the log is {less:+.2f} ± {error:.2f}, so the sequence ratio varies "
-        f"less, and its share of the jump {choose_text(holds, 'is smaller too', 'is not clearly smaller')}. That it “bears” "
+        f"less, and its share of the jump {'is smaller too' if holds else 'is not clearly smaller'}. That it “bears” "
         f"flips rests on {math.exp(jump - less):.2f} times against {math.exp(jump):.2f}: it jumps as well.",
         {
             "token": token,
@@ -219,14 +207,6 @@ def experts(seed: int = 0) -> Finding:
         },
         error=error,
     )
-
-
-def _log_ratio_std(world: World, old: Tensor, new: Tensor) -> tuple[float, float]:
-    """Return the standard deviations of log r over sampled tokens, and of its mean over completions."""
-    change = world.token_logp(new) - world.token_logp(old)
-    p = world.logp(old).exp().flatten()
-    weight = torch.where(world.mask, p[:, None], 0)
-    return _weighted_std(change, weight / weight.sum()), _weighted_std(change.sum(1) / world.tree.lengths, p)
 
 
 # Ratios over long chains with too many completions to enumerate: sampled, against an exact ∇J.
@@ -297,27 +277,6 @@ class Chain:
         return sampled - (visited[:, :, None] * self.policy(theta).exp()).flatten(1)
 
 
-def _measure_chain_ratio(
-    chain: Chain, old: Tensor, new: Tensor, states: Tensor, tokens: Tensor, ratio: Ratio
-) -> list[float]:
-    """Measure r·(R − J)∇log π, summed over tokens.
-
-    Returns:
-        Variance, bias, the standard deviation of r, and the share of the variance that is Var R·‖E Σ_t r_t ∇log π_t‖², which is 0
-        if the score keeps its mean of 0 under π_old.
-    """
-    n = states.shape[1]
-    change = (chain.policy(new) - chain.policy(old))[states, tokens]
-    psi = chain.earns[states, tokens].sum(1) / math.sqrt(n) - float(chain.objective(old, n))
-    truth = derivative(lambda theta: chain.objective(theta, n), new)
-    r = ratio(change, torch.ones_like(change, dtype=torch.bool))
-    score = chain.scores(new, states, tokens, r)
-    uniform = torch.full((len(states),), 1 / len(states), dtype=torch.float64)
-    f = compute_figures(score * psi[:, None], uniform, truth, exact=False)
-    drift = float(psi.var() * score.mean(0).square().sum()) / (f.variance * float(truth @ truth))
-    return [f.variance, f.bias, float(r.std()), drift]
-
-
 def long_chains(seed: int = 0) -> Finding:
     """The variance and the bias of both ratios on chains up to 512 tokens, in random worlds.
 
@@ -326,19 +285,28 @@ def long_chains(seed: int = 0) -> Finding:
     (GSPO), sec. 3.
     """
     ratios: dict[str, Ratio] = {"token": Token(), "sequence": Sequence()}
+    uniform = torch.full((CHAINS,), 1 / CHAINS, dtype=torch.float64)
     table = torch.zeros(4, len(ratios), len(DISTANCES), len(LENGTHS), WORLDS).double()
     for w in range(WORLDS):
         world_seed = seed * 1000 + w * 10
-        chain = Chain(sample_normal(20, 1.0, world_seed).reshape(5, 4))
+        chain = Chain(sample_normal((5, 4), 1.0, world_seed))
         old = sample_normal(20, 0.7, world_seed + 1)
         states, tokens = chain.draw(old, CHAINS, LENGTHS[-1], world_seed + 2)
         for d, kl in enumerate(DISTANCES):
             new = chain.perturb(old, kl, world_seed + 3)
             for i, n in enumerate(LENGTHS):
+                first = (states[:, :n], tokens[:, :n])
+                log_ratio = (chain.policy(new) - chain.policy(old))[first]
+                psi = chain.earns[first].sum(1) / math.sqrt(n) - float(chain.objective(old, n))
+                truth = derivative(partial(chain.objective, n=n), new)
                 for k, ratio in enumerate(ratios.values()):
-                    row = _measure_chain_ratio(chain, old, new, states[:, :n], tokens[:, :n], ratio)
-                    table[:, k, d, i, w] = torch.tensor(row)
-    variance, bias, width, drift = (dict(zip(ratios, part, strict=True)) for part in table)
+                    r = ratio(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
+                    score = chain.scores(new, *first, r)
+                    f = compute_figures(score * psi[:, None], uniform, truth, exact=False)
+                    # the share of the variance that is Var R·‖E Σ_t r_t ∇log π_t‖²
+                    drift = float(psi.var() * score.mean(0).square().sum()) / (f.variance * float(truth @ truth))
+                    table[:, k, d, i, w] = torch.tensor([f.variance, f.bias, float(r.std()), drift])
+    variance, bias, width, drifts = (dict(zip(ratios, part, strict=True)) for part in table)
     change = variance["sequence"] / variance["token"]
     mean, error = change.mean(2), change.std(2) / math.sqrt(WORLDS)
     holds = bool((mean + 2 * error < 1).all())
@@ -359,13 +327,13 @@ def long_chains(seed: int = 0) -> Finding:
         holds,
         f"On chains of {', '.join(map(str, LENGTHS[:-1]))} and {LENGTHS[-1]} tokens ({CHAINS} sampled in each of {WORLDS} random "
         f"worlds) the sequence ratio's variance is {'; '.join(map(times, range(len(DISTANCES))))}: "
-        f"{choose_text(holds, 'less at every length', 'no cut that grows with the length')}. Its weights do vary less, "
+        f"{'less at every length' if holds else 'no cut that grows with the length'}. Its weights do vary less, "
         f"{at_end(width['sequence'])} against {at_end(width['token'])} at {LENGTHS[-1]} tokens, but they let the score drift: "
-        f"{percents(drift['sequence'])} of its variance is Var R times the squared mean of Σ∇log π under π_old, which "
-        f"token ratios keep near 0 ({percents(drift['token'])}). Its bias is {at_end(bias['sequence'])} of ‖∇J‖ there, the token "
+        f"{percents(drifts['sequence'])} of its variance is Var R times the squared mean of Σ∇log π under π_old, which "
+        f"token ratios keep near 0 ({percents(drifts['token'])}). Its bias is {at_end(bias['sequence'])} of ‖∇J‖ there, the token "
         f"ratio's {at_end(bias['token'])}.",
         {f"times_{kl:g}_{n}": float(mean[d, i]) for d, kl in enumerate(DISTANCES) for i, n in enumerate(LENGTHS)}
-        | {f"drift_{name}": float(drift[name][0, -1].mean()) for name in ratios},
+        | {f"drift_{name}": float(drifts[name][0, -1].mean()) for name in ratios},
         error=float(error.max()),
         curves={
             "length": tuple(map(float, LENGTHS)),
@@ -378,7 +346,7 @@ def long_chains(seed: int = 0) -> Finding:
     )
 
 
-# Plots of the code itself: each gate's weight over the ratio, the trust region's bound over the step.
+# A plot of the code itself: each gate's weight over the ratio.
 
 SHAPE_GATES: dict[str, Gate] = {
     "OnPolicy": OnPolicy(),
@@ -429,44 +397,10 @@ def gate_weights(seed: int = 0) -> Finding:
         "gate_weights",
         "Every gate weighs 1 at r = 1; they differ in what they let through away from it.",
         off < 1e-12,
-        f"They do, {choose_text(off == 0, 'exactly', f'to {off:.0e}')}. A token of a good answer that is already twice "
-        f"as likely (r = {FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SigmoidGate']:.2f} under SAPO's "
-        f"soft gate, {far['ClippedImportance(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, "
-        f"{far['OnPolicy']:.0f} with none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual "
-        "clip.",
+        f"They do, {'exactly' if off == 0 else f'to {off:.0e}'}. A token of a good answer that is already twice as likely (r = "
+        f"{FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SigmoidGate']:.2f} under SAPO's soft gate, "
+        f"{far['ClippedImportance(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, {far['OnPolicy']:.0f} with "
+        "none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual clip.",
         {f"at_{FAR:g} {name}": x for name, x in far.items()},
         curves={"ratio": ratios, **curves},
-    )
-
-
-def bound_over_step(seed: int = 0) -> Finding:
-    """J(π), the surrogate L(π) and both lower bounds along the natural gradient of one random MDP, over the step's length.
-
-    Source: Schulman et al. 2015, theorem 1 and eq. 9.
-    """
-    mdp = random_mdp(4, 3, 0.5, seed=seed)
-    theta = torch.randn(mdp.reward.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    direction, old = natural_gradient(mdp, theta), softmax(theta)
-    direction = direction / direction.norm()
-    lengths = tuple(i / 80 for i in range(121))
-    rows = []
-    for length in lengths:
-        new = softmax(theta + length * direction)
-        level = float(surrogate_value(mdp, old, new))
-        rows.append((float(solve(mdp, new).objective), level, *improvement_bound(mdp, old, new)))
-    start = rows[0][0]
-    true, surrogate, by_kl, by_tv = (tuple(row[i] - start for row in rows) for i in range(4))
-    promised, reached = max(by_tv), max(true)
-    safe, best = lengths[by_tv.index(promised)], lengths[true.index(reached)]
-    holds = all(kl <= tv + 1e-10 and tv <= j + 1e-10 for kl, tv, j in zip(by_kl, by_tv, true, strict=True))
-    return Finding(
-        "bound_over_step",
-        "TRPO's bound touches J at the old policy and stays below: raising it raises J, in far shorter steps than would do.",
-        holds,
-        f"Along the natural gradient of a random MDP (γ = 0.5) the bound is {choose_text(holds, 'never', 'somewhere')} above "
-        f"J. Its maximum promises {promised:.3f} at a step of {safe:.2f} in the logits (total variation; the KL form "
-        f"{max(by_kl):.3f}); J gains {true[lengths.index(safe)]:.3f} there, and {reached:.3f} at a step of {best:g}"
-        f"{choose_text(best == lengths[-1], ', the longest tried', '')}.",
-        {"promised": promised, "promised_kl": max(by_kl), "safe": safe, "reached": reached, "best": best},
-        curves={"step": lengths, "J": true, "surrogate": surrogate, "bound_kl": by_kl, "bound_tv": by_tv},
     )

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
 from policygrad.learners.fsdp.torchrun import resolve_world_size
 from policygrad.learners.fsdp.watchdog import ControlStore
-from policygrad.learners.local.learner import check_learner_state, check_vocabulary_sizes
+from policygrad.learners.local.learner import check_vocabulary_sizes
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.moe_routing import Routing
 from policygrad.utils.signals import defer_signals
@@ -70,18 +70,8 @@ def check_shardable(model: nn.Module) -> None:
 class FsdpController:
     """A learner in several processes, with the interface of `LocalLearner`."""
 
-    def __init__(self, workers: WorkerGroup, spec: FsdpSpec, model: nn.Module, reference: nn.Module | None) -> None:
-        """Use `FsdpController.of` instead, which makes the specification."""
-        self._workers, self._in_sync, self._lock = workers, True, threading.Lock()
-        self._tensor_specs: dict[str, Tensor] | None = None  # of weights that are gathered on demand
-        self.replicates_policy = spec.replicate_policy
-        with self.collective("making the learner"):
-            workers.broadcast_object(spec)
-            self._learner = FsdpLearner(workers, spec, model, reference)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         workers: WorkerGroup,
         model: nn.Module,
         spec: LearnerSpec,
@@ -91,9 +81,8 @@ class FsdpController:
         stream_weights: bool = False,
         folder: Path | None = None,
         skeleton: ModelSkeleton | None = None,
-    ) -> Self:
-        """Shard a model over the ranks; `publish` writes the weights back into it. Raises ConfigError for what several
-        processes do not support.
+    ) -> None:
+        """Shard a model over the ranks; `publish` writes the weights back into it.
 
         Args:
             reference: The model that `Reference.model` names, loaded.
@@ -102,6 +91,9 @@ class FsdpController:
                 gathered one by one.
             folder: The run's folder, for the stacks of ranks that hang.
             skeleton: The model's skeleton, if it is no causal language model.
+
+        Raises:
+            ConfigError: For what several processes do not support.
         """
         algorithm, config = spec.algorithm, spec.config
         check_fsdp_options(config)
@@ -134,12 +126,16 @@ class FsdpController:
             replicate_policy=replicate_policy,
             stream_weights=stream_weights,
         )
+        self._workers, self._in_sync, self._lock = workers, True, threading.Lock()
+        self.replicates_policy = replicate_policy
         workers.watchdog.start(config.hang_timeout, folder)
-        controller = cls(workers, fsdp, model, model if reference is None else reference)
+        with self.collective("making the learner"):
+            workers.broadcast_object(fsdp)
+            self._learner = FsdpLearner(workers, fsdp, model, model if reference is None else reference)
+        self._tensor_specs: dict[str, Tensor] | None = None  # of weights that are gathered on demand
         if stream_weights:
             move_to_meta(model)
-            controller._tensor_specs = {name: p.detach() for name, p in model.named_parameters()}
-        return controller
+            self._tensor_specs = {name: p.detach() for name, p in model.named_parameters()}
 
     # The interface of `LocalLearner` and `DistributedLearner`, which describe these.
 
@@ -205,7 +201,7 @@ class FsdpController:
         return self._call(FsdpLearner.state)
 
     def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        check_learner_state(tensors, values)
+        self._learner.check_state(tensors, values)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint written by any number of processes."""
@@ -264,14 +260,14 @@ def start_fsdp_learner(
 ) -> FsdpController:
     """Start `spec.config.world_size` ranks, or join torchrun's, and make their learner; `close` ends them.
 
-    `launcher` starts the ranks (None = on this machine); `options` are those of `FsdpController.of`.
+    `launcher` starts the ranks (None = on this machine); `options` are those of `FsdpController`.
     """
     check_fsdp_options(spec.config)
     if launcher is None:
         check_devices(next(model.parameters()).device.type, spec.config.world_size)
     workers = WorkerGroup.start(spec.config.world_size, launcher)
     try:
-        return FsdpController.of(workers, model, spec, **options)
+        return FsdpController(workers, model, spec, **options)
     except BaseException as error:
         workers.close(isinstance(error, SYMMETRIC_ERRORS))
         raise

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from math import ceil
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +20,10 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metrics, merge
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.processes import WorkerGroup
-from policygrad.learners.fsdp.sharding import (
-    FsdpUnit,
-    apply_fsdp,
-    observe_parameters,
-    swap_parameters,
-    swap_when_called,
-)
+from policygrad.learners.fsdp.sharding import FsdpUnit, apply_fsdp, swap_parameters, swap_when_called
 from policygrad.learners.local.curvature import Curvature, make_dual, output_hessian_product, unpack_dual
-from policygrad.learners.local.packing import Pack, WorkDivision, count_nodes, pack_micro_batches
-from policygrad.learners.local.score_norms import Norms, ScoreNorms, pack_singly
+from policygrad.learners.local.packing import Pack, WorkDivision, pack_micro_batches
+from policygrad.learners.local.score_norms import Norms, ScoreNorms
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention, copy_weights, full_tensor, local_tensor
 
@@ -54,10 +49,11 @@ class ShardedCurvature(Curvature):
         of the model has no forward mode."""
         optimizer, part = self.networks.optimizer, self._synthetic_pack()
         generator = torch.Generator().manual_seed(0)
-        shards = [local_tensor(p.detach()) for p in optimizer.masters.values()]
+        shards = [local_tensor(p.detach()).flatten() for p in optimizer.masters.values()]
         scales = [float(p.std(correction=0)) + 1e-3 if p.numel() else 0.0 for p in shards]
-        directions = [torch.randn(p.numel(), generator=generator) * x for p, x in zip(shards, scales, strict=True)]
-        v = torch.cat([x.to(p) for x, p in zip(directions, shards, strict=True)])
+        v = torch.cat(
+            [(torch.randn(len(p), generator=generator) * x).to(p) for p, x in zip(shards, scales, strict=True)]
+        )
         try:
             states, change = self._jvp_states(part, optimizer.split(v))
         except NotImplementedError as error:
@@ -81,8 +77,8 @@ class ShardedCurvature(Curvature):
         return self
 
     @property
-    def _root(self) -> Callable[..., Any]:
-        return cast(Callable[..., Any], self.units[-1].module)
+    def _root(self) -> nn.Module:
+        return self.units[-1].module
 
     def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         def add_tangent(name: str, p: Tensor) -> Tensor:
@@ -115,11 +111,8 @@ class ShardedCurvature(Curvature):
             total = traced.new_zeros(())
             for which, index, tokens, order in chunks:
                 inputs = (traced[which], change[which], index, tokens, weights[order])
-                recompute = len(chunks) > 1
-                value = (
-                    checkpoint(chunk_surrogate, *inputs, use_reentrant=False) if recompute else chunk_surrogate(*inputs)
-                )
-                total = total + value
+                recomputed = partial(checkpoint, chunk_surrogate, use_reentrant=False)
+                total = total + (recomputed if len(chunks) > 1 else chunk_surrogate)(*inputs)
             return total
 
         with self.networks.backward_mode():
@@ -154,9 +147,9 @@ class ShardedScoreNorms(ScoreNorms):
         total = torch.zeros((), dtype=torch.float64, device=next(self.evaluator.model.parameters()).device)
         seen, handles = dict[int, Tensor](), list[RemovableHandle]()
 
-        def observe(name: str, p: Tensor) -> None:  # FSDP reuses one object for each full parameter
+        def observe(name: str, p: Tensor) -> Tensor:  # FSDP reuses one object for each full parameter
             if id(p) in seen or not p.requires_grad:
-                return
+                return p
 
             def add_square(p: Tensor) -> None:
                 assert p.grad is not None
@@ -166,14 +159,15 @@ class ShardedScoreNorms(ScoreNorms):
 
             seen[id(p)] = p
             handles.append(p.register_post_accumulate_grad_hook(add_square))  # type: ignore[no-untyped-call]
+            return p
 
         def backward(part: Pack) -> None:
             with torch.enable_grad():
                 torch.autograd.backward(self.evaluator(part.to(total.device)).sum())
 
         try:
-            with observe_parameters(self.units, observe):
-                for part in self.division.distribute(pack_singly(batch, rows), backward):
+            with swap_when_called(self.units, observe):
+                for part in self.division.distribute(pack_micro_batches(batch, rows, 0), backward):
                     total.zero_()
                     backward(part)
                     yield part.rows, total.clone()[None]
@@ -200,15 +194,14 @@ class FsdpWorkDivision(WorkDivision):
         make_packs: Callable[[int], Iterator[T]],
         budget: int,
         dummy_pass: Callable[[Pack], object],
-        tokens: Callable[[T], int] | None = None,
+        count_tokens: Callable[[T], int],
     ) -> Iterator[T]:
         """Divide micro-batches, smaller ones if that gives each rank equally many."""
-        count: Callable[[Any], int] = count_nodes if tokens is None else tokens
         size = self.workers.size // self.tensor_parallel
         packs = list(make_packs(budget))
         slots = -(-len(packs) // size) * size
         if len(packs) != slots:
-            smaller = list(make_packs(ceil(PACKING_SLACK * sum(map(count, packs)) / slots)))
+            smaller = list(make_packs(ceil(PACKING_SLACK * sum(map(count_tokens, packs)) / slots)))
             packs = smaller if len(smaller) <= slots else packs
         return self.distribute(iter(packs), dummy_pass)
 

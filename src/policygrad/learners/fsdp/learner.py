@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +53,11 @@ BoxReader = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
 
 def shard_to_write(x: Tensor, is_first: bool, is_first_of_tp: bool) -> tuple[tuple[int, ...], Tensor] | None:
     """Return (offset, local tensor) of what this rank writes; None if it holds nothing or another rank writes the same.
-    Raises ConfigError if the tensor's placement gives a rank no box.
 
     The first rank writes tensors that are not sharded; the ranks that share layers all hold the parameters outside them.
+
+    Raises:
+        ConfigError: The tensor's placement gives a rank no box.
     """
     if not isinstance(x, DTensor):
         return ((0,) * x.ndim, x) if is_first else None
@@ -77,8 +79,7 @@ def local_box(x: DTensor) -> Box:
     that hold the same.
     """
     offset, size = [0] * x.ndim, list(x.shape)
-    coordinates: Sequence[int] = x.device_mesh.get_coordinate() or ()
-    splits = zip(x.placements, coordinates, x.device_mesh.shape, strict=True)
+    splits = zip(x.placements, x.device_mesh.get_coordinate() or (), x.device_mesh.shape, strict=True)
     for p, at, count in sorted(splits, key=lambda split: isinstance(split[0], _StridedShard)):
         if isinstance(p, _SHARDS):
             each = -(-size[p.dim] // count)
@@ -133,28 +134,30 @@ class FsdpLearner(LocalLearner):
         """`source` and `reference` are the full models, in rank 0 alone."""
         self.workers, self._fsdp_spec, self._published_version = workers, spec, -1
         self.cache: dict[str, Any] = {}  # for callers: what they make of the full model in this rank
-        tp_size = spec.learner.config.tensor_parallel
+        tp_size, temperature = spec.learner.config.tensor_parallel, spec.learner.temperature
         torch.set_num_threads(spec.threads)
-        self._device = torch.device(spec.device)
+        device = torch.device(spec.device)
         if spec.device != "cpu":
-            self._device = torch.device(spec.device, int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self._device)
+            device = torch.device(spec.device, int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
         self.full_model = source
         if source is None and spec.replicate_policy:
-            self.full_model = spec.policy.build_empty(self._device)
+            self.full_model = spec.policy.build_empty(device)
         if spec.stream_weights:
             self.full_model = None
-        self._dp_mesh, self._tp_mesh = build_meshes(spec.device, workers.size, tp_size)
-        self._place, temperature = ShardPlacement(self._dp_mesh, self._tp_mesh, self._device), spec.learner.temperature
+        self._place = ShardPlacement(*build_meshes(spec.device, workers.size, tp_size), device)
         self._policy_evaluator = shard_model(spec.policy, source, workers, self._place, temperature)
-        self.division = FsdpWorkDivision(workers, self._dp_mesh, spec.policy.compute_dtype, tp_size)
+        self.division = FsdpWorkDivision(workers, self._place.mesh, spec.policy.compute_dtype, tp_size)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:
-            self._reference_evaluator = AdapterlessEvaluator.of(self._policy_evaluator)
+            policy = self._policy_evaluator
+            self._reference_evaluator = AdapterlessEvaluator(
+                policy.network, policy.temperature, policy.window, root=policy.root
+            )
         elif spec.reference is not None:
             self._reference_evaluator = shard_model(spec.reference, reference, workers, self._place, temperature)
             self._reference_evaluator.model.requires_grad_(False)
-        build = partial(spec.policy.build_empty, self._device, at_least_fp32=True)
+        build = partial(spec.policy.build_empty, device, at_least_fp32=True)
         super().__init__(self._policy_evaluator.model, spec.learner, build=build)
 
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
@@ -168,7 +171,7 @@ class FsdpLearner(LocalLearner):
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         is_reference = evaluator is self._reference_evaluator
         skeleton = self._fsdp_spec.reference if is_reference else self._fsdp_spec.policy
-        assert skeleton is not None  # an adapterless reference is never copied: see `FsdpController.of`
+        assert skeleton is not None  # an adapterless reference is never copied: see `FsdpController`
         return shard_copy(evaluator, skeleton, self._place)
 
     def _build_curvature(self) -> Curvature:
@@ -210,11 +213,10 @@ class FsdpLearner(LocalLearner):
     @torch.no_grad()
     def compute_logits(self, ids: Tensor) -> Tensor:
         """Return logits [b, L, V] of token ids [b, L]; every rank computes them, so each layer is gathered once."""
-        ids = ids.to(self._device)
-        positions = torch.arange(ids.shape[1], device=self._device).expand_as(ids)
+        ids = ids.to(self._place.device)
+        positions = torch.arange(ids.shape[1], device=self._place.device).expand_as(ids)
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions, "use_cache": False}
-        output: Tensor = cast(Any, self._policy_evaluator.root)(lambda: self.model(**call).logits)
-        return output
+        return self._policy_evaluator.root(lambda: self.model(**call).logits)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -242,7 +244,7 @@ class FsdpLearner(LocalLearner):
         """Load the state of a checkpoint, which rank 0 has; the others have its tensors on the meta device."""
         shards = dict[str, Tensor]()
         for name, tensor in tensors.items():
-            device = self._device if tensor.ndim else torch.device("cpu")
+            device = self._place.device if tensor.ndim else torch.device("cpu")
             complete = self.workers.broadcast_tensor(None if tensor.is_meta else tensor, tensor, device)
 
             def read(box: tuple[Sequence[int], Sequence[int]] | None, complete: Tensor = complete) -> Tensor:
@@ -263,23 +265,20 @@ class FsdpLearner(LocalLearner):
         """Return this rank's part of a checkpoint's tensor with the shape of `like`."""
         if not like.ndim:
             return read(None)
-        if self._tp_mesh is None:
-            return shard_rows(like, read, self._dp_mesh, self._device)
+        if self._place.tp_mesh is None:
+            return shard_rows(like, read, self._place.mesh, self._place.device)
         # placed as the parameter is that it belongs to; otherwise sharded by rows
-        prefix, _, key = name.partition("/")
-        parameters: Mapping[str, Tensor] = self.optimizer.masters
+        prefix, _, rest = name.partition("/")
+        optimizers = self._auxiliary_optimizers()
+        parameters: Mapping[str, Tensor] = optimizers.get(prefix, self.optimizer).masters
+        kind, _, key = (rest if prefix in optimizers else name).partition("/")
         if prefix == "reference" and self.reference is not None:
-            parameters, key = dict(self.reference.model.named_parameters()), f"weights/{key}"
-        elif prefix == "critic" and self.critic is not None:
-            parameters = self.critic.optimizer.masters
-        elif prefix == "reward_model" and self.reward_model is not None:
-            parameters = self.reward_model.optimizer.masters
-        else:
-            key = name
-        kind, _, key = key.partition("/")
-        parameter = parameters.get(key if kind == "weights" else key.rpartition("/")[0])
+            parameters = dict(self.reference.model.named_parameters())
+        elif kind != "weights":  # adam/NAME/MOMENT
+            key = key.rpartition("/")[0]
+        parameter = parameters.get(key)
         if not isinstance(parameter, DTensor):
-            return shard_rows(like, read, self._dp_mesh, self._device)
+            return shard_rows(like, read, self._place.mesh, self._place.device)
         return shard_like(parameter, like, read)
 
 

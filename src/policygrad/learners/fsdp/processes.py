@@ -61,7 +61,7 @@ class LocalWorker(subprocess.Popen[bytes]):
     Its standard input is a pipe that nothing is written to: see `exit_with_parent`.
     """
 
-    def __init__(self, port: int, rank: int, size: int) -> None:
+    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         command = [sys.executable, "-P", "-c", _WORKER_SCRIPT, json.dumps(sys.path), *map(str, (port, rank, size))]
         super().__init__(command, stdin=subprocess.PIPE, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
 
@@ -73,16 +73,11 @@ class LocalWorker(subprocess.Popen[bytes]):
         return code
 
 
-def launch_worker(host: str, port: int, rank: int, size: int) -> WorkerProcess:
-    """Start a rank on this machine."""
-    return LocalWorker(port, rank, size)
-
-
 @dataclass(frozen=True)
 class WorkerLauncher:
     """Starts the ranks above 0, by default on this machine."""
 
-    start: Callable[[str, int, int, int], WorkerProcess] = launch_worker
+    start: Callable[[str, int, int, int], WorkerProcess] = LocalWorker
     """(host, port, rank, size) → a process that calls `WorkerGroup.join` with these."""
     host: str = LOCALHOST  # the address of this machine for those processes
 
@@ -119,8 +114,7 @@ class WorkerGroup:
     """This process as a member of the group of processes that learn together."""
 
     def __init__(self, rank: int, size: int, processes: Sequence[WorkerProcess] = (), host: str = LOCALHOST) -> None:
-        """Wrap torch's default process group, which must be initialised, with the `processes` that this one has started and
-        the address of rank 0's machine."""
+        """Wrap torch's default process group, with the `processes` that this one has started and rank 0's address."""
         self.rank, self.size, self._processes = rank, size, processes
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.store = ControlStore.connect(rank, size, self._control, host)
@@ -128,9 +122,15 @@ class WorkerGroup:
 
     @classmethod
     def start(cls, size: int, launcher: WorkerLauncher | None = None) -> WorkerGroup:
-        """Start the other ranks, or join torchrun's, and return the group as rank 0. `launcher` starts the ranks; None
-        = on this machine. Raises ConfigError if torch.distributed is missing or already in use in this process;
-        RunError if a rank exits while it starts."""
+        """Start the other ranks, or join torchrun's, and return the group as rank 0.
+
+        Args:
+            launcher: Starts the ranks; None = on this machine.
+
+        Raises:
+            ConfigError: torch.distributed is missing or already in use in this process.
+            RunError: A rank exits while it starts.
+        """
         if not dist.is_available():
             raise ConfigError(
                 "learner.world_size above 1 needs torch.distributed, which this torch is built without: set it to 1"
@@ -147,7 +147,7 @@ class WorkerGroup:
         try:
             for rank in range(1, size):  # appended one by one, so that an interruption kills those already started
                 processes.append(launcher.start(launcher.host, store.port, rank, size))
-            ready_keys = [_ready_key(rank) for rank in range(1, size)]
+            ready_keys = [f"rank {rank} is ready" for rank in range(1, size)]
             while processes and not store.check(ready_keys):
                 if exit_message := describe_exit(processes):
                     raise RunError(f"{exit_message} before the run began: its output is above")
@@ -165,7 +165,7 @@ class WorkerGroup:
         of this rank's GPU on its own machine (None = its rank)."""
         os.environ["LOCAL_RANK"] = str(rank if device is None else device)
         store = TCPStore(host, port, size, is_master=False, wait_for_workers=False)
-        store.set(_ready_key(rank), "")
+        store.set(f"rank {rank} is ready", "")
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
         return cls(rank, size, host=host)
 
@@ -270,7 +270,3 @@ def _destroy_process_group() -> None:
 
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _ready_key(rank: int) -> str:
-    return f"rank {rank} is ready"

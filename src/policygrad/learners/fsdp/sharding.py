@@ -30,7 +30,7 @@ from policygrad.learners.local.packing import Pack
 from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
 from policygrad.models.adapters import set_adapters_enabled
 from policygrad.models.loading import at_least_float32
-from policygrad.models.replica import copy_weights
+from policygrad.models.replica import copy_weights, replace_parameters
 
 
 @dataclass(frozen=True)
@@ -70,41 +70,27 @@ class ModelSkeleton:
     def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:
         """Build the model on a device, frozen, with uninitialised weights."""
         model: nn.Module = self.build_meta()
-
-        def values(p: nn.Parameter) -> Tensor:
-            return torch.empty_like(at_least_float32(p) if at_least_fp32 else p, device=device)
-
-        materialise(model.modules(), device, values, {})
+        like = at_least_float32 if at_least_fp32 else nn.Parameter.detach
+        materialise(list(model.modules()), device, lambda p: torch.empty_like(like(p), device=device))
         return model.requires_grad_(False)
 
 
 def materialise(
-    modules: Iterable[nn.Module],
+    modules: Sequence[nn.Module],
     device: torch.device,
-    values: Callable[[nn.Parameter], Tensor],
-    created: dict[Tensor, nn.Parameter],
+    make: Callable[[nn.Parameter], Tensor],
+    created: dict[Tensor, nn.Parameter] | None = None,
 ) -> None:
-    """Replace meta parameters by `values(parameter)` and move buffers to the device. `created` has the parameters made
-    so far by the one that they replace, so that tied ones stay one."""
+    """Replace meta parameters as `replace_parameters` does, and move buffers to the device."""
+    replace_parameters(modules, lambda p: make(p) if p.is_meta else p, created)
     for module in modules:
-        for key, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                if p not in created:
-                    created[p] = nn.Parameter(values(p), p.requires_grad)
-                module._parameters[key] = created[p]
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
 def move_to_meta(model: nn.Module) -> None:
     """Move the parameters to the meta device, tied ones as one; structure and buffers remain."""
-    created = dict[Tensor, nn.Parameter]()
-    for module in model.modules():
-        for key, p in module._parameters.items():
-            if p is not None:
-                if p not in created:
-                    created[p] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-                module._parameters[key] = created[p]
+    replace_parameters(model.modules(), lambda p: torch.empty_like(p, device="meta"))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -112,14 +98,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, x: Any) -> Any:
         if isinstance(x, nn.Parameter):
-            return _meta_parameter, (tuple(x.shape), x.dtype, x.requires_grad)
-        if isinstance(x, Tensor) and x.device.type != "cpu":  # the receiver may have no device of that name
+            return nn.Parameter, (torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
+        if isinstance(x, Tensor) and x.device.type not in (
+            "cpu",
+            "meta",
+        ):  # the receiver may have no device of that name
             return x.detach().cpu().__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(x)
-
-
-def _meta_parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -135,25 +120,23 @@ class ShardedEvaluator(Evaluator):
             out = Evaluator.forward(self, part, *args, **options)
             return {f.name: x for f in fields(out) if (x := getattr(out, f.name)) is not None}
 
-        return Forward(**cast(Any, self.root)(work))
+        return Forward(**self.root(work))
 
     def states(self, part: Pack) -> Tensor:
         """Return the states, and keep the full head on this rank until `release`, since logits may be asked for repeatedly."""
-        root = cast(Any, self.root)
-        states: Tensor = root(lambda: Evaluator.states(self, part))
+        states: Tensor = self.root(lambda: Evaluator.states(self, part))
         if self.network.split_head:
-            root.unshard()
+            cast(FSDPModule, self.root).unshard()
         return states
 
     def run_in_root(self, work: Callable[[], Tensor]) -> Tensor:
         """Call `work` inside the root, in all ranks at the same time."""
-        output: Tensor = cast(Any, self.root)(lambda: work().clone())  # FSDP may lose track of a view
-        return output
+        return self.root(lambda: work().clone())  # type: ignore[no-any-return]  # FSDP may lose track of a view
 
     def release(self) -> None:
         """Shard the root again."""
         Evaluator.release(self)
-        cast(Any, self.root).reshard()
+        cast(FSDPModule, self.root).reshard()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -167,11 +150,6 @@ class AdapterlessEvaluator(ShardedEvaluator):
         finally:
             set_adapters_enabled(self.model, True)
 
-    @classmethod
-    def of(cls, policy: ShardedEvaluator) -> AdapterlessEvaluator:
-        """Wrap a policy whose adapters were initialised to change nothing."""
-        return cls(policy.network, policy.temperature, policy.window, root=policy.root)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedNetwork(Network):
@@ -183,8 +161,7 @@ class ShardedNetwork(Network):
         """Return last hidden states, calling the root if it is this model's backbone."""
         if network is not None:
             return Network.hidden(self, part, network)
-        states: Tensor = cast(Any, self.root)(lambda: Network.hidden(self, part))
-        return states
+        return self.root(lambda: Network.hidden(self, part))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,10 +177,10 @@ def shard_model(
     skeleton: ModelSkeleton, source: nn.Module | None, workers: WorkerGroup, place: ShardPlacement, temperature: float
 ) -> ShardedEvaluator:
     """Build the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than one full layer."""
-    weights = None if source is None else dict(source.named_parameters())
+    weights: dict[str, nn.Parameter] = {} if source is None else dict(source.named_parameters())
 
-    def values(name: str, p: Tensor) -> Tensor:
-        return workers.broadcast_tensor(None if weights is None else weights[name], p, place.device)
+    def values(name: str, like: Tensor) -> Tensor:
+        return workers.broadcast_tensor(weights[name] if weights else None, like, place.device)
 
     return _build_sharded(skeleton, values, place, temperature)
 
@@ -211,10 +188,9 @@ def shard_model(
 def shard_copy(evaluator: Evaluator, skeleton: ModelSkeleton, place: ShardPlacement) -> ShardedEvaluator:
     """Build a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
 
-    def values(name: str, p: Tensor) -> Tensor:
-        return torch.empty_like(p, device=place.device)
-
-    copied = _build_sharded(skeleton, values, place, evaluator.temperature)
+    copied = _build_sharded(
+        skeleton, lambda name, like: torch.empty_like(like, device=place.device), place, evaluator.temperature
+    )
     copy_weights(evaluator.model, copied.model)
     copied.model.requires_grad_(False)
     return copied
@@ -231,7 +207,7 @@ def _build_sharded(
     plan = resolve_tp_plan(model) if place.tp_mesh is not None else {}
 
     def prepare(unit: nn.Module) -> None:
-        materialise(unit.modules(), place.device, lambda p: values(names[p], at_least_float32(p)), created)
+        materialise(list(unit.modules()), place.device, lambda p: values(names[p], at_least_float32(p)), created)
         if place.tp_mesh is not None and unit is not root:
             apply_tensor_parallel(unit, module_names, plan, place.tp_mesh)
 
@@ -246,8 +222,10 @@ def apply_fsdp(
     compute_dtype: torch.dtype | None,
     prepare: Callable[[nn.Module], None] = lambda unit: None,
 ) -> None:
-    """Shard a module's parameters layer by layer, each after `prepare`. `compute_dtype` is the precision in which
-    parameters are gathered, if lower than theirs; gradients are then summed in float32."""
+    """Shard a module's parameters layer by layer, each after `prepare`.
+
+    `compute_dtype`: the precision in which parameters are gathered, if lower than theirs; gradients are then summed in float32.
+    """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -328,7 +306,6 @@ def swap_parameters(slots: Iterable[ParameterSlot], replacement: Replacement) ->
 @contextmanager
 def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Iterator[None]:
     """Replace the parameters of each unit while it is called; `replacement` may gather if all ranks call the same units."""
-
     with ExitStack() as hooks:
         for unit in units:
             stack = ExitStack()
@@ -342,19 +319,4 @@ def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Ite
             # FSDP gathers in its pre-hook, before this one, and frees in its forward hook, after this one.
             hooks.enter_context(unit.module.register_forward_pre_hook(enter))
             hooks.enter_context(unit.module.register_forward_hook(restore, prepend=True))
-        yield
-
-
-@contextmanager
-def observe_parameters(units: Sequence[FsdpUnit], observe: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call `observe` with the name and value of each full parameter whenever its unit is called."""
-
-    with ExitStack() as hooks:
-        for unit in units:
-
-            def enter(module: nn.Module, args: Any, unit: FsdpUnit = unit) -> None:
-                for slot in unit.slots:
-                    observe(slot.name, slot.value)
-
-            hooks.enter_context(unit.module.register_forward_pre_hook(enter))
         yield

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
 from types import FrameType
@@ -75,15 +76,12 @@ class ControlStore:
         self._store.set(key, b64encode(zlib.compress(text.encode(), 1)).decode())  # a store value is limited to 8 MiB
 
     def contains(self, *keys: str) -> bool:
-        """Return whether every key has a value."""
         return self._store.check(list(keys))
 
     def get(self, key: str) -> str | None:
-        """Return the text of a key, or None."""
         return self._fetch(key) if self.contains(key) else None
 
     def pop(self, key: str) -> str:
-        """Return the text of a key and delete it."""
         text = self._fetch(key)
         self._store.delete_key(key)
         return text
@@ -152,12 +150,8 @@ def iter_frames(innermost: FrameType | None) -> Iterator[FrameType]:
 
 def is_in_collective(innermost: FrameType | None) -> bool:
     """Return whether a thread is in torch.distributed, with nothing but torch's own frames further in."""
-    for frame in iter_frames(innermost):
-        if not frame.f_code.co_filename.startswith(_TORCH):
-            return False
-        if frame.f_code.co_filename.startswith(_DISTRIBUTED):
-            return True
-    return False
+    files = (frame.f_code.co_filename for frame in iter_frames(innermost))
+    return any(file.startswith(_DISTRIBUTED) for file in takewhile(lambda file: file.startswith(_TORCH), files))
 
 
 def describe_location(innermost: FrameType | None) -> str:
@@ -176,15 +170,8 @@ def heartbeat_key(rank: int) -> str:
     return f"heartbeat {rank}"
 
 
-def exit_key(rank: int) -> str:
-    return f"exit {rank}"
-
-
 class HeartbeatThread:
-    """Sends the heartbeats of a rank above 0 until `close`.
-
-    It ends the process when rank 0 requests it, and when rank 0 has exited and the process does not notice.
-    """
+    """Sends a rank's heartbeats until `close`, and ends the process if rank 0 requests it, or has exited unnoticed."""
 
     def __init__(self, store: ControlStore, rank: int) -> None:
         self._store, self._rank, self._closed = store, rank, threading.Event()
@@ -196,7 +183,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         try:
-            while not self._store.contains(exit_key(self._rank)):
+            while not self._store.contains(f"exit {self._rank}"):
                 self._store.set(heartbeat_key(self._rank), json.dumps(asdict(self._monitor.beat())))
                 if self._closed.wait(BEAT_SECONDS):
                     return
@@ -256,12 +243,10 @@ class Watchdog:
         self._operation, self._operation_count = "", 0
         self._limit = 0
         self._folder: Path | None = None
-        self.diagnosis = ""
-        """What hung, and how to resume; empty while nothing has."""
+        self.diagnosis = ""  # what hung, and how to resume; empty while nothing has
 
     def start(self, timeout: float, folder: Path | None) -> None:
-        """Start watching for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or standard
-        error if it is None."""
+        """Watch for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or stderr if None."""
         self._limit, self._folder = ceil(timeout / BEAT_SECONDS), folder
         if self._thread is None and self._size > 1:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -291,7 +276,12 @@ class Watchdog:
         while diagnosis is None:
             if self._closed.wait(BEAT_SECONDS):
                 return
-            self._collect_heartbeats()
+            self._beats[0] = self._monitor.beat()
+            for rank in range(1, self._size):
+                text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
+                beat = before if text is None else Heartbeat(**json.loads(text))
+                arrived = beat is not None and (before is None or beat.number != before.number)
+                self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
             operation = self._operation
             if operation and self._limit:
                 diagnosis = diagnose_hang(self._beats, self._missed, self._limit)
@@ -315,21 +305,13 @@ class Watchdog:
             print("error: rank 0 is stuck and could not be interrupted; exiting", file=sys.stderr, flush=True)
             os._exit(HangError.code)
 
-    def _collect_heartbeats(self) -> None:
-        self._beats[0] = self._monitor.beat()
-        for rank in range(1, self._size):
-            text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
-            beat = before if text is None else Heartbeat(**json.loads(text))
-            arrived = beat is not None and (before is None or beat.number != before.number)
-            self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
-
     def _signal_local(self, rank: int, number: int) -> bool:
         beat = self._beats[rank]
-        is_local = beat is not None and beat.host == socket.gethostname()
-        if beat is not None and is_local:
-            with suppress(OSError):
-                os.kill(beat.pid, number)
-        return is_local
+        if beat is None or beat.host != socket.gethostname():
+            return False
+        with suppress(OSError):
+            os.kill(beat.pid, number)
+        return True
 
     def _write_stacks(self) -> str:
         """Write the stacks of all ranks to the run's folder or standard error; return where they are and how to resume."""
@@ -346,12 +328,10 @@ class Watchdog:
             )
         text = "\n".join(stacks)
         resume = f"resume from the last checkpoint with --resume {self._folder}"
-        try:
-            if self._folder is not None:
+        if self._folder is not None:
+            with suppress(OSError):
                 (self._folder / STACKS_FILE).write_text(text, encoding="utf-8")
                 return f"The stacks are in {self._folder / STACKS_FILE}; {resume}, and raise --learner.hang-timeout if nothing hung"
-        except OSError:
-            pass
         print(text, file=sys.stderr, flush=True)
         return "The stacks are above" if self._folder is None else f"The stacks are above; {resume}"
 
@@ -360,5 +340,5 @@ class Watchdog:
         if rank != 0 and self._processes:
             self._processes[rank - 1].kill()
         elif rank != 0:
-            self._store.set(exit_key(rank), "")
+            self._store.set(f"exit {rank}", "")
             self._signal_local(rank, signal.SIGKILL)

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.local.tree_attention import enable_tree_attention
 from policygrad.models.adapters import add_adapters
 from policygrad.models.lora_config import Lora
+from policygrad.models.replica import replace_parameters
 
 
 def saved_activation_bytes(
@@ -30,16 +31,20 @@ def saved_activation_bytes(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
-    part = _synthetic_pack(tokens, prompt, completion, group)
-    make: Any = partial(
-        cast(Any, AutoModelForCausalLM).from_config, copy.deepcopy(config), dtype=dtype, trust_remote_code=False
-    )
-    adapted: Any = None
+    part = make_synthetic_pack(tokens, prompt, completion, group)
+    causal: Any = AutoModelForCausalLM
+    make = partial(causal.from_config, copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     if lora is not None:  # PEFT moves the adapters it makes, which fake tensors do not support
         with torch.device("meta"):
-            adapted = add_adapters(make(), lora)
+            model: Any = add_adapters(make(), lora)
     with FakeTensorMode() as mode:
-        model = make() if adapted is None else _materialise_shapes(adapted)
+        if lora is None:
+            model = make()
+        else:  # new tensors in this mode instead of those on the meta device
+            replace_parameters(model.modules(), lambda p: torch.empty(p.shape, dtype=p.dtype))
+            for module in model.modules():
+                for name, x in module._buffers.items():
+                    module._buffers[name] = None if x is None else torch.empty(x.shape, dtype=x.dtype)
         model.eval()
         network = Network(model, split_head=True, use_tree=enable_tree_attention(model))
         storages = dict[int, int]()
@@ -64,29 +69,14 @@ def count_saved_tensors(storages: dict[int, int], model: nn.Module) -> Iterator[
         yield
 
 
-def _materialise_shapes(model: nn.Module) -> nn.Module:
-    """Replace tensors on the meta device by new ones of the current mode, tied ones by one."""
-    created: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in kinds:
-            for name, x in tensors.items():
-                if x is not None and x not in created:
-                    new = torch.empty(x.shape, dtype=x.dtype)
-                    created[x] = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
-                tensors[name] = None if x is None else created[x]
-    return model
-
-
-def _synthetic_pack(tokens: int, prompt: int, completion: int, group: int) -> Pack:
+def make_synthetic_pack(tokens: int, prompt: int, completion: int, group: int) -> Pack:
     """Make a pack of about so many tokens: groups of completions, at least one completion."""
     rows = max(1, round(tokens / (prompt / group + completion)))
-    groups = -(-rows // group)
     batch = Batch(
         mask=torch.ones(rows, completion, dtype=torch.bool),
         group=torch.arange(rows) // group,
         reward=torch.zeros(rows),
         tokens=torch.arange(rows)[:, None].expand(-1, completion).contiguous(),
-        prompts=tuple(torch.full((max(1, prompt),), rows + g) for g in range(groups)),
+        prompts=tuple(torch.full((max(1, prompt),), rows + g) for g in range(-(-rows // group))),
     )
     return next(pack_micro_batches(batch, torch.arange(rows), 10**12))

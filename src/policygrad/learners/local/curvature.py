@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,10 @@ from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
+make_dual: Callable[[Tensor, Tensor], Tensor] = (
+    forward_ad.make_dual
+)  # x with a tangent (forward mode); untyped in torch
 _Function = Callable[..., Tensor]
-_DummyPass = Callable[[Pack], object]
 
 
 def output_hessian_product(
@@ -51,15 +53,9 @@ def output_hessian_product(
     return (-total * p).index_put_((index, tokens), share, accumulate=True)
 
 
-def make_dual(x: Tensor, change: Tensor) -> Tensor:
-    """Return x with a tangent (forward mode)."""
-    result: Tensor = cast(Any, forward_ad.make_dual)(x, change)  # untyped in torch
-    return result
-
-
 def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x and its tangent, 0 if it has none."""
-    value, tangent = cast(Any, forward_ad.unpack_dual)(x)
+    value, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
     return value, torch.zeros_like(value) if tangent is None else tangent
 
 
@@ -114,8 +110,7 @@ class Curvature:
         pad = getattr(getattr(policy.model, "config", None), "pad_token_id", None)
         tokens = torch.tensor([[*range(min(8, policy.network.vocabulary)), pad or 0]])
         one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
-        mask = torch.ones(1, size, dtype=torch.bool)
-        batch = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=(tokens[0, :1],))
+        batch = Batch(mask=tokens >= 0, group=one, reward=torch.zeros(1), tokens=tokens, prompts=(tokens[0, :1],))
         return next(pack_micro_batches(batch, one, size)).to(self.networks.device)
 
     def fisher(self, batch: Batch, v: Tensor, sampled: bool) -> Tensor:
@@ -127,7 +122,7 @@ class Curvature:
         def dummy_pass(part: Pack) -> None:
             self._product(part, tangents, 0 * part.mask.double(), sampled)
 
-        for part, weight in self._micro_batches(batch, dummy_pass=dummy_pass):
+        for part, weight in self._micro_batches(batch, dummy_pass):
             self._product(part, tangents, weight, sampled)
             optimizer.accumulate_master_grads()
         return optimizer.pop_flat_gradient()
@@ -154,7 +149,7 @@ class Curvature:
         bare = replace(batch, prompts=None, tokens=None)
         totals = torch.zeros(2, dtype=torch.float64)
         with self._shifted(delta) as compare:
-            for part, weight in self._micro_batches(batch, algorithm.gate.requires_full_groups, compare):
+            for part, weight in self._micro_batches(batch, compare, algorithm.gate.requires_full_groups):
                 rows, device = part.rows.cpu(), weight.device
                 coef = tuple(c[rows].to(device) for c in coefficients)
                 share, row_psi = bare.select(rows).to(device), psi[rows].to(device)
@@ -162,8 +157,8 @@ class Curvature:
                 assert out.kl_old is not None
                 totals[0] += float(objective(replace(out, logp=out.logp.double()), share, row_psi, algorithm, coef))
                 totals[1] += float((weight * out.kl_old).sum())
-        total, divergence = self.networks.division.all_reduce(totals).tolist()
-        return total, divergence
+        surrogate, divergence = self.networks.division.all_reduce(totals).tolist()
+        return surrogate, divergence
 
     @contextmanager
     def _shifted(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
@@ -186,11 +181,11 @@ class Curvature:
         yield compare
 
     def _micro_batches(
-        self, batch: Batch, keep_groups: bool = False, dummy_pass: _DummyPass | None = None
+        self, batch: Batch, dummy_pass: Callable[[Pack], object] | None = None, keep_groups: bool = False
     ) -> Iterator[tuple[Pack, Tensor]]:
         """Iterate over all completions with a sampled token, whatever their Ψ, with each token's share [b, T] of the mean."""
         tokens, device = max(1, int(batch.mask.sum())), self.networks.device
-        for part in self.networks.micro_batches(batch, keep_groups=keep_groups, dummy_pass=dummy_pass):
+        for part in self.networks.micro_batches(batch, dummy_pass, keep_groups=keep_groups):
             yield part.to(device), (part.mask.double() / tokens).to(device)
 
     def _head(self, states: Tensor) -> Tensor:
@@ -200,9 +195,8 @@ class Curvature:
 
     def _call_with(self, parameters: Mapping[str, Tensor], f: _Function, *args: Any) -> Tensor:
         """Return f(*args) with other parameters in the model."""
-        model = CallModule(self.networks.policy.model)
-        output: Tensor = functional_call(model, {f"model.{n}": p for n, p in parameters.items()}, (f, *args))
-        return output
+        named = {f"model.{n}": p for n, p in parameters.items()}
+        return functional_call(CallModule(self.networks.policy.model), named, (f, *args))  # type: ignore[no-any-return]
 
     def _chunks(self, part: Pack, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Iterate over chunks of at most `MAX_LOGITS` logits: which states, and of each token that they predict the index of its
@@ -213,8 +207,7 @@ class Curvature:
             yield which, pairs.index[pair] - which.start, pairs.tokens[pair], pairs.order[pair]
 
     def _states(self, part: Pack) -> Tensor:
-        policy = self.networks.policy
-        return policy.network_for(part).states(part)
+        return self.networks.policy.network_for(part).states(part)
 
     def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the states [u, H] and their change along the tangents, without a graph."""

@@ -33,7 +33,7 @@ class Network:
     `fsdp/sharding.py`).
     """
 
-    model: nn.Module
+    model: Any  # an AutoModelForCausalLM
     split_head: bool = False
     """The head on last hidden states gives the model's logits, so it need only see predicting positions; otherwise a state is the
     logits themselves."""
@@ -43,22 +43,21 @@ class Network:
     @property
     def vocabulary(self) -> int:
         """Number of token ids that it reads."""
-        return int(self._root.get_input_embeddings().weight.shape[0])
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def hidden_size(self) -> int:
         """H."""
-        return int(self._root.get_output_embeddings().weight.shape[1])
+        return int(self.model.get_output_embeddings().weight.shape[1])
 
     @property
     def head(self) -> nn.Module | None:
         """The module from states to logits; None if a state is logits."""
-        head: nn.Module = self._root.get_output_embeddings()
-        return head if self.split_head else None
+        return self.model.get_output_embeddings() if self.split_head else None
 
     def width(self, states: Tensor) -> int:
         """Return V, the number of logits per state."""
-        return int(self._root.get_output_embeddings().weight.shape[0]) if self.split_head else states.shape[1]
+        return int(self.model.get_output_embeddings().weight.shape[0]) if self.split_head else states.shape[1]
 
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
@@ -87,7 +86,7 @@ class Network:
         """Return [n, ·] the states at flat positions [n] of the inputs."""
         if self.split_head:
             return _hidden_states(get_backbone(self.model), index, call)
-        return gather_positions(self._root(**call, use_cache=False).logits, index)
+        return gather_positions(self.model(**call, use_cache=False).logits, index)
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
         """Return [u, H] last hidden states at `part.predicting_nodes`; `network`: another backbone to use."""
@@ -95,12 +94,7 @@ class Network:
 
     def logits(self, states: Tensor) -> Tensor:
         """Return [n, V]."""
-        output: Tensor = self._root.get_output_embeddings()(states) if self.split_head else states
-        return output
-
-    @property
-    def _root(self) -> Any:
-        return self.model
+        return self.model.get_output_embeddings()(states) if self.split_head else states
 
 
 def _hidden_states(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:
@@ -118,9 +112,8 @@ def gather_positions(x: Tensor, index: Tensor) -> Tensor:
 
 def get_backbone(model: Any) -> nn.Module:
     """Return the model without its head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    network: nn.Module = model.base_model if decoder is None else decoder
-    return network
+    decoder: nn.Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model.base_model if decoder is None else decoder
 
 
 def scale_logits(logits: Tensor, temperature: float) -> Tensor:
@@ -171,16 +164,7 @@ class Evaluator:
 
     @property
     def model(self) -> nn.Module:
-        """The full model."""
-        return self.network.model
-
-    def with_model(self, model: nn.Module) -> Evaluator:
-        """Return the evaluator of another model with the same architecture."""
-        return replace(self, network=replace(self.network, model=model, routing=None))
-
-    def with_routing(self, routing: Routing) -> Evaluator:
-        """Return the evaluator that uses the sampler's experts where a batch has them."""
-        return replace(self, network=replace(self.network, routing=routing))
+        return self.network.model  # type: ignore[no-any-return]
 
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] this model's states for a comparison with another's; `network.logits` may read them until `release`."""
@@ -213,20 +197,20 @@ class Evaluator:
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary. Raises
-        ValueError if an unknown statistic, kl_old without `old`, or kl_ref without `reference`.
+        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
 
         Args:
             needs: entropy, kl_old = KL(π_old‖π), kl_ref = KL(π‖π_ref).
             old: Evaluator of π_old.
             reference: Evaluator of π_ref.
             expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
+
+        Raises:
+            ValueError: An unknown statistic, kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
-        if unknown := set(names) - {"entropy", "kl_old", "kl_ref"}:
-            raise ValueError(
-                f"an evaluator computes logp, entropy, kl_old and kl_ref, not {', '.join(sorted(unknown))}"
-            )
+        if unknown := sorted(needs - {"entropy", "kl_old", "kl_ref"}):
+            raise ValueError(f"an evaluator computes logp, entropy, kl_old and kl_ref, not {', '.join(unknown)}")
         if "kl_old" in names and old is None:
             raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
         if "kl_ref" in names and reference is None:
@@ -283,8 +267,7 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
             out[p.rows] = evaluator(p.to(device)).cpu().float()
         return out
 
-    config: Any = getattr(model, "config", None)
-    config = None if config is None else config.get_text_config()
+    config = model.config.get_text_config() if hasattr(model, "config") else None  # type: ignore[operator, union-attr]
     windows = [w for name in _WINDOWS if isinstance(w := getattr(config, name, None), int) and w > 0]
     plain = Evaluator(Network(model), temperature, min(windows, default=None))
     truth = evaluate(plain, batch)
@@ -324,9 +307,8 @@ def backward_mode(model: nn.Module, recompute: bool) -> Iterator[None]:
 
 def recompute_activations(model: Any) -> None:
     """Turn on gradient checkpointing, by its name in transformers ≥ 5.2x or the one before."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable()
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

@@ -52,12 +52,14 @@ class LocalLearner:
         build: ModelFactory | None = None,
         reference: nn.Module | None = None,
     ) -> None:
-        """Raises ConfigError if a learning rate is missing; `config.trainable` matches no parameter; a reference is
-        named but not given; ModelError if the model is needed twice and cannot be made a second time.
-
+        """
         Args:
             build: Makes another instance of the model, for a reference, say, if its configuration cannot.
             reference: The model that `Reference.model` names, loaded (`load_reference`).
+
+        Raises:
+            ConfigError: No learning rate; no parameter that `config.trainable` matches; a reference is named but not given.
+            ModelError: The model is needed twice and cannot be made a second time.
         """
         algorithm, config = spec.algorithm, spec.config
         rule = algorithm.update_rule
@@ -75,17 +77,17 @@ class LocalLearner:
         self.evaluator = self._build_evaluator(model, spec.temperature)
         if config.routing_replay:
             check_routing_replay(algorithm)
-            self.evaluator = self.evaluator.with_routing(Routing.for_model(model))
+            routed = replace(self.evaluator.network, routing=Routing.for_model(model))
+            self.evaluator = replace(self.evaluator, network=routed)
         self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, spec.steps * rule.updates)
-        self.critic: ValueModel | None = None
-        if algorithm.critic is not None:
-            self.critic = ValueModel.of(self.evaluator, algorithm.critic, spec, build, self.division)
+        critic = algorithm.critic
+        self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)
         self.reference = self._build_reference(algorithm, reference, build)
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
             initial = self._frozen_copy(self.reference, build if reference is None else None)
             enable_gradients(initial.model, self.reference.model)
-            self.reward_model = ImplicitRewardModel.of(initial, algorithm.reward_model, spec, self.division)
+            self.reward_model = ImplicitRewardModel(initial, algorithm.reward_model, spec, self.division)
         compared = self.reference if "kl_ref" in algorithm.forward_needs else None
         self.networks = TrainedNetworks(
             self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
@@ -101,7 +103,8 @@ class LocalLearner:
 
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         """Make an evaluator of a second, frozen model with the same weights."""
-        return evaluator.with_model(clone_model(evaluator.model, build))
+        network = replace(evaluator.network, model=clone_model(evaluator.model, build), routing=None)
+        return replace(evaluator, network=network)
 
     def _build_curvature(self) -> Curvature:
         return Curvature(self.networks).verify()
@@ -206,9 +209,9 @@ class LocalLearner:
         settings = algorithm.reference
         if settings is not None and self.reference is not None and settings.should_refresh(self.rollouts):
             copy_weights(self.model, self.reference.model)
-            self._on_reference_refreshed(self.reference.model)
+            self._on_reference_refreshed()
             if settings.reset_optimizer:
-                self.optimizer.reset_moments()
+                self.optimizer.adam.state.clear()  # the schedule continues
             metrics |= {"reference/refreshed": Sum(1.0)}
         return metrics if self.critic is None else metrics | measure_values(batch)
 
@@ -230,11 +233,11 @@ class LocalLearner:
         else:
             copy_weights(self.model, self.networks.old.model)
 
-    def _on_reference_refreshed(self, reference: nn.Module) -> None:
+    def _on_reference_refreshed(self) -> None:
         """The reference is no longer the initial policy, so checkpoints must contain it."""
         self.refreshed = True
-        if adapter_configs(reference):
-            set_adapters_enabled(reference, True)
+        if self.reference is not None and adapter_configs(self.reference.model):
+            set_adapters_enabled(self.reference.model, True)
 
     def publish(self) -> PublishedWeights:
         """Return the model's own tensors; a sampler that uses the same model copies nothing."""
@@ -252,8 +255,11 @@ class LocalLearner:
         return tensors, state
 
     def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for an incomplete state."""
-        check_learner_state(tensors, values)
+        """Raise CheckpointError for an optimizer state that is incomplete; KeyError or TypeError if it is missing."""
+        check_moments(tensors, values["optimizer"])
+        for name in ("critic", "reward_model"):
+            if name in values:
+                check_moments(tensors, values[name], f"{name}/")
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         for name, network in self._auxiliary_optimizers().items():
@@ -262,7 +268,7 @@ class LocalLearner:
         if values["refreshed"] and self.reference is not None:
             for name, parameter in trainable_parameters(self.reference.model, self.model).items():
                 parameter.data.copy_(tensors[f"reference/{name}"])
-            self._on_reference_refreshed(self.reference.model)
+            self._on_reference_refreshed()
         policy = {name: tensor for name, tensor in tensors.items() if not name.startswith(AUXILIARY_PREFIXES)}
         trained = {name.removeprefix("weights/") for name in policy if name.startswith("weights/")}
         if trained != set(self.optimizer.masters):
@@ -276,14 +282,6 @@ class LocalLearner:
     def _auxiliary_optimizers(self) -> dict[str, Optimizer]:
         networks = {"critic": self.critic, "reward_model": self.reward_model}
         return {name: network.optimizer for name, network in networks.items() if network is not None}
-
-
-def check_learner_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for an optimizer state that is incomplete; KeyError or TypeError if it is missing."""
-    check_moments(tensors, values["optimizer"])
-    for name in ("critic", "reward_model"):
-        if name in values:
-            check_moments(tensors, values[name], f"{name}/")
 
 
 def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from policygrad.core import masked
 from policygrad.core.aggregation import TokenMean
 from policygrad.core.auxiliary import Critic, ImplicitReward, explained_variance
-from policygrad.core.batch import Batch, Forward, require_field
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
@@ -25,7 +26,7 @@ from policygrad.learners.local.forward import (
     recompute_activations,
 )
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Pack, WorkDivision, micro_batch_tokens, pack_micro_batches
+from policygrad.learners.local.packing import Pack, WorkDivision
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import ModelFactory, clone_model, enable_gradients
 
@@ -69,38 +70,28 @@ class ValueNetwork(nn.Module):
         return torch.where(part.mask, values.index_select(0, part.predictor.flatten()).view_as(part.mask), 0.0)
 
 
-@dataclass(eq=False)
 class ValueModel:
     """Evaluates and fits the value network, one micro-batch at a time. Policy updates never change it."""
 
-    network: ValueNetwork
-    optimizer: Optimizer
-    evaluator: Evaluator
-    config: LearnerConfig
-    division: WorkDivision = field(default_factory=WorkDivision)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         evaluator: Evaluator,
         critic: Critic,
         spec: LearnerSpec,
         build: ModelFactory | None = None,
         division: WorkDivision | None = None,
-    ) -> ValueModel:
-        """Make a critic that starts from the policy's weights."""
-        rollouts, division = spec.steps, division or WorkDivision()
-        passes = rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)
-        network = ValueNetwork(evaluator, critic, spec.config.gradient_checkpointing, build)
-        division.shard(network)
+    ) -> None:
+        self.config, self.division = spec.config, division or WorkDivision()
+        self.network = ValueNetwork(evaluator, critic, spec.config.gradient_checkpointing, build)
+        self.division.shard(self.network)
+        passes = spec.steps + min(spec.steps, critic.pretrain) * (critic.pretrain_epochs - 1)
         total = passes * spec.algorithm.update_rule.critic_updates
-        optimizer = Optimizer(network, spec.optimizer, critic.learning_rate(spec.lr), total)
-        return cls(network, optimizer, evaluator, spec.config, division)
+        self.optimizer = Optimizer(self.network, spec.optimizer, critic.learning_rate(spec.lr), total)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Pack]:
-        make_packs = partial(pack_micro_batches, batch, torch.arange(len(batch.mask)))
-        budget = micro_batch_tokens(self.config, self.network)
-        return self.division.divide(make_packs, budget, lambda part: backward_zero(self.network(part.to(self._device))))
+        return self.division.micro_batches(
+            batch, self.config, self.network, lambda part: backward_zero(self.network(part))
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -115,9 +106,12 @@ class ValueModel:
         return replace(batch, values=self.division.all_reduce(out))
 
     def add_bootstrap(self, batch: Batch) -> Batch:
-        """Return the batch with `bootstrap` [B], float32: the value after the last sampled token of truncated
-        completions, else 0. Raises ConfigError if the batch does not tell which completions were truncated."""
-        truncated = require_field(batch.truncated, self, "truncated") & batch.mask.any(1)
+        """Return the batch with `bootstrap` [B], float32: the value after the last sampled token of truncated completions, else 0.
+
+        Raises:
+            ConfigError: The batch does not tell which completions were truncated.
+        """
+        truncated = batch.require("truncated", self) & batch.mask.any(1)
         width = batch.mask.shape[1]
         end = width - batch.mask.int().flip(1).argmax(1)  # the position after it has no token yet, and any id will do
         after = truncated[:, None] & (torch.arange(width + 1) == end[:, None])
@@ -133,7 +127,7 @@ class ValueModel:
             prompts=batch.prompts,
             positions=positions,
         )
-        values = require_field(self.evaluate(text).values, self, "values")
+        values = self.evaluate(text).require("values", self)
         return replace(batch, bootstrap=masked.apply_mask(values, after).sum(1))
 
     def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
@@ -165,7 +159,6 @@ class ValueModel:
         return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
 
     def descend(self) -> Metrics:
-        """Take one AdamW step."""
         norm, _ = self.optimizer.step()
         return {} if norm is None else {"value_grad_norm": Max(norm)}
 
@@ -181,31 +174,18 @@ def measure_values(batch: Batch) -> Metrics:
     }
 
 
-@dataclass(frozen=True, eq=False)
 class ImplicitRewardModel:
     """π_φ of an implicit reward, a language model fitted one micro-batch at a time. Policy updates never change it."""
 
-    part: ImplicitReward
-    evaluator: Evaluator  # evaluates π_φ
-    optimizer: Optimizer
-    config: LearnerConfig
-    division: WorkDivision = field(default_factory=WorkDivision)
-
-    @classmethod
-    def of(
-        cls, evaluator: Evaluator, part: ImplicitReward, spec: LearnerSpec, division: WorkDivision | None = None
-    ) -> ImplicitRewardModel:
-        """Make a reward model of the evaluator's model, which is a copy of the reference, so that r_φ = 0."""
-        model = evaluator.model
+    def __init__(
+        self, evaluator: Evaluator, part: ImplicitReward, spec: LearnerSpec, division: WorkDivision | None = None
+    ) -> None:
+        """Use the evaluator's model, which is a copy of the reference, so that r_φ = 0."""
+        self.part, self.evaluator, self.config, self.division = part, evaluator, spec.config, division or WorkDivision()
         if spec.config.gradient_checkpointing:
-            recompute_activations(model)
+            recompute_activations(evaluator.model)
         total = spec.steps * spec.algorithm.update_rule.critic_updates
-        optimizer = Optimizer(model, spec.optimizer, part.learning_rate(spec.lr), total)
-        return cls(part, evaluator, optimizer, spec.config, division or WorkDivision())
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.evaluator.model.parameters()).device
+        self.optimizer = Optimizer(evaluator.model, spec.optimizer, part.learning_rate(spec.lr), total)
 
     def accumulate(self, batch: Batch) -> Metrics:
         """Add the gradient of the cross-entropy, a mean over the update's completions."""
@@ -215,25 +195,23 @@ class ImplicitRewardModel:
         rows = selected.nonzero().squeeze(1)
         if not len(rows):
             return {}
-        bare, metrics = replace(batch, prompts=None, tokens=None), Metrics()
-        make_packs = partial(pack_micro_batches, batch, rows)
-        budget = micro_batch_tokens(self.config, self.evaluator.model)
+        model, recompute = self.evaluator.model, self.config.gradient_checkpointing
+        bare, metrics, device = replace(batch, prompts=None, tokens=None), Metrics(), next(model.parameters()).device
 
         def dummy_pass(part: Pack) -> None:
-            with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
-                backward_zero(self.evaluator(part.to(self._device)))
+            with backward_mode(model, recompute):
+                backward_zero(self.evaluator(part))
 
-        for part in self.division.divide(make_packs, budget, dummy_pass):
-            with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
-                logp = self.evaluator(part.to(self._device))
-                loss = self.part.loss(logp, bare.select(part.rows).to(self._device)).sum() / len(rows)
+        for part in self.division.micro_batches(batch, self.config, model, dummy_pass, rows=rows):
+            with backward_mode(model, recompute):
+                logp = self.evaluator(part.to(device))
+                loss = self.part.loss(logp, bare.select(part.rows).to(device)).sum() / len(rows)
                 torch.autograd.backward(loss)
             self.optimizer.accumulate_master_grads()
             metrics = merge(metrics, {"reward_model/loss": Sum(float(loss.detach()))})
         return {"reward_model/loss": Mean(self.division.reduce_metrics(metrics)["reward_model/loss"].value)}
 
     def descend(self) -> Metrics:
-        """Take one AdamW step."""
         norm, _ = self.optimizer.step()
         return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
 
@@ -256,20 +234,14 @@ class TrainedNetworks:
         return next(self.policy.model.parameters()).device
 
     def micro_batches(
-        self,
-        batch: Batch,
-        rows: Tensor | None = None,
-        keep_groups: bool = False,
-        dummy_pass: Callable[[Pack], object] | None = None,
+        self, batch: Batch, dummy_pass: Callable[[Pack], object] | None = None, **options: Any
     ) -> Iterator[Pack]:
-        """Iterate over this process's micro-batches of the completions `rows` (None = all).
+        """Iterate over this process's micro-batches, with the options of `WorkDivision.micro_batches`.
 
         `dummy_pass` is a pass like those the micro-batches are for, which adds nothing; None = one of the policy.
         """
-        rows = torch.arange(len(batch.mask)) if rows is None else rows
-        make_packs = partial(pack_micro_batches, batch, rows, keep_groups=keep_groups)
-        budget, dummy = micro_batch_tokens(self.config, self.policy.model), dummy_pass or self.dummy_pass(self.policy)
-        return self.division.divide(make_packs, budget, lambda part: dummy(part.to(self.device)))
+        dummy_pass = dummy_pass or self.dummy_pass(self.policy)
+        return self.division.micro_batches(batch, self.config, self.policy.model, dummy_pass, **options)
 
     def dummy_pass(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
         """Return a pass of the evaluator that adds nothing to any gradient."""

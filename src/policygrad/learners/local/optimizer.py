@@ -53,8 +53,11 @@ class Optimizer:
     def step(self, explain: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[float | None, float]:
         """Take an AdamW step; return (gradient norm before clipping, learning rate), or None as norm without any gradient.
 
-        For a gradient that is not finite it raises NumericsError, with the weights unchanged; `explain` then returns (the
-        part that made it so, a sentence about it), or ("", "").
+        Args:
+            explain: Returns (the part that made a gradient not finite, a sentence about it), or ("", "").
+
+        Raises:
+            NumericsError: The gradient is not finite; the weights are unchanged.
         """
         rate = self.lr * self.config.lr_factor(self.num_updates, self.total)
         masters = [m for m in self.masters.values() if m.grad is not None]
@@ -88,18 +91,14 @@ class Optimizer:
         return norm, rate
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
-        """Split a vector [P] over all masters into tensors by name, in the masters' shapes and placements.
-
-        For sharded masters v contains this process's shards.
-        """
+        """Split a vector [P] (of this process's shards) into tensors by name, in the masters' shapes and placements."""
         shards = torch.split(v, [local_tensor(m.detach()).numel() for m in self.masters.values()])
-        named = zip(self.masters.items(), shards, strict=True)
-        return {name: redistribute_like(shard, master) for (name, master), shard in named}
+        return {n: redistribute_like(x, m) for (n, m), x in zip(self.masters.items(), shards, strict=True)}
 
     def pop_flat_gradient(self) -> Tensor:
         """Return the accumulated gradients as one vector [P], as `split` takes it, and clear them."""
-        gradients = [local_tensor(torch.zeros_like(m) if m.grad is None else m.grad) for m in self.masters.values()]
-        flat = torch.cat([x.flatten() for x in gradients])
+        gradients = (torch.zeros_like(m) if m.grad is None else m.grad for m in self.masters.values())
+        flat = torch.cat([local_tensor(x).flatten() for x in gradients])
         self.adam.zero_grad(set_to_none=True)
         return flat
 
@@ -118,13 +117,12 @@ class Optimizer:
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
-    def reset_moments(self) -> None:
-        """Clear AdamW's moments; the schedule continues."""
-        self.adam.state.clear()
-
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return master weights, AdamW's moments and the number of updates. Raises CheckpointError if an error has
-        interrupted a step, so that only some weights have changed."""
+        """Return master weights, AdamW's moments and the number of updates.
+
+        Raises:
+            CheckpointError: An error has interrupted a step, so that only some weights have changed.
+        """
         if not self.consistent:
             raise CheckpointError("an error interrupted an update, so the weights belong to no single step")
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
@@ -135,8 +133,12 @@ class Optimizer:
         return tensors, {"taken": self.num_updates, "moments": moments}
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint, bit for bit. Raises KeyError if the checkpoint is of another model;
-        CheckpointError if AdamW's moments are missing, or shapes differ."""
+        """Load the state of a checkpoint, bit for bit.
+
+        Raises:
+            KeyError: The checkpoint is of another model.
+            CheckpointError: AdamW's moments are missing, or shapes differ.
+        """
         check_moments(tensors, values)
         for name, master in self.masters.items():  # copying would broadcast
             for key in (f"weights/{name}", f"adam/{name}/exp_avg", f"adam/{name}/exp_avg_sq"):
@@ -169,10 +171,9 @@ def group_by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def describe_nonfinite(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     """Return as text the first parameter whose gradient is not finite, and whether its weight is."""
     for name, gradient in gradients.items():
-        if not bool((full_gradient := full_tensor(gradient)).isfinite().all()):
-            bad, finite = int((~full_gradient.isfinite()).sum()), bool(full_tensor(weights[name]).isfinite().all())
-            weight_note = "" if finite else "; the weight itself is not finite"
-            return f", first in {name} ({bad} of {full_gradient.numel()} numbers are not finite{weight_note})"
+        if bad := int((~full_tensor(gradient).isfinite()).sum()):
+            note = "" if bool(full_tensor(weights[name]).isfinite().all()) else "; the weight itself is not finite"
+            return f", first in {name} ({bad} of {gradient.numel()} numbers are not finite{note})"
     return ", though every number in it is finite: their squares are not"
 
 
@@ -185,8 +186,11 @@ def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], pref
 
 
 def set_trainable(model: nn.Module, pattern: str) -> None:
-    """Train only the parameters whose name a regular expression matches; an empty one changes nothing. Raises
-    ConfigError if it matches none."""
+    """Train only the parameters whose name a regular expression matches; an empty one changes nothing.
+
+    Raises:
+        ConfigError: It matches none.
+    """
     if not pattern:
         return
     trainable = {name: re.search(pattern, name) is not None for name, _ in model.named_parameters()}

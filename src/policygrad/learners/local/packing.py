@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,8 +44,11 @@ class TokenSequences:
 
     @classmethod
     def of(cls, batch: Batch, rows: Tensor) -> TokenSequences:
-        """Make the texts of those completions of `rows` that have a sampled token. Raises DataError if the batch has no
-        tokens or prompts."""
+        """Make the texts of those completions of `rows` that have a sampled token.
+
+        Raises:
+            DataError: The batch has no tokens or prompts.
+        """
         if batch.tokens is None or batch.prompts is None:
             raise DataError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
         rows = rows[batch.mask[rows].any(1)]
@@ -88,7 +92,7 @@ class TokenSequences:
                     positions.append(used[:-1])
                     texts.append(tokens[used[:-1] + len(prompt)])
         row_of, offsets, firsts, ends = np.array(branches, dtype=np.int64).reshape(-1, 4).T
-        lengths = np.array([len(text) for text in positions], dtype=np.int64)
+        lengths = np.array(list(map(len, positions)), dtype=np.int64)
         padded = np.zeros((len(positions), int(lengths.max(initial=0))), dtype=np.int64)
         ids = np.zeros(padded.shape, dtype=">u4")
         for i, (text, row_positions) in enumerate(zip(texts, positions, strict=True)):
@@ -97,8 +101,8 @@ class TokenSequences:
 
     def __getitem__(self, chosen: Ints | slice) -> TokenSequences:
         arrays: list[Any] = [getattr(self, f.name) for f in fields(self)]
-        chosen_arrays: list[Any] = [None if x is None else x[chosen] for x in arrays]
-        return TokenSequences(*chosen_arrays)
+        parts: list[Any] = [None if x is None else x[chosen] for x in arrays]
+        return TokenSequences(*parts)
 
     @property
     def has_branches(self) -> bool:
@@ -130,10 +134,7 @@ class TokenSequences:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """A micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts.
-
-    A completion whose earlier tokens were rewritten on the way is on several texts.
-    """
+    """A micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts."""
 
     rows: Tensor  # [b] completions of the batch
     ids: Tensor  # [N] token of each node
@@ -166,10 +167,10 @@ class Pack:
 def find_contributing(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
     """Return [B] bool: completions with a token that has a gradient, c·Ψ ≠ 0 or a term's coefficient ≠ 0."""
     policy, *terms = coefficients
-    contributes = (policy * psi != 0) & batch.mask
+    contributes = policy * psi != 0
     for c in terms:
-        contributes = contributes | ((c != 0) & batch.mask)
-    return contributes.any(1)
+        contributes = contributes | (c != 0)
+    return (contributes & batch.mask).any(1)
 
 
 def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
@@ -179,10 +180,12 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 
 def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
-    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one
-    completion. Raises DataError if the batch has no tokens or prompts.
+    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion.
 
     No completion is split, even one of several texts, and with `keep_groups` no group, whatever the budget.
+
+    Raises:
+        DataError: The batch has no tokens or prompts.
     """
     texts = TokenSequences.of(batch, rows)
     if not len(texts.rows):
@@ -247,6 +250,16 @@ def _layout_tree(batch: Batch, texts: TokenSequences, shared: Ints) -> Pack:
     predicting_nodes, index = np.unique(predictors[mask.numpy()], return_inverse=True)
     predictor = torch.zeros(mask.shape, dtype=torch.int64)
     predictor[mask] = torch.from_numpy(index.reshape(-1))
+    routes = None
+    if batch.routed_experts is not None:  # a shared node takes the experts of its first text
+        routes = batch.routed_experts.new_full((len(ids), *batch.routed_experts.shape[2:]), -1)
+        for i in reversed(range(len(texts.rows))):
+            row, length = int(texts.rows[i]), int(texts.lengths[i])
+            prompt = batch.prompt_routed_experts[int(batch.group[row])]
+            places = torch.arange(length)
+            if texts.positions is not None:
+                places = torch.from_numpy(texts.positions[i, :length]) + len(prompt)
+            routes[torch.from_numpy(paths[i, :length])] = torch.cat([prompt, batch.routed_experts[row]])[places]
     return Pack(
         rows=rows,
         ids=torch.from_numpy(ids.astype(np.int64) - 1),
@@ -258,40 +271,40 @@ def _layout_tree(batch: Batch, texts: TokenSequences, shared: Ints) -> Pack:
         tokens=torch.where(mask, tokens, 0),
         mask=mask,
         tree=AttentionTree.of(distinct_paths, lengths, skip),
-        routes=None if batch.routed_experts is None else _collect_routes(batch, texts, paths, len(ids)),
+        routes=routes,
     )
-
-
-def _collect_routes(batch: Batch, texts: TokenSequences, paths: Ints, nodes: int) -> Tensor:
-    """Return [N, layers, k] the experts that the sampler sent each node to; a shared node takes those of its first text."""
-    assert batch.routed_experts is not None
-    routes = batch.routed_experts.new_full((nodes, *batch.routed_experts.shape[2:]), -1)
-    for i in reversed(range(len(texts.rows))):
-        row, length = int(texts.rows[i]), int(texts.lengths[i])
-        prompt = batch.prompt_routed_experts[int(batch.group[row])]
-        positions = torch.arange(length)
-        if texts.positions is not None:
-            positions = torch.from_numpy(texts.positions[i, :length]) + len(prompt)
-        routes[torch.from_numpy(paths[i, :length])] = torch.cat([prompt, batch.routed_experts[row]])[positions]
-    return routes
-
-
-def count_nodes(part: Pack) -> int:
-    """Return the number of tokens that a micro-batch computes."""
-    return len(part.ids)
 
 
 class WorkDivision:
     """Divides an update's micro-batches between the processes that learn together: here, a single one."""
+
+    def micro_batches(
+        self,
+        batch: Batch,
+        config: LearnerConfig,
+        model: nn.Module,
+        dummy_pass: Callable[[Pack], object],
+        *,
+        rows: Tensor | None = None,
+        keep_groups: bool = False,
+    ) -> Iterator[Pack]:
+        """Iterate over this process's micro-batches of the completions `rows` (None = all) for a model.
+
+        `dummy_pass` is a pass like those the micro-batches are for, which adds nothing.
+        """
+        rows = torch.arange(len(batch.mask)) if rows is None else rows
+        make_packs = partial(pack_micro_batches, batch, rows, keep_groups=keep_groups)
+        device, budget = next(model.parameters()).device, micro_batch_tokens(config, model)
+        return self.divide(make_packs, budget, lambda part: dummy_pass(part.to(device)), lambda part: len(part.ids))
 
     def divide(
         self,
         make_packs: Callable[[int], Iterator[T]],
         budget: int,
         dummy_pass: Callable[[Pack], object],
-        tokens: Callable[[T], int] | None = None,
+        count_tokens: Callable[[T], int],
     ) -> Iterator[T]:
-        """Iterate over this process's share of the micro-batches, made with at most so many `tokens` (None = nodes).
+        """Iterate over this process's share of the micro-batches, made with at most so many tokens.
 
         `dummy_pass` adds nothing, for processes with fewer micro-batches than others.
         """

@@ -23,7 +23,7 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import MAX_LOGITS, Evaluator, selected_logp
-from policygrad.learners.local.packing import Pack, TokenSequences, WorkDivision, micro_batch_tokens, pack_micro_batches
+from policygrad.learners.local.packing import TokenSequences, WorkDivision, micro_batch_tokens, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
@@ -42,11 +42,13 @@ class ScoreNorms:
 
     @classmethod
     def of(cls, evaluator: Evaluator, config: LearnerConfig) -> ScoreNorms:
-        """Make it for the evaluator's model, batched if that gives the same norms on a small synthetic group. Raises
-        ConfigError if `learner.score_parameters` matches no trained parameter."""
+        """Make it for the evaluator's model, batched if that gives the same norms on a small synthetic group.
+
+        Raises:
+            ConfigError: `learner.score_parameters` matches no trained parameter.
+        """
         parameters = select_parameters(evaluator.model, config.score_parameters)
         plain = cls(evaluator, parameters, micro_batch_tokens(config, evaluator.model), batched=False)
-        batched = replace(plain, batched=True)
         if config.gradient_checkpointing:
             return plain
         vocabulary, generator = evaluator.network.vocabulary, torch.Generator().manual_seed(0)
@@ -60,6 +62,7 @@ class ScoreNorms:
         truth = plain.evaluate(batch).grad_logp_sq_norm
         assert truth is not None
         tolerance = 0.05 if next(evaluator.model.parameters()).dtype == torch.bfloat16 else 1e-3
+        batched = replace(plain, batched=True)
         try:
             norms = batched.evaluate(batch).grad_logp_sq_norm
         except Exception:  # architectures raise all kinds of errors in a transform that they do not support
@@ -69,18 +72,20 @@ class ScoreNorms:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
         """Return the batch with `grad_logp_sq_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
-        reward = torch.zeros(len(batch.mask))  # the score does not depend on it
-        bare = Batch(mask=batch.mask, group=batch.group, reward=reward, tokens=batch.tokens, prompts=batch.prompts)
-        bare = replace(bare, positions=batch.positions)
         # One completion of each text and mask represents its equals; all represent themselves if some are several texts.
         rows = batch.mask.any(1).nonzero().squeeze(1)
         representative, seen = torch.arange(len(batch.mask)), dict[bytes, int]()
         if batch.positions is None:
-            columns, size = _columns(bare, rows), TokenSequences.of(bare, rows).offsets
+            columns, size = _columns(batch, rows), TokenSequences.of(batch, rows).offsets
             for i, row in enumerate(rows.tolist()):
                 key = b"".join(c[i].numpy().tobytes() for c in columns) + bytes(str(size[i]), "ascii")
                 representative[row] = seen.setdefault(key, row)
             rows = torch.tensor(list(seen.values()), dtype=torch.int64)
+        # without what the score does not depend on, such as routed experts
+        bare = Batch(
+            mask=batch.mask, group=batch.group, reward=batch.reward, tokens=batch.tokens, prompts=batch.prompts
+        )
+        bare = replace(bare, positions=batch.positions)
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
         for where, norms in self._norms(bare, rows):
             out[where] = norms.cpu().double()
@@ -92,7 +97,7 @@ class ScoreNorms:
         size = MAX_LOGITS // each if self.batched and batch.positions is None else 1  # batched: each is one text
         device = next(self.evaluator.model.parameters()).device
         if size <= 1:
-            for part in pack_singly(batch, rows):
+            for part in pack_micro_batches(batch, rows, 0):  # each by itself, equal ones too
                 with torch.enable_grad():
                     logp = self.evaluator(part.to(device)).sum()
                 score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
@@ -141,11 +146,6 @@ def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     ids = (torch.from_numpy(texts.ids.astype(np.int64)) - 1).clamp(min=0)
     where = torch.from_numpy(texts.offsets)[:, None] - 1 + t
     return ids, masked.apply_mask(where, mask), masked.apply_mask(batch.tokens[rows], mask), mask
-
-
-def pack_singly(batch: Batch, rows: Tensor) -> Iterator[Pack]:
-    """Pack each completion by itself, equal ones too."""
-    return pack_micro_batches(batch, rows, 0)
 
 
 def _squared_norm(gradients: Any) -> Tensor:

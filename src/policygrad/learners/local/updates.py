@@ -63,16 +63,12 @@ class LocalGradientProblem:
 
     def accumulate(self) -> Metrics:
         """Accumulate the gradients of the policy, its critic and its reward model."""
-        policy = {} if self.is_pretraining else self.accumulate_policy()
-        return policy | self.accumulate_critic() | self.accumulate_reward_model()
-
-    def accumulate_critic(self) -> Metrics:
-        if self.networks.critic is None or self.algorithm.critic is None:
-            return {}
-        return self.networks.critic.accumulate(self.batch, self.algorithm.critic)
-
-    def accumulate_reward_model(self) -> Metrics:
-        return {} if self.networks.reward_model is None else self.networks.reward_model.accumulate(self.batch)
+        metrics = {} if self.is_pretraining else self.accumulate_policy()
+        if self.networks.critic is not None and self.algorithm.critic is not None:
+            metrics |= self.networks.critic.accumulate(self.batch, self.algorithm.critic)
+        if self.networks.reward_model is not None:
+            metrics |= self.networks.reward_model.accumulate(self.batch)
+        return metrics
 
     def batch_with_selection(self) -> Batch:
         """Return the batch with the tokens that a part selects among all, under the current policy."""
@@ -122,7 +118,8 @@ class LocalGradientProblem:
         networks, needs, device = self.networks, self.algorithm.forward_needs, self.networks.device
         bare = replace(batch, prompts=None, tokens=None, routed_experts=None)  # the equation does not read them
         dummy_pass = networks.dummy_pass(networks.policy, needs)
-        for part in networks.micro_batches(batch, rows, self.algorithm.gate.requires_full_groups, dummy_pass):
+        keep_groups = self.algorithm.gate.requires_full_groups
+        for part in networks.micro_batches(batch, dummy_pass, rows=rows, keep_groups=keep_groups):
             coef = tuple(c[part.rows].to(device) for c in coefficients)
             yield part, bare.select(part.rows).to(device), self.psi[part.rows].to(device), coef
 
@@ -140,10 +137,7 @@ class LocalGradientProblem:
 
     @torch.no_grad()
     def _find_faulty_part(self) -> tuple[str, str]:
-        """Return the part that made a gradient not finite and a sentence about it; ("", "") if the model did, or no part alone.
-
-        This takes a pass over the completions, in all processes that learn together.
-        """
+        """Return the part that made a gradient not finite and a sentence about it; ("", "") if the model did, or no part alone."""
         batch, needs, counts = self.batch_with_selection(), self.algorithm.forward_needs, Metrics()
         rows, coefficients = batch.mask.any(1).nonzero().squeeze(1), self.algorithm.all_coefficients(batch)
         for pack, share, psi, coef in self._micro_batches(batch, rows, coefficients):
@@ -156,13 +150,15 @@ class LocalGradientProblem:
         if first == "psi":
             return "the advantages", "The advantages are NaN or infinite: correct what computes them"
         part = dict(self.algorithm.named_parts())[first]
-        reads = part.needs | ({"logp_old"} if first in ("ratio", "gate") or first.startswith("terms") else set())
-        return type(part).__name__, explain_nonfinite(part, first, batch, reads)
+        reads_old = first in ("ratio", "gate") or first.startswith("terms")
+        return type(part).__name__, explain_nonfinite(part, first, batch, *(["logp_old"] if reads_old else []))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LocalAdaptiveProblem(LocalGradientProblem):
-    """Adds what dual descent needs: the current KL, and the same rollout under another β."""
+class LocalProblem(LocalGradientProblem):
+    """Adds what dual descent and a trust region need: the current KL, the same rollout under another β, and the curvature."""
+
+    curvature: Curvature
 
     @torch.no_grad()
     def measure(self) -> Metrics:
@@ -173,13 +169,6 @@ class LocalAdaptiveProblem(LocalGradientProblem):
         """Return the problem with each β that targets KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are in their band."""
         algorithm = adapt_penalties(self.algorithm, self.batch, metrics)
         return None if algorithm is None else replace(self, algorithm=algorithm)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LocalProblem(LocalAdaptiveProblem):
-    """Adds what a trust region needs: Fisher products, evaluation at another θ, and a move of θ."""
-
-    curvature: Curvature
 
     def subsample(self, share: float) -> Self:
         """Return the problem with this share of the groups that have a sampled token, at least one, chosen by the version."""
@@ -223,5 +212,5 @@ class LocalProblem(LocalAdaptiveProblem):
 
     def fit_critic(self) -> Metrics:
         """Take one AdamW step of the critic."""
-        critic = self.networks.critic
-        return {} if critic is None or self.algorithm.critic is None else self.accumulate_critic() | critic.descend()
+        critic, settings = self.networks.critic, self.algorithm.critic
+        return {} if critic is None or settings is None else critic.accumulate(self.batch, settings) | critic.descend()

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from policygrad.errors import ConfigError
 from policygrad.rewards.math.numbers import find_last_match, find_last_number
 
 SEARCHED_TAIL = 20_000  # characters from the end in which a phrase, a formula or a number is looked for
@@ -25,9 +24,7 @@ _FORMULA = re.compile(
 )
 _WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
 _FORMULA_WORDS = re.compile(
-    r"(?:and|arccos|arcsin|arctan|cos|cot|csc|exp|inf|infinity|ln|log|mod|oo|or|pi|sec|sin|"
-    r"sqrt|tan)",
-    re.IGNORECASE,
+    r"(?:and|arccos|arcsin|arctan|cos|cot|csc|exp|inf|infinity|ln|log|mod|oo|or|pi|sec|sin|sqrt|tan)", re.IGNORECASE
 )
 _BOXES = (r"\boxed{", r"\fbox{")
 
@@ -107,16 +104,6 @@ def extract(text: str, policies: Sequence[str]) -> str | None:
         if (answer := POLICIES[name](text)) is not None:
             return answer.strip()
     return None
-
-
-def check_policies(policies: Sequence[str], reward: str) -> None:
-    """Raise ConfigError for an unknown policy, or none at all."""
-    names = ", ".join(POLICIES)
-    if not policies:
-        raise ConfigError(f"reward {reward!r}: no extraction policy is given; choose from {names}")
-    for name in policies:
-        if name not in POLICIES:
-            raise ConfigError(f"reward {reward!r}: unknown extraction policy {name!r}; choose from {names}")
 
 
 def parse_references(answer: Any) -> tuple[str, ...]:

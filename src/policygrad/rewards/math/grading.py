@@ -3,15 +3,15 @@
 import importlib.util
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from policygrad.errors import ConfigError, install_command
 from policygrad.rewards.math.extraction import (
     MAX_ANSWER_LENGTH,
-    check_policies,
+    POLICIES,
     extract,
     extract_boxed,
     extract_last_formula,
@@ -30,71 +30,84 @@ from policygrad.rewards.math.numbers import (
 
 
 @dataclass(frozen=True)
-class Math:
+class AnswerReward:
+    """Scores the answer in a completion. policies: where it is looked for (extraction.POLICIES); the first whose mark is present
+    decides."""
+
+    policies: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        reward, names = type(self).__name__.lower(), ", ".join(POLICIES)
+        if not self.policies:
+            raise ConfigError(f"reward {reward!r}: no extraction policy is given; choose from {names}")
+        for name in self.policies:
+            if name not in POLICIES:
+                raise ConfigError(f"reward {reward!r}: unknown extraction policy {name!r}; choose from {names}")
+
+    @classmethod
+    def from_options(cls, options: str) -> Self:
+        """Parse `boxed,phrase`. Raises ConfigError."""
+        return cls(tuple(name.strip() for name in options.split(",") if name.strip()))
+
+    def __call__(self, prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
+        return [self.score(text, right) for text, right in zip(completions, answer, strict=True)]
+
+    def score(self, completion: str, answer: Any) -> float | None:
+        """Score one completion; None where the row has no answer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Math(AnswerReward):
     """Score 1.0 if the completion's answer equals the column `answer` in value, else 0.0; None where that is null or empty.
 
     `answer` is a number, LaTeX (MATH), a worked solution that ends in `#### number` or `\\boxed{…}`, or a list of these, of which
-    one has to be met. An answer of more than MAX_ANSWER_LENGTH characters, or that cannot be parsed, scores 0.0. policies: where
-    the answer is looked for (extraction.POLICIES); the first whose mark is present decides.
+    one has to be met. An answer of more than MAX_ANSWER_LENGTH characters, or that cannot be parsed, scores 0.0.
     """
 
     policies: tuple[str, ...] = ("answer", "hashes", "boxed", "phrase", "line", "formula", "last")
 
-    def __post_init__(self) -> None:
-        check_policies(self.policies, "math")
-
     def reward_prepare(self) -> None:
-        """Import math-verify, without a timeout."""
-        import_math_verify()
-
-    def __call__(self, prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
-        return [self.score(text, right) for text, right in zip(completions, answer, strict=True)]
+        """Import math-verify (about half a second) before the first sample's timeout starts."""
+        check_math_verify_installed()
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+        compare_formulas(r"\frac{1}{2}", "0.5")
 
     def score(self, completion: str, answer: Any) -> float | None:
-        """Score one completion."""
         references = parse_references(answer)
         if not references:
             return None
-        given = extract(completion, self.policies)
-        if not given or len(given) > MAX_ANSWER_LENGTH:
-            return 0.0
-        given = strip_wrappers(given)
-        return float(any(compare_answers(reference, given) for reference in references))
+        given = self._extract(completion)
+        return float(given is not None and any(compare_answers(reference, given) for reference in references))
 
     def extract_answer(self, completion: str) -> str | None:
         """Return the answer by which completions vote: a number by its value, a formula by its letters; None = there is none."""
-        given = extract(completion, self.policies)
-        if not given or len(given) > MAX_ANSWER_LENGTH:
+        given = self._extract(completion)
+        if given is None:
             return None
-        plain, _ = _normalise(strip_wrappers(given))
+        plain, _ = _normalise(given)
         quantity = parse_quantity(plain)
         return quantity.key if quantity is not None else _squeeze(plain) or None
+
+    def _extract(self, completion: str) -> str | None:
+        given = extract(completion, self.policies)
+        return strip_wrappers(given) if given and len(given) <= MAX_ANSWER_LENGTH else None
 
 
 math = Math()
 
-_FORMULA = re.compile(r"[\\^_*+{}]|\d\s*[-/]\s*[\d(a-z]|\d[a-z]\b|[(\[]\s*[-\d.]+\s*,")
-
 
 @dataclass(frozen=True)
-class Gsm8k:
+class Gsm8k(AnswerReward):
     """Score 1.0 if the completion's number equals the column `answer`, else 0.0; None where that is null or not a number.
 
     `answer` is a number, a text with one, a worked solution that ends in `#### number`, or a list of these, of which one has to
-    be met. Numbers are compared as exact fractions, however they are written; what was counted ("18 eggs") is ignored. policies:
-    where the answer is looked for (extraction.POLICIES); the first whose mark is present decides.
+    be met. Numbers are compared as exact fractions, however they are written; what was counted ("18 eggs") is ignored.
     """
 
     policies: tuple[str, ...] = ("answer", "hashes", "boxed", "phrase", "last")
 
-    def __post_init__(self) -> None:
-        check_policies(self.policies, "gsm8k")
-
-    def __call__(self, prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
-        return [self.score(text, right) for text, right in zip(completions, answer, strict=True)]
-
     def score(self, completion: str, answer: Any) -> float | None:
-        """Score one completion."""
         references = [number for text in parse_references(answer) if (number := parse_quantity(text)) is not None]
         if not references:
             return None
@@ -107,23 +120,18 @@ class Gsm8k:
         return None if number is None else number.key
 
     def _extract_number(self, completion: str) -> Quantity | None:
-        given = extract(completion, self.policies)
-        return parse_number(given) if given else None
+        """Return the number that the answer is, or else the first one after its last equals sign; None for a formula, whose value
+        is another."""
+        given = extract(completion, self.policies) or ""
+        if (quantity := parse_quantity(given)) is not None:
+            return quantity
+        right_side = normalise_latex(given).rpartition("=")[2]
+        figure = None if _FORMULA.search(right_side) else find_first_number(right_side)
+        return parse_quantity(figure) if figure else None
 
 
 gsm8k = Gsm8k()
-
-
-def parse_number(text: str) -> Quantity | None:
-    """Return the number that a short text is, or else the first number after its last equals sign; None for a formula, whose
-    value is another."""
-    if (quantity := parse_quantity(text)) is not None:
-        return quantity
-    right_side = normalise_latex(text).rpartition("=")[2]
-    figure = None if _FORMULA.search(right_side) else find_first_number(right_side)
-    return parse_quantity(figure) if figure else None
-
-
+_FORMULA = re.compile(r"[\\^_*+{}]|\d\s*[-/]\s*[\d(a-z]|\d[a-z]\b|[(\[]\s*[-\d.]+\s*,")
 _SEVERAL = re.compile(r"\s*(?:,\s*)?(?:\bor\b|\band\b|\\(?:text|mathrm)\{\s*(?:or|and)\s*\})\s*")
 _NAMED = re.compile(r"\A\s*[a-zA-Z]\s*=\s*(?=[^=]+\Z)")
 _NAMED_LAST = re.compile(r"\A([^=]*[^=\s<>!:])\s*=\s*[a-zA-Z]\s*\Z")
@@ -159,15 +167,28 @@ def compare_answers(reference: str, given: str) -> bool:
         return True
     if is_word or given_is_word:
         return False
-    for compare in (_compare_bases, _compare_times):
-        if (same := compare(reference, given)) is not None:
-            return same
+    # numbers with bases, 4343_9: by digits and, where both have one, base
+    mine, theirs = parse_based_number(reference), parse_based_number(given)
+    if (mine and mine[1]) or (theirs and theirs[1]):
+        if mine and theirs:
+            return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
+        if "_" in reference and "_" in given:
+            return False
+    # times of day, where one has a.m. or p.m. and the other the same or nothing
+    time, given_time = parse_clock_time(reference), parse_clock_time(given)
+    if (time and time[1]) or (given_time and given_time[1]):
+        if time is None or given_time is None:
+            return False
+        # without a.m. or p.m. an hour from 1 to 12 may mean either half of the day
+        either_half = all(has_half or 60 <= minute < 780 for minute, has_half in (time, given_time))
+        ambiguous = either_half and not (time[1] and given_time[1])
+        return time[0] == given_time[0] or (ambiguous and (time[0] - given_time[0]) % 720 == 0)
     quantity, given_quantity = parse_quantity(reference), parse_quantity(given)
     if quantity is not None and given_quantity is not None:
         return quantity.equals(given_quantity)
     intervals, given_intervals = parse_intervals(reference), parse_intervals(given)
     if intervals is not None and given_intervals is not None and any(map(is_unambiguous, (reference, given))):
-        return compare_intervals(intervals, given_intervals, compare_answers)
+        return compare_intervals(intervals, given_intervals)
     return compare_formulas(_format_formula(reference), _format_formula(given))
 
 
@@ -176,30 +197,6 @@ def _split_equation(text: str) -> tuple[str, str] | None:
     left, equals, right = normalise_latex(text).partition("=")
     single = equals and "=" not in right and left.strip() and right.strip()
     return (left.strip(), right.strip()) if single and not _COMPARISON.search(text) else None
-
-
-def _compare_bases(reference: str, given: str) -> bool | None:
-    """Compare numbers with bases, 4343_9, by digits and, where both have one, base; None = neither has one."""
-    mine, theirs = parse_based_number(reference), parse_based_number(given)
-    if not (mine and mine[1]) and not (theirs and theirs[1]):
-        return None
-    if mine is None or theirs is None:
-        return None if "_" not in reference or "_" not in given else False
-    return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
-
-
-def _compare_times(reference: str, given: str) -> bool | None:
-    """Compare times of day, where one has a.m. or p.m. and the other the same or nothing; None = neither has."""
-    mine, theirs = parse_clock_time(reference), parse_clock_time(given)
-    if not (mine and mine[1]) and not (theirs and theirs[1]):
-        return None
-    if mine is None or theirs is None:
-        return False
-    if mine[0] == theirs[0]:
-        return True
-    # without a.m. or p.m. an hour from 1 to 12 may mean either half of the day
-    ambiguous = all(has_half or 60 <= minute < 780 for minute, has_half in (mine, theirs))
-    return not (mine[1] and theirs[1]) and (mine[0] - theirs[0]) % 720 == 0 and ambiguous
 
 
 @lru_cache(maxsize=4096)
@@ -253,11 +250,11 @@ class Interval:
     low_in: bool
     high_in: bool
 
-    def equals(self, other: "Interval", equal: Callable[[str, str], bool]) -> bool:
+    def equals(self, other: "Interval") -> bool:
         if (self.low_in, self.high_in) != (other.low_in, other.high_in):
             return False
         ends = ((self.low, other.low), (self.high, other.high))
-        return all(a == b or ("inf" not in (a.lstrip("-"), b.lstrip("-")) and equal(a, b)) for a, b in ends)
+        return all(a == b or ("inf" not in (a.lstrip("-"), b.lstrip("-")) and compare_answers(a, b)) for a, b in ends)
 
 
 def parse_intervals(text: str) -> tuple[Interval, ...] | None:
@@ -268,8 +265,29 @@ def parse_intervals(text: str) -> tuple[Interval, ...] | None:
     parts = _UNION.split(text)
     if len(parts) > _MAX_INTERVALS:
         return None
-    intervals = [_parse_interval(part.strip()) for part in parts]
-    return None if None in intervals else tuple(each for each in intervals if each is not None)
+    intervals = []
+    for part in parts:
+        if match := _BRACKETS.fullmatch(part.strip()):
+            intervals.append(Interval(_parse_end(match[2]), _parse_end(match[3]), match[1] == "[", match[4] == "]"))
+            continue
+        match = _CHAIN.fullmatch(part.strip())
+        if match is None:
+            return None
+        a, first, b, second, c = (group and group.strip() for group in match.groups())
+        if second is None:  # x < 5 is -∞ < x < 5, and 5 < x is 5 < x < ∞
+            if bool(_VARIABLE.fullmatch(a)) == bool(_VARIABLE.fullmatch(b)):
+                return None
+            increasing = first in "<≤"
+            if _VARIABLE.fullmatch(a):
+                a, first, b, second, c = "-inf" if increasing else "inf", "<" if increasing else ">", a, first, b
+            else:
+                second, c = ("<", "inf") if increasing else (">", "-inf")
+        if not _VARIABLE.fullmatch(b) or (first in "<≤") != (second in "<≤"):
+            return None
+        if first in ">≥":
+            a, first, second, c = c, _FLIPPED[second], _FLIPPED[first], a
+        intervals.append(Interval(_parse_end(a), _parse_end(c), first == "≤", second == "≤"))
+    return tuple(intervals)
 
 
 def is_unambiguous(text: str) -> bool:
@@ -278,42 +296,15 @@ def is_unambiguous(text: str) -> bool:
     return brackets is None or (brackets[1] == "[") != (brackets[4] == "]") or "infty" in text
 
 
-def compare_intervals(
-    left: tuple[Interval, ...], right: tuple[Interval, ...], equal: Callable[[str, str], bool]
-) -> bool:
+def compare_intervals(left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
     """Return whether both have the same intervals, in any order. They are not merged: [0, 1] ∪ [1, 2] is not [0, 2]."""
     unmatched = list(right)
     for interval in left:
-        match = next((other for other in unmatched if interval.equals(other, equal)), None)
+        match = next((other for other in unmatched if interval.equals(other)), None)
         if match is None:
             return False
         unmatched.remove(match)
     return not unmatched
-
-
-def _parse_interval(text: str) -> Interval | None:
-    if match := _BRACKETS.fullmatch(text):
-        return Interval(_parse_end(match[2]), _parse_end(match[3]), match[1] == "[", match[4] == "]")
-    match = _CHAIN.fullmatch(text)
-    if match is None:
-        return None
-    a, first, b, second, c = (part and part.strip() for part in match.groups())
-    if second is None:  # x < 5 or 5 < x
-        if _VARIABLE.fullmatch(a) and not _VARIABLE.fullmatch(b):
-            return _create_half_line(first, b)
-        return _create_half_line(_FLIPPED[first], a) if _VARIABLE.fullmatch(b) and not _VARIABLE.fullmatch(a) else None
-    if not _VARIABLE.fullmatch(b) or (first in "<≤") != (second in "<≤"):
-        return None
-    if first in ">≥":
-        a, first, second, c = c, _FLIPPED[second], _FLIPPED[first], a
-    return Interval(_parse_end(a), _parse_end(c), first == "≤", second == "≤")
-
-
-def _create_half_line(sign: str, end: str) -> Interval:
-    """The interval of `x SIGN end`."""
-    if sign in "<≤":
-        return Interval("-inf", _parse_end(end), False, sign == "≤")
-    return Interval(_parse_end(end), "inf", sign == "≥", False)
 
 
 def _parse_end(text: str) -> str:
@@ -322,9 +313,7 @@ def _parse_end(text: str) -> str:
 
 # Formulas, by math-verify. Only here is it imported, when it is used.
 
-PARSE_TIMEOUT = (
-    3  # seconds, an integer; together with the comparison's it stays within a pool's default timeout of 10 s
-)
+PARSE_TIMEOUT = 3  # seconds, an integer; with the comparison's it stays within a pool's default timeout of 10 s
 _TOWER = re.compile(r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)")
 _HUGE = re.compile(r"(?:\^|\*\*)[\s{(]*[-+]?\d{5,}")
 _FACTORIAL = re.compile(r"\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!")
@@ -337,13 +326,6 @@ def check_math_verify_installed() -> None:
             f"reward 'math' needs the package math-verify: {install_command('math')}; for answers that are plain "
             "numbers, 'gsm8k' works without it"
         )
-
-
-def import_math_verify() -> None:
-    """Import math-verify (about half a second) before the first sample's timeout starts."""
-    check_math_verify_installed()
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    compare_formulas(r"\frac{1}{2}", "0.5")
 
 
 def is_costly(text: str) -> bool:
@@ -365,24 +347,19 @@ def compare_formulas(reference: str, given: str) -> bool:
     import math_verify
     import sympy
 
-    expected, parsed = list(_parse_reference(reference)), _parse_formula(given)
+    expected, parsed = _parse_formula(reference), _parse_formula(given)
     if not expected or not parsed:
         return False
     both = isinstance(expected[0], sympy.Expr) and isinstance(parsed[0], sympy.Expr)
     if both and expected[0].free_symbols != parsed[0].free_symbols:  # not equal; simplifying the difference costs most
         return False
-    return bool(math_verify.verify(expected, parsed, timeout_seconds=PARSE_TIMEOUT))
+    return bool(math_verify.verify(list(expected), list(parsed), timeout_seconds=PARSE_TIMEOUT))
 
 
-@lru_cache(maxsize=1024)
-def _parse_reference(text: str) -> tuple[Any, ...]:
-    """Cached, as a group of completions shares its reference."""
-    return tuple(_parse_formula(text))
-
-
-def _parse_formula(text: str) -> list[Any]:
+@lru_cache(maxsize=1024)  # a group of completions shares its reference
+def _parse_formula(text: str) -> tuple[Any, ...]:
     """Parse all of a text as one formula: math-verify's search for expressions in a text would take one of several numbers."""
     import math_verify
 
     formula = (math_verify.LatexExtractionConfig(),)
-    return list(math_verify.parse(f"${text}$", extraction_config=formula, parsing_timeout=PARSE_TIMEOUT))
+    return tuple(math_verify.parse(f"${text}$", extraction_config=formula, parsing_timeout=PARSE_TIMEOUT))

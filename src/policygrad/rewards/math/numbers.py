@@ -13,32 +13,27 @@ from fractions import Fraction
 _INCH = Fraction(254, 10_000)  # metres
 _POUND = Fraction(45_359_237, 100_000_000)  # kilograms
 
-_UNITS: dict[str, tuple[tuple[str, ...], Fraction]] = {
-    "m": (("m", "meter", "metre"), Fraction(1)),
-    "km": (("km", "kilometer", "kilometre"), Fraction(1000)),
-    "cm": (("cm", "centimeter", "centimetre"), Fraction(1, 100)),
-    "mm": (("mm", "millimeter", "millimetre"), Fraction(1, 1000)),
-    "inch": (("inch", "inches", "in"), _INCH),
-    "foot": (("ft", "foot", "feet"), 12 * _INCH),
-    "yard": (("yd", "yard"), 36 * _INCH),
-    "mile": (("mi", "mile"), 63_360 * _INCH),
-    "kg": (("kg", "kilogram"), Fraction(1)),
-    "g": (("g", "gram"), Fraction(1, 1000)),
-    "mg": (("mg", "milligram"), Fraction(1, 1_000_000)),
-    "pound": (("lb", "lbs"), _POUND),
-    "ounce": (("oz", "ounce"), _POUND / 16),
-    "s": (("s", "sec", "second"), Fraction(1)),
-    "min": (("min", "minute"), Fraction(60)),
-    "h": (("h", "hr", "hour"), Fraction(3600)),
-    "day": (("day",), Fraction(86_400)),
-    "week": (("week",), Fraction(604_800)),
-}
-_DIMENSION = {
-    **dict.fromkeys(("m", "km", "cm", "mm", "inch", "foot", "yard", "mile"), "length"),
-    **dict.fromkeys(("kg", "g", "mg", "pound", "ounce"), "mass"),
-    **dict.fromkeys(("s", "min", "h", "day", "week"), "time"),
-}
-_NAMES = {name: unit for unit, (names, _) in _UNITS.items() for name in names}
+_UNITS = (  # names, dimension, factor to its base unit
+    (("m", "meter", "metre"), "length", Fraction(1)),
+    (("km", "kilometer", "kilometre"), "length", Fraction(1000)),
+    (("cm", "centimeter", "centimetre"), "length", Fraction(1, 100)),
+    (("mm", "millimeter", "millimetre"), "length", Fraction(1, 1000)),
+    (("inch", "inches", "in"), "length", _INCH),
+    (("ft", "foot", "feet"), "length", 12 * _INCH),
+    (("yd", "yard"), "length", 36 * _INCH),
+    (("mi", "mile"), "length", 63_360 * _INCH),
+    (("kg", "kilogram"), "mass", Fraction(1)),
+    (("g", "gram"), "mass", Fraction(1, 1000)),
+    (("mg", "milligram"), "mass", Fraction(1, 1_000_000)),
+    (("lb", "lbs"), "mass", _POUND),
+    (("oz", "ounce"), "mass", _POUND / 16),
+    (("s", "sec", "second"), "time", Fraction(1)),
+    (("min", "minute"), "time", Fraction(60)),
+    (("h", "hr", "hour"), "time", Fraction(3600)),
+    (("day",), "time", Fraction(86_400)),
+    (("week",), "time", Fraction(604_800)),
+)
+_NAMES = {name: (dimension, factor) for names, dimension, factor in _UNITS for name in names}
 _NAMES |= {f"{name}s": unit for name, unit in list(_NAMES.items()) if len(name) > 2}
 _COMPOUND = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour", "kmph": "km/hour", "mps": "m/s"}
 _POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3}
@@ -47,8 +42,8 @@ _SUFFIX = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z][A-Za-z'’.-]{2,}")
 _OPERATOR = re.compile(
-    r"(?:and|base|choose|cos|cot|csc|div|equals|exp|from|gcd|infinity|infty|lcm|log|max|"
-    r"minus|mod|not|over|plus|root|sin|sqrt|tan|the|times)",
+    r"(?:and|base|choose|cos|cot|csc|div|equals|exp|from|gcd|infinity|infty|lcm|log|max|minus|mod|not|over|plus|root|sin|"
+    r"sqrt|tan|the|times)",
     re.IGNORECASE,
 )  # words that continue a formula or name another answer
 _SMALL_WORDS = ("of", "a", "an", "in", "to")
@@ -94,12 +89,13 @@ def _parse_quotient(above: str, below: str) -> MeasureUnit | None:
         if match is None or (match["high"] and len(match["name"]) == 1):  # s^4 is a variable's power
             return None
         # a single letter is a unit only in lower case: M may be millions
-        name = _NAMES.get(match["name"] if len(match["name"]) == 1 else match["name"].lower())
-        if name is None:
+        unit = _NAMES.get(match["name"] if len(match["name"]) == 1 else match["name"].lower())
+        if unit is None:
             return None
+        dimension, base = unit
         power *= int(match["power"] or match["high"] or {"²": 2, "³": 3}.get(match["glyph"] or "", 1))
-        factor *= _UNITS[name][1] ** power
-        dimensions[_DIMENSION[name]] = dimensions.get(_DIMENSION[name], 0) + power
+        factor *= base**power
+        dimensions[dimension] = dimensions.get(dimension, 0) + power
     return MeasureUnit(factor, tuple(sorted(dimensions.items())))
 
 
@@ -112,7 +108,11 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|operator
 _MARKS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "~": " ", "∞": r"\infty "})
 _SPACING = re.compile(r"(?<!\\)\\(?:[!,;: ]|(?:left|right|displaystyle)(?![A-Za-z]))")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\}\\?!?|,\\!|\u2009|\u202f)(?=\d{3}(?!\d))")
-_SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)|\\frac\s*(\d)\s*(?=\{)|\\frac(\{[^{}]*\})\s*(\d)")
+_SHORT_FRACTIONS = (
+    (re.compile(r"\\frac(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),  # \frac{1}2
+    (re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)"), r"\\frac{\1}{\2}"),  # \frac12
+    (re.compile(r"\\frac\s*(\d)\s*(?=\{)"), r"\\frac{\1}"),  # \frac1{2}
+)
 _FORMULA = r"(?:(?<!\\)\$[^$]{1,300}(?<!\\)\$|\\\((?:[^\\]|\\[^)]){1,300}\\\))"
 _FORMULA_LIST = re.compile(rf"{_FORMULA}(?:\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*{_FORMULA}){{1,50}}")
 _SEPARATOR = re.compile(r"(?:(?<=\$)|(?<=\\\)))\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*(?=\$|\\\()")
@@ -132,16 +132,11 @@ def normalise_latex(text: str) -> str:
     text = _SPACING.sub(" ", text)
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\cfrac", r"\frac")
     text = text.replace(r"\$", "$").replace(r"\%", "%").replace(r"^{\circ}", " degrees").replace(r"^\circ", " degrees")
-    text = _SHORT_FRACTION.sub(_add_braces, text.replace("°", " degrees"))
+    text = text.replace("°", " degrees")
+    for pattern, complete in _SHORT_FRACTIONS:
+        text = pattern.sub(complete, text)
     text = _GLYPH.sub(lambda match: " " + "/".join(map(str, _GLYPHS[match[0]])), text)
     return " ".join(text.split()).rstrip(".,;: ").strip("*_` ")
-
-
-def _add_braces(match: re.Match[str]) -> str:
-    """Complete the braces of \\frac12, \\frac1{2} and \\frac{1}2."""
-    if match[1]:
-        return rf"\frac{{{match[1]}}}{{{match[2]}}}"
-    return rf"\frac{{{match[3]}}}" if match[3] else rf"\frac{match[4]}{{{match[5]}}}"
 
 
 def unwrap_text(text: str) -> str:
@@ -219,8 +214,18 @@ def parse_quantity(text: str) -> Quantity | None:
     match = _NUMBER.fullmatch(unwrap_text(normalise_latex(text))) if len(text) <= MAX_DIGITS else None
     if match is None or (match["sign"] and match["sign2"]):
         return None
-    value = _compute_magnitude(match)
-    if value is None:
+    try:
+        if match["num"]:
+            value = int(match["whole"] or 0) + Fraction(int(match["num"]), int(match["den"]))
+        elif match["mixed"]:
+            value = int(match["mixed"]) + Fraction(int(match["mnum"]), int(match["mden"]))
+        elif match["over"]:
+            value = Fraction(match["over"].replace(",", "")) / Fraction(match["under"])
+        elif abs(exponent := int(match["exp"] or match["ten"] or 0)) <= MAX_EXPONENT:
+            value = Fraction(match["plain"].replace(",", "")) * Fraction(10) ** exponent
+        else:
+            return None
+    except ZeroDivisionError:
         return None
     if "-" in (match["sign"], match["sign2"]):
         value = -value
@@ -238,24 +243,6 @@ def parse_quantity(text: str) -> Quantity | None:
         if not is_unit:
             return None
     return Quantity(value * factor, value, len(decimals) >= ROUNDED_DECIMALS, unit)
-
-
-def _compute_magnitude(match: re.Match[str]) -> Fraction | None:
-    """Return the absolute value; None = a denominator of zero, or too large an exponent."""
-    try:
-        if match["num"]:
-            part = Fraction(int(match["num"]), int(match["den"]))
-            return part if match["whole"] is None else int(match["whole"]) + part
-        if match["mixed"]:
-            return int(match["mixed"]) + Fraction(int(match["mnum"]), int(match["mden"]))
-        if match["over"]:
-            return Fraction(match["over"].replace(",", "")) / Fraction(match["under"])
-        exponent = int(match["exp"] or match["ten"] or 0)
-        if abs(exponent) > MAX_EXPONENT:
-            return None
-        return Fraction(match["plain"].replace(",", "")) * Fraction(10) ** exponent
-    except ZeroDivisionError:
-        return None
 
 
 def parse_based_number(text: str) -> tuple[str, str] | None:

@@ -8,13 +8,8 @@ from policygrad.rewards.workers.messages import SampleResult
 
 MIN_LOST_CALLS = 4  # before a function is given up, with one worker or two
 _MAX_MESSAGES = 3  # in an error
-_REWARD_MESSAGES = (
-    "reward ",
-    "no reward",
-    "no steps",
-    "the environment",
-    "an episode got no reward",
-)  # how messages about rewards begin
+_REWARD_MESSAGES = ("reward ", "no reward", "no steps", "the environment", "an episode got no reward")
+"""How messages about rewards begin."""
 
 
 class UnresponsiveFunctionDetector:
@@ -23,28 +18,28 @@ class UnresponsiveFunctionDetector:
     Each such call costs its full timeout, so that a rollout of them would take hours: `limit` of them end it. None = never.
     """
 
-    def __init__(self, names: Sequence[str], limit: int | None) -> None:
-        self._names, self._limit = names, limit
-        self._lost: Counter[int] = Counter()
-        self._succeeded: set[int] = set()
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._lost: Counter[str] = Counter()  # by the function's name
+        self._succeeded: set[str] = set()
 
-    def record_results(self, function: int, results: Sequence[SampleResult]) -> None:
-        if function not in self._succeeded and any(result.reason is None for result in results):
-            self._succeeded.add(function)
+    def record_results(self, name: str, results: Sequence[SampleResult]) -> None:
+        if any(result.reason is None for result in results):
+            self._succeeded.add(name)
 
-    def has_succeeded(self, function: int) -> bool:
+    def has_succeeded(self, name: str) -> bool:
         """Return whether the function has ever returned a reward."""
-        return function in self._succeeded
+        return name in self._succeeded
 
-    def record_lost(self, function: int, what: str) -> None:
+    def record_lost(self, name: str, what: str) -> None:
         """Count a call that timed out or crashed. Raises RewardError at the limit."""
-        if function in self._succeeded:
+        if name in self._succeeded:
             return
-        self._lost[function] += 1
-        if self._limit is not None and self._lost[function] >= self._limit:
+        self._lost[name] += 1
+        if self._limit is not None and self._lost[name] >= self._limit:
             raise RewardError(
-                f"reward {self._names[function]!r} has not returned a single reward, and {self._limit} calls of it were lost; the "
-                f"last one {what}. Call it by hand on one completion, or raise its timeout with @reward(timeout=...)"
+                f"reward {name!r} has not returned a single reward, and {self._limit} calls of it were lost; the last one {what}. "
+                "Call it by hand on one completion, or raise its timeout with @reward(timeout=...)"
             )
 
 
@@ -74,11 +69,9 @@ class FailedStepTracker:
             return reason
         if not self._max_steps or len(self._failed) < self._max_steps:
             return None
-        fractions = ", ".join(f"{x:.0%}" for x in self._failed)
+        shares = ", ".join(f"{x:.0%}" for x in self._failed)
         steps = "the last step" if len(self._failed) == 1 else f"the last {len(self._failed)} steps, all in a row"
-        return self._format(
-            f"more than {self._max_fraction:.0%} of the samples have no reward in {steps} ({fractions})"
-        )
+        return self._format(f"more than {self._max_fraction:.0%} of the samples have no reward in {steps} ({shares})")
 
     def record_evaluation(self, failed: bool, messages: Sequence[str]) -> str | None:
         """Record an evaluation; failed: no sample of it has a reward."""

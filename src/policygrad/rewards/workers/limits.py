@@ -75,7 +75,12 @@ class MemoryLimit:
 
     def hint(self, error: BaseException) -> str:
         """Return the remedy for an error that this limit may have caused; else ""."""
-        if self._count is None or not _is_memory_error(error):
+        try:
+            text = str(error)
+        except Exception:  # an error whose text cannot be shown
+            text = ""
+        no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        if self._count is None or not (no_memory or "can't allocate memory" in text):  # torch has no class for it
             return ""
         return f"; a worker may use {format_size(self._count)} beyond what it has after loading (--rewards.memory)"
 
@@ -85,26 +90,12 @@ class MemoryLimit:
         return self._count is not None and get_resident_bytes() - self._start > self._count // 2
 
 
-def _is_memory_error(error: BaseException) -> bool:
-    """Return whether Python, the start of a process, or torch (which has no class for it) was refused memory."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return True
-    try:
-        return "can't allocate memory" in str(error)
-    except Exception:  # an error whose text cannot be shown
-        return False
-
-
 def _read_statm(field: int) -> int:
-    """Return a field of /proc/self/statm in bytes: 1 = resident, 5 = data and stack. Unbuffered, as it is read after every call."""
+    """Return a field of /proc/self/statm in bytes: 1 = resident, 5 = data and stack."""
     try:
-        fd = os.open("/proc/self/statm", os.O_RDONLY)
+        return int(Path("/proc/self/statm").read_bytes().split()[field]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-    try:
-        return int(os.read(fd, 256).split()[field]) * os.sysconf("SC_PAGE_SIZE")
-    finally:
-        os.close(fd)
 
 
 # Environment variables of a reward worker: those that Python, its caches and its devices need, and those that the user names.

@@ -18,11 +18,10 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from policygrad.rewards.base import StepScores
+from policygrad.rewards.base import Columns, StepScores
 
-MAX_ABS_REWARD = (
-    1e18  # beyond ±this a reward counts as infinite: its square, in a group's standard deviation, leaves float32
-)
+MAX_ABS_REWARD = 1e18
+"""A reward beyond ± this counts as infinite: its square, in a group's standard deviation, leaves float32."""
 _MAX_QUOTE = 120  # characters of a value or an exception in a message
 
 
@@ -35,12 +34,19 @@ class SampleResult:
     message: str = ""
     kind: str = ""  # type of the exception: failures of one kind are reported once
     steps: StepScores = ()  # of a process reward, in place of `value`
-    printed: str = ""  # of a failure: the last lines that the worker printed
 
 
-# To a worker: the length as 8 bytes, then a pickle.
+Samples = tuple[Sequence[Any], Sequence[str], Columns]
+"""(prompts, completions, columns)"""
 
-HEAD = struct.Struct(">Q")
+
+def select_samples(samples: Samples, places: Sequence[int]) -> Samples:
+    prompts, completions, columns = samples
+    chosen = {name: [values[i] for i in places] for name, values in columns.items()}
+    return [prompts[i] for i in places], [completions[i] for i in places], chosen
+
+
+# To a worker: pickles.
 
 
 @dataclass(frozen=True)
@@ -68,17 +74,12 @@ class Chunk:
     calls: tuple[tuple[int, tuple[int, ...]], ...]  # (number of the function, indices of its samples)
 
 
-def encode_message(message: WorkerStart | Chunk) -> bytes:
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEAD.pack(len(body)) + body
-
-
 def pickle_by_value(value: Any) -> bytes:
     """Pickle user-defined functions and objects; what `__main__` defines is included by value."""
     return bytes(cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-# From a worker: its nonce (16 bytes), the length of the body (4 bytes) and a body of JSON. First `["started", error or null]`,
+# From a worker: its nonce (16 bytes), the length of the body (4 bytes) and a body of JSON. First `["started", error or ""]`,
 # then for every call, in order, `[number of the call, [[value, reason, message, kind, steps], …], whether the worker exits now]`.
 
 NONCE_BYTES = 16
@@ -91,13 +92,6 @@ _CONTROL_CATEGORIES = ("Cc", "Cf", "Cs")  # Unicode categories that can steer a 
 
 class ProtocolError(Exception):
     """A worker sent bytes that break the protocol."""
-
-
-@dataclass(frozen=True)
-class WorkerReady:
-    """A worker's first message; `error` names the function that could not be loaded, None = ready."""
-
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,16 +113,13 @@ class PendingCall:
     @property
     def limit(self) -> int:
         """Maximum bytes of the reply's body: a message per sample, and two steps per character of a process reward."""
-        return (
-            _BASE_BYTES
-            + _BYTES_PER_SAMPLE * len(self.lengths)
-            + _BYTES_PER_CHARACTER * sum(self.lengths) * self.process_reward
-        )
+        steps = _BYTES_PER_CHARACTER * sum(self.lengths) if self.process_reward else 0
+        return _BASE_BYTES + _BYTES_PER_SAMPLE * len(self.lengths) + steps
 
 
-def encode_ready(nonce: bytes, error: str | None = None) -> bytes:
+def encode_ready(nonce: bytes, error: str = "") -> bytes:
     """Encode a worker's first message: its functions are loaded, or one could not be."""
-    return _encode(nonce, ["started", None if error is None else _truncate(error, _MAX_MESSAGE)])
+    return _encode(nonce, ["started", _truncate(error, _MAX_MESSAGE)])
 
 
 def encode_reply(nonce: bytes, call: PendingCall, results: Sequence[SampleResult], last: bool = False) -> bytes:
@@ -139,9 +130,7 @@ def encode_reply(nonce: bytes, call: PendingCall, results: Sequence[SampleResult
     frame = _encode(nonce, [call.number, rows, last])
     if len(frame) - _REPLY_HEAD.size <= call.limit:
         return frame
-    message = (
-        f"returned more than {call.limit:,} bytes of steps, two for each character of the completions; return fewer"
-    )
+    message = f"returned more than {call.limit:,} bytes of steps, two per character of the completions; return fewer"
     return _encode(nonce, [call.number, [[None, "type", message, "size", []]] * len(rows), last])
 
 
@@ -157,13 +146,14 @@ class ReplyParser:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
-    def parse_ready(self) -> WorkerReady | None:
+    def parse_ready(self) -> str | None:
+        """Return "" for a worker that is ready, or else the error, which names the function that could not be loaded."""
         body = self._next_body(_BASE_BYTES)
         if body is None:
             return None
         match _parse_json(body):
-            case ["started", str() | None as error] if error is None or len(error) <= _MAX_MESSAGE:
-                return WorkerReady(None if error is None else replace_control_characters(error))
+            case ["started", str() as error] if len(error) <= _MAX_MESSAGE:
+                return replace_control_characters(error)
         raise ProtocolError("unexpected first message")
 
     def parse_reply(self, call: PendingCall) -> CallReply | None:
@@ -219,19 +209,23 @@ def _parse_json(body: bytes) -> Any:
 def _parse_result(row: Any, length: int, process_reward: bool) -> SampleResult:
     """Check one sample's result: every field has its type, and reports only what a worker can know."""
     match row:
-        case [value, str() | None as reason, str() as message, str() as kind, list() as steps]:
-            fits = len(message) <= _MAX_MESSAGE and len(kind) <= _MAX_KIND
-            valid_reason = reason is None or (reason in _WORKER_REASONS and value is None and not steps)
-            valid_kind = value is None if process_reward else not steps
-            if fits and valid_reason and valid_kind:
-                number = None if value is None else _check_number(value)
-                return SampleResult(
-                    number,
-                    reason,
-                    replace_control_characters(message),
-                    replace_control_characters(kind),
-                    _check_steps(steps, length),
-                )
+        case [value, str() | None as reason, str() as message, str() as kind, list() as steps] if (
+            len(message) <= _MAX_MESSAGE
+            and len(kind) <= _MAX_KIND
+            and (reason is None or (reason in _WORKER_REASONS and value is None and not steps))
+            and (value is None if process_reward else not steps)
+        ):
+            number = None if value is None else _check_number(value)
+            pairs = []
+            for step in steps:
+                match step:
+                    case [int() as end, score] if type(end) is int and 1 <= end <= length:
+                        pairs.append((end, _check_number(score)))
+                    case _:
+                        raise ProtocolError("malformed step")
+            pairs.sort(key=lambda step: step[0])
+            message, kind = map(replace_control_characters, (message, kind))
+            return SampleResult(number, reason, message, kind, tuple(pairs))
     raise ProtocolError("malformed result")
 
 
@@ -239,17 +233,6 @@ def _check_number(value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) <= MAX_ABS_REWARD:  # also false for NaN
         raise ProtocolError("a reward is not a finite number")
     return float(value)
-
-
-def _check_steps(steps: list[Any], length: int) -> StepScores:
-    pairs = []
-    for pair in steps:
-        match pair:
-            case [int() as end, score] if type(end) is int and 1 <= end <= length:
-                pairs.append((end, _check_number(score)))
-            case _:
-                raise ProtocolError("malformed step")
-    return tuple(sorted(pairs, key=lambda step: step[0]))
 
 
 def replace_control_characters(text: str) -> str:
@@ -282,8 +265,8 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
     return (None, "inf") if abs(number) > MAX_ABS_REWARD else (number, None)
 
 
-def to_steps(value: Any, length: int) -> tuple[StepScores | None, str | None]:
-    """Convert the steps of a completion of `length` characters to ((end, score), …) sorted by end, or (None, reason).
+def to_steps(value: Any, length: int) -> tuple[StepScores, str | None]:
+    """Convert the steps of a completion of `length` characters to ((end, score), …) sorted by end, and None; or (), reason.
 
     An end is from 1 to `length`; None means no steps.
     """
@@ -292,17 +275,17 @@ def to_steps(value: Any, length: int) -> tuple[StepScores | None, str | None]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
-        return None, "type"
+        return (), "type"
     steps: list[tuple[int, float]] = []
     for pair in value:
         pair = pair.tolist() if hasattr(pair, "tolist") else pair
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            return None, "type"
+            return (), "type"
         (end, end_reason), (score, score_reason) = (to_number(part) for part in pair)
         if end_reason or score_reason or end is None or score is None:
-            return None, score_reason or "type"
+            return (), score_reason or "type"
         if end != int(end) or not 1 <= end <= length:
-            return None, "type"
+            return (), "type"
         steps.append((int(end), score))
     return tuple(sorted(steps, key=lambda step: step[0])), None
 
@@ -311,11 +294,6 @@ def format_failure(name: str, what: str, completions: Sequence[str]) -> str:
     """Format the message of a failure: which function, what happened, on which sample."""
     sample = f"completion {quote(completions[0])}" if len(completions) == 1 else f"{len(completions)} completions"
     return f"reward {name!r} {what} ({sample})"
-
-
-def format_last_output(printed: str) -> str:
-    """Format the end of a failure's message that shows what the worker printed last; "" where it printed nothing."""
-    return f"; its worker printed last: {printed}" if printed else ""
 
 
 def describe_error(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import re
 import secrets
 import select
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,14 +25,7 @@ from typing import Any
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.limits import filter_environment, raise_oom_score
-from policygrad.rewards.workers.messages import (
-    NONCE_BYTES,
-    Chunk,
-    ReplyParser,
-    WorkerStart,
-    encode_message,
-    replace_control_characters,
-)
+from policygrad.rewards.workers.messages import NONCE_BYTES, Chunk, ReplyParser, WorkerStart, replace_control_characters
 from policygrad.sandbox import BACKENDS, backends, find_backend
 from policygrad.sandbox.backends import list_interpreter_paths
 from policygrad.sandbox.process import apply_restrictions
@@ -50,52 +44,45 @@ class WorkerProcess:
     """
 
     def __init__(self, start: WorkerStart, variables: Sequence[str] = ()) -> None:
-        self._token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE_BYTES)
-        environment = {**filter_environment(os.environ, variables), TOKEN_VARIABLE: self._token}
-        self._command = build_command(start.sandbox, _BOOT, environment)
+        self.token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE_BYTES)
+        environment = {**filter_environment(os.environ, variables), TOKEN_VARIABLE: self.token}
+        argv, self._folder = build_command(start.sandbox, environment)
         self._process = subprocess.Popen(
-            self._command.argv,
+            argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if start.show_output else subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=self._command.environment,
+            env=environment,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.pid = self._process.pid
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
-        self.output_tail = None if self._process.stderr is None else OutputTail(os.dup(self._process.stderr.fileno()))
+        self.output_tail: OutputTail | None = None
         if self._process.stderr is not None:
+            self.output_tail = OutputTail(os.dup(self._process.stderr.fileno()))
             self._process.stderr.close()
         self.replies = ReplyParser(nonce)
-        self._outbox = memoryview(b"")
+        self.outbox = memoryview(b"")  # what `flush` has to write
         self.send(replace(start, nonce=nonce))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def writing(self) -> bool:
-        """True while `flush` has bytes to write."""
-        return len(self._outbox) > 0
 
     def send(self, message: WorkerStart | Chunk) -> None:
         """Queue a message, and write what the pipe accepts now."""
-        self._outbox = memoryview(bytes(self._outbox) + encode_message(message))
+        self.outbox = memoryview(bytes(self.outbox) + pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         self.flush()
 
     def flush(self) -> None:
         try:
-            while self._outbox:
-                self._outbox = self._outbox[os.write(self.input, self._outbox) :]
+            while self.outbox:
+                self.outbox = self.outbox[os.write(self.input, self.outbox) :]
         except BlockingIOError:
             pass
         except OSError:  # the worker has ended; reading from it shows that
-            self._outbox = memoryview(b"")
+            self.outbox = memoryview(b"")
 
     def receive(self) -> bool:
         """Feed what has arrived to `replies`, and return whether the worker has ended.
@@ -112,37 +99,15 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    @property
-    def tree(self) -> ProcessTree:
-        return ProcessTree(self.pid, self._token, running=self.alive())
-
-    def kill(self) -> str:
-        """Kill the worker and what it started. Returns how it had ended by itself, or "signal SIGKILL"."""
-        (how,) = kill_workers([self])
-        return how
-
     def collect(self) -> str:
         """Reap the ended process and clean up after it. Returns how it ended."""
-        code = self._process.wait()
-        self._command.cleanup()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return f"signal {signal.Signals(-code).name}"
-        except ValueError:
-            return f"signal {-code}"
-
-
-def kill_workers(workers: Sequence[WorkerProcess]) -> list[str]:
-    """Kill workers and what they started, together, as a machine may have thousands of processes to search.
-
-    Returns how each had ended by itself, or "signal SIGKILL".
-    """
-    kill_trees([worker.tree for worker in workers])
-    return [worker.collect() for worker in workers]
+        with self._process:  # waits for it and closes its pipes
+            pass
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        code = self._process.returncode
+        names = {number.value: number.name for number in signal.Signals}
+        return f"exit code {code}" if code >= 0 else f"signal {names.get(-code, -code)}"
 
 
 _Request = tuple[Future[WorkerProcess], WorkerStart, Sequence[str]]
@@ -201,10 +166,8 @@ class OutputTail:
     def last_lines(self) -> str:
         """Return the last printed lines, joined into one; "" where nothing was printed."""
         self._read()
-        lines = [
-            line.strip()[:_MAX_WIDTH] for line in self._bytes.decode(errors="replace").splitlines() if line.strip()
-        ]
-        return replace_control_characters(" / ".join(lines[-_MAX_LINES:]))
+        lines = (line.strip() for line in self._bytes.decode(errors="replace").splitlines())
+        return replace_control_characters(" / ".join([line[:_MAX_WIDTH] for line in lines if line][-_MAX_LINES:]))
 
     def clear(self) -> None:
         """Drop what has been printed so far."""
@@ -269,48 +232,39 @@ def has_too_many_zombies() -> bool:
     main thread, whose id is the process's.
     """
     try:
-        fd = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes().split()
     except OSError:  # not Linux, or a kernel without these files
         return False
-    try:
-        children = os.read(fd, 1 << 16).split()
-    finally:
-        os.close(fd)
     if len(children) <= _MAX_ZOMBIES:
         return False
     stats = [_read_stat(int(pid)) for pid in children]
     return sum(stat is not None and stat[0] == "Z" for stat in stats) > _MAX_ZOMBIES
 
 
-@dataclass(frozen=True)
-class ProcessTree:
-    """A worker and what it has started; running: the worker itself still lives."""
+def kill_workers(workers: Sequence[WorkerProcess]) -> list[str]:
+    """Kill workers and what they started, by one search, as a machine may have thousands of processes.
 
-    leader: int
-    token: str
-    running: bool
-
-
-def kill_trees(trees: Sequence[ProcessTree]) -> None:
-    """Kill workers and their descendants by one search among the machine's processes. The caller reaps the workers."""
-    for tree in trees:
-        if not tree.running:
-            _kill_group(tree.leader)  # at once, before its id can be reused
+    Returns how each had ended by itself, or "signal SIGKILL".
+    """
+    running = [worker.pid for worker in workers if worker.alive()]
+    for worker in workers:
+        if worker.pid not in running:
+            _signal(os.killpg, worker.pid, signal.SIGKILL)  # at once, before its id can be reused
         elif sys.platform == "linux":
-            _signal(tree.leader, signal.SIGSTOP)  # it forks no more, and adopts until its descendants are gone
-    running = [tree.leader for tree in trees if tree.running]
+            _signal(os.kill, worker.pid, signal.SIGSTOP)  # it forks no more, and adopts until its descendants are gone
     if sys.platform == "linux":
-        killed = {os.getpid(), *(tree.leader for tree in trees)}
-        tokens = {tree.token.encode() for tree in trees}
+        killed = {os.getpid(), *(worker.pid for worker in workers)}
+        tokens = {worker.token.encode() for worker in workers}
         for _ in range(_MAX_ROUNDS):
             descendants = _find_descendants(running, tokens) - killed
             if not descendants:
                 break
             for pid in descendants:
-                _signal(pid, signal.SIGKILL)
+                _signal(os.kill, pid, signal.SIGKILL)
             killed |= descendants
-    for leader in running:
-        _kill_group(leader)
+    for pid in running:
+        _signal(os.killpg, pid, signal.SIGKILL)
+    return [worker.collect() for worker in workers]
 
 
 def _find_descendants(leaders: Sequence[int], tokens: set[bytes]) -> set[int]:
@@ -340,14 +294,9 @@ def _read_stat(pid: int) -> list[str] | None:
         return None
 
 
-def _kill_group(leader: int) -> None:
+def _signal(send: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+        send(pid, number)
 
 
 # A worker in a sandbox (`--rewards.sandbox`): no network, no files to write except in its own folder, few to read.
@@ -355,11 +304,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
 NO_SANDBOX = "none"
 SANDBOX_CHOICES = (NO_SANDBOX, "auto", *BACKENDS)
 _MAX_FOLDER_BYTES = 1 << 30  # where the sandbox makes the worker's folder in memory
-_MACHINE_PATHS = (
-    "/sys/devices/system/cpu",
-    "/sys/devices/system/node",
-    *("/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
-)
+_CPU_PATHS = ("/sys/devices/system/cpu", "/sys/devices/system/node")
+_USER_PATHS = ("/etc/passwd", "/etc/group", "/etc/nsswitch.conf")
 _PROC_PATHS = ("/proc/cpuinfo", "/proc/meminfo", "/proc/self/statm", "/proc/self/task/{pid}/children")
 _BUBBLEWRAP_PID = 1  # of a worker's parent inside bubblewrap
 
@@ -379,33 +325,21 @@ def check_sandbox(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
     find_backend(sandbox)
 
 
-@dataclass(frozen=True)
-class WorkerCommand:
-    """Command, environment and temporary folder of a worker."""
-
-    argv: Sequence[str]
-    environment: dict[str, str]
-    folder: str | None = None  # deleted with the worker; None = the sandbox makes its own
-
-    def cleanup(self) -> None:
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def build_command(sandbox: str, program: str, environment: dict[str, str]) -> WorkerCommand:
-    """Build the command of `program` with three arguments: import path, parent's process id, restrictions for `enter_sandbox`."""
-    inner = [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
+def build_command(sandbox: str, environment: dict[str, str]) -> tuple[list[str], str | None]:
+    """Build a worker's command, whose arguments are its import path, its parent's process id and restrictions for
+    `enter_sandbox`; and create its temporary folder, which is added to the environment. None: the sandbox makes its own."""
+    inner = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)]
     if sandbox == NO_SANDBOX:
-        return WorkerCommand([*inner, str(os.getpid()), ""], environment)
+        return [*inner, str(os.getpid()), ""], None
     backend = find_backend(sandbox)
     import_path = (path for path in map(os.path.abspath, filter(None, sys.path)) if path != "/")
-    readable = [*list_interpreter_paths(), *import_path, *_MACHINE_PATHS]
+    readable = [*list_interpreter_paths(), *import_path, *_CPU_PATHS, *_USER_PATHS]
     folder = tempfile.mkdtemp(prefix="policygrad-worker-") if backend.needs_folder else None
+    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder or backends.writable_folder(readable))
     restrictions = backend.restrictions(readable, folder or "", alone=False)
     parent = os.getpid() if folder else _BUBBLEWRAP_PID
-    argv = backend.command([*inner, str(parent), json.dumps(restrictions)], readable, _MAX_FOLDER_BYTES)
-    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder or backends.writable_folder(readable))
-    return WorkerCommand(argv, {**environment, **temporary}, folder)
+    inner += [str(parent), json.dumps(restrictions)]
+    return backend.command(inner, readable, _MAX_FOLDER_BYTES), folder
 
 
 def enter_sandbox(restrictions: str) -> None:

@@ -10,25 +10,27 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from policygrad.errors import DataError
+from policygrad.rewards.base import Columns, StepScores
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import MemoryLimit, raise_oom_score
 from policygrad.rewards.workers.messages import (
-    HEAD,
     MAX_ABS_REWARD,
     Chunk,
     PendingCall,
     SampleResult,
+    Samples,
     WorkerStart,
     describe_error,
     encode_ready,
     encode_reply,
     format_failure,
     quote,
+    select_samples,
     to_number,
     to_steps,
 )
@@ -41,8 +43,18 @@ def main(parent: int) -> None:
     """Serve the process with id `parent` over standard input and output, and exit with it."""
     process.adopt_descendants(parent)
     raise_oom_score()
-    source, sink = _reserve_pipes()
-    start: WorkerStart = _receive(source)
+    # The message pipes get high descriptors that no program started here inherits. User code prints to standard error instead, and
+    # reads the end of its input.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    first = max(min(limit if limit > 0 else _MAX_DESCRIPTOR, _MAX_DESCRIPTOR) - 16, 3)
+    pipe, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first) for fd in (0, 1))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    source = os.fdopen(pipe, "rb")
+    start: WorkerStart = pickle.load(source)
     callers: list[RewardCaller | None] = []
     for name, pickled, process_reward in start.functions:
         try:
@@ -54,9 +66,17 @@ def main(parent: int) -> None:
             _send(sink, encode_ready(start.nonce, message))
             return
         callers.append(None if pickled is None else RewardCaller(name, function, process_reward))
-    service = _Service(callers, sink, start.nonce, MemoryLimit(start.memory))
+    memory = MemoryLimit(start.memory)
+    for caller in callers:
+        if caller is not None:
+            caller.hint = memory.hint
+    service = _Service(callers, sink, start.nonce, memory)
     _send(sink, encode_ready(start.nonce))
-    while not service.stopping and (chunk := _receive(source)) is not None:
+    while not service.stopping:
+        try:
+            chunk = pickle.load(source)
+        except EOFError:
+            return
         service.serve(chunk)
 
 
@@ -71,55 +91,28 @@ class _Service:
     calls: int = 0  # replied to
     stopping: bool = False
 
-    def __post_init__(self) -> None:
-        for caller in self.callers:
-            if caller is not None:
-                caller.hint = self.memory.hint
-
     def serve(self, chunk: Chunk) -> None:
+        samples: Samples | None = None
         failure = ""
         try:
-            prompts, completions, columns = pickle.loads(chunk.samples)
+            samples = pickle.loads(chunk.samples)
         except BaseException as error:
             failure = f"could not unpickle its samples: it {describe_error(error)}{self.memory.hint(error)}"
         for function, places in chunk.calls:
             caller = self.callers[function]
             assert caller is not None  # a chunk goes to a worker that has all of its functions
-            if failure:
-                texts = [""] * len(places)
-                message = format_failure(caller.name, failure, ["?"] * len(places))
-                results = [SampleResult(None, "raised", message)] * len(places)
+            if samples is None:
+                texts: Sequence[str] = ["?"] * len(places)
+                results = caller.fail("raised", failure, texts)
             else:
-                texts = [completions[i] for i in places]
-                chosen = {name: [values[i] for i in places] for name, values in columns.items()}
-                results = caller([prompts[i] for i in places], texts, chosen)
+                prompts, texts, columns = select_samples(samples, places)
+                results = caller(prompts, texts, columns)
             self.stopping = self.memory.is_half_used or process.has_too_many_zombies()
             call = PendingCall(self.calls, tuple(map(len, texts)), caller.process_reward)
             self.calls += 1
             _send(self.sink, encode_reply(self.nonce, call, results, self.stopping))
             if self.stopping:
                 return
-
-
-def _reserve_pipes() -> tuple[BinaryIO, int]:
-    """Move the message pipes to high descriptors that no program started here inherits. User code prints to standard error instead,
-    and reads the end of its input."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    first = max(min(limit if limit > 0 else _MAX_DESCRIPTOR, _MAX_DESCRIPTOR) - 16, 3)
-    source, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first) for fd in (0, 1))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return os.fdopen(source, "rb"), sink
-
-
-def _receive(source: BinaryIO) -> Any:
-    head = source.read(HEAD.size)
-    if len(head) < HEAD.size:
-        return None
-    return pickle.loads(source.read(HEAD.unpack(head)[0]))
 
 
 def _send(sink: int, frame: bytes) -> None:
@@ -134,7 +127,7 @@ class Signature:
 
     keywords: bool  # prompts and completions by keyword, else as the first two positional arguments
     accepted: frozenset[str] | None  # None: any column, it has **kwargs
-    required: frozenset[str]  # columns without a default
+    required: frozenset[str]  # columns without a default, and those that the attribute `required_columns` names
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> "Signature":
@@ -148,31 +141,18 @@ class Signature:
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
         keywords = "completions" in names or (open_ended and not positional)
         columns = names - {"prompts", "completions"} if keywords else names - {p.name for p in positional[:2]}
-        required = frozenset(p.name for p in named if p.name in columns and p.default is p.empty)
-        return cls(keywords, None if open_ended else names, required)
+        required = {p.name for p in named if p.name in columns and p.default is p.empty}
+        required |= set(getattr(function, "required_columns", ()))
+        return cls(keywords, None if open_ended else names, frozenset(required))
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Any:
+    def call(self, function: Callable[..., Any], samples: Samples) -> Any:
+        prompts, completions, columns = samples
         chosen = {k: v for k, v in columns.items() if self.accepted is None or k in self.accepted}
         if not self.keywords:
             return function(prompts, completions, **chosen)
         if self.accepted is None or "prompts" in self.accepted:
             chosen["prompts"] = prompts
         return function(completions=completions, **chosen)
-
-
-def build_signature(required: Iterable[str]) -> inspect.Signature:
-    """Build the signature of a function that takes any column and requires these."""
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "completions")
-    ]
-    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(set(required))]
-    return inspect.Signature([*parameters, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
 
 
 class RewardCaller:
@@ -188,12 +168,10 @@ class RewardCaller:
         self._signature = Signature.from_function(function)
         self._runner = AsyncRunner()  # one event loop per function, so that its connections stay open
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[SampleResult]:
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> list[SampleResult]:
         """Return one result per completion. Never raises because of the function, except KeyboardInterrupt."""
         try:
-            returned = self._signature.call(self._function, prompts, completions, columns)
+            returned = self._signature.call(self._function, (prompts, completions, columns))
             if inspect.isawaitable(returned):
 
                 async def wait() -> Any:
@@ -203,46 +181,41 @@ class RewardCaller:
         except KeyboardInterrupt:
             raise
         except DataError as error:  # the row is at fault, not the completion: each such row is reported, by its text
-            return self._fail("row", f"cannot score a row: {error}", completions, kind=str(error))
+            return self.fail("row", f"cannot score a row: {error}", completions, kind=str(error))
         except BaseException as error:
             message = describe_error(error) + self.hint(error)
-            return self._fail("raised", message, completions, kind=type(error).__name__)
+            return self.fail("raised", message, completions, kind=type(error).__name__)
         if not isinstance(returned, (list, tuple)) and hasattr(returned, "tolist"):
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
             each = "one list of (end, score)" if self.process_reward else "one number"
             message = f"returned {quote(returned)}, a {type(returned).__name__}; return a list, {each} per completion"
-            return self._fail("type", message, completions, kind="container")
+            return self.fail("type", message, completions, kind="container")
         if len(returned) != len(completions):
             message = f"returned {len(returned)} rewards for {len(completions)} completions; return one per completion"
-            return self._fail("length", message, completions)
-        convert = self._convert_steps if self.process_reward else self._convert_number
-        return [convert(value, completion) for value, completion in zip(returned, completions, strict=True)]
+            return self.fail("length", message, completions)
+        return [self._convert(value, completion) for value, completion in zip(returned, completions, strict=True)]
 
-    def _fail(self, reason: str, what: str, completions: Sequence[str], kind: str = "") -> list[SampleResult]:
+    def fail(self, reason: str, what: str, completions: Sequence[str], kind: str = "") -> list[SampleResult]:
+        """Return a failure for each of these completions."""
         message = format_failure(self.name, what, completions)
         return [SampleResult(None, reason, message, kind)] * len(completions)
 
-    def _convert_number(self, value: Any, completion: str) -> SampleResult:
+    def _convert(self, value: Any, completion: str) -> SampleResult:
         if isinstance(value, SampleResult):  # from a reward that calls others
             return value
         if isinstance(value, Exception):  # from a batched function that can score all but this one
-            (result,) = self._fail(
-                "raised", f"could not score a completion: {value}", [completion], kind=type(value).__name__
-            )
-            return result
-        number, reason = to_number(value)
-        return SampleResult(number, reason, self._returned(value, reason, completion))
-
-    def _convert_steps(self, value: Any, completion: str) -> SampleResult:
-        steps, reason = to_steps(value, len(completion))
-        message = self._returned(value, reason, completion)
-        if reason == "type":
-            message += (
-                f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
-            )
-        return SampleResult(None, reason, message, steps=steps or ())
-
-    def _returned(self, value: Any, reason: str | None, completion: str) -> str:
-        beyond = f", beyond ±{MAX_ABS_REWARD:g}" if reason == "inf" else ""
-        return format_failure(self.name, f"returned {quote(value)}{beyond}", [completion]) if reason else ""
+            what = f"could not score a completion: {value}"
+            return self.fail("raised", what, [completion], kind=type(value).__name__)[0]
+        number: float | None = None
+        steps: StepScores = ()
+        if self.process_reward:
+            steps, reason = to_steps(value, len(completion))
+        else:
+            number, reason = to_number(value)
+        if reason is None:
+            return SampleResult(number, steps=steps)
+        what = f"returned {quote(value)}" + (f", beyond ±{MAX_ABS_REWARD:g}" if reason == "inf" else "")
+        hint = f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
+        message = format_failure(self.name, what, [completion])
+        return SampleResult(None, reason, message + hint * (self.process_reward and reason == "type"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +24,13 @@ _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 
 def resolve_directory(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return a configuration file's options with an absolute `directory`, which the file gives relative to its own folder.
-    Raises ConfigError if `directory` cannot be a folder's name.
 
     `directory` is dropped where it is the current folder, and where the files are missing there but present in the current
-    folder, as for a run's folder that was moved alone."""
+    folder, as for a run's folder that was moved alone.
+
+    Raises:
+        ConfigError: `directory` cannot be a folder's name.
+    """
     value = data.get("directory")
     if not isinstance(value, str):
         return dict(data)
@@ -105,30 +108,25 @@ def check_files_exist(config: C) -> None:
     if config.directory is None:
         return
     resolved = resolve_config_paths(config)
-    for option, file in _named_files({f.name: getattr(resolved, f.name) for f in fields(resolved)}):
+    files = list[tuple[str, str]]()  # (option, name) of each name that can only be a file's
+    for option in ("task", "data", "eval_data"):
+        name = getattr(resolved, option, None)
+        if isinstance(name, str) and not name.startswith(HUB_PREFIX) and not Path(name).exists():
+            parts = [_WEIGHT.sub("", part, count=1).strip() for part in name.split("+")]
+            files += [(option, p) for p in parts if p.endswith(_DATA_SUFFIXES) and not p.startswith(HUB_PREFIX)]
+    for option in ("row_map", "environment"):
+        name = getattr(resolved, option, None)
+        if isinstance(name, str) and (path := name.rpartition(":")[0]).endswith(".py"):
+            files.append((option, path))
+    for name in getattr(resolved, "reward", ()):
+        if isinstance(name, str):
+            files += [("reward", code) for code in find_code(name) if code.endswith(".py")]
+    for option, file in files:
         if not Path(file).expanduser().exists():
             raise RunError(
                 f"--{option.replace('_', '-')}: {Path(config.directory) / file}, which the run used, does not exist, and neither "
                 f"does {file} in the current folder: --directory DIR says where such files are now"
             )
-
-
-def _named_files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (option, name) for each name that can only be a file's."""
-    for option in ("task", "data", "eval_data"):
-        name = options.get(option)
-        if isinstance(name, str) and not name.startswith(HUB_PREFIX) and not Path(name).exists():
-            parts = (_WEIGHT.sub("", part, count=1).strip() for part in name.split("+"))
-            yield from (
-                (option, part) for part in parts if part.endswith(_DATA_SUFFIXES) and not part.startswith(HUB_PREFIX)
-            )
-    for option in ("row_map", "environment"):
-        name = options.get(option)
-        if isinstance(name, str) and (path := name.rpartition(":")[0]).endswith(".py"):
-            yield option, path
-    for name in options.get("reward", ()):
-        if isinstance(name, str):
-            yield from (("reward", code) for code in find_code(name) if code.endswith(".py"))
 
 
 def _names_file_in(options: Mapping[str, Any], directory: Path) -> bool:
@@ -142,24 +140,17 @@ def _full_paths(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         for name, resolve in _RESOLVERS.items()
         if isinstance(value := options.get(name), str)
     }
-    rewards = options.get("reward")
-    if isinstance(rewards, (list, tuple)):
-        resolved = (
+    if isinstance(rewards := options.get("reward"), (list, tuple)):
+        paths["reward"] = type(rewards)(
             resolve_reward_paths(r, lambda n: _path_in(n, directory)) if isinstance(r, str) else r for r in rewards
         )
-        paths["reward"] = type(rewards)(resolved)
     return paths
 
 
 def _path_in(name: str, directory: Path) -> str:
     """Return the full path of a file or folder that exists in the directory; any other name unchanged."""
-    if not name or name.startswith("~"):
-        return name
-    try:
-        path = os.path.join(directory, name)  # not normalised: parts of a mix are distinguished by their names
-        return path if Path(path).exists() else name
-    except (OSError, ValueError):  # too long for a file name, or a NUL in it
-        return name
+    path = os.path.join(directory, name)  # not normalised: parts of a mix are distinguished by their names
+    return path if name and not name.startswith("~") and os.path.exists(path) else name
 
 
 def _model_path(name: str, directory: Path) -> str:

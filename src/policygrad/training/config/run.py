@@ -40,17 +40,11 @@ TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-6
 the size that is usually post-trained."""
 
 
-def optional_arg(metavar: str, default_text: str) -> Any:
-    """Describe an option that may be left open; the help shows `default_text` as its default."""
+def optional_arg(metavar: str, default_text: str = "", kind: Any = None) -> Any:
+    """Describe an option that may be left open; the help shows `default_text` as its default.
 
-    def hint(default: str) -> str:
-        return f"(default: {default_text if default in ('None', '') else default})"
-
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
-
-
-def named_arg(metavar: str, kind: Any, default_text: str = "") -> Any:
-    """Describe an option that is a name on the command line and may be an object in Python."""
+    `kind` is its type on the command line, where Python may give an object.
+    """
 
     def hint(default: str) -> str:
         name = default.strip("[]'")
@@ -145,29 +139,29 @@ class CheckpointConfig:
 class RunOptions:
     """All options of a run apart from its algorithm."""
 
-    model: Annotated[Any, named_arg("ID|DIR", str)] = "tiny"
+    model: Annotated[Any, optional_arg("ID|DIR", kind=str)] = "tiny"
     """Directory or hub id of a causal language model; tiny = the base model inside the package. In Python also a model."""
-    tokenizer: Annotated[Any, named_arg("ID|DIR", str, "the model's own")] = None
+    tokenizer: Annotated[Any, optional_arg("ID|DIR", "the model's own", str)] = None
     """Directory or hub id of a tokenizer other than the model's. In Python also a tokenizer."""
     trust_remote_code: bool = False
     """Run Python code from the folder or repository of model, tokenizer and reference; without it such a model is refused."""
-    task: Annotated[Any, named_arg("NAME|FILE", str)] = "embedded"
+    task: Annotated[Any, optional_arg("NAME|FILE", kind=str)] = "embedded"
     """Source of prompts: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     With levels of difficulty: curriculum:NAME. A taskset of verifiers: verifiers:ID.
     Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
     Several are mixed by weight: 0.7*a.jsonl+0.3*b.jsonl.
     In Python also rows, each a dict with `prompt`."""
-    row_map: Annotated[Any, named_arg("FILE:NAME", str, "none")] = None
+    row_map: Annotated[Any, optional_arg("FILE:NAME", "none", str)] = None
     """Function applied to each row of the data, a dict; it returns the row to use, or None to drop it: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
     """Drop rows that cannot be used, and report how many; otherwise the first is an error, with file and line."""
     decontaminate: Annotated[int, tyro.conf.arg(name="task.decontaminate")] = 0
     """Drop training rows that share this many consecutive words with a held-out prompt (8 to 13 is usual), and report how many.
     0 = only those whose prompt is itself held out."""
-    reward: Annotated[tuple[Any, ...], named_arg("NAME", tuple[str, ...], "the task's own")] = ()
+    reward: Annotated[tuple[Any, ...], optional_arg("NAME", "the task's own", tuple[str, ...])] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
-    environment: Annotated[Any, named_arg("FILE:NAME", str, "the prompt and one answer")] = None
+    environment: Annotated[Any, optional_arg("FILE:NAME", "the prompt and one answer", str)] = None
     """Environment of the episodes: calculator, or a class or ToolUse of your own, mine.py:NAME.
     From other libraries: gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
     Without --reward only its own rewards count. In Python also the object."""
@@ -176,7 +170,9 @@ class RunOptions:
     If the first four calls of a method all exceed it, the run stops, resumably."""
     step_end: Annotated[str | None, optional_arg("REGEX", "the task's own")] = None
     """End of a reasoning step, for an algorithm that needs only that (VinePPO): the end of every match; '\\n' = every line."""
-    eval_data: Annotated[Any, named_arg("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
+    eval_data: Annotated[Any, optional_arg("FILE", "a sixteenth of the task, chosen by a hash of the prompt", str)] = (
+        None
+    )
     """Held-out problems, a data set or a mix, for a task that is data. In Python also rows."""
     steps: int = 16
     """Number of rollouts, each followed by the algorithm's updates."""
@@ -378,7 +374,17 @@ def check_run(run: Run) -> None:
             "norms: put OptimalBaseline(norm='exact') into advantage, or leave it empty"
         )
     _check_lr_options(run)
-    _check_step_end(run)
+    if run.step_end is not None:
+        check_step_pattern(run.step_end)
+        if "step_end" not in run.algorithm.all_needs:
+            raise ConfigError(
+                f"step_end is {run.step_end!r}, but no part of {run.algorithm.name} uses reasoning steps: leave it out"
+            )
+        if "token_reward" in run.algorithm.all_needs:
+            raise ConfigError(
+                f"step_end={run.step_end!r} marks where steps end, but {run.algorithm.name} also needs a reward for each: name a "
+                "process reward instead, --reward exact_match mine.py:f with @reward(process=True)"
+            )
     reference = run.algorithm.reference
     if reference is not None and reference.refresh_after_stall and not (evaluation.every and evaluation.problems):
         raise ConfigError(
@@ -415,21 +421,6 @@ def _check_lr_options(run: Run) -> None:
     if critic is None and run.optimizer != OptimizerConfig():
         raise ConfigError(
             f"optimizer.* sets AdamW, which {kind} does not use, and there is no critic: {remedy}. Leave these options out"
-        )
-
-
-def _check_step_end(run: Run) -> None:
-    """Refuse `step_end` for an algorithm that ignores steps, or that also needs their rewards."""
-    if run.step_end is None:
-        return
-    check_step_pattern(run.step_end)
-    name, needs = run.algorithm.name, run.algorithm.all_needs
-    if "step_end" not in needs:
-        raise ConfigError(f"step_end is {run.step_end!r}, but no part of {name} uses reasoning steps: leave it out")
-    if "token_reward" in needs:
-        raise ConfigError(
-            f"step_end={run.step_end!r} marks where steps end, but {name} also needs a reward for each: name a process reward "
-            "instead, --reward exact_match mine.py:f with @reward(process=True)"
         )
 
 

@@ -54,14 +54,20 @@ class RunName:
     @property
     def name(self) -> str:
         """`grpo+ClippedImportance`, `grpo-KLToReference`; the base's name if only settings differ."""
-        suffixes = [suffix for change in self.part_changes for suffix in _suffixes(change)]
-        shown = list[str]()
-        for suffix in suffixes:
-            if len("".join([self.base, *shown, suffix])) > _MAX_CHARACTERS:
-                break
-            shown.append(suffix)
-        hidden = len(suffixes) - len(shown)
-        return "".join([self.base, *shown]) + (f"+{hidden}more" if hidden else "")
+        suffixes = list[str]()  # `+New` for each added part, `-Old` for each removed one that no added part replaces
+        for change in self.part_changes:
+            added, removed = ([type(p).__name__ for p in side] for side in (change.added, change.removed))
+            if added and Counter(added) == Counter(removed):
+                same_classes = set(map(type, change.added)) == set(map(type, change.removed))
+                suffixes.append("+reordered" if same_classes else f"+{added[0]}")
+            else:
+                suffixes += [*(f"+{name}" for name in added), *(f"-{name}" for name in removed[len(added) :])]
+        name = self.base
+        for i, suffix in enumerate(suffixes):
+            if len(name + suffix) > _MAX_CHARACTERS:
+                return f"{name}+{len(suffixes) - i}more"
+            name += suffix
+        return name
 
     @property
     def title(self) -> str:
@@ -86,7 +92,9 @@ def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorith
     for field in ROLES:
         if field == "reference" and "logp_ref" not in algorithm.needs:
             continue  # nothing reads it
-        old_parts, new_parts = _parts_in(base, field), _parts_in(algorithm, field)
+        old_parts, new_parts = (
+            [part for key, part in a.named_parts() if key.partition(".")[0] == field] for a in (base, algorithm)
+        )
         pairs, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()  # pairs are of the same class
         kinds = [type(p) for p in old_parts], [type(p) for p in new_parts]
         for tag, i, j, k, m in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
@@ -118,17 +126,3 @@ def format_setting(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else re.sub(r"\(\)$", "", repr(value))
-
-
-def _parts_in(algorithm: Algorithm, field: str) -> tuple[Any, ...]:
-    value = getattr(algorithm, field)
-    return tuple(p for p in (value if isinstance(value, tuple) else (value,)) if p is not None)
-
-
-def _suffixes(change: PartChange) -> list[str]:
-    """Return `+New` for each added part, and `-Old` for each removed one that no added part replaces."""
-    added, removed = [[type(p).__name__ for p in side] for side in (change.added, change.removed)]
-    if added and Counter(added) == Counter(removed):
-        same_classes = set(map(type, change.added)) == set(map(type, change.removed))
-        return ["+reordered" if same_classes else f"+{added[0]}"]
-    return [*(f"+{name}" for name in added), *(f"-{name}" for name in removed[len(added) :])]

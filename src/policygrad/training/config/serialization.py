@@ -15,6 +15,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -34,6 +35,7 @@ from policygrad.utils.filesystem import read_toml
 from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
 NONE = "none"
+C = typing.TypeVar("C", bound=Any)  # a frozen dataclass
 ConfigT = typing.TypeVar("ConfigT", bound=UncheckedRun | SupervisedConfig)
 
 
@@ -43,9 +45,12 @@ def dump_config(config: Run | SupervisedConfig) -> str:
 
 
 def load_config(path: Path | str, base: ConfigT, permissions: CodePermissions = NO_PERMISSIONS) -> ConfigT:
-    """Return `base` changed by a file's options. `permissions`: Code that the file may name. Raises ConfigError if the file
-    cannot be read or is no TOML, names code without permission, has an unknown key or a value of the wrong type, or its parts
-    contradict each other."""
+    """Return `base` changed by a file's options. `permissions`: Code that the file may name.
+
+    Raises:
+        ConfigError: The file cannot be read or is no TOML, names code without permission, has an unknown key or a value of the
+            wrong type, or its parts contradict each other.
+    """
     path = Path(path)
     try:
         data = resolve_directory(read_config_file(path), path)
@@ -67,11 +72,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except ValueError as error:  # deeply nested brackets, or an integer of thousands of digits
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
-
-
-def from_dict(data: Mapping[str, Any], base: ConfigT, where: str) -> ConfigT:
-    """Return `base` changed by nested mappings as TOML has them; `where` starts every error message."""
-    return _apply(base, data, where, "")  # type: ignore[no-any-return]
 
 
 def algorithm_to_dict(algorithm: Algorithm) -> dict[str, Any]:
@@ -121,8 +121,11 @@ def list_parts(field: str | None = None) -> list[str]:
 
 
 def load_part_class(name: str, where: str, dotted: str) -> type:
-    """Return the class of a part by its policygrad name, `module:Class`, or `path/to/file.py:Class`. Raises ConfigError if
-    there is no such class, or it is no frozen dataclass."""
+    """Return the class of a part by its policygrad name, `module:Class`, or `path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: There is no such class, or it is no frozen dataclass.
+    """
     if is_user_reference(name):
         try:
             kind = load_object(name, f"{where}: {dotted}: cannot import the part {name!r}")
@@ -151,8 +154,11 @@ def load_part_class(name: str, where: str, dotted: str) -> type:
 
 
 def load_algorithm(name: str) -> Algorithm:
-    """Return a named algorithm, or a custom one: `module:NAME`, `path/to/file.py:NAME`. Raises ConfigError if the name is
-    unknown, the code cannot be imported, or the object is no algorithm."""
+    """Return a named algorithm, or a custom one: `module:NAME`, `path/to/file.py:NAME`.
+
+    Raises:
+        ConfigError: The name is unknown, the code cannot be imported, or the object is no algorithm.
+    """
     if not is_user_reference(name):
         return get_algorithm(name)
     value = load_object(name, f"algorithm {name!r}", Algorithm)
@@ -185,22 +191,42 @@ def check_part_field(kind: type, where: str, dotted: str) -> None:
         )
 
 
-def _apply(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
-    names = {f.name for f in fields(base)}
+def from_dict(data: Mapping[str, Any], base: C, where: str, dotted: str = "") -> C:
+    """Return `base` changed by nested mappings as TOML has them.
+
+    Args:
+        where: What holds them, which starts every error message.
+        dotted: The key there; "" = the complete configuration.
+    """
     hints = typing.get_type_hints(type(base))
-    changes: dict[str, Any] = {}
+    names, changes = {f.name for f in fields(base)}, dict[str, Any]()
     for key, value in data.items():
-        dotted = f"{prefix}{key}"
+        place = f"{dotted}.{key}" if dotted else key
         if key not in names:
-            raise ConfigError(f"{where}: unknown key {dotted!r}: {suggest_name(key, names)}")
+            raise ConfigError(f"{where}: unknown key {place!r}: {suggest_name(key, names)}")
         current = getattr(base, key)
-        if isinstance(current, Algorithm):
-            changes[key] = _parse_algorithm(current, value, where, dotted)
+        if isinstance(base, Algorithm) and isinstance(current, tuple):
+            if not isinstance(value, list):
+                raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
+            changes[key] = tuple(parse_part(None, part, where, place) for part in value)
+        elif isinstance(base, Algorithm) and not isinstance(current, str | int):
+            changes[key] = parse_part(current, value, where, place)
+            if changes[key] is None and NoneType not in typing.get_args(hints[key]):
+                raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(list_parts(key))}")
+        elif isinstance(current, Algorithm) and isinstance(value, str):
+            changes[key] = _build(partial(load_algorithm, value), where, place)
         elif is_dataclass(current):
-            changes[key] = _apply(current, _check_table(value, where, dotted), where, f"{dotted}.")
+            table = _check_table(value, where, place)
+            name = table.get("name")
+            if isinstance(current, Algorithm) and isinstance(name, str) and name != current.name:
+                try:
+                    current = get_algorithm(name)
+                except ValueError:
+                    current = replace(current, name=name)  # a custom algorithm, given part by part
+            changes[key] = from_dict(table, current, where, place)
         else:
-            changes[key] = _parse_value(value, hints[key], where, dotted)
-    return _build(lambda: replace(base, **changes), where, prefix.rstrip(".") or "the run")
+            changes[key] = _parse_value(value, hints[key], where, place)
+    return _build(lambda: replace(base, **changes), where, dotted or "the run")  # type: ignore[no-any-return]
 
 
 def _build(make: typing.Callable[[], Any], where: str, dotted: str) -> Any:
@@ -246,45 +272,22 @@ def _parse_value(value: Any, hint: Any, where: str, dotted: str) -> Any:
 def _describe_type(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"a list of {_describe_type(typing.get_args(kind)[0])}"
-    texts = {"Any": "text in quotes", "str": "text in quotes", "int": "a whole number", "float": "a number"}
     name = getattr(kind, "__name__", str(kind))
-    return (texts | {"bool": "true or false"}).get(name, name)
-
-
-def _parse_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
-    if isinstance(value, str):
-        return _build(lambda: load_algorithm(value), where, dotted)  # type: ignore[no-any-return]
-    value = dict(_check_table(value, where, dotted))
-    name = value.get("name")
-    if isinstance(name, str) and name != current.name:
-        try:
-            current = get_algorithm(name)
-        except ValueError:
-            current = replace(current, name=name)  # a custom algorithm, given part by part
-    names = {f.name for f in fields(Algorithm)}
-    changes: dict[str, Any] = {}
-    for key, item in value.items():
-        if key not in names:
-            raise ConfigError(f"{where}: unknown key '{dotted}.{key}': {suggest_name(key, names)}")
-        place, present = f"{dotted}.{key}", getattr(current, key)
-        if isinstance(present, tuple):
-            if not isinstance(item, list):
-                raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
-            changes[key] = tuple(parse_part(None, part, where, place) for part in item)
-        elif isinstance(present, (str, int)):
-            changes[key] = _parse_value(item, type(present), where, place)
-        else:
-            changes[key] = parse_part(present, item, where, place)
-            if changes[key] is None and NoneType not in typing.get_args(typing.get_type_hints(Algorithm)[key]):
-                raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(list_parts(key))}")
-    return _build(lambda: replace(current, **changes), where, dotted)  # type: ignore[no-any-return]
+    texts = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    return texts.get(name, "text in quotes" if name in ("Any", "str", "Literal") else name)
 
 
 def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
-    """Build the part that a name, or a table of a `part` and its settings, describes; None for "none". Raises ConfigError if
-    there is no such part or setting, or a value has the wrong type. `current`: the present part; if it is of
-    the same class, settings that are left out keep its values. `where`: what holds the value, which starts every error message;
-    `dotted`: the value's key there."""
+    """Build the part that a name, or a table of a `part` and its settings, describes; None for "none".
+
+    Args:
+        current: The present part; if it is of the same class, settings that are left out keep its values.
+        where: What holds the value, which starts every error message.
+        dotted: The value's key there.
+
+    Raises:
+        ConfigError: There is no such part or setting, or a value has the wrong type.
+    """
     if value == NONE:
         return None
     value = {"part": value} if isinstance(value, str) else dict(_check_table(value, where, dotted))

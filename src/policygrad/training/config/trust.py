@@ -16,6 +16,7 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,11 @@ NO_PERMISSIONS = CodePermissions()
 
 
 def check_permissions(data: Mapping[str, Any], file: Path, permissions: CodePermissions) -> None:
-    """Check that a file's options run no code, and send texts and weights nowhere, without permission. Raises ConfigError if a
-    permission is missing; the message says how to give it."""
+    """Check that a file's options run no code, and send texts and weights nowhere, without permission.
+
+    Raises:
+        ConfigError: A permission is missing; the message says how to give it.
+    """
     missing = filter_unpermitted(find_code_references(data), file, permissions)
     require_permissions(missing, bool(data.get("trust_remote_code")), file, permissions)
     if targets := find_remote_targets(data, file, permissions):
@@ -93,16 +97,14 @@ def find_remote_targets(
     urls = [] if "sampler.urls" in permissions.overridden else sampler.get("urls", ())
     targets = [str(url) for url in urls if not is_local_url(str(url))] if isinstance(urls, (list, tuple)) else []
     folder = None if "sampler.folder" in permissions.overridden else sampler.get("folder")
-    if isinstance(folder, str) and not any(_is_below(folder, f) for f in (str(file.parent), *permissions.names)):
-        targets.append(folder)
+    if isinstance(folder, str):
+        is_allowed = False
+        with suppress(OSError, ValueError, RuntimeError):  # a NUL in it, or the home of an unknown user
+            path = Path(folder).expanduser().resolve()
+            allowed = [Path(name).expanduser().resolve() for name in (str(file.parent), *permissions.names)]
+            is_allowed = any(path.is_relative_to(place) for place in allowed)
+        targets += [] if is_allowed else [folder]
     return [target for target in targets if target not in permissions.names]
-
-
-def _is_below(path: str, folder: str) -> bool:
-    try:
-        return Path(path).expanduser().resolve().is_relative_to(Path(folder).expanduser().resolve())
-    except (OSError, ValueError, RuntimeError):  # a NUL in it, or the home of an unknown user
-        return False
 
 
 def filter_unpermitted(
@@ -178,7 +180,15 @@ def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, n
         return True
     if _is_address(code):  # a judge there would see what the model writes, and a key
         return False
-    file = _find_file(code)
+    spec, location = None, code if code.endswith(".py") else None
+    if location is None:
+        top = code.partition(".")[0]  # to find a submodule, Python would import its package
+        add_cwd_to_path(top)
+        with suppress(ValueError, ImportError):
+            spec = importlib.util.find_spec(top)
+        folders = spec.submodule_search_locations if spec is not None else None
+        location = spec.origin if spec and spec.has_location else next(iter(folders or ()), None)
+    file = Path(location).expanduser().resolve() if location else None
     for allowed in permissions.names:
         name = allowed.rpartition(":")[0] or allowed
         if f"{code}.".startswith(f"{name}."):
@@ -186,7 +196,7 @@ def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, n
         if file is not None and file.is_relative_to(Path(name).expanduser().resolve()):
             return True
     if file is None or not file.exists():  # built in; or missing, which importing it reports
-        return file is not None or _find_spec(code) is None
+        return file is not None or spec is None
     installed = {path for kind, path in sysconfig.get_paths().items() if kind.endswith("lib")}
     installed |= {path for path in sys.path if path.endswith("-packages")}
     if any(file.is_relative_to(Path(path).resolve()) for path in installed):
@@ -203,25 +213,3 @@ def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, n
     return not new_process and any(
         getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())
     )
-
-
-def _find_file(code: str) -> Path | None:
-    """Return the file, or the package's folder, that a name would import; None = it has none, or there is no such module."""
-    if code.endswith(".py"):
-        return Path(code).expanduser().resolve()
-    spec = _find_spec(code)
-    if spec is None:
-        return None
-    if spec.origin and spec.has_location:
-        return Path(spec.origin).resolve()
-    return Path(next(iter(spec.submodule_search_locations))).resolve() if spec.submodule_search_locations else None
-
-
-def _find_spec(code: str) -> Any:
-    """Find the top-level module: to find a submodule, Python would import its package."""
-    top = code.partition(".")[0]
-    add_cwd_to_path(top)
-    try:
-        return importlib.util.find_spec(top)
-    except (ValueError, ImportError):
-        return None

@@ -1,0 +1,119 @@
+"""Small servers that stand in for other projects' while check_extras.py tries an extra: stand_in_servers.py judge|openenv|vllm
+
+Each prints its address, then serves until it is killed. `make test-environments` and `make test-vllm` use the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any
+
+
+def serve_judge() -> None:
+    """A chat-completions server that gives every text the score 1. Needs only the standard library."""
+    reply = {"choices": [{"message": {"content": json.dumps({"score": 1})}}]}
+    _serve_json(lambda path, body: reply)
+
+
+def serve_openenv() -> None:
+    """An OpenEnv server: episodes of one turn, reward 1. Needs websockets, which the extra brings."""
+    from websockets.asyncio.server import ServerConnection, serve
+
+    schema = json.dumps({"action": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}) + "\n"
+
+    def answer_http(connection: ServerConnection, request: Any) -> Any:
+        return connection.respond(HTTPStatus.OK, schema) if request.path == "/schema" else None
+
+    async def play_episodes(connection: ServerConnection) -> None:
+        async for message in connection:
+            kind = json.loads(message)["type"]
+            if kind == "close":
+                return
+            done = kind == "step"
+            data = {"observation": {"prompt": "Say anything."}, "reward": float(done), "done": done}
+            await connection.send(json.dumps({"type": "observation", "data": data}))
+
+    async def main() -> None:
+        async with serve(play_episodes, "127.0.0.1", 0, process_request=answer_http) as server:
+            print(f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}", flush=True)
+            await server.serve_forever()
+
+    asyncio.run(main())
+
+
+def serve_vllm() -> None:
+    """A server with vLLM's routes that samples from the weights it is given, one token at a time. Needs transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = None
+    weight_version = "default"
+
+    @torch.no_grad()
+    def sample(prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> tuple[list[int], list[float]]:
+        generator, ids, logprobs = torch.Generator().manual_seed(seed), list(prompt_ids), list[float]()
+        for _ in range(max_tokens):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            logp = (logits / temperature).log_softmax(-1)
+            token = int(torch.multinomial(logp.exp(), 1, generator=generator))
+            ids, logprobs = [*ids, token], [*logprobs, float(logp[token])]
+            if token == model.config.eos_token_id:
+                break
+        return ids[len(prompt_ids) :], logprobs
+
+    def respond(path: str, body: Any) -> Any:
+        nonlocal model, weight_version
+        if path == "/v1/completions":
+            ids, logprobs = sample(body["prompt"], body["max_tokens"], body["temperature"], body["seed"])
+            return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
+        if path == "/v1/models":
+            return {"data": [{"id": "policy"}]}
+        if path == "/weight_info":
+            return {"weight_version": weight_version}
+        if path == "/collective_rpc":
+            folder = body["kwargs"]["weights_path"]
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            return {"results": [None]}
+        if path == "/update_weight_version":
+            weight_version = body["new_version"]
+            return {"success": True}
+        return {"status": "done"} if path.startswith(("/pause", "/reset_prefix_cache", "/resume")) else None
+
+    _serve_json(respond)
+
+
+def _serve_json(respond: Callable[[str, Any], Any]) -> None:
+    """Answer GET and POST, one at a time, with `respond(path, JSON body)`; None is a 404."""
+    lock = Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            with lock:
+                response = respond(self.path, json.loads(body) if body else None)
+            text = json.dumps(response).encode()
+            self.send_response(404 if response is None else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    {"judge": serve_judge, "openenv": serve_openenv, "vllm": serve_vllm}[sys.argv[1]]()
