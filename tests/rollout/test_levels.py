@@ -71,7 +71,7 @@ def test_refusals() -> None:
         pg.MovingLevel(0.5, 0.5)
     with pytest.raises(pg.ConfigError, match=r"MovingLevel\.rollouts must be at least 1"):
         pg.MovingLevel(rollouts=0)
-    with pytest.raises(pg.ConfigError, match=r"MovingLevel\.start at least 0"):
+    with pytest.raises(pg.ConfigError, match=r"MovingLevel\.start must be at least 0"):
         pg.MovingLevel(start=-1)
     with pytest.raises(pg.ConfigError, match=r"MovingLevel needs Batch\.level"):
         MOVING.update_state(MOVING.init_state(), replace(batch_of(1, level=0), level=None))

@@ -79,7 +79,7 @@ def test_refusals() -> None:
         pg.PassRateBand(0.5, 0.5)
     with pytest.raises(pg.ConfigError, match=r"PassRateBand\.cooldown must be from 1 to max_cooldown"):
         pg.PassRateBand(cooldown=0)
-    with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling\.threshold is a mean reward and must be above 0"):
+    with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling\.threshold must be above 0"):
         pg.NoPositiveResampling(0.0)
     without = replace(batch_of(1, example=[0]), example_id=None)
     with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling needs Batch\.example"):
