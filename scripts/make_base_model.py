@@ -106,8 +106,8 @@ def work_chain_sum(problem: Problem, slip: bool, rng: random.Random) -> tuple[st
 def work_simple_equation(problem: Problem, slip: bool, rng: random.Random) -> tuple[str, str]:
     """Isolate the variable's term, then divide: ``8*e = 56, e = 7``."""
     variable, solution = problem.metadata["variable"], int(problem.answer)
-    found = re.search(rf"(?:(\d+)\*)?{variable}\b", problem.metadata["equation"])
-    factor = int(found.group(1) or 1)
+    results = re.search(rf"(?:(\d+)\*)?{variable}\b", problem.metadata["equation"])
+    factor = int(results.group(1) or 1)
     term = factor * solution
     if slip:
         solution = max(0, solution + rng.choice((-2, -1, 1, 2)))

@@ -47,13 +47,13 @@ def answers(model: str, problems: int, samples: int, seed: int) -> list[tuple[st
     sampling = SamplingParams()
     out = []
     with ExitStack() as stack:
-        found = load_resources(stack, RunOptions(model=model, seed=seed, sampling=sampling))
+        result = load_resources(stack, RunOptions(model=model, seed=seed, sampling=sampling))
         for start in range(0, problems, PORTION):
             numbers = range(start, min(start + PORTION, problems))
             starts = [
-                EpisodeSpec(found.task.train_example(i), (seed, TRAIN, 0, i), sampling.max_tokens) for i in numbers
+                EpisodeSpec(result.task.train_example(i), (seed, TRAIN, 0, i), sampling.max_tokens) for i in numbers
             ]
-            groups, _ = score_groups(found.rollouter.play(starts, samples, sampling), found.rollouter.score)
+            groups, _ = score_groups(result.rollouter.play(starts, samples, sampling), result.rollouter.score)
             for group in groups:
                 right = dict.fromkeys(t.text for t in group.trajectories if t.reward == 1.0)
                 wrong = dict.fromkeys(t.text for t in group.trajectories if t.reward == 0.0)

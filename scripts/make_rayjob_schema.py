@@ -32,9 +32,9 @@ def schema_of(definition: dict[str, Any], tag: str) -> dict[str, Any]:
     """A JSON schema of the resource."""
     version = next(v for v in definition["spec"]["versions"] if v["name"] == VERSION)
     parts = dict[str, str]()  # a part as JSON -> its name
-    found = _folded(_bare(version["schema"]["openAPIV3Schema"]), parts)
+    result = _folded(_bare(version["schema"]["openAPIV3Schema"]), parts)
     named = {name: json.loads(text) for text, name in parts.items()}
-    return {"$comment": COMMENT.format(tag=tag), **named[found["$ref"].rpartition("/")[2]], "$defs": named}
+    return {"$comment": COMMENT.format(tag=tag), **named[result["$ref"].rpartition("/")[2]], "$defs": named}
 
 
 def _bare(x: Any) -> Any:

@@ -35,8 +35,8 @@ def broken(folder: Path) -> list[str]:
     pages = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.html"))}
     of_sphinx = {path: text for path, text in pages.items() if not path.is_relative_to(folder / "results")}
     anchors = {path: set(map(unescape, _ID.findall(text))) for path, text in of_sphinx.items()}
-    found = ((path, address) for path, text in of_sphinx.items() for address in _wrong(path, text, folder, anchors))
-    return [f"{path.relative_to(folder)}: {address}" for path, address in found]
+    result = ((path, address) for path, text in of_sphinx.items() for address in _wrong(path, text, folder, anchors))
+    return [f"{path.relative_to(folder)}: {address}" for path, address in result]
 
 
 def _wrong(page: Path, text: str, folder: Path, anchors: dict[Path, set[str]]) -> Iterator[str]:

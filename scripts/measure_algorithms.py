@@ -92,13 +92,13 @@ def written(report: dict[str, Any], path: Path) -> None:
     def lines(values: Sequence[Any]) -> str:
         return "[\n" + ",\n".join(json.dumps(value, ensure_ascii=False) for value in values) + "\n]"
 
-    told = {
+    reported = {
         key: lines(value) if key in ("rows", "pairs") else json.dumps(value, ensure_ascii=False)
         for key, value in report.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in told.items()) + "\n}\n", encoding="utf-8"
+        "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in reported.items()) + "\n}\n", encoding="utf-8"
     )
 
 

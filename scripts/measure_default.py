@@ -45,10 +45,10 @@ def trained(seed: int, options: Sequence[str]) -> dict[str, Any]:
 def line(seed: int, found: dict[str, Any]) -> str:
     """A row under HEAD."""
     before, after = found["before"], found["after"]
-    told = (
+    report = (
         f"{seed:4}  {before:6.3f} {after:6.3f} {after - before:+6.3f} {found['training']:9.1f} {found['command']:8.1f}"
     )
-    return f"{told} {found['steps']:6} {found['tokens']:15.0f}"
+    return f"{report} {found['steps']:6} {found['tokens']:15.0f}"
 
 
 def main() -> None:
@@ -72,18 +72,18 @@ def compare_world_sizes() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     versions = {name: version(name) for name in ("policygrad", "torch", "transformers")}
-    said: dict[str, Any] = {"runs": {}, "versions": versions}
+    message: dict[str, Any] = {"runs": {}, "versions": versions}
     if args.results.is_file():
-        said = json.loads(args.results.read_text())
-        if said["versions"] != versions:
+        message = json.loads(args.results.read_text())
+        if message["versions"] != versions:
             sys.exit(f"{args.results} holds runs of other versions: delete it, or name another file by --results")
     print(f"ranks {HEAD}", flush=True)
     for ranks in args.ranks:
-        runs = said["runs"].setdefault(str(ranks), {})
+        runs = message["runs"].setdefault(str(ranks), {})
         for seed in args.seeds:
             if str(seed) not in runs:
                 runs[str(seed)] = trained(seed, ["--learner.world-size", str(ranks)])
-                args.results.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+                args.results.write_text(json.dumps(message, indent=1) + "\n", encoding="utf-8")
             print(f"{ranks:5} {line(seed, runs[str(seed)])}", flush=True)
 
 

@@ -149,7 +149,7 @@ def main() -> None:
     exact = ["--algorithm.terms", "ExactKLToReference", "--algorithm.advantage.teacher-log-ratio.coefficient", "0"]
     rows = {"grpo": ["grpo"], "distill": taught, "distill_exact": [*taught, *exact]}
     runs, tuning, chosen = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, str]()
-    said = {
+    message = {
         "made_by": shlex.join(["python", "scripts/measure_distill.py", *sys.argv[1:]]),
         "parameters": parameters,
         "teacher": teacher,
@@ -160,7 +160,7 @@ def main() -> None:
 
     def told() -> None:
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps(said, ensure_ascii=False) + "\n", encoding="utf-8")
+        args.results.write_text(json.dumps(message, ensure_ascii=False) + "\n", encoding="utf-8")
 
     for name, row in rows.items():
         grid = {}

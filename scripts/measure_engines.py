@@ -105,8 +105,8 @@ def train(argv: Sequence[str], output: Path) -> None:
     """Run `policygrad train grpo`, unless it is complete; resume a run that was stopped."""
     if (output / "result.json").exists():
         return
-    again = ["--resume", str(output)] if (output / "run.toml").exists() else ["grpo", *argv, "--output", str(output)]
-    subprocess.run([sys.executable, "-m", "policygrad", "train", *again], check=True)
+    rerun = ["--resume", str(output)] if (output / "run.toml").exists() else ["grpo", *argv, "--output", str(output)]
+    subprocess.run([sys.executable, "-m", "policygrad", "train", *rerun], check=True)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

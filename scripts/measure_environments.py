@@ -55,23 +55,23 @@ class Guess:
 
     async def step(self, action: pg.Action) -> pg.Step:
         self.turns += 1
-        number, said = int(str(self.example.columns["number"])), action.text.strip()
-        if not said.isdecimal():
+        number, message = int(str(self.example.columns["number"])), action.text.strip()
+        if not message.isdecimal():
             return pg.Step(reward=0.0, stop_reason="malformed")
-        if int(said) == number:
+        if int(message) == number:
             return pg.Step(reward=1.0, stop_reason="found")
         if self.turns == GUESSES:
             return pg.Step(reward=0.0, stop_reason="turns")
-        return pg.Step(pg.Observation(({"role": "user", "content": "higher" if int(said) < number else "lower"},)))
+        return pg.Step(pg.Observation(({"role": "user", "content": "higher" if int(message) < number else "lower"},)))
 
 
 def asked(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def talk(said: list[str]) -> list[dict[str, str]]:
+def talk(message: list[str]) -> list[dict[str, str]]:
     """Turns of the assistant and, between them, what it is told."""
-    return [{"role": ("assistant", "user")[k % 2], "content": text} for k, text in enumerate(said)]
+    return [{"role": ("assistant", "user")[k % 2], "content": text} for k, text in enumerate(message)]
 
 
 def products(draw: Random, count: int) -> tuple[list[Row], list[Row]]:
@@ -93,15 +93,15 @@ def guesses(draw: Random, count: int) -> tuple[list[Row], list[Row]]:
     for i in range(count):
         number, text = draw.randint(1, HIGHEST), f"Game {draw.randrange(10**6)}: a number from 1 to {HIGHEST}"
         rows.append({"prompt": asked(text), "number": str(number)})
-        low, high, said = 1, HIGHEST, list[str]()
+        low, high, message = 1, HIGHEST, list[str]()
         for _ in range(GUESSES):
             guess = draw.randint(low, high) if i % 2 else draw.randint(1, HIGHEST)
-            said.append(str(guess))
+            message.append(str(guess))
             if guess == number:
                 break
             low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
-            said.append("higher" if guess < number else "lower")
-        shown.append({"messages": asked(text) + talk(said if len(said) % 2 else said[:-1])})
+            message.append("higher" if guess < number else "lower")
+        shown.append({"messages": asked(text) + talk(message if len(message) % 2 else message[:-1])})
     return rows, shown
 
 
@@ -251,8 +251,8 @@ def main() -> None:
             "versions": {name: version(name) for name in ("policygrad", "torch", "transformers")},
         }
         RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        for seed, said in found[task.name]["seeds"].items():
-            print(f"{task.name}, seed {seed}: {said['before']:.3f} -> {said['after']:.3f}", flush=True)
+        for seed, message in found[task.name]["seeds"].items():
+            print(f"{task.name}, seed {seed}: {message['before']:.3f} -> {message['after']:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,15 @@ def _replaced(old: str, new: str) -> Rewrite:
 
 
 def _sum_turned(answer: str) -> str | None:
-    found = SUM.match(answer)
-    balanced = found and all(found[side].count("{") == found[side].count("}") for side in "ab")
-    whole = balanced and all(found[side].count("(") == found[side].count(")") for side in "ab")
-    return f"{found['b'].strip()} + {found['a'].strip()}" if found and whole else None
+    result = SUM.match(answer)
+    balanced = result and all(result[side].count("{") == result[side].count("}") for side in "ab")
+    full = balanced and all(result[side].count("(") == result[side].count(")") for side in "ab")
+    return f"{result['b'].strip()} + {result['a'].strip()}" if result and full else None
 
 
 def _equation_turned(answer: str) -> str | None:
-    found = EQUATION.match(answer)
-    return f"{found['b'].strip()} = {found['a'].strip()}" if found else None
+    result = EQUATION.match(answer)
+    return f"{result['b'].strip()} = {result['a'].strip()}" if result else None
 
 
 RIGHT: dict[str, Rewrite] = {
@@ -95,10 +95,10 @@ def _figure(change: Callable[[int], int], last: bool = False) -> Rewrite:
     """One figure of an answer changed: not an exponent, nor a subscript, nor a part of a longer number."""
 
     def write(answer: str) -> str | None:
-        found = list(FIGURE.finditer(answer))
-        if not found or "text" in answer:
+        result = list(FIGURE.finditer(answer))
+        if not result or "text" in answer:
             return None
-        one = found[-1 if last else 0]
+        one = result[-1 if last else 0]
         return answer[: one.start()] + str(change(int(one[0]))) + answer[one.end() :]
 
     return write
@@ -121,7 +121,7 @@ WRONG: dict[str, Rewrite] = {
     "doubled": lambda a: None if INTEGER.match(a) or "text" in a or a[0] in "([{" or "=" in a else f"2({a})",
     "plus one": lambda a: None if INTEGER.match(a) or "text" in a or a[0] in "([{" or "=" in a else f"{a} + 1",
     "a point's coordinates": lambda a: (
-        f"({found[2].strip()},{found[1].strip()})" if (found := POINT.match(a)) else None
+        f"({result[2].strip()},{result[1].strip()})" if (result := POINT.match(a)) else None
     ),
     "another end": lambda a: f"[{a[1:]}" if a[:1] == "(" and a[-1:] == ")" and "infty" in a else None,
 }
@@ -198,20 +198,20 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     math.reward_prepare()
-    found: dict[str, Any] = {"right": {}, "wrong": {}}
+    result: dict[str, Any] = {"right": {}, "wrong": {}}
     if args.only and RESULTS.is_file():
-        found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    found["measured_by"] = "python scripts/measure_math.py"
-    found["versions"] = {name: version(name) for name in ("policygrad", "math-verify", "sympy")}
+        result = json.loads(RESULTS.read_text(encoding="utf-8"))
+    result["measured_by"] = "python scripts/measure_math.py"
+    result["versions"] = {name: version(name) for name in ("policygrad", "math-verify", "sympy")}
     for data, answers in references(args.data).items():
         if args.only not in (None, data):
             continue
         for kind, rewrites in (("right", RIGHT), ("wrong", WRONG)):
-            found[kind][data] = measure(answers, rewrites, kind == "right")
-            total = sum(row["answers"] for row in found[kind][data])
-            errors = {judge: sum(row["errors"][judge] for row in found[kind][data]) for judge in JUDGES}
+            result[kind][data] = measure(answers, rewrites, kind == "right")
+            total = sum(row["answers"] for row in result[kind][data])
+            errors = {judge: sum(row["errors"][judge] for row in result[kind][data]) for judge in JUDGES}
             print(f"{data}, {kind}: {total:,} answers, errors {errors}", flush=True)
-    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def told(run: Path, command: str) -> dict[str, Any]:
     metrics, result = lines(run / "metrics.jsonl"), json.loads((run / "result.json").read_text(encoding="utf-8"))
     steps = [row for row in metrics if "reward" in row]
     measured = [row for row in metrics if "eval/reward" in row]
-    said = lines(run / "completions.jsonl")
+    message = lines(run / "completions.jsonl")
     return {
         "command": command,
         "steps": result["steps"],
@@ -89,13 +89,13 @@ def told(run: Path, command: str) -> dict[str, Any]:
         ],
         "curve": [[row["step"], round(row["reward"], 4)] for row in steps],
         "lengths": [[row["step"], round(row["completions/mean_length"], 2)] for row in steps],
-        "answers": [*answers(said, 1), *answers(said, result["steps"])],
+        "answers": [*answers(message, 1), *answers(message, result["steps"])],
     }
 
 
-def answers(said: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+def answers(message: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     """Some of a step's, evenly apart."""
-    here = [row for row in said if row["step"] == step]
+    here = [row for row in message if row["step"] == step]
     return [
         {"step": step, "prompt": row["prompt"][-1]["content"], "completion": row["completion"], "reward": row["reward"]}
         for row in here[:: max(1, len(here) // SHOWN)][:SHOWN]

@@ -128,8 +128,8 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, Any]:
     """Every setting: what was seen and what was predicted from the run of staleness 0 with the same pieces."""
     runs = dict[tuple[int, int], Seen]()
     for number, (staleness, piece) in enumerate(SETTINGS, 1):
-        said = f"answers in pieces of {piece} tokens" if piece else "whole answers"
-        print(f"run {number} of {len(SETTINGS)}: {steps} steps, staleness {staleness}, {said}", flush=True)
+        message = f"answers in pieces of {piece} tokens" if piece else "whole answers"
+        print(f"run {number} of {len(SETTINGS)}: {steps} steps, staleness {staleness}, {message}", flush=True)
         runs[staleness, piece] = run(configured(model, steps, staleness, piece, folder))
     return compared(model, steps, runs)
 
@@ -139,16 +139,16 @@ def compared(model: str, steps: int, runs: Mapping[tuple[int, int], Seen]) -> di
     rows = []
     for (staleness, piece), found in runs.items():
         alone = runs[(0, piece)]
-        told = predicted(alone.lengths, alone, staleness, piece)
+        reported = predicted(alone.lengths, alone, staleness, piece)
         rows.append(
             {
                 "staleness": staleness,
                 "piece": piece,
                 "seen": {"step": found.step, "learner_idle": found.waited, "sampler_idle": found.idle},
                 "predicted": {
-                    "step": told.step_seconds,
-                    "learner_idle": told.learner_idle,
-                    "sampler_idle": told.sampler_idle,
+                    "step": reported.step_seconds,
+                    "learner_idle": reported.learner_idle,
+                    "sampler_idle": reported.sampler_idle,
                 },
             }
         )

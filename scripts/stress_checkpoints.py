@@ -270,13 +270,13 @@ def lived(words: Sequence[str], run: Path, seconds: float | None) -> tuple[float
     return lasted, phase
 
 
-def differing(whole: Path, pieces: Path) -> list[str]:
+def differing(full: Path, pieces: Path) -> list[str]:
     """What of a run that was killed is not as of one that was not."""
-    if odd := soaked.files(whole) ^ soaked.files(pieces):
+    if odd := soaked.files(full) ^ soaked.files(pieces):
         return [f"{pieces.name}: files that only one of the runs has: {', '.join(sorted(odd)[:5])}"]
-    tensors = sorted(path.relative_to(whole) for path in whole.rglob("*.safetensors"))
-    found = [f"{pieces.name}: {name} differs" for name in tensors if not soaked.same_bits(whole / name, pieces / name)]
-    one, other = (soaked.untimed(soaked.rows(run / "metrics.jsonl")) for run in (whole, pieces))
+    tensors = sorted(path.relative_to(full) for path in full.rglob("*.safetensors"))
+    found = [f"{pieces.name}: {name} differs" for name in tensors if not soaked.same_bits(full / name, pieces / name)]
+    one, other = (soaked.untimed(soaked.rows(run / "metrics.jsonl")) for run in (full, pieces))
     return found + [f"{pieces.name}: metrics.jsonl differs"] * (one != other)
 
 
@@ -286,12 +286,12 @@ def supervised(folder: Path, kills: int) -> dict[str, Any]:
     for number, kind in enumerate(("sft", "reward-model"), 1):
         words = [kind, "--data", str(written(kind, folder)), "--batch-size", "4", "--epochs", "2"]
         words += ["--checkpoint.every", "3"]
-        whole, pieces = folder / f"{kind}-whole", folder / f"{kind}-pieces"
-        lasted, _ = lived(words, whole, None)
+        full, pieces = folder / f"{kind}-whole", folder / f"{kind}-pieces"
+        lasted, _ = lived(words, full, None)
         while phases.total() < number * kills // 2:
             seconds, phase = lived(words, pieces, draw.random() * lasted)
             if phase is None:  # it was done before: compared, and begun anew
-                wrong += differing(whole, pieces)
+                wrong += differing(full, pieces)
                 shutil.rmtree(pieces)
                 continue
             phases[phase] += 1
@@ -299,7 +299,7 @@ def supervised(folder: Path, kills: int) -> dict[str, Any]:
             if there := left_behind(LEAVES):
                 wrong.append(f"a killed {kind} has left processes: {'; '.join(there)}")
         lived(words, pieces, None)
-        wrong += differing(whole, pieces)
+        wrong += differing(full, pieces)
     return {"count": phases.total(), "phases": dict(phases.most_common()), "wrong": wrong}
 
 

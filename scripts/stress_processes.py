@@ -120,11 +120,11 @@ def below(pid: int) -> list[int]:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, new = list[int](), [pid]
+    result, new = list[int](), [pid]
     while new:
         new = [child for parent in new for child in children.get(parent, [])]
-        found += new
-    return found
+        result += new
+    return result
 
 
 def left_behind(seconds: float) -> list[str]:
@@ -136,12 +136,12 @@ def left_behind(seconds: float) -> list[str]:
         _collect()
         time.sleep(0.01)
     _collect()
-    found = []
+    result = []
     for pid in there:
         with contextlib.suppress(OSError):
-            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200])
+            result.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200])
             os.kill(pid, signal.SIGKILL)
-    return found
+    return result
 
 
 def _collect() -> None:

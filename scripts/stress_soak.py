@@ -112,23 +112,23 @@ def same_bits(a: Path, b: Path) -> bool:
     )
 
 
-def differences(whole: Path, pieces: Path, steps: int) -> list[str]:
+def differences(full: Path, pieces: Path, steps: int) -> list[str]:
     """In what a run that was killed again and again is another than the one that never was; empty: in nothing."""
     found = []
-    if odd := files(whole) ^ files(pieces):
+    if odd := files(full) ^ files(pieces):
         return [f"files that only one of the runs has: {', '.join(sorted(odd)[:5])}"]
     for name in ("model/model.safetensors", f"checkpoints/step-{steps:06d}/tensors.safetensors"):
-        if not same_bits(whole / name, pieces / name):
+        if not same_bits(full / name, pieces / name):
             found.append(f"{name} differs")
     for name in ("metrics.jsonl", "completions.jsonl"):
-        one, other = untimed(rows(whole / name)), untimed(rows(pieces / name))
+        one, other = untimed(rows(full / name)), untimed(rows(pieces / name))
         if one != other:
             line = next((i for i, (a, b) in enumerate(zip(one, other, strict=False), 1) if a != b), "the last")
             found.append(f"{name} differs from line {line} on ({len(one)} and {len(other)} lines)")
     done = [row["step"] for row in rows(pieces / "metrics.jsonl") if "reward" in row]
     if done != list(range(1, steps + 1)):
         found.append(f"not every step is logged once: {len(done)} lines, {len({*done})} steps")
-    ends = [json.loads((folder / "result.json").read_text()) for folder in (whole, pieces)]
+    ends = [json.loads((folder / "result.json").read_text()) for folder in (full, pieces)]
     odd = {k for k in ends[0] if k not in ("seconds", "peak_memory_mib") and ends[0][k] != ends[1].get(k)}
     return found + [f"result.json differs in {k}" for k in sorted(odd)]
 
@@ -161,22 +161,24 @@ def unsteady(courses: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def damaged(run: Path) -> list[str]:
     """What is said of a run's checkpoints by whoever would go on with it; empty: the newest is whole, or there is none yet."""
-    said = list[str]()
+    record = list[str]()
     try:
-        load_latest(run / "checkpoints", warn=said.append)
+        load_latest(run / "checkpoints", warn=record.append)
     except CheckpointError as error:
-        said.append(str(error))
-    return said
+        record.append(str(error))
+    return record
 
 
-def wrong(line: Mapping[str, Any], before: Sequence[Mapping[str, Any]], every: int, said: Sequence[str]) -> str | None:
+def wrong(
+    line: Mapping[str, Any], before: Sequence[Mapping[str, Any]], every: int, record: Sequence[str]
+) -> str | None:
     """What a kill has cost that it may not have. every: steps between checkpoints. said: of the checkpoints, as `damaged` does."""
     which = f"kill {line['kill']} ({line['phase']})"
     if line["step"] - line["saved"] > every:
         return f"{which} lost {line['step'] - line['saved']} steps"
     if before and line["saved"] < before[-1]["saved"]:
         return f"{which}: checkpoints went back from {before[-1]['saved']} to {line['saved']}"
-    return f"{which} left a checkpoint that is not whole: {said[0]}" if said else None
+    return f"{which} left a checkpoint that is not whole: {record[0]}" if record else None
 
 
 def missed(phases: Iterable[str], kills: int) -> list[str]:
@@ -368,8 +370,8 @@ class Soak:
                 temporary = sum(path.is_file() for path in (self.folder / "tmp" / "whole").rglob("*"))
                 seen.append({"step": at, **held(process.process.pid, self.whole), "temporary": temporary})
             if at and at % max(1, self.steps // 20) == 0:
-                told = "".join(f"  {k} {v:.0f}" for k, v in seen[-1].items() if k != "step") if seen else ""
-                self.say(f"never killed: step {at}/{self.steps}{told}")
+                reported = "".join(f"  {k} {v:.0f}" for k, v in seen[-1].items() if k != "step") if seen else ""
+                self.say(f"never killed: step {at}/{self.steps}{reported}")
 
         try:
             self.until(process, self.whole, self.steps, look)
@@ -436,8 +438,8 @@ class Soak:
 
     def _progress(self, line: Mapping[str, Any], found: Sequence[Any], pace: Pace) -> None:
         left = (self.steps - line["saved"]) * pace.step + (self.kills - len(found)) * (pace.start + pace.step)
-        told = f"kill {len(found)}/{self.kills}  {line['phase']:13}  step {line['step']}/{self.steps}"
-        self.say(f"{told}  saved {line['saved']}  left about {left / 60:.0f} min")
+        reported = f"kill {len(found)}/{self.kills}  {line['phase']:13}  step {line['step']}/{self.steps}"
+        self.say(f"{reported}  saved {line['saved']}  left about {left / 60:.0f} min")
 
     def part(self, name: str) -> None:
         """One of both runs. Raises Paused when it is done, as what it is compared with may not be."""
@@ -450,7 +452,7 @@ class Soak:
 
     def report(self) -> dict[str, Any]:
         """All of it. What does not hold is in `broken`, and the rest is what was seen until then."""
-        said: dict[str, Any] = {
+        record: dict[str, Any] = {
             "made_by": "python scripts/stress_soak.py",
             "command": shlex.join(["policygrad", "train", *self.words]),
             "versions": {"python": platform.python_version()}
@@ -470,11 +472,11 @@ class Soak:
                 else {}
             )
             judged = len(seen) * 0.9 >= PARTS * ENOUGH
-            said |= {"seconds": round(found["seconds"]), "looks": len(seen), "judged": judged, "held": courses}
+            record |= {"seconds": round(found["seconds"]), "looks": len(seen), "judged": judged, "held": courses}
             kills = self.killed()
             gone = max((line["gone_after"] for line in kills), default=0.0)
             phases = dict(Counter(line["phase"] for line in kills).most_common())
-            said |= {"kills": len(kills), "phases": phases, "slowest_to_be_gone": gone}
+            record |= {"kills": len(kills), "phases": phases, "slowest_to_be_gone": gone}
             broken = (unsteady(courses) if judged else []) + differences(self.whole, self.pieces, self.steps)
             broken += missed(phases, len(kills))
             for run in (self.whole, self.pieces):
@@ -487,7 +489,7 @@ class Soak:
                 broken.append(f"temporary files stayed: {', '.join(sorted(odd)[:5])}")
         except Broken as error:
             broken = [str(error)]
-        return said | {"broken": self._ever(broken)}
+        return record | {"broken": self._ever(broken)}
 
     def _ever(self, broken: Sequence[str]) -> list[str]:
         """With what did not hold in a part before."""
@@ -526,14 +528,14 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if args.only:
             soak.part(args.only)
-        said = soak.report()
+        record = soak.report()
     except Paused as pause:
         print(f"{pause}", flush=True)
         return PAUSED
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    args.results.write_text(json.dumps(said, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({k: v for k, v in said.items() if k != "versions"}, indent=1))
-    return 1 if said["broken"] else 0
+    args.results.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({k: v for k, v in record.items() if k != "versions"}, indent=1))
+    return 1 if record["broken"] else 0
 
 
 if __name__ == "__main__":

@@ -402,7 +402,7 @@ def test_adapters_of_a_rank_beyond_every_matrix_are_refused() -> None:
 
 
 def test_epochs_without_an_end_are_refused(run_command: Command) -> None:
-    most = "must be at most"
+    most = "at most"
     refused(run_command("sft", "--data", "a.jsonl", "--epochs", "1000000000000000", "--dry-run"), "epochs", most)
     words = ("train", "ppo", "--dry-run", "--algorithm.update-rule.epochs", "1000000000000000")
     refused(run_command(*words), "GradientSteps.epochs", most)

@@ -32,8 +32,8 @@ def layers() -> list[list[str]]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
-    (found,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
-    return [[name.strip().removeprefix("policygrad.") for name in layer.split("|")] for layer in found]
+    (result,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return [[name.strip().removeprefix("policygrad.") for name in layer.split("|")] for layer in result]
 
 
 def layers_block() -> str:

@@ -148,8 +148,8 @@ def _range(values: Sequence[float], panel: Mapping[str, Any]) -> tuple[float, fl
     return low if panel["low"] is not None else low - room, high if panel["high"] is not None else high + room
 
 
-def _given(said: Mapping[str, Any], name: str, otherwise: float) -> float:
-    value = said.get(name)
+def _given(output: Mapping[str, Any], name: str, otherwise: float) -> float:
+    value = output.get(name)
     return otherwise if value is None else value
 
 

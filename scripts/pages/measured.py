@@ -13,15 +13,15 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS, OVERRIDES
 
 
-def ladder_section(name: str, found: Data | None) -> str:
+def ladder_section(name: str, result: Data | None) -> str:
     """Write a ladder's section."""
     ladder, title = LADDERS[name], f"## {LADDERS[name].title}"
     default_command = f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2"
-    command = block(default_command if found is None else found["measured_by"], "sh")
-    if found is None:
+    command = block(default_command if result is None else result["measured_by"], "sh")
+    if result is None:
         return f"{title}\n\n{ladder.why}\n\nNot measured yet:\n\n{command}"
     published = {rung.label: rung.published for rung in ladder.rungs}
-    rows = [_rung(row, published.get(row["label"], "")) for row in found["rows"] if row["summary"]]
+    rows = [_rung(row, published.get(row["label"], "")) for row in result["rows"] if row["summary"]]
     head = (
         "row",
         "adds",
@@ -35,11 +35,11 @@ def ladder_section(name: str, found: Data | None) -> str:
         "cut off",
         "entropy",
     )
-    lists = "\n".join(f"- {text}" for text in [*found["ranking"], *found["caveats"]])
+    lists = "\n".join(f"- {text}" for text in [*result["ranking"], *result["caveats"]])
     return "\n\n".join(
         [
             title,
-            f"{ladder.why} Published: {ladder.source}. Here: {len(found['seeds'])} seeds, {found['tokens']:,} tokens a "
+            f"{ladder.why} Published: {ladder.source}. Here: {len(result['seeds'])} seeds, {result['tokens']:,} tokens a "
             f"run; length "
             "[tokens], share cut off and entropy [nats a token] are those of the last fifth of a run's steps.",
             table(head, rows),
@@ -84,8 +84,8 @@ HEAD = (
 
 def row_of(name: str) -> Data | None:
     """An algorithm's row, if it was measured and did not fail."""
-    found = load() or {"rows": []}
-    return next((row for row in found["rows"] if row["label"] == name and row["summary"]), None)
+    result = load() or {"rows": []}
+    return next((row for row in result["rows"] if row["label"] == name and row["summary"]), None)
 
 
 def summary_sentence(row: Data) -> str:
@@ -103,29 +103,29 @@ def summary_sentence(row: Data) -> str:
 
 
 def measured_page(
-    found: Data | None = None, ladders: Mapping[str, Data | None] | None = None, gates: Data | None = None
+    result: Data | None = None, ladders: Mapping[str, Data | None] | None = None, gates: Data | None = None
 ) -> str:
     """Write the page, with a row per algorithm, from the committed reports unless others are given."""
-    found = load() if found is None else found
+    result = load() if result is None else result
     gates = load("gates") if gates is None else gates
     ladders = {name: load(f"ladder-{name}") for name in LADDERS} if ladders is None else ladders
     default_command = "python scripts/measure_algorithms.py -- --jobs 2"
-    command = block(default_command if found is None else found["measured_by"], "sh")
-    if found is None:
+    command = block(default_command if result is None else result["measured_by"], "sh")
+    if result is None:
         waiting = f"Not measured yet:\n\n{command}\n\nruns it, and `make docs` writes this page."
         return page("# Every algorithm, measured", waiting, *(ladder_section(name, ladders[name]) for name in LADDERS))
     return page(
         "# Every algorithm, measured",
-        _intro(found),
+        _intro(result),
         "![Learning curves of every algorithm over sampled tokens, with the curve of grpo for comparison](measured.svg)",
-        *(_table(found, number, kind) for number, kind in enumerate(found["kinds"])),
-        _not_measured(found),
-        _section("What it says", [*_by_updates(found), *found["ranking"]]),
-        _section("What differs besides the algorithm", found["differences"]),
-        _section("What cannot be concluded", found["caveats"]),
-        _rates(found),
+        *(_table(result, number, kind) for number, kind in enumerate(result["kinds"])),
+        _not_measured(result),
+        _section("What it says", [*_by_updates(result), *result["ranking"]]),
+        _section("What differs besides the algorithm", result["differences"]),
+        _section("What cannot be concluded", result["caveats"]),
+        _rates(result),
         _overrides(),
-        gates_section(found, gates),
+        gates_section(result, gates),
         *(ladder_section(name, ladders[name]) for name in LADDERS),
         f"## How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row and goes on where it "
         f"stopped. "
@@ -133,25 +133,25 @@ def measured_page(
     )
 
 
-def _intro(found: Data) -> str:
-    kind, seeds = found["kinds"][0]["measure"], len(found["seeds"])
+def _intro(result: Data) -> str:
+    kind, seeds = result["kinds"][0]["measure"], len(result["seeds"])
     return (
-        f"Each algorithm trains the [embedded model](base-model.md) until {found['tokens']:,} tokens have been sampled, at "
+        f"Each algorithm trains the [embedded model](base-model.md) until {result['tokens']:,} tokens have been sampled, at "
         f"the best learning rate of a grid, with {seeds} seeds. The rate is chosen on "
-        f"{len(found['tuning_seeds'])} other {'seed' if len(found['tuning_seeds']) == 1 else 'seeds'}, not reported here. "
+        f"{len(result['tuning_seeds'])} other {'seed' if len(result['tuning_seeds']) == 1 else 'seeds'}, not reported here. "
         f"A score is the mean reward of {kind['samples']} samples on each of "
         f"{kind['problems']} held-out problems; a figure is the interquartile mean over seeds with its 95 % stratified "
         "bootstrap interval, as in Agarwal et al. 2021. Rows are compared at points that all of them reach: equal tokens, "
         "equal updates of the weights, equal seconds of training. *Area* is the mean height of the curve over tokens; "
         "*above / open / below* counts the rows that this one beats, cannot be distinguished from, and loses to at equal "
-        f"tokens; *it* is the threshold, {found['share']:.0%} of the way from the score before training to the best row's "
+        f"tokens; *it* is the threshold, {result['share']:.0%} of the way from the score before training to the best row's "
         "final one, and what it took to get there is a median over seeds."
     )
 
 
-def _table(found: Data, number: int, kind: Data) -> str:
+def _table(result: Data, number: int, kind: Data) -> str:
     """Write the table of the rows of one kind."""
-    rows = [_row(found, row) for row in found["rows"] if row["kind"] == number and row["summary"]]
+    rows = [_row(result, row) for row in result["rows"] if row["kind"] == number and row["summary"]]
     if not rows:
         return ""
     ends = ", ".join(f"{end:,.0f} {axis}" for axis, end in kind["equal"].items())
@@ -160,16 +160,16 @@ def _table(found: Data, number: int, kind: Data) -> str:
     return f"{head}\n\n{table(HEAD, rows)}"
 
 
-def _row(found: Data, row: Data) -> tuple[str, ...]:
+def _row(result: Data, row: Data) -> tuple[str, ...]:
     summary, means = row["summary"], row["summary"]["means"]
-    few = "" if len(row["runs"]) == len(found["seeds"]) else f" ({len(row['runs'])} of {len(found['seeds'])} seeds)"
+    few = "" if len(row["runs"]) == len(result["seeds"]) else f" ({len(row['runs'])} of {len(result['seeds'])} seeds)"
     reach = [summary["reach"].get(axis) for axis in ("tokens", "updates")]
     return (
         link(row["label"]) + few,
         "–" if row["option_value"] is None else f"{row['option_value']:g}" + "\\*" * bool(row["edge"]),
         *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates", "seconds")),
         estimate(summary["area"]),
-        count_pairs(found, row["label"]),
+        count_pairs(result, row["label"]),
         f"{means['updates']:.0f}",
         short(means["tokens"]),
         f"{means['cpu_seconds']:.0f}" if "cpu_seconds" in means else "–",
@@ -177,10 +177,10 @@ def _row(found: Data, row: Data) -> tuple[str, ...]:
     )
 
 
-def count_pairs(found: Data, label: str) -> str:
+def count_pairs(result: Data, label: str) -> str:
     """Count, at equal tokens, the rows that this one is above of, not distinguishable from and below of: `12 / 5 / 3`."""
     counts = {"above": 0, "open": 0, "below": 0}
-    for pair in found["pairs"]:
+    for pair in result["pairs"]:
         if label not in (pair["first"], pair["second"]):
             continue
         higher = pair["probability"]["tokens"]["value"] > 0.5
@@ -202,11 +202,11 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
     return sum((i - middle) * (j - middle) for i, j in zip(a, b, strict=True)) / size**0.5 if size else 0.0
 
 
-def _by_updates(found: Data) -> list[str]:
+def _by_updates(result: Data) -> list[str]:
     """Compare the ranking with the number of updates, over the rows without a trust region."""
     rows = [
         row
-        for row in found["rows"]
+        for row in result["rows"]
         if row["kind"] == 0
         and row["summary"]
         and row["algorithm"] in ALGORITHMS
@@ -227,12 +227,12 @@ def _by_updates(found: Data) -> list[str]:
     ]
 
 
-def gates_section(found: Data, gates: Data | None) -> str:
+def gates_section(result: Data, gates: Data | None) -> str:
     """Write on how many tokens gates acted, at the rows' own settings and in a regime in which they act."""
     title, command = "## Where gates act", "python scripts/measure_algorithms.py --gates"
     if gates is None:
         return f"{title}\n\nNot measured yet:\n\n{block(command, 'sh')}"
-    means_above = {row["label"]: row["summary"]["means"] for row in found["rows"] if row["summary"]}
+    means_above = {row["label"]: row["summary"]["means"] for row in result["rows"] if row["summary"]}
     rows = []
     for row in gates["rows"]:
         if row["summary"] is None:
@@ -275,25 +275,25 @@ def _share(x: float) -> str:
     return "0 %" if x == 0 else f"{100 * x:.2g} %" if x >= 1e-4 else f"{100 * x:.4f} %"
 
 
-def _not_measured(found: Data) -> str:
+def _not_measured(result: Data) -> str:
     """List the rows that are missing, and why."""
-    present = {row["label"] for row in found["rows"]}
-    reasons = {name: "not measured yet" for name in ALGORITHMS if name not in present} | found.get("left_out", {})
+    present = {row["label"] for row in result["rows"]}
+    reasons = {name: "not measured yet" for name in ALGORITHMS if name not in present} | result.get("left_out", {})
     failed = {
         row["label"]: f"every run failed: {row['failed'][-1]['error'].splitlines()[-1]}"
         if row["failed"]
         else "no run yet"
-        for row in found["rows"]
+        for row in result["rows"]
         if not row["summary"]
     }
     return "\n".join(f"- {link(name)}: {reason}" for name, reason in (reasons | failed).items() if name in ALGORITHMS)
 
 
-def _rates(found: Data) -> str:
+def _rates(result: Data) -> str:
     """Write the scores by value of the tuned option."""
     sections = []
-    for option in dict.fromkeys(row["tuned_option"] for row in found["rows"] if row["tuning"]):
-        rows = [row for row in found["rows"] if row["tuned_option"] == option and row["tuning"]]
+    for option in dict.fromkeys(row["tuned_option"] for row in result["rows"] if row["tuning"]):
+        rows = [row for row in result["rows"] if row["tuned_option"] == option and row["tuning"]]
         values = sorted({tried["value"] for row in rows for tried in row["tuning"]})
         cells = []
         for row in rows:
@@ -361,12 +361,12 @@ DARK = """
   text { fill: #e6edf3 } .small { fill: #9198a1 }"""
 
 
-def curves(found: dict[str, Any] | None) -> str:
+def curves(result: dict[str, Any] | None) -> str:
     """Draw the learning curves as an SVG, or 'Not measured yet'."""
-    rows = [row for row in found["rows"] if row["summary"]] if found else []
-    if found is None or not rows:
+    rows = [row for row in result["rows"] if row["summary"]] if result else []
+    if result is None or not rows:
         return _svg(400, 60, ['<text x="20" y="35">Not measured yet.</text>'])
-    xs = found["axes"]["tokens"]
+    xs = result["axes"]["tokens"]
     baseline = next((row["summary"]["curves"]["tokens"]["value"] for row in rows if row["label"] == BASELINE), None)
     down = -(-len(rows) // ACROSS)
     shapes = [

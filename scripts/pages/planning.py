@@ -124,8 +124,8 @@ def prime_rows() -> Iterator[Row]:
 
 def own_rows(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
     """Ours, of docs/results/bench.json, in CPU seconds at one thread, float32; nothing without a calibration."""
-    found = _calibration()
-    if found is None:
+    result = _calibration()
+    if result is None:
         return
     bench = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8")) if bench is None else bench
     for name, of, prompts in (("7m", SEVEN, 16), ("25m", TWENTY_FIVE, 8)):
@@ -135,25 +135,25 @@ def own_rows(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
             if key.startswith(f"{name}/policygrad-fp32/1/")
         ]
         if steps:
-            plan = here(found, of, Workload(prompts, 8, 60, 252, 252))
+            plan = here(result, of, Workload(prompts, 8, 60, 252, 252))
             yield Row(f"{of.name}, {prompts} × 8 completions of 252", "CPU s, a step", median(steps), plan.step_seconds)
     component = bench.get("components", {}).get("matmul", {"rows": []})
     for name, _, seconds, *_ in component["rows"]:
         for of in (SEVEN, TWENTY_FIVE):
             if name == f"{of.name}, fp32":
-                plan = here(found, of, Workload(4, 8, 100, 256, 256))
+                plan = here(result, of, Workload(4, 8, 100, 256, 256))
                 run = f"{of.name}, 4 × 8 completions of 256"
                 yield Row(run, "CPU s, forward and backward", seconds, plan.step_times.learning)
     for name, rate, *_ in bench.get("components", {}).get("rollout", {"rows": []})["rows"]:
         if name.startswith("128 of 16 to 1,024"):
-            plan = here(found, SEVEN, Workload(16, 8, 100, 244.5, 1024))
+            plan = here(result, SEVEN, Workload(16, 8, 100, 244.5, 1024))
             run = "7M, 128 completions of 16 to 1,024, drawn"
             yield Row(run, "tokens per CPU s", rate, plan.request.workload.sampled_tokens / plan.step_times.generation)
 
 
-def here(found: Calibration, of: ModelShape, work: Workload) -> CapacityPlan:
+def here(result: Calibration, of: ModelShape, work: Workload) -> CapacityPlan:
     """Plan Dr. GRPO on one calibrated core."""
-    device, reached = found.apply(DEVICES["cpu"], "fp32")
+    device, reached = result.apply(DEVICES["cpu"], "fp32")
     layout = ParallelLayout(1, dtype="fp32", micro_tokens=MICRO_TOKENS_CPU)
     return CapacityPlan(
         PlanRequest(of, device, work, AlgorithmCost("dr_grpo", stale_scoring_passes=1), reached), layout

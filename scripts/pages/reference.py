@@ -58,8 +58,8 @@ def settable(kind: Any) -> list[Field[Any]]:
 
 def _called(name: str, function: Callable[..., Any]) -> str:
     """A function with its types."""
-    said, written, keyword = inspect.signature(function), [], False
-    for p in said.parameters.values():
+    output, written, keyword = inspect.signature(function), [], False
+    for p in output.parameters.values():
         if p.name in ("self", "cls"):
             continue
         if p.kind is p.KEYWORD_ONLY and not keyword:
@@ -69,8 +69,8 @@ def _called(name: str, function: Callable[..., Any]) -> str:
         kind = "" if p.annotation is p.empty else f": {_type(p.annotation)}"
         default = "" if p.default is p.empty else (" = " if kind else "=") + shown(p.default)
         written.append(f"{star}{p.name}{kind}{default}")
-    back = said.return_annotation
-    tail = ")" if back is said.empty or function.__name__ == "__init__" else f") -> {_type(back)}"
+    back = output.return_annotation
+    tail = ")" if back is output.empty or function.__name__ == "__init__" else f") -> {_type(back)}"
     return _wrapped(("async " if inspect.iscoroutinefunction(function) else "") + f"{name}(", written, tail)
 
 
@@ -82,8 +82,8 @@ def _wrapped(head: str, written: list[str], tail: str = ")") -> str:
 def _type(annotation: Any) -> str:
     """As the code has it, without what the command line's help is told beside it."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    found = re.fullmatch(r"Annotated\[(.*)\]", " ".join(text.split()))
-    return text if found is None else _first(found[1])
+    result = re.fullmatch(r"Annotated\[(.*)\]", " ".join(text.split()))
+    return text if result is None else _first(result[1])
 
 
 def _first(text: str) -> str:

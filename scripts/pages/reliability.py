@@ -60,8 +60,8 @@ def soak_section(report: Data | None, shorter: Data | None = None) -> str:
         return f"{head}\n\n{command}\n\nNot measured yet."
     more = []
     if shorter is not None:
-        again = f"python scripts/stress_soak.py --steps {shorter['steps']} --watch {shorter['looks_every']}"
-        more = ["A shorter one:", block(again, "sh"), *_soak_results(shorter)]
+        second = f"python scripts/stress_soak.py --steps {shorter['steps']} --watch {shorter['looks_every']}"
+        more = ["A shorter one:", block(second, "sh"), *_soak_results(shorter)]
     return "\n\n".join([head, command, *_soak_results(report), *_resource_table(report), *more])
 
 

@@ -28,11 +28,11 @@ llama.cpp server runs next to the learner, each with one thread. The first step,
 sample, are left out."""
 
 
-def staleness_page(found: Data | None = None, clock: Data | None = None) -> str:
+def staleness_page(result: Data | None = None, clock: Data | None = None) -> str:
     """Return the page, from the committed reports unless others are given."""
-    found = load("staleness") if found is None else found
+    result = load("staleness") if result is None else result
     clock = load("pipeline") if clock is None else clock
-    scores = _scores(found) if found else [_missing("")]
+    scores = _scores(result) if result else [_missing("")]
     return page(INTRO, "## Scores", *scores, CLOCK, *(_clock(clock) if clock else [_missing(" --clock")]))
 
 
@@ -40,25 +40,25 @@ def _missing(option: str) -> str:
     return f"Not measured yet: `python scripts/measure_staleness.py{option}` runs it, and `make docs` writes this."
 
 
-def _scores(found: Data) -> list[str]:
-    rows = {row["label"]: row for row in found["rows"]}
+def _scores(result: Data) -> list[str]:
+    rows = {row["label"]: row for row in result["rows"]}
     head = ("algorithm", "π_old", *(f"K = {k}" for k in STALENESS))
     body = [
         (link(name), WORDS[behaviour], *(_cell(rows.get(label(name, k, behaviour))) for k in STALENESS))
         for name in NAMES
         for behaviour in BEHAVIOURS
     ]
-    runs, seeds = sum(len(row["runs"]) for row in found["rows"]), len(found["seeds"])
+    runs, seeds = sum(len(row["runs"]) for row in result["rows"]), len(result["seeds"])
     text = (
-        f"Held-out accuracy after {short(found['tokens'])} sampled tokens, {seeds} seeds: interquartile mean and 95 % bootstrap "
+        f"Held-out accuracy after {short(result['tokens'])} sampled tokens, {seeds} seeds: interquartile mean and 95 % bootstrap "
         "interval. Each algorithm has the learning rate that was best for it at K = 0 ([measured](measured.md)), which need not be "
         "best at another K; updates per rollout are its own."
     )
     return [
         text,
         table(head, body),
-        f"{runs} runs; all of them: {files('staleness')}. {found.get('note', '')}".rstrip(),
-        block(found["measured_by"], "sh"),
+        f"{runs} runs; all of them: {files('staleness')}. {result.get('note', '')}".rstrip(),
+        block(result["measured_by"], "sh"),
     ]
 
 
@@ -95,12 +95,12 @@ def _answers(piece: int) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    seen, told = row["seen"], row["predicted"]
+    seen, report = row["seen"], row["predicted"]
     return (
         str(row["staleness"]),
         _answers(row["piece"]),
         f"{seen['step']:.2f}",
-        f"{told['step']:.2f}",
-        f"{told['step'] / seen['step'] - 1:+.0%}",
-        *(f"{side[name]:.0%}" for name in ("learner_idle", "sampler_idle") for side in (seen, told)),
+        f"{report['step']:.2f}",
+        f"{report['step'] / seen['step'] - 1:+.0%}",
+        *(f"{side[name]:.0%}" for name in ("learner_idle", "sampler_idle") for side in (seen, report)),
     )

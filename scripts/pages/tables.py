@@ -118,17 +118,17 @@ def _kind(algorithm: Algorithm, psi: float, r: float) -> str:
 
 def kl_terms(algorithm: Algorithm) -> list[str]:
     """List where the algorithm has a KL, from its parts' formulas."""
-    found = [f"in the reward: {p.formula}" for p in algorithm.shaping if "logp_ref" in p.needs]
+    result = [f"in the reward: {p.formula}" for p in algorithm.shaping if "logp_ref" in p.needs]
     for term in algorithm.terms:
         needs = term.needs
         if needs & {"logp_ref", "logp_old"} or "kl_old" in term.forward_needs:
-            found.append(f"in the loss: {term.formula}")
+            result.append(f"in the loss: {term.formula}")
     delta = getattr(algorithm.update_rule, "delta", None)
     if delta is None:
-        return found
+        return result
     checked = getattr(algorithm.update_rule, "line_search", True)
     return [
-        *found,
+        *result,
         f"KL(π_old‖π_θ) ≤ {delta:g}, a constraint" if checked else f"step length for a KL of {delta:g}, unchecked",
     ]
 

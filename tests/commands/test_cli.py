@@ -96,7 +96,7 @@ def test_help_fits_80_columns(run_command: Any, monkeypatch: pytest.MonkeyPatch)
         assert max(map(len, said.splitlines())) <= 80, words
 
 
-def test_help_breaks_no_sentence() -> None:
+def test_help_wraps_without_breaking_words() -> None:
     """tyro keeps the line breaks of a field's text: each is the end of a sentence."""
     kinds = [
         RunOptions,
@@ -154,13 +154,13 @@ def test_show(run_command: Any, name: str) -> None:
     assert "Raises" not in out
 
 
-def test_difference_is_complete() -> None:
+def test_diff_is_complete() -> None:
     changed = render.diff_algorithms(get_algorithm("rloo"), get_algorithm("grpo"))
     assert set(changed) == {"advantage", "ratio", "gate", "average", "terms", "shaping", "samples"}
     assert render.diff_algorithms(get_algorithm("grpo"), get_algorithm("grpo")) == {}
 
 
-def test_output_that_is_not_utf8() -> None:
+def test_output_on_a_terminal_that_is_not_utf8() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "policygrad", "show", "grpo"],
         capture_output=True,
@@ -173,7 +173,7 @@ def test_output_that_is_not_utf8() -> None:
 # --- train: what wins over what
 
 
-def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
+def test_dry_run_output_is_a_valid_configuration(run_command: Any, tmp_path: Path) -> None:
     made = dry_run(run_command, tmp_path, "dapo", "--steps", "7", "--reward", "math", "format*0.5", "--seed", "3")
     assert (made.algorithm.name, made.steps, made.seed, made.reward) == ("dapo", 7, 3, ("math", "format*0.5"))
     assert made == made.resolve()
@@ -203,7 +203,7 @@ def test_precedence(run_command: Any, tmp_path: Path) -> None:
     assert dry_run(run_command, tmp_path, "--resume", str(folder), "--steps", "60").steps == 60
 
 
-def test_only_the_outcome_has_to_make_sense(run_command: Any, tmp_path: Path) -> None:
+def test_only_the_final_configuration_is_checked(run_command: Any, tmp_path: Path) -> None:
     """One sample per prompt is nothing for grpo, the default that a file starts from, and fine for reinforce."""
     config = tmp_path / "my.toml"
     config.write_text("samples_per_prompt = 1\n")
@@ -217,7 +217,7 @@ def test_only_the_outcome_has_to_make_sense(run_command: Any, tmp_path: Path) ->
     assert "set samples_per_prompt to 2 or more" in err
 
 
-def test_the_budget_of_a_written_configuration_follows_the_flag(run_command: Any, tmp_path: Path) -> None:
+def test_max_tokens_on_the_command_line_changes_a_files_aggregation_length(run_command: Any, tmp_path: Path) -> None:
     written = tmp_path / "run.toml"
     written.write_text(run_command("train", "dr_grpo", "--max-tokens", "40", "--dry-run")[1], encoding="utf-8")
     assert load_config(written, Run()).algorithm.aggregation.length == 40
@@ -227,7 +227,7 @@ def test_the_budget_of_a_written_configuration_follows_the_flag(run_command: Any
     assert made.algorithm.aggregation.length == 55
 
 
-def test_a_runs_own_file_makes_another_run(run_command: Any, tmp_path: Path) -> None:
+def test_config_of_a_run_gets_a_new_output_folder(run_command: Any, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
     assert dry_run(run_command, tmp_path, "--config", str(tmp_path / "run.toml")).output is None
     assert dry_run(run_command, tmp_path, "--resume", str(tmp_path)).output == str(tmp_path)
@@ -257,7 +257,7 @@ def test_parts_by_flag(run_command: Any, tmp_path: Path) -> None:
         ("", None, ""),
     ],
 )
-def test_where_the_algorithm_may_stand(args: str, name: str | None, rest: str) -> None:
+def test_the_algorithm_may_be_anywhere_on_the_command_line(args: str, name: str | None, rest: str) -> None:
     assert pop_algorithm(args.split()) == (name, rest.split())
 
 
@@ -341,7 +341,7 @@ def test_refused(run_command: Any, command: str, says: str) -> None:
     assert "Traceback" not in out + err
 
 
-def test_resume_refuses_what_it_would_ignore(run_command: Any, tmp_path: Path) -> None:
+def test_resume_refuses_options_it_would_ignore(run_command: Any, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
     code, _, err = run_command("train", "--resume", str(tmp_path), "--model", "elsewhere")
     assert code == 2
@@ -359,7 +359,7 @@ def test_eval_of_an_unfinished_run(run_command: Any, tmp_path: Path) -> None:
     assert f"policygrad train --resume {tmp_path}" in err
 
 
-def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run_command: Any, tmp_path: Path) -> None:
+def test_bugs_show_their_traceback(monkeypatch: pytest.MonkeyPatch, run_command: Any, tmp_path: Path) -> None:
     """A library's error, or an operation of ours that fails, is not passed off as the user's mistake."""
 
     def fails(args: list[str]) -> int:
@@ -390,7 +390,9 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run_command:
     assert (code, err) == (2, "error: no place left\n")
 
 
-def test_ctrl_c_ends_no_import_in_its_midst(monkeypatch: pytest.MonkeyPatch, run_command: Any, tmp_path: Path) -> None:
+def test_ctrl_c_during_an_import_is_not_swallowed(
+    monkeypatch: pytest.MonkeyPatch, run_command: Any, tmp_path: Path
+) -> None:
     """Python 3.11 makes a RuntimeError of what is raised here, and libraries an ImportError of that."""
     (tmp_path / "interrupted_import.py").write_text(
         """
@@ -419,7 +421,7 @@ class Whole:
     assert (seen, signal.getsignal(signal.SIGINT)) == (["part"], before)
 
 
-def test_the_exit_codes_are_written_down() -> None:
+def test_exit_codes_are_documented() -> None:
     """In the help and in the documentation, the same ones."""
     said = cli.HELP.partition("Exit codes: ")[2].partition("Documentation:")[0]
     page = (Path(__file__).parents[2] / "docs" / "own-model-and-data.md").read_text(encoding="utf-8")
@@ -435,7 +437,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["train", "gprpo"])
 
 
-def test_an_evaluation_in_which_no_reward_works_is_no_result(run_command: Any, tmp_path: Path) -> None:
+def test_an_evaluation_without_any_score_fails(run_command: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def broken(prompts, completions, **columns):\n    raise KeyError('label')\n")
     words = ("--reward", f"{tmp_path / 'mine.py'}:broken", "--problems", "2", "--samples", "2", "--max-tokens", "4")
     code, out, err = run_command("eval", "tiny", *words, "--json")

@@ -59,7 +59,7 @@ def test_completion() -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
-def test_fish_offers_the_same(tmp_path: Path) -> None:
+def test_fish_completion_offers_the_same(tmp_path: Path) -> None:
     file = tmp_path / "policygrad.fish"
     file.write_text(generate_script("fish"))
     (tmp_path / "run.toml").write_text("")
@@ -92,6 +92,6 @@ def test_completion_offers_options_that_exist_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "trpo", "dapo", "ppo_penalty", "passk", "chord"])
-def test_flags_of_parts_are_those_of_the_help(name: str) -> None:
+def test_options_of_parts_equal_those_of_help(name: str) -> None:
     listed = {flag for flag in list_train_flags(name) if flag.count(".") > 1 and flag.startswith("--algorithm.")}
     assert set(list_part_flags(build_option_type(get_algorithm(name)))) == listed

@@ -38,12 +38,12 @@ from policygrad.training.run_folder import create_run_folder
         (replace(pg.GRPO, name="mine", terms=()), "mine", "mine"),
     ],
 )  # fmt: skip
-def test_names(changed: pg.Algorithm, name: str, title: str) -> None:
+def test_composed_algorithms_are_named_by_their_parts(changed: pg.Algorithm, name: str, title: str) -> None:
     assert (name_run(changed, 32).name, name_run(changed, 32).title) == (name, title)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_a_row_as_a_run_resolves_it_is_that_row(name: str) -> None:
+def test_a_resolved_row_keeps_its_name(name: str) -> None:
     """The budget, the group and the learning rates that a run fills in change no name; nor does an open length elsewhere."""
     row, title = ALGORITHMS[name], name
     if any(isinstance(link, pg.TeacherLogRatio) for link in row.advantage):  # which a run must name, and which is told
@@ -63,7 +63,7 @@ PARTS = {
 
 
 @given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in PARTS.items()}))
-def test_no_composition_of_other_parts_has_the_plain_name(parts: dict[str, Any]) -> None:
+def test_a_composition_never_has_a_rows_name(parts: dict[str, Any]) -> None:
     a = replace(pg.GRPO, **parts)
     same = all(
         [type(p) for key, p in a.named_parts() if key.partition(".")[0] == name]
@@ -73,7 +73,7 @@ def test_no_composition_of_other_parts_has_the_plain_name(parts: dict[str, Any])
     assert (name_run(a).name == "grpo") == same
 
 
-def test_a_long_name_stays_a_folders() -> None:
+def test_long_names_are_valid_folder_names() -> None:
     a = replace(
         pg.DAPO,
         filters=(),
@@ -90,7 +90,7 @@ def shown(a: pg.Algorithm, budget: int | None = None) -> str:
     return " ".join(" ".join("".join(text for text, _ in line) for line in describe_algorithm(a, 80, budget)).split())
 
 
-def test_another_part_is_cited_and_not_the_row_alone() -> None:
+def test_a_changed_part_is_cited() -> None:
     text = shown(replace(pg.GRPO, gate=pg.ClippedImportance(0.0, 4.0), terms=()))
     assert text.startswith(
         "grpo+ClippedImportance-KLToReference grpo (Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 3 and 4) with gate = "
@@ -101,7 +101,7 @@ def test_another_part_is_cited_and_not_the_row_alone() -> None:
     assert "Fixes (grpo)" in text
 
 
-def test_another_setting_is_told() -> None:
+def test_a_changed_setting_is_noted() -> None:
     text = shown(replace(pg.GRPO, terms=(pg.KLToReference(0.1),)))
     assert text.startswith("grpo Group relative policy optimisation Shao et al.")
     assert "with KLToReference.beta = 0.1 instead of 0.04" in text
@@ -110,7 +110,7 @@ def test_another_setting_is_told() -> None:
     assert "instead of" not in shown(resolved.algorithm, resolved.sampling.max_tokens)
 
 
-def test_dry_run_says_so(run_command: Any) -> None:
+def test_dry_run_notes_the_composition(run_command: Any) -> None:
     _, out, _ = run_command("train", "grpo", "--algorithm.gate", "ClippedImportance", "--dry-run")
     assert out.startswith("# grpo+ClippedImportance\n#   grpo (Shao et al. 2024")
     assert 'name = "grpo"' in out  # what --config and --resume begin with
@@ -118,7 +118,7 @@ def test_dry_run_says_so(run_command: Any) -> None:
     assert out.startswith("# dr_grpo  GRPO done right")
 
 
-def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folders_are_named_after_the_composition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
     for name, folder in (
@@ -132,7 +132,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not (tmp_path / "runs").exists()  # nothing came of it
 
 
-def test_ones_own_part_is_cited_by_its_place(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_part_is_cited_by_its_file(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_file.py").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it

@@ -40,7 +40,7 @@ def leave(small: pg.Run) -> tuple[str, ...]:
     return "--allow-code", str(small.reward[0].rpartition(":")[0])
 
 
-def test_a_run_is_measured_as_it_measured_itself(run_command: Command, trained: Path, leave: tuple[str, ...]) -> None:
+def test_eval_of_a_run_equals_its_own_evaluation(run_command: Command, trained: Path, leave: tuple[str, ...]) -> None:
     """Task, reward, lengths, seed, problems and samples are its own: the figure is the last one of its log, bit for bit."""
     code, out, err = run_command("eval", str(trained), "--json", *leave)
     assert code == 0, err
@@ -95,7 +95,7 @@ def test_options_are_those_of_train(trained: Path, small: pg.Run, leave: tuple[s
     assert parse_options(["tiny"]).task == "embedded"
 
 
-def test_another_task_takes_nothing_that_belongs_to_the_run_s_own(tmp_path: Path) -> None:
+def test_another_task_does_not_inherit_task_options(tmp_path: Path) -> None:
     run = pg.Run(task="a.jsonl", eval_data="b.jsonl", row_map="mine.py:f", skip_bad_rows=True, reward=("format",))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -109,7 +109,7 @@ def test_another_task_takes_nothing_that_belongs_to_the_run_s_own(tmp_path: Path
     )
 
 
-def test_rewards_of_steps_are_for_training(small: pg.Run, tmp_path: Path) -> None:
+def test_eval_of_a_run_drops_its_process_rewards(small: pg.Run, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     steps = small.reward[0].replace("starts_with_a_digit", "digits")
@@ -120,7 +120,7 @@ def test_rewards_of_steps_are_for_training(small: pg.Run, tmp_path: Path) -> Non
     )
 
 
-def test_what_only_python_has_is_to_be_named(tmp_path: Path) -> None:
+def test_eval_of_a_run_with_python_objects_needs_options(tmp_path: Path) -> None:
     run = pg.Run(task=[{"prompt": "1+1=", "answer": "2"}], reward=(len,))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -144,7 +144,7 @@ def result(*rows: list[tuple[float | None, str | None]]) -> EvaluationResult:
     return EvaluationResult(problems, ("",) * len(rows))
 
 
-def test_the_majority_s_answer_is_what_counts() -> None:
+def test_majority_vote_scores_the_most_frequent_answer() -> None:
     found = result(
         [(1.0, "4"), (0.0, "5"), (1.0, "4"), (0.0, None)],  # 4 has two votes
         [(0.0, "5"), (1.0, "4"), (0.0, None), (None, None)],  # a tie: the mean of 0 and 1
@@ -184,7 +184,7 @@ def test_pass_at_k_by_enumeration() -> None:
         ("exact_match", ("I say <answer>4</answer>", "4"), "5"),
     ],
 )
-def test_votes_are_counted_as_the_reward_reads_answers(reward: str, equal: tuple[str, str], other: str) -> None:
+def test_votes_use_the_rewards_answer_parsing(reward: str, equal: tuple[str, str], other: str) -> None:
     voted = find_answer_extractor((resolve_reward("format"), resolve_reward(reward)))
     assert voted(equal[0]) == voted(equal[1]) != voted(other)
     assert voted("") is None
@@ -200,7 +200,7 @@ def test_paired_bootstrap_by_enumeration() -> None:
         paired_difference([1.0], [1.0, 0.0])
 
 
-def test_the_heading_names_the_data_that_is_measured(
+def test_the_heading_names_the_evaluation_data(
     run_command: Command, small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,7 @@ def ours() -> set[str]:
     return found | {"--algorithm.advantage.batch-std.of", "--algorithm.advantage.group-std.eps"}
 
 
-def test_every_answer_is_an_option_that_exists(ours: set[str]) -> None:
+def test_every_suggested_option_exists(ours: set[str]) -> None:
     for library, name in NAMES:
         answer = LIBRARIES[library][name]
         assert answer.flag or answer.note, name
@@ -41,7 +41,7 @@ def test_every_answer_is_an_option_that_exists(ours: set[str]) -> None:
         assert set(re.findall(r"--[a-z][\w.-]*[a-z]", answer.flag)) <= known
 
 
-def test_none_of_ours_is_taken_for_theirs(ours: set[str]) -> None:
+def test_our_options_are_not_mistaken_for_foreign_ones(ours: set[str]) -> None:
     for flag in ours | set(supervised_flags(SFTConfig)):
         for word in (flag, f"{flag}=1", flag.replace("-", "_").replace("__", "--", 1)):
             reject_foreign_options([word, "1"], lambda: ours)
@@ -49,7 +49,7 @@ def test_none_of_ours_is_taken_for_theirs(ours: set[str]) -> None:
     assert not look_up_option("steps")
 
 
-def test_each_is_refused_by_name(ours: set[str]) -> None:
+def test_every_foreign_option_is_refused_by_name(ours: set[str]) -> None:
     for library, name in NAMES:
         word = f"{name}=1" if library == "verl" else f"--{name.replace('_', '-')}"
         with pytest.raises(ConfigError) as refused:
@@ -83,12 +83,12 @@ def test_each_is_refused_by_name(ours: set[str]) -> None:
         ("sft --data x --num-generations 4", "has no meaning here: it belongs to reinforcement learning"),
     ],
 )  # fmt: skip
-def test_answers(run_command: Any, command: str, says: str) -> None:
+def test_foreign_options_get_their_equivalent(run_command: Any, command: str, says: str) -> None:
     code, _, err = run_command(*command.split())
     assert code == 2
     assert says in err
 
 
-def test_ours_with_values_that_look_like_theirs_pass(run_command: Any) -> None:
+def test_our_options_with_foreign_looking_values_pass(run_command: Any) -> None:
     code, _, err = run_command("train", "--task", "data.jsonl", "--output", "trainer.x", "--dry-run")
     assert code == 0, err

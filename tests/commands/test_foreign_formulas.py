@@ -527,7 +527,7 @@ NAMED = {
 """What a row has to say besides its option, for its check to be of what it says."""
 
 
-def test_a_row_names_what_its_check_is_of() -> None:
+def test_notes_name_the_formula_that_is_checked() -> None:
     for (library, name), words in NAMED.items():
         assert words in load_foreign_options()[0][library][name].note, name
 
@@ -537,5 +537,5 @@ def test_a_row_names_what_its_check_is_of() -> None:
     dict.fromkeys(check for rows in CHECKS.values() for checks in rows.values() for check in checks),
     ids=lambda check: check.__qualname__.replace(".<locals>.check", ""),
 )
-def test_an_option_of_ours_has_the_numbers_of_theirs(check: Check) -> None:
+def test_our_options_compute_the_foreign_formulas(check: Check) -> None:
     check()

@@ -49,7 +49,7 @@ def dry(run_command: Any, *args: str) -> dict[str, Any]:
         ("--dry-run", "own_file:LIKE_GRPO", "--reward", "exact_match"),
     ],
 )
-def test_an_algorithm_of_ones_own_is_named_like_any_other(run_command: Any, here: Path, words: tuple[str, ...]) -> None:
+def test_a_custom_algorithm_is_named_like_any_other(run_command: Any, here: Path, words: tuple[str, ...]) -> None:
     made = dry(run_command, *words)["algorithm"]
     in_file = any(".py:" in word for word in words)
     assert made["gate"]["part"] == (f"{here / 'own_file.py'}:Tent" if in_file else "own_file:Tent")
@@ -57,18 +57,18 @@ def test_an_algorithm_of_ones_own_is_named_like_any_other(run_command: Any, here
     assert [term["part"] for term in made["terms"]] == ["KLToReference"]
 
 
-def test_a_reward_of_a_file_is_not_taken_for_the_algorithm(run_command: Any, here: Path) -> None:
+def test_a_reward_file_is_not_mistaken_for_the_algorithm(run_command: Any, here: Path) -> None:
     made = dry(run_command, "--reward", "exact_match", "own_file.py:f")
     assert made["reward"] == ["exact_match", "own_file.py:f"]
     assert made["algorithm"]["name"] == "dapo"
 
 
-def test_what_has_no_name_takes_its_variable(here: Path) -> None:
+def test_an_unnamed_algorithm_gets_its_variables_name(here: Path) -> None:
     assert load_algorithm("own_file.py:NAMELESS").name == "NAMELESS"
     assert load_algorithm("own_file.py:TENTED").name == "tented"
 
 
-def test_what_ones_own_is_changed_into_has_another_name(run_command: Any, here: Path) -> None:
+def test_a_changed_custom_algorithm_gets_another_name(run_command: Any, here: Path) -> None:
     """No row of the matrix would tell later that a part is not what its name stands for."""
     assert dry(run_command, "own_file.py:TENTED")["algorithm"]["name"] == "tented"
     assert dry(run_command, "own_file.py:TENTED", "--lr", "1", "--max-tokens", "9")["algorithm"]["name"] == "tented"
@@ -78,7 +78,7 @@ def test_what_ones_own_is_changed_into_has_another_name(run_command: Any, here: 
     assert made["name"] == "grpo"  # compared with the row when it is told
 
 
-def test_in_toml_and_spelled_out_again(run_command: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_parts_round_trip_through_toml(run_command: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """run.toml is read again from any folder: its parts carry the file's whole path."""
     (here / "c.toml").write_text('algorithm = "own_file.py:TENTED"\nsteps = 2\n')
     _, out, _ = run_command("train", "--config", "c.toml", "--algorithm.gate.width", "0.7", "--dry-run")
@@ -90,7 +90,7 @@ def test_in_toml_and_spelled_out_again(run_command: Any, here: Path, monkeypatch
     assert read.steps == 2
 
 
-def test_files_of_one_name_are_two_modules(run_command: Any, here: Path) -> None:
+def test_files_with_the_same_name_are_two_modules(run_command: Any, here: Path) -> None:
     made = dry(run_command, "own_file.py:LIKE_GRPO", "--algorithm.gate", "apart/own_file.py:Tent")["algorithm"]
     assert made["gate"]["part"] == f"{here / 'apart' / 'own_file.py'}:Tent"
     assert load_object("own_file.py:LIKE_GRPO", "").gate.width == 0.3
@@ -98,7 +98,7 @@ def test_files_of_one_name_are_two_modules(run_command: Any, here: Path) -> None
     assert load_object("own_file.py:Tent", "") is not load_object("apart/own_file.py:Tent", "")
 
 
-def test_neighbours_of_one_name_are_not_mixed_up(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sibling_modules_with_the_same_name_are_kept_separate(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_helper", raising=False)
     for folder, value in ((here, 0.1), (here / "apart", 0.2)):
         (folder / "own_helper.py").write_text(f"WIDTH = {value}\n")
@@ -113,7 +113,7 @@ def test_neighbours_of_one_name_are_not_mixed_up(here: Path, monkeypatch: pytest
     assert load_algorithm("uses.py:A").advantage == (pg.RunningMean(0.1),)
 
 
-def test_a_module_that_another_hides_is_not_taken_in_silence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_module_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_algorithm("own_file:TENTED").name == "tented"
     monkeypatch.chdir(here / "apart")
     with pytest.raises(ConfigError, match=r"which has the same name: write the file, own_file\.py:NAME"):
@@ -146,7 +146,7 @@ def test_a_module_that_another_hides_is_not_taken_in_silence(here: Path, monkeyp
         ("lab --algorithm own_file.py:TENTD", "did you mean 'TENTED'?"),
     ],
 )  # fmt: skip
-def test_refused_with_file_line_and_near_names(run_command: Any, here: Path, command: str, says: str) -> None:
+def test_errors_name_file_line_and_similar_names(run_command: Any, here: Path, command: str, says: str) -> None:
     (here / "bad.toml").write_text('algorithm = "own_file.py:TENTD"\n')
     code, out, err = run_command(*command.split())
     assert code == 2
@@ -154,7 +154,7 @@ def test_refused_with_file_line_and_near_names(run_command: Any, here: Path, com
     assert "Traceback" not in out + err
 
 
-def test_a_run_of_a_file_goes_on_from_another_folder(
+def test_a_run_with_a_custom_file_resumes_from_another_folder(
     run_command: Any, here: Path, small: pg.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trained, stopped, resumed elsewhere: the same parts, the run's folder and headline named after them."""
@@ -173,9 +173,7 @@ def test_a_run_of_a_file_goes_on_from_another_folder(
     assert "without their state" not in out
 
 
-def test_a_part_that_is_no_frozen_dataclass_is_refused_with_the_decorator_to_write(
-    run_command: Any, here: Path
-) -> None:
+def test_a_part_that_is_not_a_frozen_dataclass_is_refused_with_a_remedy(run_command: Any, here: Path) -> None:
     body = "    def weight(self, ratio, psi, batch): return ratio\n    def value(self, ratio, psi, batch): return ratio * psi\n"
     (here / "loose.py").write_text(
         "from dataclasses import dataclass\nimport policygrad as pg\n\n"

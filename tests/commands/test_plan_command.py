@@ -25,7 +25,7 @@ def loaded(code: str) -> set[str]:
     return set(done.stdout.split("\n"))
 
 
-def test_it_says_what_a_run_takes(run_command: Any) -> None:
+def test_plan_prints_time_and_memory(run_command: Any) -> None:
     code, out, err = run_command("plan", *MODEST, "--algorithm", "grpo", "--price", "2.5")
     assert (code, err) == (0, "")
     for text in (
@@ -44,7 +44,7 @@ def test_it_says_what_a_run_takes(run_command: Any) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_as_json(run_command: Any) -> None:
+def test_plan_as_json(run_command: Any) -> None:
     code, out, _ = run_command("plan", *MODEST, "--json", "--steps", "10", "--price", "2")
     told = json.loads(out)
     assert code == 0
@@ -59,14 +59,14 @@ def test_as_json(run_command: Any) -> None:
     assert told["algorithm"]["scoring_passes"] == 1  # π_ref
 
 
-def test_the_algorithm_is_the_first_word(run_command: Any) -> None:
+def test_the_algorithm_is_the_first_argument(run_command: Any) -> None:
     first = json.loads(run_command("plan", "ppo", *MODEST, "--json")[1])
     named = json.loads(run_command("plan", *MODEST, "--algorithm", "ppo", "--json")[1])
     assert first == named
     assert first["algorithm"]["name"] == "ppo"
 
 
-def test_what_others_have_measured_can_be_planned_with_an_engine(run_command: Any) -> None:
+def test_published_setups_can_be_planned_with_an_engine(run_command: Any) -> None:
     """Set-ups of docs/planning.md; micro-batches of 16,384 tokens fit where activations are recomputed."""
     for model, gpus, tensor, completion in (
         ("Llama-3.1-8B", 8, 1, 795),
@@ -94,7 +94,7 @@ def test_what_others_have_measured_can_be_planned_with_an_engine(run_command: An
     assert not json.loads(run_command(*words[:-1], "--json")[1])["plan"]["fits"]
 
 
-def test_samplers_apart(run_command: Any) -> None:
+def test_samplers_on_separate_devices(run_command: Any) -> None:
     told = json.loads(run_command("plan", *MODEST, "--max-staleness", "1", "--json")[1])["plan"]
     assert 0 < told["layout"]["samplers"] < 8
     assert told["idle"]["learner"] < 1
@@ -107,7 +107,7 @@ def test_samplers_apart(run_command: Any) -> None:
     assert "learners wait" in out
 
 
-def test_what_does_not_fit_says_what_to_change(run_command: Any) -> None:
+def test_a_plan_that_does_not_fit_suggests_changes(run_command: Any) -> None:
     code, out, _ = run_command("plan", "--model", "Qwen3-8B", "--gpus", "H100:8")
     assert code == 0
     assert "It does not fit" in out
@@ -117,7 +117,7 @@ def test_what_does_not_fit_says_what_to_change(run_command: Any) -> None:
     assert changes[-1]["fits"]
 
 
-def test_the_options_of_changes_are_taken(run_command: Any) -> None:
+def test_suggested_options_are_accepted(run_command: Any) -> None:
     """What was said to fit does, when it is asked for."""
     words = ["plan", "--model", "Qwen3-8B", "--gpus", "H100:8", "--json"]
     changes = [c for c in json.loads(run_command(*words)[1])["changes"] if not c["option"].startswith("--gpus")]
@@ -127,7 +127,7 @@ def test_the_options_of_changes_are_taken(run_command: Any) -> None:
     assert told["memory"]["peak"] == changes[-1]["memory"]["peak"]
 
 
-def test_a_page_with_plots(run_command: Any, tmp_path: Path) -> None:
+def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     code, _, err = run_command("plan", *MODEST, "--output", str(page))
     assert code == 0
@@ -164,9 +164,7 @@ def test_a_page_with_plots(run_command: Any, tmp_path: Path) -> None:
         (("--prompts-per-step", "0"), "prompts must be at least 1"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_the_way_out(
-    run_command: Any, words: tuple[str, ...], said: str
-) -> None:
+def test_what_cannot_be_planned_is_refused_with_a_remedy(run_command: Any, words: tuple[str, ...], said: str) -> None:
     code, out, err = run_command("plan", *words)
     assert (code, out) == (2, "")
     assert said in err
@@ -203,7 +201,7 @@ def test_models_and_passes_of_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_is_planned_or_refused_with_the_reason(name: str) -> None:
+def test_every_algorithm_is_planned_or_refused_with_a_reason(name: str) -> None:
     if type(ALGORITHMS[name].update_rule) is not pg.GradientSteps:
         with pytest.raises(pg.ConfigError, match="counts gradient steps"):
             compute_plannable_cost(ALGORITHMS[name])
@@ -214,14 +212,14 @@ def test_every_algorithm_is_planned_or_refused_with_the_reason(name: str) -> Non
     assert found.updates % found.epochs == 0
 
 
-def test_what_is_drawn_besides_is_named() -> None:
+def test_extra_samples_are_named() -> None:
     assert any("in place of those" in text for text in compute_algorithm_cost(pg.DAPO).uncounted)
     assert any("greedy" in text for text in compute_algorithm_cost(pg.REMAX).uncounted)
     assert any("from within others" in text for text in compute_algorithm_cost(pg.VINEPPO).uncounted)
     assert compute_algorithm_cost(pg.GRPO).uncounted == ()
 
 
-def test_minibatches_are_no_more_than_prompts(run_command: Any) -> None:
+def test_minibatches_are_at_most_as_many_as_prompts(run_command: Any) -> None:
     words = (
         "plan",
         "--model",

@@ -39,7 +39,7 @@ def pushed(there: Hub, *words: str, token: str | None) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_model_and_its_card_are_pushed_and_nothing_else_of_the_run(run: Path) -> None:
+def test_only_the_model_and_its_card_are_pushed(run: Path) -> None:
     with hub() as there:
         code, out, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
         assert (code, out) == (0, f"{there.url}/me/it\n"), err
@@ -49,7 +49,7 @@ def test_the_model_and_its_card_are_pushed_and_nothing_else_of_the_run(run: Path
 
 
 @pytest.mark.slow
-def test_what_the_hub_refuses_names_the_way_out(run: Path) -> None:
+def test_a_refusal_of_the_hub_has_a_remedy(run: Path) -> None:
     with hub() as there:
         for token, said in ((None, "hf auth login"), ("hf_wrong", "check the name, and the token's permission")):
             code, _, err = pushed(there, str(run), "--push", "me/it", token=token)
@@ -58,7 +58,7 @@ def test_what_the_hub_refuses_names_the_way_out(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hub_that_has_gone_or_goes_in_the_midst_leaves_the_model_where_it_is(run: Path) -> None:
+def test_an_unreachable_hub_leaves_the_local_model(run: Path) -> None:
     with gone() as there:
         code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
         assert (code, f"the model stays in {run / 'model'}, push it later" in " ".join(err.split())) == (2, True), err
@@ -73,7 +73,7 @@ def test_a_hub_that_has_gone_or_goes_in_the_midst_leaves_the_model_where_it_is(r
         assert there.files == FILES
 
 
-def test_what_is_no_repository_or_no_model_is_refused_at_once(
+def test_an_invalid_repository_or_model_is_refused_at_the_start(
     run: Path, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
     for words, said in (

@@ -24,7 +24,7 @@ def plain(width: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [50, 72, 80, 100, 120, 200, 300, None])
-def test_matrix_fits(width: int | None) -> None:
+def test_the_matrix_fits_the_terminal(width: int | None) -> None:
     lines = plain(width)
     assert width is None or max(map(len, lines)) <= width
     for name, a in ALGORITHMS.items():
@@ -38,7 +38,7 @@ def test_matrix_fits(width: int | None) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 110, 250])
-def test_no_word_is_cut_and_families_stand_together(width: int) -> None:
+def test_no_word_is_cut_and_families_are_grouped(width: int) -> None:
     """Every word of the narrow form is one of the wide form; the rows are in the order of their families."""
     rows = [build_matrix_row(a, changed=changed) for a in ALGORITHMS.values() for changed in (True, False)]
     cells = [text for row in rows for column, parts in row.items() for text in (column, *parts)]
@@ -54,13 +54,13 @@ def test_no_word_is_cut_and_families_stand_together(width: int) -> None:
         assert all(line.count("(") == line.count(")") for line in lines)  # nor is a part's list of settings
 
 
-def test_families() -> None:
+def test_algorithms_are_classified_into_families() -> None:
     single, values, group, clipped, gated, completion = FAMILIES
     found = {a.name: classify_family(a) for a in (pg.REINFORCE, pg.PPO, pg.VINEPPO, pg.RLOO, pg.GRPO, pg.SAPO, pg.GSPO)}
     assert list(found.values()) == [single, values, values, group, clipped, gated, completion]
 
 
-def test_also(run_command: Any) -> None:
+def test_the_column_also_names_what_no_other_column_shows(run_command: Any) -> None:
     """What no other column says: the step, the reference, the group."""
     for width in ("80", "400"):
         text = run_command("algorithms", "--width", width)[1]
@@ -88,7 +88,7 @@ def test_show_part(run_command: Any, name: str) -> None:
     assert Path(file).read_text().splitlines()[int(line) - 1].startswith(f"class {name}")
 
 
-def test_show_a_part_of_ones_own(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_describes_a_custom_part(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_file.py").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
@@ -121,7 +121,7 @@ def test_show_alone_lists_everything(run_command: Any) -> None:
     assert set(ALGORITHMS) | set(list_parts()) | set(ROLES) <= words
 
 
-def test_field_docs_come_from_where_a_setting_is_declared() -> None:
+def test_field_docs_come_from_the_declaring_class() -> None:
     docs = read_field_docs(pg.DualClip)
     assert set(docs) >= {"low", "high", "c"}
     assert read_field_docs(pg.Critic)["lam"] == "λ of the targets; 1 gives Monte-Carlo returns."

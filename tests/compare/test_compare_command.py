@@ -37,7 +37,7 @@ def words(run_command: Any, *args: str) -> list[str]:
     return [line for line in out.splitlines() if not line.startswith("#")]
 
 
-def test_layers_replace_by_option() -> None:
+def test_later_options_replace_earlier_ones() -> None:
     assert merge_argv(("grpo", "--a", "1", "--b"), ("--a=2",), ("--c", "x", "y")) == (
         "grpo",
         "--a=2",
@@ -50,7 +50,7 @@ def test_layers_replace_by_option() -> None:
     assert option_names(("grpo", "--a_b=1", "--c", "-1")) == {"--a-b", "--c"}
 
 
-def test_rows_labels_and_layers() -> None:
+def test_rows_are_parsed_into_labels_and_options() -> None:
     found = rows(
         "grpo",
         "tight=grpo --algorithm.gate.high 0.1",
@@ -77,7 +77,7 @@ def test_evaluations_cost_at_most_their_share() -> None:
     assert resolve_row("own", rows("grpo", common=("--evaluation.every", "1"))["grpo"].argv).evaluation.every == 1
 
 
-def test_what_is_tuned() -> None:
+def test_the_tuned_option_follows_the_algorithm() -> None:
     grids = {"lr_grid": (1e-4, 1e-3), "delta_grid": (0.01, 0.03)}
     found = rows("grpo", "trpo", "fixed=grpo --lr 1e-3", **grids)
     assert (found["grpo"].tuned_option, found["grpo"].grid) == ("--lr", (1e-4, 1e-3))
@@ -88,7 +88,7 @@ def test_what_is_tuned() -> None:
         rows("grpo", common=("--lr", "1e-3"), **grids)
 
 
-def test_what_short_answers_need_is_said_and_can_be_left_out() -> None:
+def test_overrides_for_short_answers_are_printed_and_can_be_disabled() -> None:
     found = rows("vapo", "grpo")
     assert found["vapo"].reason == OVERRIDES["vapo"].reason
     assert set(OVERRIDES["vapo"].options) <= set(found["vapo"].argv)
@@ -99,7 +99,7 @@ def test_what_short_answers_need_is_said_and_can_be_left_out() -> None:
     assert set(OVERRIDES) <= set(ALGORITHMS)
 
 
-def test_an_algorithm_of_ones_own_parts() -> None:
+def test_a_row_can_be_a_custom_algorithm() -> None:
     found = rows("soft=dr_grpo --algorithm.gate SigmoidGate --algorithm.gate.tau-pos 2", lr_grid=(1e-3,))
     run = resolve_row("soft", (*found["soft"].argv, "--lr", "1e-3"))
     assert run.algorithm.gate == pg.SigmoidGate(2.0, 1.05)
@@ -135,13 +135,13 @@ def test_an_algorithm_of_ones_own_parts() -> None:
         (("grpo", "fixed=rloo --tokens 5"), "--tokens of compare"),
     ],
 )
-def test_refusals(run_command: Any, args: tuple[str, ...], reason: str) -> None:
+def test_invalid_comparisons_are_refused(run_command: Any, args: tuple[str, ...], reason: str) -> None:
     code, _, err = run_command("compare", *args)
     assert code == 2
     assert reason in " ".join(err.replace("│", " ").split())
 
 
-def test_dry_run_says_every_command(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_prints_every_command(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     told = words(run_command, "grpo", "trpo", "--seeds", "2", "--lr-grid", "1e-4,1e-3", "--budget-tokens", "1000")
     assert len(told) == 2 * 2 + 2 * 2
@@ -166,7 +166,7 @@ def test_seeds_that_can_tell_no_rows_apart_are_announced_before_the_runs(
     assert "#" not in run_command("compare", "grpo", "--seeds", str(seeds), "--dry-run")[1]  # nothing to tell it from
 
 
-def test_too_few_seeds_are_said_before_the_first_run_begins(
+def test_too_few_seeds_are_announced_before_the_first_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def begun(self: Any) -> Any:
@@ -200,7 +200,7 @@ def test_the_dapo_ladder_is_in_the_published_order() -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_for_real(
+def test_a_real_comparison_with_processes(
     run_command: Any, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows, two seeds, processes; then again, when nothing is left to do."""

@@ -64,7 +64,7 @@ def embedded(text: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def test_it_is_one_whole_file_that_asks_the_network_for_nothing(text: str) -> None:
+def test_the_page_is_one_file_without_network_access(text: str) -> None:
     parsed = Tags(text)
     assert parsed.open == []
     assert not [a for _, a in parsed.seen if "src" in a]
@@ -78,7 +78,7 @@ def test_it_is_one_whole_file_that_asks_the_network_for_nothing(text: str) -> No
     assert "url(" not in re.sub(r"url\(#", "", text)
 
 
-def test_it_names_the_model_the_task_and_each_rows_learning_rate(found: ComparisonReport, text: str) -> None:
+def test_the_page_names_model_task_and_learning_rates(found: ComparisonReport, text: str) -> None:
     shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", text))
     assert (
         f"model {MEASURE['model']}, task {MEASURE['task']}; other: model {MEASURE['model']}, task embedded_steps."
@@ -92,13 +92,13 @@ def test_it_names_the_model_the_task_and_each_rows_learning_rate(found: Comparis
     }
 
 
-def test_entropy_kl_and_length_stand_beside_the_score(text: str) -> None:
+def test_entropy_kl_and_length_are_shown_with_the_score(text: str) -> None:
     heads = re.findall(r"<button[^>]*>([^<]+)</button></th>", text)
     at = heads.index("equal seconds")
     assert heads[at + 1 : at + 5] == ["entropy", "KL", "length", "cut off"]
 
 
-def test_every_row_is_on_it_and_no_text_breaks_out(found: ComparisonReport, text: str) -> None:
+def test_the_page_has_every_row_and_escapes_text(found: ComparisonReport, text: str) -> None:
     data = embedded(text)
     drawn = {r["label"] for kind in data["kinds"] for r in kind["rows"]}
     assert drawn == {r.label for r in found.rows} - {"broken"}
@@ -133,7 +133,7 @@ def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "ligh
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
-def test_it_fits_and_is_light_or_dark(chromium: Browser, file: Path, width: int, scheme: str) -> None:
+def test_the_page_fits_the_window_in_light_and_dark(chromium: Browser, file: Path, width: int, scheme: str) -> None:
     page, wrong = opened(chromium, file, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -23,7 +23,7 @@ def carried_out(found: ComparisonPlan, folder: Path, runner: StubRunner, jobs: i
     return ComparisonRun(found, folder, runner, jobs, said.append).run(), said
 
 
-def test_the_runs_that_follow() -> None:
+def test_the_plan_lists_the_runs() -> None:
     found = plan(row("grpo", GRID), row("trpo"), seeds=2, tuning=2)
     tuning = found.tuning_jobs()
     assert len(tuning) == 3 * 2
@@ -42,7 +42,7 @@ def test_the_runs_that_follow() -> None:
     assert len({job.folder for job in [*tuning, *reported]}) == len(tuning) + len(reported)
 
 
-def test_more_may_be_asked_for_and_what_is_there_counts(tmp_path: Path) -> None:
+def test_a_plan_can_be_extended_and_finished_runs_count(tmp_path: Path) -> None:
     """Rows, values of a grid and seeds, in any order of the rows; not another budget."""
     first = plan(row("grpo", GRID[:2]), row("ppo"), seeds=2)
     more = plan(row("trpo"), row("ppo"), row("grpo", GRID), seeds=3)
@@ -56,7 +56,7 @@ def test_more_may_be_asked_for_and_what_is_there_counts(tmp_path: Path) -> None:
         open_comparison(tmp_path / "new", replace(more, tokens=more.tokens + 1))
 
 
-def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+def test_a_plan_survives_saving_and_loading(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), row("ppo", updates=4))
     assert open_comparison(tmp_path / "new", found) == found
     assert read_plan(tmp_path / "new") == found
@@ -91,7 +91,7 @@ def test_the_best_rate_on_the_tuning_seeds_is_reported(tmp_path: Path) -> None:
     assert any(line.startswith("ppo, seed 1: 0.") and "12,000 tokens  12 updates" in line for line in said)
 
 
-def test_of_equal_rates_the_smaller_and_none_that_failed(tmp_path: Path) -> None:
+def test_ties_choose_the_smaller_rate_and_failed_rates_never(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), seeds=1, tuning=1)
     write_run(tmp_path / "run", 0.5, None, 0)
     same = outcomes.read_outcome(tmp_path / "run")
@@ -100,7 +100,7 @@ def test_of_equal_rates_the_smaller_and_none_that_failed(tmp_path: Path) -> None
     assert choose_values(found, {}) == {}
 
 
-def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
+def test_finished_runs_are_not_repeated(tmp_path: Path) -> None:
     found, runner = plan(row("grpo", GRID), row("ppo")), StubRunner()
     first, _ = carried_out(found, tmp_path, runner)
     again = StubRunner()
@@ -110,7 +110,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     assert said == ["0 of 6 tuning runs to do", "0 of 4 runs to do"]
 
 
-def test_a_failed_run_is_reported_others_go_on_and_it_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_retried_on_resume(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), row("ppo"))
     runner = StubRunner(fails=lambda words: "0.01" in words or (words[1] == "ppo" and words[-1] == "1"))
     results, said = carried_out(found, tmp_path, runner)
@@ -143,7 +143,7 @@ def test_a_run_without_scores_is_a_failure(tmp_path: Path) -> None:
     assert len(results.failures) == 1
 
 
-def test_ctrl_c_ends_soon_and_is_gone_on_with(tmp_path: Path) -> None:
+def test_ctrl_c_ends_soon_and_the_comparison_resumes(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), row("ppo"))
     runner = StubRunner()
 

@@ -53,7 +53,7 @@ def text(found: ComparisonReport, width: int = 100) -> list[str]:
     return ["".join(piece for piece, _ in line) for line in format_comparison(found, width)]
 
 
-def test_one_of_a_thing_is_not_several() -> None:
+def test_counts_use_singular_and_plural() -> None:
     runs = {"short": [outcome(0.6, updates=1.0, seconds=1.0)], "long": [outcome(1.0, updates=1.0, seconds=2.5)]}
     said = by_hand(runs).ranking
     assert [words.split(", ")[0] for words in said[:3]] == ["At 100 tokens", "At 1 update", "At 1 second"]
@@ -114,12 +114,12 @@ def test_rows_on_other_problems_are_not_compared() -> None:
     assert any("compared only among their own kind" in text and "embedded_steps" in text for text in found.differences)
 
 
-def test_the_same_runs_are_called_so() -> None:
+def test_identical_runs_are_reported() -> None:
     found = by_hand({"gspo": [outcome(0.6)], "sapo": [outcome(0.6)], "dapo": [outcome(0.7)]})
     assert any("to the digit" in text and "gspo = sapo." in text for text in found.caveats)
 
 
-def test_the_sentences(tmp_path: Path) -> None:
+def test_sentences_of_the_report(tmp_path: Path) -> None:
     found = carried_out(tmp_path)
     differs, limits = " ".join(found.differences), " ".join(found.caveats)
     assert "At 12,000 tokens, which every run reaches, grpo is highest, 0." in found.ranking[0]
@@ -141,7 +141,7 @@ def test_the_sentences(tmp_path: Path) -> None:
     assert untuned.tuning_seeds == ()
 
 
-def test_orders_that_turn_around() -> None:
+def test_reversed_rankings_are_reported() -> None:
     """Ahead at equal tokens, behind at equal updates: nine runs each, so that both are apart."""
     many = [outcome(0.8 + i / 1000, updates=40.0) for i in range(9)]
     found = by_hand({"many": many, "few": [outcome(0.6 + i / 1000) for i in range(9)]})
@@ -152,14 +152,14 @@ def test_orders_that_turn_around() -> None:
     assert "many and few" in found.ranking[-1]
 
 
-def test_a_ladder_is_told_rung_by_rung() -> None:
+def test_a_ladder_is_reported_rung_by_rung() -> None:
     rungs = {"a": {"change": "the base"}, "b": {"change": "adds a mask"}}
     found = by_hand({"a": [outcome(0.6)] * 4, "b": [outcome(0.9)] * 4}, ladder={"source": "x", "why": "y"}, **rungs)
     assert found.ranking[-1] == "b (adds a mask): +0.300 at equal tokens, apart from a."
     assert found.differences[-1] == "y"
 
 
-def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
+def test_failures_are_reported(tmp_path: Path) -> None:
     found = carried_out(tmp_path, fails=lambda words: words[1] == "ppo" or (words[1] == "grpo" and words[-1] == "2"))
     ppo, grpo = row_of(found, "ppo"), row_of(found, "grpo")
     assert ppo.summary is None
@@ -172,7 +172,7 @@ def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
     assert "failed  grpo at 0.001, seed 2" in shown
 
 
-def test_a_row_whose_tuning_failed_altogether(tmp_path: Path) -> None:
+def test_a_row_whose_tuning_failed_completely(tmp_path: Path) -> None:
     found = carried_out(tmp_path, fails=lambda words: "--lr" in words)
     assert row_of(found, "grpo").summary is None
     assert row_of(found, "grpo").option_value is None
@@ -181,7 +181,7 @@ def test_a_row_whose_tuning_failed_altogether(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 100, 200])
-def test_the_table_fits(tmp_path: Path, width: int) -> None:
+def test_the_table_fits_the_terminal(tmp_path: Path, width: int) -> None:
     found = carried_out(tmp_path)
     assert max(map(len, text(found, width))) <= width
     whole = "\n".join(text(found, width))

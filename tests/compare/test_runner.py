@@ -50,7 +50,7 @@ def until_there(path: Path) -> None:
     raise AssertionError(f"{path} never came")
 
 
-def test_a_run_its_log_and_its_cost(tmp_path: Path, program: tuple[str, str]) -> None:
+def test_a_run_has_a_log_and_a_cost(tmp_path: Path, program: tuple[str, str]) -> None:
     folder = tmp_path / "c" / "runs" / "grpo" / "seed-0"
     SubprocessRunner(3, program)(["train", "grpo"], folder)
     assert is_finished(folder)
@@ -72,7 +72,7 @@ def test_a_failure_names_the_command_and_the_end_of_the_log(tmp_path: Path, prog
         SubprocessRunner(1, (*program, "fails"))(["train"], tmp_path / "run")
 
 
-def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path, program: tuple[str, str]) -> None:
+def test_a_stopped_run_can_be_resumed(tmp_path: Path, program: tuple[str, str]) -> None:
     folder, processes = tmp_path / "run", SubprocessRunner(1, program)
     thread = threading.Thread(target=processes, args=(["waits"], folder))
     thread.start()
@@ -88,7 +88,7 @@ def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path, program: tuple[str, 
     assert read_cost(folder)["processes"] == 2
 
 
-def test_a_run_that_outlived_its_comparison_is_waited_for(tmp_path: Path, program: tuple[str, str]) -> None:
+def test_a_run_that_outlived_its_comparison_is_awaited(tmp_path: Path, program: tuple[str, str]) -> None:
     """As after kill -9 of the comparison: the process holds its run's lock by itself."""
     folder = tmp_path / "run"
     with hold_lock(tmp_path / "run.lock") as lock:
@@ -111,7 +111,7 @@ def test_a_run_that_outlived_its_comparison_is_waited_for(tmp_path: Path, progra
     assert not (tmp_path / "run.log").exists()  # nothing was run a second time
 
 
-def test_what_never_began_is_begun_anew(tmp_path: Path, program: tuple[str, str]) -> None:
+def test_a_folder_without_a_started_run_is_started_anew(tmp_path: Path, program: tuple[str, str]) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".run.toml.tmp").touch()
@@ -120,7 +120,7 @@ def test_what_never_began_is_begun_anew(tmp_path: Path, program: tuple[str, str]
     assert not (folder / ".run.toml.tmp").exists()
 
 
-def test_a_run_that_goes_on_is_permitted_what_its_words_were(tmp_path: Path, program: tuple[str, str]) -> None:
+def test_a_resumed_run_keeps_the_permissions_of_its_command_line(tmp_path: Path, program: tuple[str, str]) -> None:
     """Its own file permits nothing, and neither does another run's."""
     folder = tmp_path / "run"
     folder.mkdir()

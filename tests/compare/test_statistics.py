@@ -37,14 +37,14 @@ def test_interquartile_mean_by_hand() -> None:
 
 @QUICK
 @given(SCORES, st.floats(-3, 3), st.floats(0.1, 3))
-def test_interquartile_mean_moves_with_the_scores(scores: list[float], shift: float, scale: float) -> None:
+def test_interquartile_mean_follows_the_scores(scores: list[float], shift: float, scale: float) -> None:
     x = np.array(scores)
     assert x.min() - 1e-9 <= interquartile_mean(x) <= x.max() + 1e-9
     assert interquartile_mean(scale * x + shift) == pytest.approx(scale * interquartile_mean(x) + shift, abs=1e-9)
     assert interquartile_mean(x[::-1]) == interquartile_mean(x)
 
 
-def test_the_figures_are_those_of_rliable() -> None:
+def test_statistics_equal_rliable() -> None:
     """What rliable 1.2.0 gives for these scores of five runs on two tasks; its intervals were of 50,000 and 20,000 draws."""
     x = [[0.62, 0.31], [0.70, 0.28], [0.55, 0.40], [0.81, 0.35], [0.66, 0.22]]
     y = [[0.58, 0.33], [0.66, 0.25], [0.60, 0.35], [0.49, 0.41]]
@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_rliable() -> None:
     assert (above.low, above.high) == pytest.approx((0.325, 0.825), abs=0.02)
 
 
-def test_a_stratum_is_drawn_from_its_own_task() -> None:
+def test_strata_are_resampled_within_their_task() -> None:
     """Two tasks whose scores cannot be mistaken for one another: every replication has as many of each."""
     scores = np.array([[0.0, 100.0], [1.0, 101.0], [2.0, 102.0]])
     drawn = scores[resample_indices(3, 2, 500), np.arange(2)]
@@ -77,7 +77,7 @@ def test_the_interval_is_that_of_all_resamples() -> None:
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
 
 
-def test_an_interval_covers_most_of_the_time() -> None:
+def test_intervals_have_their_coverage() -> None:
     draw = np.random.default_rng(0)
     inside = 0
     for seed in range(150):
@@ -91,7 +91,7 @@ def test_percentiles_of_replications() -> None:
     assert (low, high) == pytest.approx((5.0, 95.0))
 
 
-def test_a_band_holds_its_line_and_closes_on_equal_runs() -> None:
+def test_a_band_contains_its_line_and_vanishes_for_equal_runs() -> None:
     curves = [[0.0, 1.0, 2.0], [0.0, 2.0, 2.0], [0.0, 3.0, 2.0], [0.0, 9.0, 2.0], [0.0, -5.0, 2.0]]
     value, low, high = bootstrap_band(curves)
     np.testing.assert_allclose(value, [0.0, 2.0, 2.0])
@@ -114,7 +114,7 @@ def test_probability_of_improvement_by_hand() -> None:
 
 @QUICK
 @given(SCORES, SCORES)
-def test_one_of_two_is_above_the_other(x: list[float], y: list[float]) -> None:
+def test_one_of_two_rows_is_above_the_other(x: list[float], y: list[float]) -> None:
     above, below = probability_of_improvement(x, y, reps=50), probability_of_improvement(y, x, reps=50)
     assert above.value + below.value == pytest.approx(1.0)
     assert 0.0 <= above.low <= above.high <= 1.0
@@ -123,7 +123,7 @@ def test_one_of_two_is_above_the_other(x: list[float], y: list[float]) -> None:
     assert above.value == pytest.approx(sum(pairs) / len(pairs))
 
 
-def test_how_often_equals_are_separated() -> None:
+def test_equal_rows_are_rarely_separated() -> None:
     assert separation_by_chance(1, 1) == 1.0
     assert separation_by_chance(2, 2) == pytest.approx(1 / 3)  # 2 of the 6 orders of who is whose
     assert separation_by_chance(5, 5) == pytest.approx(2 / 252)
@@ -132,7 +132,7 @@ def test_how_often_equals_are_separated() -> None:
     assert apart.mean() == pytest.approx(separation_by_chance(3, 3), abs=0.02)
 
 
-def test_between_points_a_curve_is_straight() -> None:
+def test_curves_are_interpolated_linearly() -> None:
     assert mean_height([0, 10], [0.0, 1.0], 10) == pytest.approx(0.5)
     assert mean_height([0, 10, 20], [0.0, 1.0, 1.0], 20) == pytest.approx(0.75)
     assert mean_height([0, 10, 20], [0.0, 1.0, 1.0], 15) == pytest.approx((5 + 5) / 15)  # cut between points
@@ -141,7 +141,7 @@ def test_between_points_a_curve_is_straight() -> None:
 
 @QUICK
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=8), st.floats(0.1, 3))
-def test_the_area_of_a_level_curve_is_its_level(heights: list[float], end: float) -> None:
+def test_the_area_of_a_constant_curve_is_its_value(heights: list[float], end: float) -> None:
     xs = np.linspace(0, 3, len(heights))
     assert mean_height(xs, np.full(len(heights), 0.7), end) == pytest.approx(0.7)
     assert min(heights) - 1e-9 <= mean_height(xs, heights, end) <= max(heights) + 1e-9
@@ -156,7 +156,7 @@ def test_where_a_curve_first_crosses() -> None:
     assert first_crossing(xs, ys, 0.95) is None
 
 
-def test_a_run_that_never_arrives_is_not_averaged_away() -> None:
+def test_a_run_that_never_reaches_the_threshold_is_not_ignored() -> None:
     assert median_crossing([1.0, 2.0, None]) == 2.0
     assert median_crossing([1.0, None, None]) is None
     assert median_crossing([1.0, 3.0]) == 2.0

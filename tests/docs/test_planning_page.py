@@ -20,7 +20,7 @@ def test_errors_are_of_the_prediction() -> None:
 
 def test_published_runs_are_planned() -> None:
     rows = [*planning.nemo_rows(), *planning.prime_rows()]
-    assert {"s, drawing", "s, learning", "GiB at most", "tokens/s"} <= {row.what for row in rows}
+    assert {"s, sampling", "s, learning", "GiB at most", "tokens/s"} <= {row.what for row in rows}
     assert all(row.planned > 0 for row in rows)
     step = next(row for row in rows if (row.measured, row.what) == (112, "s, a step"))
     assert abs(step.error) < 0.2  # the run that the assumptions were chosen with

@@ -40,7 +40,7 @@ def naive_batch(model: nn.Module, batch: pg.Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path: Path) -> None:
+def test_sampler_and_learner_equal_the_models_forward_pass(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(tmp_path)
     model, batch = load_model(str(tmp_path)), long_batch()

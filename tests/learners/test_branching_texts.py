@@ -56,7 +56,7 @@ def spelt(part: Pack) -> dict[int, tuple[int, ...]]:
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
-def test_a_completion_is_never_split_and_every_beginning_is_read_once(seed: int, budget: int, whole: bool) -> None:
+def test_completions_are_not_split_and_prefixes_are_read_once(seed: int, budget: int, whole: bool) -> None:
     batch = branching(make_batch(seed), seed)
     rows = batch.mask.any(1).nonzero().squeeze(1)
     packs = list(pack_micro_batches(batch, rows, budget, keep_groups=whole))
@@ -79,7 +79,7 @@ def test_a_completion_is_never_split_and_every_beginning_is_read_once(seed: int,
         assert p.completions <= len(p.rows)
 
 
-def test_where_nothing_falls_back_it_is_all_as_if_nothing_were_said() -> None:
+def test_given_positions_of_unbranched_texts_change_nothing() -> None:
     batch = make_batch(5)
     sizes = torch.tensor([len(p) for p in batch.prompts or ()])[batch.group]
     said = replace(batch, positions=sizes[:, None] + torch.arange(batch.mask.shape[1]))
@@ -115,7 +115,7 @@ def test_log_probabilities_equal_the_definition(model: nn.Module, tree: bool, sp
     assert torch.allclose(got, truth, atol=1e-10)
 
 
-def test_the_experts_of_a_node_are_those_of_its_token() -> None:
+def test_a_node_has_the_experts_of_its_token() -> None:
     """Told by the token's own id, so that a wrong place shows."""
     batch = branching(make_batch(7))
     assert batch.tokens is not None
@@ -131,7 +131,7 @@ def test_the_experts_of_a_node_are_those_of_its_token() -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_score_is_that_of_all_its_texts(model: nn.Module, together: bool) -> None:
+def test_a_score_norm_covers_all_texts_of_an_episode(model: nn.Module, together: bool) -> None:
     batch = branching(make_batch(5))
     norms = replace(ScoreNorms.of(build_evaluator(model, 1.0), LearnerConfig()), batched=together)
     found = norms.evaluate(batch).grad_logp_sq_norm
@@ -144,7 +144,7 @@ def test_a_score_is_that_of_all_its_texts(model: nn.Module, together: bool) -> N
 
 
 @pytest.mark.parametrize("backbone", ["separate", "policy"])
-def test_the_value_of_where_an_episode_was_cut_off_is_that_of_its_last_text(random_model: Path, backbone: str) -> None:
+def test_a_truncated_episode_bootstraps_from_its_last_text(random_model: Path, backbone: str) -> None:
     critic = pg.Critic(backbone=backbone)  # type: ignore[arg-type]
     algorithm = replace(pg.PPO, shaping=(), critic=critic, advantage=(pg.GAE(bootstrap=True),))
     network = load_model(str(random_model))
@@ -216,7 +216,7 @@ def test_an_episode_of_two_texts_by_hand(model: nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [pg.GRPO, pg.DR_GRPO, pg.MAXRL], ids=lambda a: a.name)
-def test_a_group_counts_episodes_and_no_texts(algorithm: pg.Algorithm) -> None:
+def test_groups_count_episodes_not_texts(algorithm: pg.Algorithm) -> None:
     plain = replace(TWO, mask=TWO.mask[:, :1], tokens=None, prompts=None, positions=None)
     psi = algorithm.compute_advantages(TWO)
     assert torch.equal(psi[TWO.mask], algorithm.compute_advantages(plain)[:, 0].repeat_interleave(TWO.lengths))

@@ -130,7 +130,7 @@ def test_fisher_products_are_those_of_the_matrix(name: str, sampled: bool, monke
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_padding_token_in_a_text_counts_like_any_other() -> None:
+def test_a_padding_token_inside_a_text_counts_like_any_other() -> None:
     """Where it is also an end token it stands in chat prompts. An embedding's `padding_idx` takes its gradient away in reverse
     mode alone: the product was then neither that of the matrix nor symmetric."""
     model, batch = small_model(), make_batch()
@@ -148,7 +148,7 @@ def test_a_padding_token_in_a_text_counts_like_any_other() -> None:
     assert float((gradient[:8]).norm()) > 0  # the padding token's row of the embeddings, the first parameter
 
 
-def test_the_models_differ_in_the_path_they_take() -> None:
+def test_the_models_take_different_curvature_paths() -> None:
     """Or the test above would compare one path with itself."""
     assert learner_for(small_model()).evaluator.network.split_head
     assert learner_for(small_model()).evaluator.network.use_tree
@@ -193,7 +193,7 @@ def test_a_forward_mode_that_contradicts_reverse_mode_is_not_used() -> None:
     assert float((problem.fisher(v, False) - F @ v).norm() / (F @ v).norm()) < 1e-12
 
 
-def test_forward_mode_and_double_backward_push_alike() -> None:
+def test_forward_mode_equals_double_backward() -> None:
     learner = learner_for(small_model())
     part, _ = next(learner.curvature._micro_batches(make_batch()))
     tangents = {n: torch.randn_like(p) for n, p in learner.optimizer.parameters.items()}
@@ -205,7 +205,7 @@ def test_forward_mode_and_double_backward_push_alike() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama, tied head", "granite, scaled logits"])
-def test_kl_and_surrogate_are_the_definitions_and_looking_moves_nothing(name: str) -> None:
+def test_kl_and_surrogate_equal_their_definitions_without_side_effects(name: str) -> None:
     model, batch = small_model(name), make_batch()
     learner = learner_for(model, micro_tokens=1)
     problem = problem_for(learner, batch)
@@ -226,7 +226,7 @@ def test_kl_and_surrogate_are_the_definitions_and_looking_moves_nothing(name: st
     assert value == pytest.approx(expected, rel=1e-7)
 
 
-def test_gradient_fisher_and_evaluate_speak_of_the_same_coordinates() -> None:
+def test_gradient_fisher_and_evaluate_use_the_same_coordinates() -> None:
     """Along any direction the surrogate's slope is gᵀv and the KL's curvature vᵀFv; at θ_old the KL is 0."""
     learner = learner_for(small_model("gpt2"))
     problem = problem_for(learner, make_batch())
@@ -253,7 +253,7 @@ def test_the_sampled_fisher_is_the_exact_one_on_average() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_state_that_several_tokens_follow_counts_for_each(sampled: bool) -> None:
+def test_a_state_followed_by_several_tokens_counts_for_each(sampled: bool) -> None:
     """One call for all pairs of a state and a token is the sum of a call for each."""
     g = torch.Generator().manual_seed(0)
     logits, change = torch.randn(2, 3, 5, generator=g, dtype=torch.float64)
@@ -270,7 +270,7 @@ def test_a_state_that_several_tokens_follow_counts_for_each(sampled: bool) -> No
     assert torch.allclose(found, expected, atol=1e-14)
 
 
-def test_a_table_of_logits_serves_as_a_problem_too() -> None:
+def test_a_table_of_logits_is_a_valid_problem() -> None:
     """Its Fisher products are those of the Hessian of the mean KL, by autograd; its steps keep to δ and climb."""
     learner = TabularLearner(2, 4, VOCABULARY)
     with torch.no_grad():
@@ -305,7 +305,7 @@ def move(learner: LocalLearner, batch: pg.Batch, algorithm: pg.Algorithm = CHEAP
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}, {"dtype": "bf16"}], ids=str
 )
-def test_every_accepted_step_keeps_to_delta_on_the_embedded_model(options: dict[str, Any]) -> None:
+def test_every_accepted_step_respects_delta_on_the_embedded_model(options: dict[str, Any]) -> None:
     model = load_model(resolve_model("tiny"), dtype=options.get("dtype", "fp32"))
     learner = learner_for(model, CHEAP, **options)
     for step in range(2):
@@ -319,7 +319,7 @@ def test_every_accepted_step_keeps_to_delta_on_the_embedded_model(options: dict[
         assert torch.equal(parameter, learner.optimizer.masters[name].to(parameter.dtype))
 
 
-def test_a_fit_moves_the_critic_alone_and_pretraining_leaves_the_policy() -> None:
+def test_fitting_the_critic_leaves_the_policy_unchanged() -> None:
     algorithm = replace(
         pg.TRPO, critic=pg.Critic(lr=1e-2, pretrain=1), update_rule=pg.TrustRegion(cg_iters=2, critic_steps=3)
     )
@@ -340,7 +340,7 @@ def test_a_fit_moves_the_critic_alone_and_pretraining_leaves_the_policy() -> Non
         algorithm = replace(algorithm, critic=pg.Critic(lr=1e-2))
 
 
-def test_a_subset_of_the_parameters_trains_and_the_rest_stands_still() -> None:
+def test_training_a_subset_leaves_other_parameters_unchanged() -> None:
     model = small_model(dtype=torch.float32)
     learner = learner_for(model, CHEAP, trainable=r"layers\.1\..*proj")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -357,7 +357,7 @@ def test_a_subset_of_the_parameters_trains_and_the_rest_stands_still() -> None:
         other.restore(*learner.state())
 
 
-def test_a_head_alone_trains_too() -> None:
+def test_training_only_the_head() -> None:
     model = small_model("llama, head of its own")
     learner = learner_for(model, trainable="lm_head")
     problem = problem_for(learner, make_batch())
@@ -366,7 +366,7 @@ def test_a_head_alone_trains_too() -> None:
     assert torch.allclose(problem.fisher(v, False), F @ v, rtol=1e-8, atol=1e-12)
 
 
-def test_trainable_is_refused_where_it_means_nothing() -> None:
+def test_trainable_is_refused_where_it_has_no_effect() -> None:
     with pytest.raises(ValueError, match=r"'layers.7' .*embed_tokens"):
         learner_for(small_model(), trainable="layers.7")
     with pytest.raises(ValueError, match="not a regular expression"):
@@ -399,7 +399,7 @@ class NotANumber(pg.Importance):
         return super().weight(ratio, psi, batch) * float("nan")
 
 
-def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Path) -> None:
+def test_nonfinite_values_skip_the_step_and_the_run_continues(small: Run, tmp_path: Path) -> None:
     record = Record()
     algorithm = replace(CHEAP, name="broken", gate=NotANumber())
     run = replace(small, algorithm=algorithm, lr=None, steps=2, output=str(tmp_path / "run"))
@@ -411,7 +411,7 @@ def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Pat
     assert same(weights(result.output), {n: p for n, p in before.named_parameters() if n in weights(result.output)})
 
 
-def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tmp_path: Path) -> None:
+def test_a_failed_line_search_says_why_nothing_was_learned(small: Run, tmp_path: Path) -> None:
     """A step so short that float32 cannot tell the surrogate's rise."""
     record = Record()
     algorithm = replace(CHEAP, update_rule=pg.TrustRegion(delta=1e-30, cg_iters=1, backtrack_iters=1))
@@ -420,7 +420,7 @@ def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tm
     assert record.steps[0][1]["updates/skipped"] == 1
 
 
-def test_a_learning_rate_that_would_drive_nothing_is_refused() -> None:
+def test_an_unused_learning_rate_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"TrustRegion has no learning rate.*algorithm\.update_rule\.delta.*algorithm\.critic\.lr"
     ):
@@ -435,7 +435,7 @@ def test_a_learning_rate_that_would_drive_nothing_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trpo", "natural"])
-def test_runs_keep_to_delta_and_resume_to_the_bit(small: Run, tmp_path: Path, name: str) -> None:
+def test_runs_respect_delta_and_resume_bitwise(small: Run, tmp_path: Path, name: str) -> None:
     algorithm = replace(pg.get_algorithm(name), critic=pg.Critic(lr=1e-3))
     run = replace(small, algorithm=algorithm, lr=None)
     record = Record()
@@ -453,7 +453,7 @@ def test_runs_keep_to_delta_and_resume_to_the_bit(small: Run, tmp_path: Path, na
     assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
-def test_a_share_of_the_groups_is_the_same_one_every_time() -> None:
+def test_the_subset_of_groups_is_reproducible() -> None:
     """And its Fisher matrix that of those completions alone."""
     model, batch = small_model("gpt2"), make_batch()
     problem = problem_for(learner_for(model), batch)

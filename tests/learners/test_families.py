@@ -83,7 +83,7 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
 
 @pytest.mark.parametrize("form", ["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_trains_with_one_log_probability_in_sampler_and_learner(
+def test_sampler_and_learner_agree_for_every_family(
     family: Family, form: str, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if form == "lora":
@@ -101,7 +101,7 @@ def test_a_family_trains_with_one_log_probability_in_sampler_and_learner(
 
 
 @pytest.mark.parametrize("family", [p for p in FAMILIES if p.values[0].left_out])  # type: ignore[attr-defined]
-def test_lora_leaves_out_exactly_the_layers_that_no_adapter_fits_and_refuses_them_by_name(family: Family) -> None:
+def test_lora_skips_exactly_the_layers_without_an_adapter_and_refuses_them_by_name(family: Family) -> None:
     peft = pytest.importorskip("peft")
     model = tf.AutoModelForCausalLM.from_config(family.config())
     linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head}

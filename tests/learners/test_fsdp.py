@@ -149,7 +149,7 @@ def _replays_experts(ranks: WorkerGroup) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("budget", [7, 24, 60, 10**6])
-def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
+def test_micro_batches_are_distributed_over_ranks(size: int, budget: int) -> None:
     """Each completion to one process; all take equally many passes, no more than the budget makes necessary, within the budget."""
     rows = torch.arange(len(BATCH.mask))
     given, turns = [], []
@@ -166,7 +166,7 @@ def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
     assert turns == [ceil(len(list(pack_micro_batches(BATCH, rows, budget))) / size)] * size
 
 
-def test_one_rank_is_one_process() -> None:
+def test_one_rank_equals_one_process() -> None:
     ranks = WorkerGroup.start(1)
     local, ranked, _ = pair(ranks, pg.GSPO)
     expected, found = (values(learned(learner, pg.GSPO)) for learner in (local, ranked))
@@ -175,7 +175,7 @@ def test_one_rank_is_one_process() -> None:
     ranked.close()
 
 
-def test_a_signal_waits_for_what_all_processes_do() -> None:
+def test_deferred_signals_arrive_after_the_block() -> None:
     came: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -210,21 +210,21 @@ def test_a_trust_region_of_a_model_without_forward_mode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lora": "rank=4,bits=4"}, {"device": "cuda:1"}], ids=str)
-def test_options_of_one_process_are_refused(options: dict[str, Any]) -> None:
+def test_options_for_one_process_are_refused_with_several(options: dict[str, Any]) -> None:
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.world_size=2"):
         pg.Run(learner=pg.LearnerConfig(world_size=2, **options))
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.world_size=2"):
         pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(world_size=2, **options))
 
 
-def test_the_number_of_ranks() -> None:
+def test_world_size_and_routing_replay_are_checked() -> None:
     with pytest.raises(pg.ConfigError, match=r"learner\.world_size must be at least 1, not 0"):
         pg.LearnerConfig(world_size=0)
     with pytest.raises(pg.ConfigError, match=r"learner\.routing_replay replays .*, and sft samples nothing"):
         pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(routing_replay=True))
 
 
-def test_what_no_pickle_holds_is_refused_before_anybody_hears_of_it() -> None:
+def test_a_command_that_cannot_be_pickled_is_refused_before_it_is_sent() -> None:
     with pytest.raises(
         pg.ConfigError, match=r"cannot be sent to the other processes \(.*lock.*\): .*learner\.world_size to 1"
     ):
@@ -239,7 +239,7 @@ def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         check_devices("cuda", 2)
 
 
-def test_torchrun_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_world_size(3) == 3
     check_not_torchrun(1)
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():

@@ -17,7 +17,7 @@ SINGLE = replace(BATCH, reward=BATCH.reward.float())
 
 
 @pytest.mark.slow
-def test_an_update_is_that_of_one_process_up_to_rounding() -> None:
+def test_an_update_equals_one_process_up_to_rounding() -> None:
     """With AdamW's ε at 1 a step is about linear in the gradient."""
     with started(2) as ranks:
         for algorithm in (pg.DR_GRPO, pg.GRPO):  # the second reads a reference

@@ -51,7 +51,7 @@ def held(learner: FsdpLearner) -> list[int]:
 
 
 @pytest.mark.slow
-def test_no_process_has_more_than_its_share_and_one_parameter(
+def test_a_process_holds_at_most_its_shard_and_one_parameter(
     ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted while each matrix is there: what both have at most is less than the model, of which rank 0 has the structure."""

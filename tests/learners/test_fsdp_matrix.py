@@ -83,7 +83,7 @@ def failures(cases: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_algorithm_learns_as_in_one_process(size: int) -> None:
+def test_two_processes_equal_one_for_every_algorithm(size: int) -> None:
     with started(size) as ranks:
         cases = {name: partial(compared, ranks, a, COARSE.get(name, 1e-12)) for name, a in TABLE.items()}
         assert failures(cases) == {}
@@ -91,7 +91,7 @@ def test_every_algorithm_learns_as_in_one_process(size: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_episodes_of_several_texts_too() -> None:
+def test_two_processes_equal_one_for_branching_episodes() -> None:
     names = ("grpo", "gspo", "ppo", "prime", "trpo", "exact norms", "exact KL to the reference")
     with started(2) as ranks:
         cases = {n: partial(compared, ranks, TABLE[n], COARSE.get(n, 1e-12), several=True) for n in names}
@@ -100,7 +100,7 @@ def test_episodes_of_several_texts_too() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_some_in_float32() -> None:
+def test_two_processes_equal_one_in_float32_for_some_algorithms() -> None:
     """Not those of many updates, or with a conjugate gradient: in one process, too, they depend on the micro-batches by more."""
     names = ("grpo", "gspo", "prime", "opo")
     with started(2) as ranks:
@@ -178,7 +178,7 @@ LORA = {
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_adapters_learn_as_in_one_process(size: int) -> None:
+def test_two_processes_equal_one_with_adapters(size: int) -> None:
     """New ones, whose reference is the model without them, and such as have moved."""
     pytest.importorskip("peft")
     with started(size) as ranks:

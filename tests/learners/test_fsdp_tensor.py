@@ -51,7 +51,7 @@ def compared(
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_every_layer_learn_as_one() -> None:
+def test_two_tensor_parallel_processes_equal_one() -> None:
     with started(2) as ranks:
         local, ranked, _ = compared(ranks, pg.GRPO, llama)
         ranked.restore(*local.state())
@@ -78,7 +78,7 @@ TABLE = {name: runnable(name) for name in ALGORITHMS} | {"kl_cov": replace(pg.KL
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_algorithm_that_takes_gradient_steps_learns_as_in_one_process(size: int) -> None:
+def test_tensor_parallel_equals_one_process_for_every_gradient_algorithm(size: int) -> None:
     """Two processes that share each layer, and two pairs of such. A reference that is a model of its own is not cut."""
     cases = {
         name: algorithm
@@ -98,7 +98,7 @@ def test_every_algorithm_that_takes_gradient_steps_learns_as_in_one_process(size
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_episodes_of_several_texts_float32_rows_that_are_not_to_be_halved_and_recomputed_activations() -> None:
+def test_tensor_parallel_with_branching_episodes_float32_rows_and_recomputed_activations() -> None:
     with started(4) as ranks:
         compared(ranks, pg.GRPO, llama, several=True)
         compared(ranks, pg.GRPO, partial(llama, intermediate_size=18))
@@ -107,7 +107,7 @@ def test_episodes_of_several_texts_float32_rows_that_are_not_to_be_halved_and_re
         compared(ranks, pg.GRPO, qwen3, config=config)
 
 
-def test_what_is_not_cut_is_refused() -> None:
+def test_layers_that_cannot_be_split_are_refused() -> None:
     def refused(make: Any, words: str, size: int = 2, algorithm: pg.Algorithm = pg.GRPO) -> None:
         with pytest.raises(pg.ConfigError, match=words):
             check_tensor_parallel(make(), size, algorithm)
@@ -134,7 +134,7 @@ def test_what_is_not_cut_is_refused() -> None:
         pg.LearnerConfig(tensor_parallel=0)
 
 
-def test_adapters_are_not_cut() -> None:
+def test_adapters_are_not_split() -> None:
     pytest.importorskip("peft")
     from policygrad.models.adapters import add_adapters
     from policygrad.models.lora_config import Lora
@@ -143,7 +143,7 @@ def test_adapters_are_not_cut() -> None:
         check_tensor_parallel(add_adapters(llama(), Lora(rank=2)), 2, pg.GRPO)
 
 
-def test_a_plan_names_modules_of_every_layer() -> None:
+def test_the_tensor_parallel_plan_covers_every_layer() -> None:
     found = resolve_tp_plan(llama())
     assert len(found) == 7 * 2
     assert found["model.layers.1.self_attn.q_proj"] == "colwise"

@@ -35,7 +35,7 @@ def plain(states: Tensor, linear: nn.Linear, index: Tensor, tokens: Tensor, tau:
 @pytest.mark.parametrize("tau", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_values_and_gradients_are_those_of_autograd(
+def test_fused_head_equals_autograd(
     monkeypatch: pytest.MonkeyPatch, chunk: int, room: int, tau: float, bias: bool, entropy: bool
 ) -> None:
     monkeypatch.setattr(logprobs, "BUFFER_CPU", chunk)
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_autograd(
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_one(
+def test_a_predicted_gradient_saves_a_matmul_and_a_wrong_one_costs_one(
     monkeypatch: pytest.MonkeyPatch, right: bool
 ) -> None:
     monkeypatch.setattr(logprobs, "MAX_CACHED", 0)
@@ -77,7 +77,7 @@ def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_on
 
 
 @pytest.mark.parametrize(("room", "expected"), [(0, 4), (16 * VOCABULARY, 3), (21 * VOCABULARY, 2)])
-def test_what_there_is_room_for_is_not_computed_again(
+def test_logits_that_fit_in_memory_are_not_recomputed(
     monkeypatch: pytest.MonkeyPatch, room: int, expected: int
 ) -> None:
     """Two chunks of states; and what waited is gone after the way back, so that a second one computes all again."""
@@ -103,7 +103,7 @@ def counted(call, calls):  # type: ignore[no-untyped-def]
     return made
 
 
-def test_tokens_that_a_model_rules_out_have_no_part() -> None:
+def test_tokens_of_probability_zero_are_ignored() -> None:
     """0·∞ = 0: the entropy and all gradients stay finite."""
     states, linear, index, tokens = example(torch.float64, True)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_tokens_that_a_model_rules_out_have_no_part() -> None:
         assert bool(gradient.isfinite().all())
 
 
-def test_what_does_not_train_gets_no_gradient_and_no_graph_costs_nothing() -> None:
+def test_frozen_inputs_get_no_gradient_and_no_graph() -> None:
     states, linear, index, tokens = example(torch.float64, True)
     linear.requires_grad_(False)
     logp, _ = fused_log_probability(states, linear, index, tokens, 1.0)

@@ -48,7 +48,9 @@ def same(a: list[Tensor], module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_teacher_says_what_it_says_by_definition(model: nn.Module, teacher: nn.Module, temperature: float) -> None:
+def test_teacher_log_probabilities_equal_the_definition(
+    model: nn.Module, teacher: nn.Module, temperature: float
+) -> None:
     """At the sampling temperature, of completions with holes, equal ones and an empty one."""
     batch = make_batch(5)
     learner = LocalLearner(model, LearnerSpec(TAUGHT, lr=0.0, steps=1, temperature=temperature), reference=teacher)
@@ -89,7 +91,7 @@ def test_the_exact_kl_to_the_teacher(
         assert float((g - p.grad).abs().max()) < 1e-7 * largest
 
 
-def test_a_policy_becomes_its_teacher(model: nn.Module, teacher: nn.Module) -> None:
+def test_distillation_halves_the_exact_kl_to_the_teacher(model: nn.Module, teacher: nn.Module) -> None:
     """Rollouts of the same texts, as an off-policy gradient would: only that the exact KL falls by half is asked."""
     batch = make_batch(7, holes=False)
     learner = LocalLearner(model, LearnerSpec(EXACT, lr=1e-2, steps=30), reference=teacher)
@@ -101,14 +103,14 @@ def test_a_policy_becomes_its_teacher(model: nn.Module, teacher: nn.Module) -> N
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_name_and_its_model_come_together(model: nn.Module, teacher: nn.Module, named: bool) -> None:
+def test_a_teacher_needs_both_name_and_model(model: nn.Module, teacher: nn.Module, named: bool) -> None:
     with pytest.raises(pg.ConfigError, match=r"Reference\.model is .*give both"):
         LocalLearner(
             model, LearnerSpec(TAUGHT if named else pg.GRPO, lr=0.0, steps=1), reference=None if named else teacher
         )
 
 
-def test_another_width_has_no_exact_kl(model: nn.Module) -> None:
+def test_exact_kl_needs_equal_vocabularies(model: nn.Module) -> None:
     torch.manual_seed(1)
     size = int(model.config.vocab_size) + 8  # type: ignore[union-attr, arg-type]
     wide = load_model(GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=64, n_embd=24, n_layer=1, n_head=2)))
@@ -117,7 +119,7 @@ def test_another_width_has_no_exact_kl(model: nn.Module) -> None:
         LocalLearner(model, LearnerSpec(EXACT, lr=0.0, steps=1), reference=wide)
 
 
-def test_a_teacher_reads_the_policys_tokens(random_model: Path, tmp_path: Path) -> None:
+def test_a_teacher_must_share_the_tokenizer(random_model: Path, tmp_path: Path) -> None:
     """The embedded model has the random model's tokenizer; one with a token more, or two tokens swapped, is refused."""
     policy = load_tokenizer(str(random_model), load_model(str(random_model)))
     assert not any(p.requires_grad for p in load_reference("tiny", policy).parameters())
@@ -150,7 +152,7 @@ def rollout(learner: LocalLearner, batch: pg.Batch) -> dict:  # type: ignore[typ
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}], ids=str)
-def test_its_gradient_is_that_of_the_cross_entropy(model: nn.Module, options: dict[str, object]) -> None:
+def test_implicit_reward_gradient_is_the_cross_entropys(model: nn.Module, options: dict[str, object]) -> None:
     """Merged duplicates, shared prompts and micro-batches, against one completion at a time. π_φ has moved before."""
     learner = LocalLearner(model, LearnerSpec(NO_FILTER, lr=0.0, steps=1, config=LearnerConfig(**options)))  # type: ignore[arg-type]
     assert learner.reward_model is not None
@@ -178,7 +180,7 @@ def test_its_gradient_is_that_of_the_cross_entropy(model: nn.Module, options: di
         assert float((g - q.grad).abs().max()) < 1e-6 * largest
 
 
-def test_the_two_models_move_apart(model: nn.Module) -> None:
+def test_policy_and_reward_model_train_independently(model: nn.Module) -> None:
     """With the policy's rate at 0 only φ moves, with φ's at 0 only the policy; the reference never does."""
     batch = make_batch(3)
     for policy, own in ((0.0, 1e-3), (1e-3, 0.0)):
@@ -196,7 +198,7 @@ def test_the_two_models_move_apart(model: nn.Module) -> None:
         assert {"reward_model/loss", "reward_model/grad_norm"} <= metrics.keys()
 
 
-def test_it_starts_as_the_reference_whatever_that_is(model: nn.Module, teacher: nn.Module) -> None:
+def test_the_implicit_reward_starts_as_the_reference(model: nn.Module, teacher: nn.Module) -> None:
     """A reference of another architecture: π_φ is one more of it, so that r_φ is 0, and it alone learns."""
     algorithm = replace(NO_FILTER, reference=pg.Reference(model="another"))
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=1e-3, steps=1), reference=teacher)
@@ -209,7 +211,7 @@ def test_it_starts_as_the_reference_whatever_that_is(model: nn.Module, teacher: 
     assert not same(before, learner.reward_model.evaluator.model)
 
 
-def test_it_learns_which_answers_are_right(model: nn.Module) -> None:
+def test_the_implicit_reward_learns_which_answers_are_right(model: nn.Module) -> None:
     learner = LocalLearner(
         model, LearnerSpec(replace(NO_FILTER, reward_model=pg.ImplicitReward(1.0, 1e-2)), lr=0.0, steps=30)
     )
@@ -222,7 +224,7 @@ def test_it_learns_which_answers_are_right(model: nn.Module) -> None:
     assert told["reward_model/accuracy"].value == 1.0
 
 
-def test_what_a_filter_gave_no_weight_teaches_nothing(model: nn.Module) -> None:
+def test_filtered_completions_do_not_train_the_implicit_reward(model: nn.Module) -> None:
     learner = LocalLearner(model, LearnerSpec(NO_FILTER, lr=0.0, steps=1))
     batch = evaluated(learner, make_batch(3))
     assert learner.reward_model is not None
@@ -238,7 +240,7 @@ def test_what_a_filter_gave_no_weight_teaches_nothing(model: nn.Module) -> None:
     assert learner.reward_model.descend() == {}
 
 
-def test_its_state_is_part_of_the_learners(random_model: Path) -> None:
+def test_the_implicit_rewards_state_is_saved(random_model: Path) -> None:
     """A learner restored after two rollouts goes on as the one that was never stopped, to the bit."""
     batches = [replace(b, reward=b.reward.float()) for b in (make_batch(s) for s in (1, 2, 3))]
     algorithm = replace(NO_FILTER, reward_model=pg.ImplicitReward(lr=1e-2))

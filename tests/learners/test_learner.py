@@ -61,7 +61,7 @@ def test_clips_to_the_norm_and_reports_it_before() -> None:
     assert torch.allclose(seen[0], torch.tensor([[0.6, 0.8]]), atol=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
+def test_a_nonfinite_gradient_leaves_the_weights_unchanged() -> None:
     model = nn.Linear(2, 1, bias=False)
     before = model.weight.detach().clone()
     optimizer = Optimizer(model, OptimizerConfig(), lr=0.1, total=1)
@@ -72,7 +72,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were() -> None
     assert model.weight.grad is None
 
 
-def test_bf16_keeps_what_a_bf16_weight_cannot_hold() -> None:
+def test_bf16_weights_have_float32_master_copies() -> None:
     """A hundred steps of 1e-5 on a weight of 1: in bf16 alone each would round to nothing."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_bf16_keeps_what_a_bf16_weight_cannot_hold() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}, {"dtype": "bf16"}], ids=str
 )
-def test_update_moves_the_weights_alike(random_model: Path, options: dict[str, object]) -> None:
+def test_memory_saving_options_change_only_rounding(random_model: Path, options: dict[str, object]) -> None:
     """Memory-saving options change the rounding, not the step."""
     batch = float_batch()
     plain, other = learner_for(random_model), learner_for(random_model, **options)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_update_moves_the_weights_alike(random_model: Path, options: dict[str, o
     assert other.version == 1
 
 
-def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Path) -> None:
+def test_recomputed_activations_do_not_disable_the_samplers_cache(random_model: Path) -> None:
     """Transformers recompute in training mode only, and keep no cache there; sampler and learner share one model."""
     learner, batch = learner_for(random_model, gradient_checkpointing=True), float_batch()
     calls: list[bool] = []
@@ -123,7 +123,7 @@ def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Pat
     assert len(group) == 2
 
 
-def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:
+def test_minibatches_are_full_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:
     batch = float_batch()
     problem = learner_for(random_model).build_problem(batch, torch.ones(batch.mask.shape), pg.DR_GRPO)
     orders = []
@@ -137,7 +137,7 @@ def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(rando
     assert problem.split(0, 1) == [problem]
 
 
-def test_minibatches_are_of_groups_that_have_something_left(random_model: Path) -> None:
+def test_filtered_groups_are_in_no_minibatch(random_model: Path) -> None:
     """What a filter emptied is in no minibatch, and fewer groups than minibatches make fewer updates."""
     batch = float_batch()
     learner = learner_for(random_model)
@@ -152,7 +152,7 @@ def test_minibatches_are_of_groups_that_have_something_left(random_model: Path) 
     assert shares() == [[0, 1, 2]]  # nothing to learn from, once
 
 
-def test_first_order_updates_need_the_gradient_problem_alone(random_model: Path) -> None:
+def test_first_order_updates_need_only_the_gradient_problem(random_model: Path) -> None:
     """A learner without curvature trains every algorithm that steps by gradients, to the same bit."""
     batch, step = float_batch(), pg.GradientSteps(epochs=2, minibatches=2)
     whole, part = learner_for(random_model), learner_for(random_model)
@@ -203,7 +203,7 @@ def test_the_objective_does_not_grow_with_the_number_of_updates(random_model: Pa
     assert values[1] == pytest.approx(values[0], rel=1e-5)
 
 
-def test_holds_a_reference_only_when_a_part_needs_one(random_model: Path) -> None:
+def test_a_reference_is_loaded_only_when_a_part_needs_one(random_model: Path) -> None:
     assert learner_for(random_model, pg.DR_GRPO).reference is None
     learner = learner_for(random_model, pg.GRPO)
     assert learner.reference is not None
@@ -257,7 +257,7 @@ def test_refuses(make: object, says: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_a_policy_step_never_moves_the_critic_nor_the_critic_the_policy(random_model: Path) -> None:
+def test_policy_and_critic_steps_are_independent(random_model: Path) -> None:
     """Both start from one model; with either learning rate at 0 that one stands still while the other moves."""
     batch = float_batch()
     for policy_lr, critic_lr in ((1e-2, 0.0), (0.0, 1e-2)):
@@ -297,7 +297,7 @@ def test_a_critic_learns_the_returns_and_pretraining_ends_when_it_explains_them(
     assert metrics["explained_variance"].value >= 0.9
 
 
-def test_the_value_is_the_one_before_the_token_is_taken(random_model: Path) -> None:
+def test_the_value_is_that_of_the_state_before_the_token(random_model: Path) -> None:
     """V_t reads the prompt and the tokens before t, not t itself: changing the last token changes no value."""
     learner = learner_for(random_model, replace(pg.PPO, shaping=()))
     assert learner.critic is not None
@@ -330,7 +330,7 @@ def a_step() -> pg.Batch:
 
 
 @pytest.mark.parametrize(("batch", "times"), [(a_step(), 2), (one_prompt(8192), 3)], ids=["a step", "one prompt"])
-def test_a_gradient_is_the_same_twice_to_the_last_bit(batch: pg.Batch, times: int) -> None:
+def test_gradients_are_bitwise_reproducible(batch: pg.Batch, times: int) -> None:
     """What a bitwise resume stands on, where several threads work on one sum: at the size of a real step, and with many terms
     in one sum."""
     from policygrad.models.loading import resolve_model
@@ -348,7 +348,7 @@ def test_a_gradient_is_the_same_twice_to_the_last_bit(batch: pg.Batch, times: in
     assert all(torch.equal(first, gradient()) for _ in range(times))
 
 
-def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() -> None:
+def test_shared_hidden_states_get_reproducible_gradients() -> None:
     """400,000 terms in one sum: an order of addition that is left to the threads shows at every attempt."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(8, 32, generator=generator).requires_grad_()
@@ -405,9 +405,7 @@ class _Root(pg.LossTerm):
     ("change", "part", "place"),
     [({"gate": _Overflowing()}, "_Overflowing", "gate"), ({"terms": (_Root(),)}, "_Root", r"terms\.0")],
 )
-def test_a_gradient_that_is_not_finite_names_the_part_that_made_it(
-    random_model: Path, change: dict[str, Any], part: str, place: str
-) -> None:
+def test_a_nonfinite_gradient_names_its_part(random_model: Path, change: dict[str, Any], part: str, place: str) -> None:
     """Not the learning rate, which would not help; only where no part did is it named."""
     algorithm = replace(pg.GRPO, **({"terms": ()} | change))
     learner = learner_for(random_model, algorithm)

@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_the_weights_by_the_chain_rule(
         assert torch.allclose(found[f"{name}.lora_A.default.weight"], SCALE * b.T @ g, rtol=1e-8, atol=1e-12)
 
 
-def test_an_evaluation_is_the_models_own_with_adapters_and_the_short_cuts_stay(random_model: Path) -> None:
+def test_evaluation_with_adapters_equals_the_models(random_model: Path) -> None:
     model = adapted(random_model, torch.float64)
     learner = learner_for(model, pg.GRPO)
     assert learner.evaluator.network.split_head
@@ -87,7 +87,7 @@ def test_an_evaluation_is_the_models_own_with_adapters_and_the_short_cuts_stay(r
     assert torch.allclose(found[batch.mask], truth[batch.mask], atol=1e-9)
 
 
-def test_the_reference_is_the_model_without_adapters_and_no_second_one(random_model: Path) -> None:
+def test_the_reference_is_the_model_without_adapters(random_model: Path) -> None:
     model, plain, batch = adapted(random_model, moved=False), load_model(str(random_model)), float_batch()
     learner = learner_for(model, pg.GRPO)
     assert learner.reference is not None
@@ -108,7 +108,7 @@ def test_the_reference_is_the_model_without_adapters_and_no_second_one(random_mo
             assert torch.equal(parameter, base[name.replace(".base_layer", "")])
 
 
-def test_a_reference_that_is_taken_anew_and_a_checkpoint_hold_adapters_only(random_model: Path) -> None:
+def test_a_refreshed_reference_and_a_checkpoint_store_only_adapters(random_model: Path) -> None:
     algorithm = replace(pg.ITERATIVE_GRPO, reference=pg.Reference(refresh_every=2))
     batch = float_batch()
 
@@ -132,7 +132,7 @@ def test_a_reference_that_is_taken_anew_and_a_checkpoint_hold_adapters_only(rand
     assert torch.equal(ours.logp_ref, theirs.logp_ref)  # type: ignore[arg-type]
 
 
-def test_a_critic_and_a_reward_model_train_adapters_and_a_head_of_their_own(random_model: Path) -> None:
+def test_critic_and_reward_model_have_their_own_adapters_and_head(random_model: Path) -> None:
     model = adapted(random_model, moved=False)
     base = {id(p) for p in model.parameters() if not p.requires_grad}
     critic = learner_for(model, pg.PPO).critic
@@ -157,7 +157,7 @@ def test_a_critic_and_a_reward_model_train_adapters_and_a_head_of_their_own(rand
     assert not prime.evaluator.model.model.layers[0].self_attn.q_proj.disable_adapters  # type: ignore[union-attr, index]
 
 
-def test_a_second_model_has_adapters_of_its_own(random_model: Path) -> None:
+def test_a_second_model_has_its_own_adapters(random_model: Path) -> None:
     model = adapted(random_model)
     made = clone_model(model)
     assert unshared_parameters(made, model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
@@ -171,7 +171,7 @@ def test_a_second_model_has_adapters_of_its_own(random_model: Path) -> None:
         assert not torch.equal(made(input_ids=ids).logits, before)
 
 
-def test_the_draw_of_new_adapters_is_the_seeds_and_takes_no_other_number(random_model: Path) -> None:
+def test_new_adapters_depend_only_on_the_seed(random_model: Path) -> None:
     random = torch.get_rng_state()
     first, again, other = (add_adapters(load_model(str(random_model)), LORA, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), random)
@@ -186,7 +186,7 @@ def test_the_draw_of_new_adapters_is_the_seeds_and_takes_no_other_number(random_
     assert torch.equal(first(input_ids=ids).logits, load_model(str(random_model))(input_ids=ids).logits)
 
 
-def test_adapters_are_in_float32_beside_weights_in_bfloat16(random_model: Path) -> None:
+def test_adapters_are_float32_with_bfloat16_weights(random_model: Path) -> None:
     model = adapted(random_model, torch.bfloat16)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -229,12 +229,12 @@ def test_layers_by_name_and_the_head_too(random_model: Path) -> None:
         ("bits=8", "bits must be 4"),
     ],
 )
-def test_words_that_say_nothing_are_refused(text: str, says: str) -> None:
+def test_invalid_lora_options_are_refused_by_the_config(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LearnerConfig(lora=text)
 
 
-def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_have_adapters_are_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_lora("") is None
     assert parse_lora("rank=8, alpha=16,targets=q_proj+v_proj,bits=4") == Lora(8, 16.0, "q_proj+v_proj", 4)
     with pytest.raises(ConfigError, match=r"no layer 'query'.*down_proj"):
@@ -267,7 +267,7 @@ class Linear4bit(nn.Linear):
         return whole.detach() / 2 + whole / 2 if self.wrong else whole
 
 
-def test_four_bits_with_a_wrong_way_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bit_weights_with_a_wrong_backward_pass_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Linear4bit(8, 4))
     with pytest.raises(ModelError, match="computes wrong gradients on this device"):
         adapters.check_4bit_gradients(model)
@@ -278,7 +278,7 @@ def test_four_bits_with_a_wrong_way_back_are_refused(monkeypatch: pytest.MonkeyP
     adapters.check_4bit_gradients(nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_a_model_of_pefts_own_is_taken_as_it_is(random_model: Path) -> None:
+def test_a_peft_model_is_used_unchanged(random_model: Path) -> None:
     import peft
 
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -58,7 +58,7 @@ def test_every_completion_once_and_within_budget(seed: int, budget: int, whole: 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
-def test_a_tree_has_a_node_for_every_beginning_and_no_other(seed: int, budget: int, whole: bool) -> None:
+def test_a_tree_has_one_node_per_distinct_prefix(seed: int, budget: int, whole: bool) -> None:
     """Its paths spell the texts; its nodes are as many as the texts have different beginnings, its group's alone where it is
     whole, and what predicts a token is the node of all that stands before it."""
     batch = make_batch(seed)
@@ -103,7 +103,7 @@ def test_log_probabilities_equal_the_definition(
     assert torch.allclose(got, truth, atol=1e-10)
 
 
-def test_texts_longer_than_a_window_are_read_as_texts(model: nn.Module) -> None:
+def test_texts_longer_than_a_window_are_not_packed_as_trees(model: nn.Module) -> None:
     """There the model's own masks know what its local attention leaves out."""
     batch = make_batch(5)
     (whole,) = pack_micro_batches(batch, torch.arange(len(batch.mask)), 10_000)
@@ -114,7 +114,7 @@ def test_texts_longer_than_a_window_are_read_as_texts(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("branches", [False, True])
-def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, branches: bool) -> None:
+def test_a_surrogate_over_full_groups_equals_the_updates(model: nn.Module, branches: bool) -> None:
     """Gradient and line search of the vine, with a budget that would split every group, against the definition."""
     algorithm, batch = ALGORITHMS["trpo_vine"], make_batch(11)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, bra
     assert abs(value) > 1e-3
 
 
-def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn.Module) -> None:
+def test_the_probe_detects_when_a_shortcut_does_not_hold(model: nn.Module) -> None:
     found = build_evaluator(model, 1.0)
     assert found.network.split_head
     assert found.network.use_tree
@@ -188,7 +188,7 @@ class Weighed(pg.Term):
 
 
 @pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens", "positions"}))
-def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Module, name: str) -> None:
+def test_equal_completions_are_computed_once_and_counted_twice(model: nn.Module, name: str) -> None:
     """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
     batch = make_batch(5, holes=False)
     batch = replace(batch, mask=torch.ones_like(batch.mask))
@@ -213,7 +213,7 @@ def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Modul
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest
 
 
-def test_entropy_is_that_of_the_whole_distribution(model: nn.Module) -> None:
+def test_entropy_is_over_the_full_vocabulary(model: nn.Module) -> None:
     batch = make_batch(5)
     learner = LocalLearner(
         model, LearnerSpec(pg.GRPO, lr=0.0, steps=1, temperature=0.7, config=LearnerConfig(micro_tokens=30))
@@ -228,7 +228,7 @@ def test_entropy_is_that_of_the_whole_distribution(model: nn.Module) -> None:
         torch.testing.assert_close(found.entropy[row], torch.where(batch.mask[row], entropy, 0.0), rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -> None:
+def test_tool_output_distinguishes_completions(model: nn.Module) -> None:
     """Sampled alike after different tool output: the tokens behind it have other log-probabilities."""
     batch = make_batch(5, holes=False)
     mask, tokens = torch.ones_like(batch.mask), batch.tokens.clone()
@@ -245,7 +245,7 @@ def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -
     assert float((expected[0, 3:] - expected[1, 3:]).abs().max()) > 1e-4
 
 
-def test_a_gate_that_needs_its_whole_group_has_those_that_teach_nothing_too(model: nn.Module) -> None:
+def test_a_gate_over_full_groups_sees_completions_without_gradient(model: nn.Module) -> None:
     """Ψ = 0 skips a completion only where its whole group goes with it."""
     algorithm = pg.Algorithm("of the group", (pg.RejectionSampling(),), pg.Token(), OfTheGroup(), pg.TokenMean())
     batch = make_batch(11)
@@ -277,7 +277,7 @@ CHOOSING = {"selecting": replace(pg.GRPO, name="selecting", corrections=(Loudest
 
 @pytest.mark.parametrize("several", [False, True], ids=["one text", "several texts"])
 @pytest.mark.parametrize("name", [*ALGORITHMS, *CHOOSING])
-def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, several: bool) -> None:
+def test_gradient_equals_the_definition(model: nn.Module, name: str, several: bool) -> None:
     """The learner's gradient, with every saving on, against autograd through the definition with none. several: completions fall
     back to an earlier token and go on from there; the definition reads each of their texts alone, the algorithm one row."""
     algorithm = (ALGORITHMS | CHOOSING)[name].with_max_tokens(6)
@@ -319,7 +319,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, s
     assert metrics["completions/computed"].value <= computed.value
 
 
-def test_a_micro_batch_suits_the_device_and_the_model() -> None:
+def test_micro_batch_size_depends_on_device_and_model() -> None:
     model = torch.nn.Linear(10, 10)
     assert micro_batch_tokens(LearnerConfig(), model) == 2048
     assert micro_batch_tokens(LearnerConfig(micro_tokens=7), model) == 7

@@ -32,7 +32,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux reports the end of another process's child")
-def test_a_process_ends_with_rank_0_before_they_are_connected() -> None:
+def test_a_rank_exits_with_rank_0_before_connecting() -> None:
     """It tries to connect for minutes to a port where nothing answers any more."""
     with socket.socket() as closed:
         closed.bind((LOCALHOST, 0))
@@ -80,7 +80,7 @@ class IdleProcess:
         self.killed = True
 
 
-def test_an_interrupted_start_leaves_no_process() -> None:
+def test_an_interrupted_start_leaves_no_processes() -> None:
     launched = list[IdleProcess]()
 
     def start(host: str, port: int, rank: int, size: int) -> IdleProcess:

@@ -63,7 +63,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_what_deepcopy_makes_sharing_what_stands_under_adapters_and_drawing_no_number(name: str) -> None:
+def test_a_replica_equals_deepcopy_shares_frozen_weights_and_uses_no_random_numbers(name: str) -> None:
     model = MODELS[name]()
     truth, random = copy.deepcopy(model), torch.get_rng_state()
     made = clone_model(model)
@@ -84,7 +84,7 @@ def test_it_is_what_deepcopy_makes_sharing_what_stands_under_adapters_and_drawin
     assert torch.equal(logits(made), logits(truth))
 
 
-def test_weights_are_copied_again_where_the_model_has_moved() -> None:
+def test_changed_weights_are_copied_again() -> None:
     model = small("qwen3")
     made = clone_model(model)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_weights_are_copied_again_where_the_model_has_moved() -> None:
     assert torch.equal(logits(made), logits(model))
 
 
-def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Path) -> None:
+def test_a_model_without_a_configuration_needs_a_build_function(random_model: Path) -> None:
     """For the reference, π_old and the critic's backbone alike; without `build` the message names it."""
     algorithm = replace(pg.PPO, terms=(pg.KLToReference(0.1), pg.ExactKLToOld(0.1)), shaping=())
     batch = float_batch()
@@ -132,7 +132,7 @@ def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Pat
         (lambda: small("qwen3", torch.bfloat16), r"float32 in the model and torch.bfloat16 in its copy"),
     ],
 )
-def test_what_is_no_second_model_is_refused(build: Callable[[], nn.Module], says: str) -> None:
+def test_a_model_that_cannot_be_copied_is_refused(build: Callable[[], nn.Module], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         clone_model(MODEL, build)
 
@@ -147,7 +147,7 @@ def test_merged_adapters_are_refused() -> None:
         clone_model(model)
 
 
-def test_a_critics_backbone_recomputes_its_activations_where_the_policy_does(random_model: Path) -> None:
+def test_a_critics_backbone_recomputes_activations_like_the_policy(random_model: Path) -> None:
     algorithm, batch = replace(pg.PPO, shaping=()), float_batch()
     calls = {}
     for recompute in (False, True):

@@ -29,7 +29,7 @@ REPLAY = LearnerConfig(micro_tokens=60, routing_replay=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_sampler_tells_the_experts_of_every_token_it_has_read(name: str) -> None:
+def test_the_sampler_reports_the_experts_of_every_token(name: str) -> None:
     model = built(name).float()
     sampler, sampling = LocalSampler(model, frozenset({1}), 0, Routing.for_model(model)), SamplingParams(max_tokens=7)
     prompts = [torch.tensor([3, 4, 5]), torch.tensor([6, 7, 8, 9, 10])]
@@ -79,7 +79,7 @@ def by_definition(model: nn.Module, batch: pg.Batch) -> Tensor:
     return torch.cat(rows)
 
 
-def test_what_is_replayed_is_the_choice_and_nothing_else() -> None:
+def test_only_the_choice_of_experts_is_replayed() -> None:
     """The log-probabilities and the gradient of a policy that has moved, on the experts that sampled."""
     model = built("qwen3")
     batch = drawn(model, make_batch(3))
@@ -104,7 +104,7 @@ def test_what_is_replayed_is_the_choice_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputed_activations_take_the_same_experts(name: str) -> None:
+def test_recomputed_activations_use_the_same_experts(name: str) -> None:
     algorithm = pg.DR_GRPO.with_max_tokens(6)
     gradients = []
     for recompute in (False, True):
@@ -119,7 +119,7 @@ def test_recomputed_activations_take_the_same_experts(name: str) -> None:
     assert gradients[0].abs().max() > 1e-4
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run_with_routing_replay(tmp_path: Path) -> None:
     """The whole path on a small real mixture: after two updates of a rollout some choices would have changed, and are replayed."""
     torch.manual_seed(0)
     tokenizer = pg.Run().model

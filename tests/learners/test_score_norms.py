@@ -70,7 +70,7 @@ def ways(norms: ScoreNorms) -> Iterator[ScoreNorms]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_equal_the_definition(name: str, request: pytest.FixtureRequest) -> None:
+def test_score_norms_equal_the_definition(name: str, request: pytest.FixtureRequest) -> None:
     """Prompts and completions of several lengths, tool tokens, equal completions, an empty one, not at temperature 1."""
     model, batch = request.getfixturevalue(name), make_batch(5)
     truth = naive_norms(model, batch, 0.8)
@@ -82,7 +82,7 @@ def test_equal_the_definition(name: str, request: pytest.FixtureRequest) -> None
         torch.testing.assert_close(scored(norms, batch), truth, rtol=tolerance, atol=0)
 
 
-def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_norms_with_memory_for_few_gradients(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for three completions' gradients, then for one: then there is nothing to do together."""
     batch, norms, calls = make_batch(6), norms_of(gpt2), []
     truth, size = scored(norms, batch), sum(p.numel() for p in gpt2.parameters())
@@ -94,7 +94,7 @@ def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == 1
 
 
-def test_completions_that_have_read_the_same_are_scored_apart(gpt2: nn.Module) -> None:
+def test_completions_with_equal_prefixes_have_their_own_norms(gpt2: nn.Module) -> None:
     """A prompt of one token and answers of one: nothing but the prompt is read."""
     batch = pg.Batch(
         mask=torch.ones(3, 1, dtype=torch.bool),
@@ -109,7 +109,7 @@ def test_completions_that_have_read_the_same_are_scored_apart(gpt2: nn.Module) -
 
 
 @pytest.mark.parametrize("part", ["layers.1", "embed_tokens", "norm"])
-def test_some_parameters(llama: nn.Module, part: str) -> None:
+def test_score_norms_of_a_subset_of_parameters(llama: nn.Module, part: str) -> None:
     """The embeddings are tied to the head: one gradient, from both places."""
     batch = make_batch(7)
     truth = naive_norms(llama, batch, part=part)
@@ -118,7 +118,7 @@ def test_some_parameters(llama: nn.Module, part: str) -> None:
     assert (truth < naive_norms(llama, batch))[:-1].all()
 
 
-def test_frozen_parameters_have_no_part(random_model: Path) -> None:
+def test_frozen_parameters_are_not_counted(random_model: Path) -> None:
     model, batch = load_model(str(random_model)).double(), make_batch(7)
     truth = naive_norms(model, batch, part="mlp")
     for name, p in model.named_parameters():
@@ -127,7 +127,7 @@ def test_frozen_parameters_have_no_part(random_model: Path) -> None:
         torch.testing.assert_close(scored(norms, batch), truth, rtol=1e-6, atol=0)
 
 
-def test_a_pattern_that_finds_nothing_is_refused_with_names(llama: nn.Module) -> None:
+def test_a_pattern_without_matches_is_refused_with_names(llama: nn.Module) -> None:
     for pattern in ("lm_head", "layer[9]"):
         with pytest.raises(ValueError, match=r"no trained parameter.*embed_tokens\.weight.*tied") as error:
             select_parameters(llama, pattern)
@@ -138,7 +138,7 @@ def test_a_pattern_that_finds_nothing_is_refused_with_names(llama: nn.Module) ->
         pg.Run(algorithm=pg.GRPO, learner=LearnerConfig(score_parameters="mlp"))
 
 
-def test_what_stands_beside_the_sampled_tokens_is_never_read(gpt2: nn.Module) -> None:
+def test_padding_and_other_fields_do_not_matter(gpt2: nn.Module) -> None:
     """Padding is NaN or any token; what the batch holds besides is not part of a score, and comes back as it was."""
     batch, norms = make_batch(8, holes=False), norms_of(gpt2)
     assert batch.tokens is not None
@@ -164,7 +164,7 @@ def test_equal_completions_of_one_prompt_are_computed_once(gpt2: nn.Module, monk
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_architecture(name: str, tmp_path: Path) -> None:
+def test_score_norms_for_every_architecture(name: str, tmp_path: Path) -> None:
     """Local attention, parallel blocks, untied heads, ALiBi, convolutions, state spaces; all but one take several at once."""
     torch.manual_seed(0)
     tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(tmp_path)
@@ -174,7 +174,7 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(scored(norms, batch), naive_norms(model, batch), rtol=1e-4, atol=0)
 
 
-def test_the_learner_fills_them_when_they_are_needed_and_leaves_no_gradient(random_model: Path) -> None:
+def test_the_learner_computes_score_norms_when_needed(random_model: Path) -> None:
     batch = make_batch(4, holes=False)
     for config in (LearnerConfig(), LearnerConfig(gradient_checkpointing=True)):
         learner = LocalLearner(load_model(str(random_model)), LearnerSpec(RLOO, lr=1e-3, steps=1, config=config))
@@ -218,7 +218,7 @@ def test_a_run_with_exact_norms_resumes_bit_for_bit(random_model: Path, tmp_path
     assert ends[0] != ends[2]
 
 
-def test_a_bf16_model_has_nearly_the_same(random_model: Path) -> None:
+def test_score_norms_of_a_bf16_model_are_close(random_model: Path) -> None:
     batch = make_batch(4)
     model = load_model(str(random_model))
     truth = scored(norms_of(model), batch)

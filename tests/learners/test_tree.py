@@ -21,7 +21,7 @@ def forests(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("limits", [(2**24, 2**15), (2**24, 1), (20, 1)], ids=["one call", "many", "no masks"])
-def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]) -> None:
+def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]) -> None:
     monkeypatch.setattr(tree_attention, "_MAX_SCORES", limits[0])
     monkeypatch.setattr(tree_attention, "_SMALL_CALL", limits[1])
 
@@ -61,7 +61,7 @@ def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch,
     check()
 
 
-def test_texts_of_one_shape_are_one_call_and_a_long_one_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_shapes_are_one_call_and_a_long_text_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = np.stack([np.r_[0:4, 4 + 2 * i : 6 + 2 * i] for i in range(3)])
     lengths, shared = np.full(3, 6), np.array([0, 4, 4])
     found = AttentionTree.of(paths, lengths, shared).blocks

@@ -54,7 +54,9 @@ def same(a: list[Tensor], module: nn.Module) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_checkpointing": True}, {"dtype": "bf16"}, {"micro_tokens": 20}], ids=str
 )
-def test_a_head_on_the_policys_states_moves_alone(random_model: Path, hidden: int, options: dict[str, object]) -> None:
+def test_a_value_head_on_policy_states_trains_alone(
+    random_model: Path, hidden: int, options: dict[str, object]
+) -> None:
     """With the policy's rate at 0 the value loss moves the head and nothing else; with the head's at 0, the other way round."""
     batch = float_batch()
     for policy_lr, critic_lr in ((0.0, 1e-2), (1e-2, 0.0)):
@@ -68,7 +70,7 @@ def test_a_head_on_the_policys_states_moves_alone(random_model: Path, hidden: in
         assert {"value_loss", "explained_variance", "value", "value_grad_norm"} <= metrics.keys()
 
 
-def test_no_second_backbone_and_no_gradient_into_the_policy(random_model: Path) -> None:
+def test_a_value_head_adds_no_backbone_and_no_policy_gradient(random_model: Path) -> None:
     algorithm = with_critic(POLICY)
     learner = learner_of(random_model, algorithm)
     network, width = critic_of(learner).network, learner.model.get_output_embeddings().weight.shape[1]  # type: ignore[operator]
@@ -83,7 +85,7 @@ def test_no_second_backbone_and_no_gradient_into_the_policy(random_model: Path) 
 
 
 @pytest.mark.parametrize("backbone", ["separate", "policy"])
-def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path, backbone: str) -> None:
+def test_the_value_gradient_equals_the_definition(random_model: Path, backbone: str) -> None:
     """Packed, prompts shared and equal completions once, against one completion at a time: Σ ½(V − R)²/N, no saving at all."""
     critic = pg.Critic(backbone=backbone, clip=0.0, lam=1.0)  # type: ignore[arg-type]
     algorithm = with_critic(critic)
@@ -116,7 +118,9 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
 
 @pytest.mark.parametrize("backbone", ["separate", "policy"])
 @pytest.mark.parametrize("micro_tokens", [16, 4096])
-def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, backbone: str, micro_tokens: int) -> None:
+def test_the_bootstrap_value_is_that_of_the_state_after_the_last_token(
+    random_model: Path, backbone: str, micro_tokens: int
+) -> None:
     """V of the state after the last sampled token, one completion at a time; 0 for what has ended or has no token."""
     algorithm = with_critic(pg.Critic(backbone=backbone), advantage=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
     learner = learner_of(random_model, algorithm, micro_tokens=micro_tokens)
@@ -147,7 +151,7 @@ def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, backbone: 
 
 
 @pytest.mark.parametrize("hidden", [0, 8])
-def test_pretraining_on_the_policys_states_explains_what_the_prompt_decides(random_model: Path, hidden: int) -> None:
+def test_pretraining_explains_variance_between_prompts(random_model: Path, hidden: int) -> None:
     batch = float_batch()
     batch = replace(batch, reward=(batch.group % 2).float())
     algorithm = with_critic(replace(POLICY, lr=3e-2, lam=1.0, pretrain=60, pretrain_until=0.9, hidden=hidden))
@@ -188,7 +192,7 @@ def test_pretraining_goes_over_each_rollout_several_times_without_the_clip(rando
 @pytest.mark.parametrize(
     "critic", [POLICY, replace(POLICY, hidden=8), pg.Critic(pretrain=1)], ids=["linear", "hidden", "separate"]
 )
-def test_a_resumed_critic_goes_on_bit_for_bit(random_model: Path, critic: pg.Critic) -> None:
+def test_a_critic_resumes_bit_for_bit(random_model: Path, critic: pg.Critic) -> None:
     algorithm, batch = with_critic(critic), float_batch()
     one, two = learner_of(random_model, algorithm), learner_of(random_model, algorithm)
     rollout(one, algorithm, batch)
@@ -200,7 +204,7 @@ def test_a_resumed_critic_goes_on_bit_for_bit(random_model: Path, critic: pg.Cri
     assert same(copies(one.model), two.model)
 
 
-def test_the_critics_rate_follows_the_policys(random_model: Path) -> None:
+def test_the_critics_learning_rate_follows_the_policys(random_model: Path) -> None:
     assert critic_of(learner_of(random_model, with_critic(pg.Critic()), lr=1e-3)).optimizer.lr == pytest.approx(1e-2)
     assert critic_of(learner_of(random_model, with_critic(pg.Critic(lr=3e-5)), lr=1e-3)).optimizer.lr == 3e-5
     assert pg.Run(algorithm=pg.TRPO).resolve().algorithm.critic.lr == pytest.approx(1e-2 / 5**0.5)  # type: ignore[union-attr]
@@ -304,7 +308,7 @@ def test_the_snapshot_is_the_policy_before_each_rollouts_updates(random_model: P
         assert algorithm.update_state(algorithm.init_state(), scored, metrics)["terms.0"]["beta"] in (0.5, 1.0, 2.0)
 
 
-def test_what_is_measured_is_of_every_sampled_token(random_model: Path) -> None:
+def test_metrics_cover_every_sampled_token(random_model: Path) -> None:
     """`measured` leaves no gradient and counts the completions that an update would skip; a critic that is fitted first has
     no policy to measure."""
     algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2))
@@ -337,7 +341,7 @@ def test_dual_descent_on_a_model_ends_inside_its_band(random_model: Path) -> Non
     assert problem.measure()["kl_old"].value == pytest.approx(metrics["kl_old/last"].value, rel=1e-4)
 
 
-def test_an_evaluator_says_what_it_cannot_give(random_model: Path) -> None:
+def test_an_evaluator_refuses_what_it_cannot_compute(random_model: Path) -> None:
     learner, batch = learner_of(random_model, pg.DR_GRPO), float_batch()
     (part,) = pack_micro_batches(batch, torch.arange(3), 10_000)
     with pytest.raises(ValueError, match="not values"):
@@ -351,7 +355,7 @@ def test_an_evaluator_says_what_it_cannot_give(random_model: Path) -> None:
     assert torch.allclose(plain.logp, truth[part.rows], atol=1e-4)
 
 
-def test_a_token_that_the_model_rules_out_costs_nothing() -> None:
+def test_a_token_of_probability_zero_gives_no_nan() -> None:
     """A logit of −∞ has probability 0 and no share in entropy, KL or their gradients."""
     from policygrad.learners.local.forward import compute_exact
 

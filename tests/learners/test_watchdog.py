@@ -48,7 +48,7 @@ HANGS, BELOW_LIMIT = Heartbeat(9, 5, False, "c (x.py:3)"), Heartbeat(9, 4, False
         ([WAITS, WAITS, ACTIVE], [0] * 3, None, ""),
     ],
 )
-def test_which_ranks_hang(
+def test_a_hang_is_diagnosed_with_its_ranks(
     beats: list[Heartbeat | None], missed: list[int], ranks: tuple[int, ...] | None, message: str
 ) -> None:
     diagnosis = diagnose_hang(beats, missed, LIMIT)

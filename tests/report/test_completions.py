@@ -21,18 +21,18 @@ def file(folder: Path, steps: int, many: int, length: int = 10) -> Path:
     return run_folder(folder, [], made) / "completions.jsonl"
 
 
-def test_a_small_file_is_shown_whole(tmp_path: Path) -> None:
+def test_a_small_file_is_shown_in_full(tmp_path: Path) -> None:
     found = excerpt_completions(file(tmp_path / "a", 3, 2))
     assert found.is_complete
     assert [r["step"] for r in found.rows] == [1, 1, 2, 2, 3, 3]
 
 
-def test_none_is_none(tmp_path: Path) -> None:
+def test_a_run_without_completions_has_none(tmp_path: Path) -> None:
     assert excerpt_completions(tmp_path / "completions.jsonl").rows == ()
 
 
 @pytest.mark.parametrize("length", [1, 10, 200])
-def test_of_a_large_file_steps_evenly_apart_first_and_last_among_them(tmp_path: Path, length: int) -> None:
+def test_a_large_file_is_sampled_at_evenly_spaced_steps(tmp_path: Path, length: int) -> None:
     path = file(tmp_path / "a", 231, 8, length)
     found = excerpt_completions(path, text=sum(map(count_chars, read_json_rows(path))) - 1)
     steps = list(dict.fromkeys(r["step"] for r in found.rows))
@@ -41,7 +41,7 @@ def test_of_a_large_file_steps_evenly_apart_first_and_last_among_them(tmp_path: 
     assert all(r["completion"].startswith(f"{r['step']}.") for r in found.rows)
 
 
-def test_the_limit_counts_characters_and_not_the_bytes_of_the_file(tmp_path: Path) -> None:
+def test_the_limit_counts_characters_not_bytes(tmp_path: Path) -> None:
     """Two runs of 14 steps each were said to be shown in part, because their files have more columns than the page."""
     texts = [(s, [row("é" * 40, "ü" * 40, 0.0, group=i, other="x" * 300) for i in range(4)]) for s in range(1, 15)]
     path = run_folder(tmp_path / "a", [], texts) / "completions.jsonl"
@@ -53,14 +53,14 @@ def test_the_limit_counts_characters_and_not_the_bytes_of_the_file(tmp_path: Pat
     assert not excerpt_completions(path, most=55).is_complete
 
 
-def test_turns_count_too(tmp_path: Path) -> None:
+def test_turns_count_towards_the_limit(tmp_path: Path) -> None:
     turns = [["policy", "y" * 1000]]
     path = run_folder(tmp_path / "a", [], [(1, [row("p", "c", 0.0, turns=turns)])]) / "completions.jsonl"
     assert not excerpt_completions(path, text=1000).is_complete
     assert excerpt_completions(path, text=1200).is_complete
 
 
-def test_it_keeps_to_its_size_and_prefers_prompts_that_come_again(tmp_path: Path) -> None:
+def test_selection_respects_the_limit_and_prefers_repeated_prompts(tmp_path: Path) -> None:
     path = file(tmp_path / "a", 100, 6)
     found = excerpt_completions(path, text=24 * 3 * 95)
     by_step: dict[int, list[dict[str, Any]]] = {}
@@ -73,7 +73,7 @@ def test_it_keeps_to_its_size_and_prefers_prompts_that_come_again(tmp_path: Path
     assert len(first) == 3
 
 
-def test_ten_thousand_steps_are_not_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_not_read_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = file(tmp_path / "a", 10_000, 4)
     parsed = completions.parsed
     lines: list[bytes] = []
@@ -82,7 +82,7 @@ def test_ten_thousand_steps_are_not_read_through(tmp_path: Path, monkeypatch: py
     assert len(lines) < 3000  # of 40,000
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_a_partial_last_line_is_ignored(tmp_path: Path) -> None:
     path = file(tmp_path / "a", 40, 2)
     with path.open("ab") as end:
         end.write(b'{"step": 41, "pro')
@@ -90,7 +90,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert [r["step"] for r in excerpt_completions(path, text=100).rows][-1] == 40
 
 
-def test_rows_for_the_page_name_their_prompt_once_and_keep_every_reward(tmp_path: Path) -> None:
+def test_page_rows_store_each_prompt_once_and_every_reward(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     turns = [["policy", "look"], ["environment", "a door"], ["policy", "open"]]
     rows = [

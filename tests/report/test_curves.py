@@ -8,7 +8,7 @@ from doubles.runs import run_folder
 from policygrad.report.data import build_curves, compute_cost, group_runs, read_run
 
 
-def test_runs_that_differ_in_their_seed_are_one_series_and_others_say_what_differs(tmp_path: Path) -> None:
+def test_runs_that_differ_by_seed_are_one_series_and_others_name_the_difference(tmp_path: Path) -> None:
     steps = [(1, {"reward": 0.5})]
     made = [
         run_folder(tmp_path / "a", steps, seed=0),
@@ -21,7 +21,7 @@ def test_runs_that_differ_in_their_seed_are_one_series_and_others_say_what_diffe
     assert [run.folder.name for run in found[0].runs] == ["a", "c"]
 
 
-def test_a_point_is_the_mean_over_runs_and_the_band_their_ends(tmp_path: Path) -> None:
+def test_a_point_is_the_mean_over_runs_and_the_band_their_range(tmp_path: Path) -> None:
     a = run_folder(tmp_path / "a", [(0, {"eval/reward": 0.0}), (1, {"reward": 1.0}), (2, {"reward": 4.0})], seed=0)
     b = run_folder(tmp_path / "b", [(1, {"reward": 3.0})], seed=1)
     c = run_folder(tmp_path / "c", [(2, {"reward": 7.0})], name="gspo")
@@ -31,7 +31,7 @@ def test_a_point_is_the_mean_over_runs_and_the_band_their_ends(tmp_path: Path) -
     assert build_curves(series, "eval/reward") == {"x": [0], "lines": [{"value": [0.0]}, None], "per": 1}
 
 
-def test_long_curves_are_thinned_and_keep_their_ends_in_the_band(tmp_path: Path) -> None:
+def test_long_curves_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
     """10 steps in at most 4 points are 3 to a point: 1 2 3, 4 5 6, 7 8 9, 10."""
     folder = run_folder(tmp_path / "a", [(step, {"reward": float(step)}) for step in range(1, 11)])
     plot = build_curves(group_runs([read_run(folder)]), "reward", most=4)

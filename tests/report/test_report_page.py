@@ -67,7 +67,7 @@ def embedded(text: str) -> Any:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def test_it_asks_for_nothing_and_what_models_write_stays_text(text: str) -> None:
+def test_the_page_requests_nothing_and_escapes_completions(text: str) -> None:
     assert not re.findall(r'(?:src|href)="(?!#|data:)', text)
     assert "default-src 'none'" in text
     assert "connect-src" not in text
@@ -75,7 +75,7 @@ def test_it_asks_for_nothing_and_what_models_write_stays_text(text: str) -> None
     assert embedded(text)["completions"]["rows"][2]["c"] == NASTY
 
 
-def test_it_says_what_ran(text: str) -> None:
+def test_the_page_names_algorithms_settings_seeds_and_scores(text: str) -> None:
     assert "<h1>dapo and gspo</h1>" in text
     assert "<dt>gate w</dt><dd><code>Clip(low=0.2)</code></dd>" in text
     assert "<dt>seeds</dt><dd>0, 1</dd>" in text
@@ -83,7 +83,7 @@ def test_it_says_what_ran(text: str) -> None:
     assert "3 runs are not over yet" in text
 
 
-def test_runs_of_different_lengths_are_not_said_to_be_of_one(tmp_path: Path) -> None:
+def test_runs_of_different_lengths_state_the_range_of_steps(tmp_path: Path) -> None:
     runs = [
         read_run(run_folder(tmp_path / name, [(s, {"reward": 0.5}) for s in range(1, last + 1)], name=name))
         for name, last in (("dapo", 16), ("gspo", 12))
@@ -92,14 +92,14 @@ def test_runs_of_different_lengths_are_not_said_to_be_of_one(tmp_path: Path) -> 
     assert '<p class="lede" data-live="lede">16 steps.' in render_report(runs[:1])
 
 
-def test_a_unit_that_repeats_the_name_is_left_out(text: str) -> None:
+def test_a_unit_that_repeats_the_name_is_omitted(text: str) -> None:
     """It was headed "reward, reward"."""
     data = embedded(text)["metrics"]
     assert "unit" not in data["reward"]
     assert data["eval/reward"]["unit"] == "reward"
 
 
-def test_every_metric_is_there_with_what_it_means(text: str) -> None:
+def test_every_metric_has_its_explanation(text: str) -> None:
     data = embedded(text)
     assert data["first"] == ["reward", "eval/reward", "entropy", "grad_norm"]  # nothing was cut off
     assert data["metrics"]["entropy"]["unit"] == "nats per token"
@@ -109,7 +109,7 @@ def test_every_metric_is_there_with_what_it_means(text: str) -> None:
     assert data["metrics"]["eval/reward"]["lines"][0] == {"value": [0.1, 0.9], "low": [0.1, 0.8], "high": [0.1, 1.0]}
 
 
-def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitted_completions_are_stated(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1500)
     found = render_report([read_run(folders[0])])
     data = embedded(found)["completions"]["rows"]
@@ -118,14 +118,16 @@ def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.Monke
     assert f"{len(data)} completions from all 8 steps, which are not all that the runs have logged" in said
 
 
-def test_steps_that_are_left_out_are_counted(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitted_steps_are_counted(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1500)
     monkeypatch.setattr("policygrad.report.completions.SAMPLED_STEPS", 4)
     found = re.sub(r"\s+", " ", render_report([read_run(folders[0])]))
     assert "completions from 4 of the 8 steps, which are not all" in found
 
 
-def test_what_is_no_run_in_a_glob_is_left_out_and_said(folders: list[Path], tmp_path: Path, capsys: Any) -> None:
+def test_folders_of_a_glob_that_are_not_runs_are_skipped_with_a_note(
+    folders: list[Path], tmp_path: Path, capsys: Any
+) -> None:
     """A shell gives every name there is for runs/*: files, other folders, a run that has just begun."""
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "plots").mkdir()
@@ -137,7 +139,7 @@ def test_what_is_no_run_in_a_glob_is_left_out_and_said(folders: list[Path], tmp_
     assert "<h1>dapo and gspo</h1>" in file.read_text(encoding="utf-8")
 
 
-def test_a_comparisons_folder_is_the_runs_that_it_reports(tmp_path: Path, capsys: Any) -> None:
+def test_a_comparison_folder_stands_for_its_runs(tmp_path: Path, capsys: Any) -> None:
     made = plan(comparison_row("first"), comparison_row("second"), seeds=2)
     folder = tmp_path / "compared"
     open_comparison(folder, made)
@@ -154,7 +156,7 @@ def test_a_comparisons_folder_is_the_runs_that_it_reports(tmp_path: Path, capsys
     assert find_runs([folder]) == tuple(folder / Job(n, None, s).folder for n in ("first", "second") for s in (0, 1))
 
 
-def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_the_page_and_errors_have_a_remedy(folders: list[Path], tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "out.html"
     assert main(["report", *map(str, folders), "--output", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}\n"
@@ -202,7 +204,9 @@ def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "ligh
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_loads_without_an_error_and_fits(chromium: Browser, file: Path, width: int, scheme: str) -> None:
+def test_the_page_loads_without_errors_and_fits_the_window(
+    chromium: Browser, file: Path, width: int, scheme: str
+) -> None:
     tab, wrong = opened(chromium, file, width, scheme)
     assert tab.evaluate("document.documentElement.scrollWidth") == width
     paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -232,7 +236,7 @@ def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Brow
     assert wrong == []
 
 
-def test_completions_are_found_and_compared(chromium: Browser, file: Path) -> None:
+def test_completions_can_be_searched_and_compared(chromium: Browser, file: Path) -> None:
     tab, wrong = opened(chromium, file)
     tab.fill("#text", "it is 2")
     assert tab.locator("#found").inner_text() == "2 of 32 match."

@@ -48,7 +48,7 @@ def ask(found: ReportServer, path: str) -> tuple[int, str]:
     return answer.status, text
 
 
-def test_without_the_token_there_is_nothing(tmp_path: Path) -> None:
+def test_requests_without_the_token_are_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [(1, {"reward": 0.5})])
     with serving(folder) as found:
         assert found.server_address[0] == "127.0.0.1"
@@ -74,7 +74,7 @@ def test_without_the_token_there_is_nothing(tmp_path: Path) -> None:
         assert found.token not in text
 
 
-def test_the_page_follows_the_run_and_is_made_again_only_then(tmp_path: Path) -> None:
+def test_the_page_is_rebuilt_only_when_the_run_changes(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [])  # not a step is done
     with serving(folder) as found:
         stamp, before = ask(found, f"/stamp?token={found.token}")[1], found.text()
@@ -90,7 +90,7 @@ def test_the_page_follows_the_run_and_is_made_again_only_then(tmp_path: Path) ->
         assert (status, "holds no run" in text) == (503, True)
 
 
-def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no run"):
         create_server([tmp_path])
     folder = run_folder(tmp_path / "a", [])
@@ -113,7 +113,7 @@ def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path) -> No
         assert process.wait(timeout=60) == 0
 
 
-def test_a_browser_shows_a_step_that_came_later_and_keeps_its_filters(tmp_path: Path, chromium: Browser) -> None:
+def test_a_browser_shows_new_steps_and_keeps_its_filters(tmp_path: Path, chromium: Browser) -> None:
     folder = run_folder(tmp_path / "a", [])
     with serving(folder) as found:
         tab = chromium.new_page()

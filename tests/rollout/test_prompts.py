@@ -20,7 +20,7 @@ from policygrad.rollout.batching import ALL_EXCLUDED_NOTE, EXTRA_LOOKAHEAD, hash
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
-from policygrad.tasks.rows import RowsTask
+from policygrad.tasks.mixtures import MixturePart, RowsTask
 from policygrad.training.config.run import EvaluationConfig, Run
 from policygrad.training.trainer import train
 
@@ -101,7 +101,7 @@ def test_where_all_rest_they_are_taken_as_they_come() -> None:
 
 
 def test_a_prompt_has_the_same_number_in_every_epoch() -> None:
-    task = RowsTask("t", [Example(f"{i}?", source=f"line {i}") for i in range(40)], (), seed=1)
+    task = RowsTask("t", [MixturePart(1.0, "t", [Example(f"{i}?", source=f"line {i}") for i in range(40)])], (), seed=1)
     first, second = ({hash_prompt(task.train_example(epoch * 40 + i)) for i in range(40)} for epoch in range(2))
     assert first == second
     assert len(first) == 40

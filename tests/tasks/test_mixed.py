@@ -160,7 +160,7 @@ def test_decontamination_applies_across_parts(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"two\.jsonl: 1 of 2 rows left .* or share 4 consecutive words with one"):
         task = load_task(f"{one}+{two}", row_options=RowOptions(decontaminate=4))
     assert {*sampled(task, 200, "two.jsonl")} == {"u v w x"}
-    measured = EvalPrompts.collect([e.prompt for e in task.eval_examples(999)], 4)
+    measured = EvalPrompts([e.prompt for e in task.eval_examples(999)], 4)
     assert not any(task.train_example(i).prompt in measured for i in range(300))
 
 

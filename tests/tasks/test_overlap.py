@@ -17,31 +17,29 @@ ASKS = "Solve this problem and put the answer into a box please: "
 
 
 def test_ngram_overlap_by_hand() -> None:
-    held_out = EvalPrompts.collect(["The quick brown fox jumps.", "3 + 4 ="], 4)
+    held_out = EvalPrompts(["The quick brown fox jumps.", "3 + 4 ="], 4)
     assert "a QUICK, brown fox jumps over" in held_out
     assert "quick brown fox leaps" not in held_out
     assert "the quick brown  fox JUMPS" in held_out
     assert "3+4=" in held_out  # tokenized alike
     assert "3 * 4 =" not in held_out
     assert "3" not in held_out
-    short = EvalPrompts.collect(["Brown fox"], 4)  # shorter than n: only as a whole
+    short = EvalPrompts(["Brown fox"], 4)  # shorter than n: only as a whole
     assert "brown fox" in short
     assert "a brown fox" not in short
-    assert "..." not in EvalPrompts.collect(["?!"], 4)
+    assert "..." not in EvalPrompts(["?!"], 4)
 
 
 def test_ngrams_shared_by_all_evaluation_prompts_are_ignored() -> None:
     names = [f"name{i}" for i in range(20)]
-    held_out = EvalPrompts.collect(
-        [f"{ASKS}{name} has {i} apples and buys {i} more" for i, name in enumerate(names)], 6
-    )
+    held_out = EvalPrompts([f"{ASKS}{name} has {i} apples and buys {i} more" for i, name in enumerate(names)], 6)
     assert f"{ASKS}Zoe owns 8 pears and sells a few more" not in held_out
     assert "today name7 has 7 apples and buys" in held_out
 
 
 def test_messages_are_compared_except_system_messages() -> None:
     system = {"role": "system", "content": "one two three four"}
-    held_out = EvalPrompts.collect([(system, {"role": "user", "content": "five six seven eight"})], 4)
+    held_out = EvalPrompts([(system, {"role": "user", "content": "five six seven eight"})], 4)
     assert (system, {"role": "user", "content": "nothing"}) not in held_out
     assert ({"role": "user", "content": "say five six seven eight"},) in held_out
 

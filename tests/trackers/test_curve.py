@@ -8,7 +8,7 @@ from policygrad.trackers.live_view import choose_axis_limits, choose_x_end, smoo
 from policygrad.trackers.rich_display import plot_points
 
 
-def test_smoothing():
+def test_smoothing_by_hand():
     assert smooth_values([2.0] * 9, 3.0) == pytest.approx([2.0] * 9)
     assert smooth_values([0.0, 1.0, 0.0], 1e-6) == pytest.approx([0.0, 1.0, 0.0])
     line = smooth_values([0.0] * 10 + [1.0] * 10, 2.0)
@@ -28,7 +28,7 @@ def test_the_step_axis_is_at_least_half_used_and_ends_with_the_run():
 
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=40), st.integers(4, 70), st.integers(2, 10))
-def test_any_curve_can_be_drawn(values, columns, rows):
+def test_any_curve_can_be_plotted(values, columns, rows):
     low, high = choose_axis_limits(values)
     slack = 1e-6 * (high - low)
     assert low - slack <= min(values) <= max(values) <= high + slack
@@ -40,7 +40,7 @@ def test_any_curve_can_be_drawn(values, columns, rows):
         assert all(char == " " or 0x2800 < ord(char) < 0x2900 for char, _ in cells)
 
 
-def test_a_rising_line():
+def test_a_rising_curve_is_plotted_rising():
     picture, low, high = plot_points([(step, step / 100) for step in range(1, 101)], 100, 20, 5)
     assert (low, high) == pytest.approx((0.0, 1.0))
     heights = [[row for row in range(5) if picture.row(row)[column][1]] for column in range(20)]

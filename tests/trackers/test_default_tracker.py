@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_which_tracker_is_made(monkeypatch):
+def test_the_default_tracker_depends_on_the_terminal(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -37,7 +37,7 @@ def test_which_tracker_is_made(monkeypatch):
 
 
 @pytest.mark.parametrize("shell", [notebook.ZMQInteractiveShell(), notebook.Shell()])
-def test_a_notebook_gets_its_own_display(monkeypatch, shell):
+def test_a_notebook_gets_the_notebook_display(monkeypatch, shell):
     notebook.install(monkeypatch, shell)
     assert isinstance(default_tracker(), NotebookTracker)
     assert isinstance(default_tracker(plain=False), NotebookTracker)
@@ -46,13 +46,13 @@ def test_a_notebook_gets_its_own_display(monkeypatch, shell):
 
 
 @pytest.mark.parametrize("shell", [None, notebook.TerminalInteractiveShell()])
-def test_ipython_alone_is_no_notebook(monkeypatch, shell):
+def test_ipython_alone_is_not_a_notebook(monkeypatch, shell):
     notebook.install(monkeypatch, shell)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert isinstance(default_tracker(), PlainTracker)
 
 
-def test_importing_the_room_loads_neither_rich_nor_ipython():
+def test_importing_trackers_loads_neither_rich_nor_ipython():
     code = "import sys, policygrad.trackers as t; t.default_tracker(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}

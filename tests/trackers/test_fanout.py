@@ -46,7 +46,7 @@ def every_call(tracker: Tracker) -> None:
     tracker.close()
 
 
-def test_each_hears_everything_in_the_order_given():
+def test_every_tracker_gets_every_call_in_order():
     calls: list = []
     one, two = Listener(calls=calls), Listener(calls=calls)
     every_call(CompositeTracker([one, two]))
@@ -56,7 +56,7 @@ def test_each_hears_everything_in_the_order_given():
     assert {name for name, _ in alone.calls} == set(CALLS)
 
 
-def test_the_order_is_the_one_given_and_closing_goes_backwards():
+def test_trackers_close_in_reverse_order():
     order: list[str] = []
 
     class Named(Tracker):
@@ -75,7 +75,7 @@ def test_the_order_is_the_one_given_and_closing_goes_backwards():
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_one_that_fails_is_dropped_with_a_warning_and_the_others_go_on(method):
+def test_a_failing_tracker_is_dropped_with_a_warning(method):
     before, failing, after = Listener(), Listener(method), Listener()
     said = rf"Listener\.{method} failed \(OSError: no connection\); the run continues without"
     with pytest.warns(UserWarning, match=said):
@@ -92,13 +92,13 @@ def test_one_that_fails_is_dropped_with_a_warning_and_the_others_go_on(method):
         assert [call for call in other.calls if call != ("note", (told[0],))] == alone.calls
 
 
-def test_all_may_fail_even_at_the_note_about_another():
+def test_all_trackers_may_fail_even_on_the_note_about_another():
     with pytest.warns(UserWarning, match="failed") as caught:
         every_call(CompositeTracker([Listener("log"), Listener("note"), Listener("note")]))
     assert len(caught) == 3
 
 
-def test_closing_what_failed_may_fail_too():
+def test_closing_a_failed_tracker_may_fail():
     class Broken(Tracker):
         def note(self, text: str) -> None:
             raise ValueError("no disk")
@@ -113,7 +113,7 @@ def test_closing_what_failed_may_fail_too():
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_an_essential_one_raises_through_all_levels(method):
+def test_an_essential_tracker_raises_through_nested_fanouts(method):
     others = Listener(), Listener()
     trackers = CompositeTracker([others[0], CompositeTracker([Essential(method)]), others[1]])
     with pytest.raises(OSError, match="no connection"):
@@ -123,12 +123,12 @@ def test_an_essential_one_raises_through_all_levels(method):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_ends_a_program_goes_through(error):
+def test_exceptions_that_end_a_program_propagate(error):
     with pytest.raises(error):
         CompositeTracker([Listener("log", error)]).log(1, {})
 
 
-def test_a_failed_run_closes_all_and_keeps_its_own_error():
+def test_a_failed_run_closes_all_trackers_and_keeps_its_error():
     listener = Listener()
     with pytest.raises(ZeroDivisionError) as caught, CompositeTracker([listener, Essential("close")]):
         raise ZeroDivisionError
@@ -136,12 +136,12 @@ def test_a_failed_run_closes_all_and_keeps_its_own_error():
     assert caught.value.__notes__ == ["closing the trackers failed too: OSError: no connection"]
 
 
-def test_an_essential_one_that_cannot_be_closed_is_an_error_of_its_own():
+def test_failing_to_close_an_essential_tracker_raises():
     with pytest.raises(OSError, match="no connection"), CompositeTracker([Essential("close")]):
         pass
 
 
-def test_equal_trackers_are_told_apart():
+def test_equal_trackers_are_distinguished():
     class Equal(Listener):
         def __eq__(self, other: object) -> bool:
             return True
@@ -158,18 +158,18 @@ def test_equal_trackers_are_told_apart():
 
 
 @pytest.mark.parametrize("wrong", [Listener, None, "wandb"])
-def test_what_is_no_tracker_is_refused_at_once(wrong):
+def test_an_object_that_is_not_a_tracker_is_refused(wrong):
     with pytest.raises(ConfigError, match="is not a tracker: pass instances"):
         CompositeTracker([wrong])
 
 
-def test_none_at_all_and_the_base_class_take_every_call():
+def test_no_tracker_and_the_base_class_accept_every_call():
     for tracker in (CompositeTracker(), Tracker(), CompositeTracker([Tracker()])):
         follow(tracker, Clock(), 3)
         every_call(tracker)
 
 
-def test_the_runs_files_among_others_are_what_they_are_alone(tmp_path):
+def test_run_files_do_not_depend_on_other_trackers(tmp_path):
     with JsonlTracker(tmp_path / "alone") as alone:
         alone.append_metrics(1, metrics(1))
         alone.append_completions(1, [SAMPLE])
@@ -182,7 +182,7 @@ def test_the_runs_files_among_others_are_what_they_are_alone(tmp_path):
         assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes() != b""
 
 
-def test_a_sample_for_people_is_another_row_at_each_step():
+def test_the_displayed_sample_changes_every_step():
     chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
     rows = [{"prompt": f"p{i}", "completion": f"c{i}", "reward": None} for i in range(3)] + [{"prompt": chat}]
     assert [choose_sample(step, rows).prompt for step in (1, 2, 3, 4)] == [

@@ -32,7 +32,7 @@ def described() -> list[MetricDoc]:
     return [metric for chapter in load_glossary() for metric in chapter.metrics]
 
 
-def test_every_name_in_the_code_is_described() -> None:
+def test_every_metric_in_the_code_is_described() -> None:
     names = told()
     assert len(names) > 50
     plain = {name for name in names if "*" not in name}
@@ -40,7 +40,7 @@ def test_every_name_in_the_code_is_described() -> None:
     assert {n for n in names - plain if not any(fnmatchcase(m.name, n) for m in described())} == set()
 
 
-def test_what_is_described_exists() -> None:
+def test_every_described_metric_exists() -> None:
     text = "\n".join(p.read_text(encoding="utf-8") for room in ROOMS for p in (SOURCE / room).rglob("*.py"))
     names = told()
     for metric in described():
@@ -51,7 +51,7 @@ def test_what_is_described_exists() -> None:
         assert metric.text
 
 
-def test_a_name_before_a_pattern_and_patterns_in_their_order() -> None:
+def test_exact_names_match_before_patterns_and_patterns_in_order() -> None:
     for name, found in (
         ("kl_old/last", "kl_old/last"),
         ("rewards/math/std", "rewards/*/std"),
@@ -68,7 +68,7 @@ def test_a_name_before_a_pattern_and_patterns_in_their_order() -> None:
     assert len(names) == len({*names})
 
 
-def test_show_says_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_explains_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
     assert show(["entropy"]) == 0
     said = capsys.readouterr().out
     assert "nats per token" in said
@@ -92,7 +92,7 @@ class Heard(pg.Tracker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "trpo", "prorl", "prime", "vineppo"])
-def test_what_a_run_tells_is_described(name: str, tmp_path: Path) -> None:
+def test_every_metric_of_a_run_is_described(name: str, tmp_path: Path) -> None:
     task = "embedded_steps" if name == "vineppo" else "embedded"
     run = pg.Run(algorithm=pg.get_algorithm(name), task=task, steps=1, prompts_per_step=4, output=str(tmp_path / "run"))
     heard = Heard()

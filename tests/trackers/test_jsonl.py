@@ -46,7 +46,7 @@ def test_lines_are_strict_json(tmp_path):
         files.sync()
 
 
-def test_a_line_is_on_its_way_at_once(tmp_path):
+def test_a_line_is_written_immediately(tmp_path):
     files = JsonlTracker(tmp_path)
     files.append_metrics(1, {"reward": 1.0})
     assert len(lines(tmp_path / "metrics.jsonl")) == 1  # before close
@@ -54,7 +54,7 @@ def test_a_line_is_on_its_way_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, torch.ones(2), b"bytes"])
-def test_what_json_cannot_hold_is_named_and_nothing_is_written(tmp_path, value):
+def test_a_value_json_cannot_hold_is_named_and_nothing_is_written(tmp_path, value):
     with JsonlTracker(tmp_path) as files:
         with pytest.raises(TypeError, match=r"completions.jsonl: 'parts'.format is a .*pass plain numbers"):
             files.append_completions(1, [{"prompt": "fine"}, {"parts": {"format": value}}])
@@ -75,7 +75,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)), data=st.data())
 @example(cuts=(1.0, 1.0), data=None)
-def test_a_run_cut_anywhere_and_resumed_equals_one_never_stopped(tmp_path_factory, cuts, data):
+def test_a_log_cut_anywhere_and_resumed_equals_an_uninterrupted_one(tmp_path_factory, cuts, data):
     """Both files are cut at any byte; the run goes on from any step whose lines are whole."""
     unbroken, broken = tmp_path_factory.mktemp("unbroken"), tmp_path_factory.mktemp("broken")
     write(unbroken, range(1, 7))
@@ -93,7 +93,7 @@ def test_a_run_cut_anywhere_and_resumed_equals_one_never_stopped(tmp_path_factor
     assert contents(broken) == contents(unbroken)
 
 
-def test_every_torn_last_line_is_repaired_on_opening(tmp_path):
+def test_every_partial_last_line_is_repaired_on_opening(tmp_path):
     write(tmp_path, range(1, 3))
     text = (tmp_path / "metrics.jsonl").read_bytes()
     end_of_first = text.index(b"\n") + 1
@@ -106,7 +106,7 @@ def test_every_torn_last_line_is_repaired_on_opening(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b"\x00" * 5000, b'{"step": 3, "x": "' + b"y" * 200_000, b"\xff\xfe", b"[1]"])
-def test_strange_tails(tmp_path, torn):
+def test_unusual_file_ends_are_repaired(tmp_path, torn):
     write(tmp_path, range(1, 3))
     text = (tmp_path / "metrics.jsonl").read_bytes()
     (tmp_path / "metrics.jsonl").write_bytes(text + torn)

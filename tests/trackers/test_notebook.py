@@ -21,7 +21,7 @@ def words(html: str) -> str:
     return " ".join(" ".join(ElementTree.fromstring(html).itertext()).split())
 
 
-def test_a_whole_run_is_one_output_that_is_redrawn(outputs):
+def test_a_run_is_one_notebook_output_that_is_redrawn(outputs):
     clock = Clock()
     tracker = NotebookTracker(clock)
     tracker.phase("loading the model")
@@ -36,7 +36,7 @@ def test_a_whole_run_is_one_output_that_is_redrawn(outputs):
     assert "evaluating" not in last
 
 
-def test_progress_and_the_time_left(outputs):
+def test_progress_and_time_left(outputs):
     clock = Clock()
     tracker = NotebookTracker(clock)
     tracker.start(RunInfo("a run", {}, 200, step_unit="update"))
@@ -53,7 +53,7 @@ def test_progress_and_the_time_left(outputs):
 @pytest.mark.parametrize(
     "text", ["<script>alert(1)</script>", "</pre><b>", "a & b", "\x1b[2J\x00\u202e", '"><img src=x onerror=1>']
 )
-def test_no_text_becomes_markup(outputs, text):
+def test_completions_are_escaped(outputs, text):
     tracker = NotebookTracker(Clock())
     tracker.phase(text)
     tracker.start(RunInfo(text, {text: text}, 2, step_unit=text))
@@ -69,7 +69,7 @@ def test_no_text_becomes_markup(outputs, text):
     assert words(html).count("alert(1)") == 14 * ("script" in text)
 
 
-def test_the_curve_is_within_its_frame_and_has_every_finite_reward(outputs):
+def test_the_curve_stays_in_its_frame_and_has_every_finite_reward(outputs):
     tracker = NotebookTracker(Clock())
     values = [0.5, -1e300, math.nan, 1e300, math.inf, 0.0]
     tracker.start(RunInfo("a run", {}, 40, 31, [(step, step / 31) for step in range(1, 31)]))
@@ -100,7 +100,7 @@ def test_a_long_run_stays_small_and_a_rising_reward_rises(outputs):
     assert points == sorted(points, key=lambda point: (point[0], -point[1]))
 
 
-def test_other_metrics_have_curves_of_their_own(outputs):
+def test_other_metrics_have_their_own_curves(outputs):
     tracker = NotebookTracker(Clock())
     tracker.start(RunInfo("a run", {}, 10))
     tracker.log(1, {**metrics(1), "entropy": math.nan})
@@ -117,7 +117,7 @@ def test_other_metrics_have_curves_of_their_own(outputs):
     assert loss.attrib["aria-label"] == "loss by step"
 
 
-def test_it_is_redrawn_at_most_twice_a_second_but_never_left_behind(outputs):
+def test_redraws_at_most_twice_a_second_and_ends_current(outputs):
     clock = Clock()
     tracker = NotebookTracker(clock)
     tracker.start(RunInfo("a run", {}, 1000))
@@ -133,7 +133,7 @@ def test_it_is_redrawn_at_most_twice_a_second_but_never_left_behind(outputs):
     assert (len(outputs), len(outputs[0].states)) == (1, drawn)
 
 
-def test_a_stopped_run_says_so_and_the_next_one_has_an_output_of_its_own(outputs):
+def test_a_stopped_run_is_marked_and_the_next_has_its_own_output(outputs):
     tracker = NotebookTracker(Clock())
     with tracker:
         tracker.start(RunInfo("first", {}, 5))

@@ -43,14 +43,14 @@ def test_plain_lines():
         (200, 1, 70, 200, 200),  # more than a minute a step: each is told
     ],
 )
-def test_how_often_plain_lines_come(total, first, seconds, least, most):
+def test_plain_lines_are_rate_limited(total, first, seconds, least, most):
     steps = [int(line[4:].split("/")[0]) for line in plain(total, first, seconds) if line.startswith("step")]
     assert least <= len(steps) <= most
     assert steps[0] == first
     assert steps[-1] == total
 
 
-def test_plain_on_an_ascii_stream_and_with_metrics_missing():
+def test_plain_on_an_ascii_stream_without_some_metrics():
     clock, raw = Clock(), io.BytesIO()
     stream = io.TextIOWrapper(raw, "ascii", newline="\n")
     tracker = PlainTracker(stream, clock)
@@ -63,7 +63,7 @@ def test_plain_on_an_ascii_stream_and_with_metrics_missing():
     ]  # fmt: skip
 
 
-def test_what_happens_at_every_step_is_not_said_every_time():
+def test_phases_are_printed_once_not_at_every_step():
     stream = io.StringIO()
     tracker = PlainTracker(stream, Clock())
     tracker.start(RunInfo("t", {}, 3))
@@ -74,7 +74,7 @@ def test_what_happens_at_every_step_is_not_said_every_time():
     assert stream.getvalue().count("sampling") == stream.getvalue().count("updating") == 1
 
 
-def test_a_token_budget_that_ends_before_the_steps_sets_the_time_left():
+def test_time_left_follows_the_token_budget_if_it_ends_first():
     clock, stream = Clock(), io.StringIO()
     budgeted(PlainTracker(stream, clock), clock)
     steps = [line for line in stream.getvalue().split("\n") if line.startswith("step")]

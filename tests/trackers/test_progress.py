@@ -4,7 +4,7 @@ from policygrad.trackers import RunInfo
 from policygrad.trackers.console import RunProgress
 
 
-def test_the_steps_set_the_time_left_when_they_end_first():
+def test_time_left_follows_steps_if_they_run_out_first():
     progress = RunProgress(RunInfo("", steps=10, first_step=5, token_budget=1000, sampled_tokens=400))
     assert (progress.fraction, progress.steps_left, progress.is_finished) == (0.4, 6.0, False)
     progress.advance(5, {"tokens/sampled": 100.0})

@@ -78,7 +78,7 @@ def test_tensorboard_has_every_step_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_is_kept_offline_without_a_key_and_goes_on_under_its_id(folder: Path) -> None:
+def test_wandb_is_offline_without_a_key_and_resumes_its_id(folder: Path) -> None:
     wandb = pytest.importorskip("wandb")
     tell("wandb", folder, 1, 2)
     tell("wandb", folder, 2, 3)
@@ -122,7 +122,7 @@ def records(file: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_mlflow_goes_on_in_the_same_run(folder: Path) -> None:
+def test_mlflow_resumes_the_same_run(folder: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     tell("mlflow", folder, 1, 2, finish=False)
     client = mlflow.MlflowClient()
@@ -142,7 +142,7 @@ def test_mlflow_goes_on_in_the_same_run(folder: Path) -> None:
     assert len(client.search_runs([run.info.experiment_id])) == 1
 
 
-def test_trackio_goes_on_in_the_same_run(
+def test_trackio_resumes_the_same_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(
@@ -160,7 +160,7 @@ def test_trackio_goes_on_in_the_same_run(
     assert "Trackio" not in capsys.readouterr().out
 
 
-def test_an_unknown_service_and_a_missing_library_are_said_at_once(
+def test_an_unknown_service_or_missing_library_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="'tensorbord' is unknown, use mlflow, tensorboard, trackio, wandb"):
@@ -186,14 +186,14 @@ def test_no_library_is_loaded_before_a_run_begins() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
-def test_it_stands_in_the_runs_file_and_in_completion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_services_are_in_run_toml_and_in_shell_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["grpo", "--track", "tensorboard", "--dry-run"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["track"] == ["tensorboard"]
     assert "--track) words='mlflow tensorboard trackio wandb'" in generate_script("bash")
 
 
 @pytest.mark.slow
-def test_a_run_is_followed(folder: Path) -> None:
+def test_a_run_is_tracked_by_every_service(folder: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = pg.Run(
         algorithm=pg.GRPO,
@@ -212,7 +212,7 @@ def test_a_run_is_followed(folder: Path) -> None:
     assert [e.step for e in found.Scalars(measured)] == [0, 2]
 
 
-def test_what_services_are_told(tmp_path: Path) -> None:
+def test_services_get_finite_metrics_flat_configuration_and_a_stable_run_id(tmp_path: Path) -> None:
     assert select_finite({"a": 1, "b": math.inf, "c": "x", "d": 0.5}) == {"a": 1.0, "d": 0.5}
     assert flatten_config(CONFIG) == {
         "lr": 1e-3,
@@ -232,7 +232,7 @@ def test_what_services_are_told(tmp_path: Path) -> None:
     assert load_run_id(RunInfo("t", folder=tmp_path), "wandb") is None  # a run that begins is another
 
 
-def test_a_key_is_looked_for_where_wandb_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_read_where_wandb_stores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(file))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

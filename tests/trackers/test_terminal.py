@@ -45,7 +45,7 @@ def run_to(step: int, width: int = 80, height: int = 30, sample: dict = SAMPLE, 
 
 @pytest.mark.parametrize("height", [8, 12, 18, 24, 50])
 @pytest.mark.parametrize("width", [20, 40, 80, 104, 120, 200])
-def test_the_picture_fits_every_terminal(width, height):
+def test_display_fits_every_terminal(width, height):
     wild = row("日本語" * 50 + " [bold]x", "👩‍👩‍👧 \x1b[31m\t" + "word " * 400 + "日" * 300 + "\nanswer", -1.0)
     for sample in (SAMPLE, wild):
         out = run_to(60, width, height, sample)
@@ -54,7 +54,7 @@ def test_the_picture_fits_every_terminal(width, height):
         assert any("60/200" in line for line in out)
 
 
-def test_the_picture_at_80_columns():
+def test_display_at_80_columns():
     out = "\n".join(run_to(100, 80, 24))
     assert "step 100/200  8m20s  8m20s left" in out
     for label, value in {
@@ -74,12 +74,12 @@ def test_the_picture_at_80_columns():
     assert "step 1 " in out
 
 
-def test_wide_terminals_have_curve_and_sample_beside_each_other():
+def test_wide_terminals_show_curve_and_sample_side_by_side():
     assert any("┤" in line and "╮" in line for line in run_to(50, 120))
     assert not any("┤" in line and "╮" in line for line in run_to(50, 80))
 
 
-def test_only_metrics_that_are_there_are_shown():
+def test_only_present_metrics_are_shown():
     tracker, _, _, _ = rich(80)
     with tracker:
         tracker.start(RunInfo("a run", {}, 5))
@@ -93,7 +93,7 @@ def test_only_metrics_that_are_there_are_shown():
         assert "nan" in "\n".join(picture(tracker, 80))
 
 
-def test_the_end_of_a_long_completion_is_seen():
+def test_the_end_of_a_long_completion_is_visible():
     text = "\n".join(f"line {i}" for i in range(500)) + "\n\\boxed{42}"
     out = "\n".join(run_to(3, 80, 24, row("p " * 4000 + "the question", text, 0.0)))
     assert "\\boxed{42}" in out
@@ -102,7 +102,7 @@ def test_the_end_of_a_long_completion_is_seen():
     assert "the question" in out
 
 
-def test_a_sample_stays_long_enough_to_be_read_and_the_last_is_always_shown():
+def test_a_sample_stays_readable_and_the_last_is_always_shown():
     tracker, clock, _, _ = rich(80)
     seen = []
     with tracker:
@@ -116,7 +116,7 @@ def test_a_sample_stays_long_enough_to_be_read_and_the_last_is_always_shown():
     assert 15 <= len(set(seen)) <= 20
 
 
-def test_time_left_follows_the_last_steps_and_not_the_evaluation():
+def test_time_left_ignores_evaluation():
     tracker, clock, _, _ = rich(80)
     with tracker:
         tracker.start(RunInfo("a run", {}, 100))
@@ -135,7 +135,7 @@ def test_time_left_follows_the_last_steps_and_not_the_evaluation():
         assert any("1m42s left" in line for line in picture(tracker, 80))
 
 
-def test_a_resumed_run_shows_the_whole_curve():
+def test_a_resumed_run_shows_the_full_curve():
     tracker, _, _, _ = rich(80)
     with tracker:
         tracker.start(RunInfo("a run", {}, 100, 51, [(s, 1.0 - s / 100) for s in range(1, 51)]))
@@ -161,7 +161,7 @@ def test_notes_stay_readable_at_any_time():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interrupted_run_gives_the_terminal_back(error):
+def test_an_interrupted_run_restores_the_terminal(error):
     tracker, _, stream, console = rich(80)
 
     def train() -> None:
@@ -178,7 +178,7 @@ def test_an_interrupted_run_gives_the_terminal_back(error):
     tracker.close()  # twice does no harm
 
 
-def test_a_whole_rich_run():
+def test_a_full_run_on_the_rich_display():
     tracker, clock, stream, _ = rich(80)
     follow(tracker, clock, 20, first=6, grad_norm=1.0)
     text = Text.from_ansi(stream.getvalue()).plain

@@ -15,11 +15,11 @@ from policygrad.trackers.console import format_count, format_duration, format_nu
     [(0.414, "0.41"), (0, "0.00"), (0.0031, "0.003"), (0.000021, "2e-05"), (14.23, "14.2"), (1234.5, "1,234"), (-0.5, "-0.50"),
      (math.nan, "nan"), (-math.inf, "-inf"), (1e30, "1.0e+30"), (0.0999, "0.10"), (0.00096, "0.001")],
 )  # fmt: skip
-def test_numbers_are_short(value, text):
+def test_numbers_are_shortened(value, text):
     assert format_number(value) == text
 
 
-def test_counts_durations_and_changes():
+def test_formats_of_counts_durations_and_changes():
     assert [format_count(x) for x in (812, 2100, 9990, 21_000, 999_900, 3.4e6, math.nan)] == [
         "812", "2.1k", "10k", "21k", "1.0M", "3.4M", "nan",
     ]  # fmt: skip
@@ -35,7 +35,7 @@ def test_counts_durations_and_changes():
 
 
 @given(st.text())
-def test_clean_text_cannot_steer_a_terminal(text):
+def test_cleaned_text_has_no_terminal_control(text):
     assert all(
         char == "\n" or char.isprintable() or char == " " or char.isspace() for char in strip_control_chars(text)
     )
@@ -48,7 +48,7 @@ def test_clean_text_cannot_steer_a_terminal(text):
     strip_control_chars(text).encode()
 
 
-def test_one_line_keeps_both_ends():
+def test_shortening_to_one_line_keeps_both_ends():
     assert to_one_line(" a\nb ") == "a\\nb"
     text = to_one_line("start" + "x" * 1000 + "end")
     assert text.startswith("start")

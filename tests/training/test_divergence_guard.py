@@ -75,14 +75,14 @@ def test_the_supervised_guard_watches_the_loss() -> None:
 def test_a_new_level_stops_being_a_spike() -> None:
     found, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)])
     assert [bool(v.spikes) for v in found] == [False, False, True, False, False]  # median of (1, 50) is 25.5
-    assert watched.recent == {"grad_norm": (50.0, 50.0)}
+    assert watched.recent == {"grad_norm": [50.0, 50.0]}
 
 
 def test_undone_values_are_forgotten_and_consecutive_alarms_stop() -> None:
     guard = replace(GUARD, action="rollback", max_consecutive_alarms=3)
     found, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)], guard=guard)
     assert [v.action for v in found] == ["warn", "warn", "rollback", "rollback", "stop"]
-    assert watched == GuardHistory({"grad_norm": (1.0, 1.0)}, alarm_streak=0, lr_factor=0.25)
+    assert watched == GuardHistory({"grad_norm": [1.0, 1.0]}, alarm_streak=0, lr_factor=0.25)
 
 
 def test_constant_rewards_are_skipped_and_finally_stop() -> None:

@@ -31,7 +31,7 @@ class RowDescription:
     algorithm: str
     """Name of the algorithm in the run."""
     tuned_option: str = ""
-    """The tuned option; empty if there is none, or the row's arguments set it."""
+    """The option tuned over a grid; empty if there is none, or the row's arguments set it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Updates per rollout, samples per prompt, …"""
     change: str = ""
@@ -47,7 +47,6 @@ class ComparisonRow(RowDescription):
     argv: tuple[str, ...]
     """The algorithm and its options, without what differs between runs."""
     grid: tuple[float, ...] = ()
-    """Values of the tuned option."""
     measure: Mapping[str, Any] = field(default_factory=dict)
     """What the evaluation score measures: rows that differ here are never compared by score."""
 
@@ -89,7 +88,6 @@ class ComparisonPlan:
     tokens: int
     """Token budget of every run."""
     seeds: tuple[int, ...]
-    """Seeds of reported runs."""
     tuning_seeds: tuple[int, ...]
     """Seeds of tuning runs, which are never reported."""
     command: str
@@ -138,12 +136,12 @@ class ComparisonPlan:
         Raises:
             KeyError, TypeError, ValueError, AttributeError: The data is not a plan.
         """
+        tuples = ("argv", "grid")
         each: list[dict[str, Any]] = [
-            {k: tuple(v) if k in ("argv", "grid") else v for k, v in row.items()} for row in data["rows"]
+            {k: tuple(v) if k in tuples else v for k, v in row.items()} for row in data["rows"]
         ]
-        rows = tuple(ComparisonRow(**row) for row in each)
         options: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}
-        plan = cls(rows=rows, **options)
+        plan = cls(rows=tuple(ComparisonRow(**row) for row in each), **options)
         for row in plan.rows:
             if not (isinstance(row.label, str) and LABEL_PATTERN.fullmatch(row.label)):
                 raise ValueError(f"the label {row.label!r} of a row must consist of letters, digits and . _ + -")

@@ -29,8 +29,6 @@ def pluralise(shown: object, noun: str) -> str:
     return f"{shown} {noun.removesuffix('s') if str(shown) == '1' else noun}"
 
 
-MAX_NAMED_PAIRS = 6
-"""Maximum number of pairs named in a sentence."""
 FEW_SEEDS = 10
 """Number of seeds below which the report warns that percentile intervals are too narrow."""
 SETTINGS = {
@@ -57,8 +55,7 @@ def describe_ranking(report: ComparisonReport) -> Iterable[str]:
     both = [pair for pair in report.pairs if pair.separated["tokens"] and pair.separated["updates"]]
     turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
     if both:
-        named = [f"{p.first} and {p.second}" for p in turned[:MAX_NAMED_PAIRS]]
-        names = ", ".join(named) + " …" * (len(turned) > MAX_NAMED_PAIRS)
+        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:6]) + " …" * (len(turned) > 6)
         yield (
             f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
             f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."
@@ -279,12 +276,8 @@ def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_
             separated = {name: enough and not p.low <= 0.5 <= p.high for name, p in probabilities.items()}
             pairs.append(RowPair(a.label, b.label, probabilities, separated))
     report = ComparisonReport(
-        command=plan.command,
-        version=plan.version,
-        tokens=plan.tokens,
-        seeds=plan.seeds,
+        **{name: getattr(plan, name) for name in ("command", "version", "tokens", "seeds", "ladder")},
         tuning_seeds=plan.tuning_seeds if any(row.is_tuned for row in plan.rows) else (),
-        ladder=plan.ladder,
         share=share,
         stopped=results.stopped,
         kinds=kinds,
@@ -323,11 +316,7 @@ def _row(
     value = results.chosen.get(row.label)
     job = Job(row.label, value, plan.seeds[0])
     edges = {min(row.grid): "smallest", max(row.grid): "largest"} if row.is_tuned else {}
-    failed = [
-        {"seed": job.seed, "value": job.option_value, "error": error}
-        for job, error in results.failures.items()
-        if job.row == row.label
-    ]
+    failures = [(job, error) for job, error in results.failures.items() if job.row == row.label]
     tuning = []
     for tried in row.grid if row.is_tuned else ():
         jobs = [Job(row.label, tried, seed) for seed in plan.tuning_seeds]
@@ -343,6 +332,6 @@ def _row(
         runs=tuple(
             summary.describe_run(job, o, shlex.join(["policygrad", *plan.train_argv(job)])) for job, o in runs.items()
         ),
-        failed=tuple(failed),
+        failed=tuple({"seed": job.seed, "value": job.option_value, "error": error} for job, error in failures),
         summary=summary.summarise_row(list(runs.values()), kind.equal, axes, kind.threshold) if runs else None,
     )

@@ -160,7 +160,6 @@ def read_cost(folder: Path) -> dict[str, float]:
 PROGRAM = (sys.executable, "-P", "-m", "policygrad")
 """-P: `python -m` would put the current folder first, whose modules could hide the standard library's."""
 LOG_TAIL_LINES = 12
-"""Lines of a failed run's log to show."""
 REMOVABLE_OUTPUTS = ("checkpoints", "completions.jsonl", "model")
 """Outputs removed from finished tuning runs; from reported runs only the first."""
 
@@ -284,7 +283,7 @@ class ComparisonRun:
     folder: Path
     runner: SubprocessRunner
     jobs: int
-    """Number of runs at a time."""
+    """Runs at a time."""
     print_line: Callable[[str], None]
     outcomes: dict[Job, RunOutcome] = field(default_factory=dict)
     failures: dict[Job, str] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,7 @@ def resample_indices(runs: int, tasks: int, reps: int = NUM_RESAMPLES, seed: int
 def percentile_interval(replicated: ArrayLike, level: float = LEVEL) -> tuple[Any, Any]:
     """Return the percentile interval over the first axis, that of the replications."""
     tail = 100 * (1 - level) / 2
-    low, high = np.percentile(np.asarray(replicated, dtype=np.float64), [tail, 100 - tail], axis=0)
-    return low, high
+    return tuple(np.percentile(np.asarray(replicated, dtype=np.float64), [tail, 100 - tail], axis=0))
 
 
 def estimate_iqm(scores: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
@@ -121,12 +121,9 @@ def separation_by_chance(n: int, m: int) -> float:
     return min(1.0, 2 / math.comb(n + m, n))
 
 
-def fewest_runs(level: float = LEVEL) -> int:
+def fewest_runs() -> int:
     """Return the fewest runs per row that can distinguish two rows: with fewer, chance separates equal rows too often."""
-    runs = 1
-    while separation_by_chance(runs, runs) > 1 - level:
-        runs += 1
-    return runs
+    return next(runs for runs in count(1) if separation_by_chance(runs, runs) <= 1 - LEVEL)
 
 
 def mean_height(xs: ArrayLike, ys: ArrayLike, end: float) -> float:

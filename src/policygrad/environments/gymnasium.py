@@ -77,9 +77,17 @@ class GymnasiumText:
                 f"{self.name} has actions in {actions}: text can express actions of a Text or a Discrete space only; wrap it "
                 "(gymnasium.ActionWrapper)"
             )
-        if _is_space(actions, "Discrete") and names and len(names) != actions.n:
-            raise ConfigError(f"{self.name} has {actions.n} actions, and {len(names)} are named")
-        return _TextAdapter(actions, _is_space(actions, "Text"), ansi, names)
+        if _is_space(actions, "Text"):
+            length = f"{actions.min_length} to {actions.max_length}"
+            hint = f"an answer has {length} of the characters {actions.characters}"
+            return _TextAdapter(actions, ansi, (), "", hint)
+        first, count = int(actions.start), int(actions.n)
+        if names and len(names) != count:
+            raise ConfigError(f"{self.name} has {count} actions, and {len(names)} are named")
+        choices = ", ".join(f"{i} {name}" for i, name in enumerate(names, first))
+        choices = choices or f"a number from {first} to {first + count - 1}"
+        hint = f"name one action in square brackets: {choices}"
+        return _TextAdapter(actions, ansi, names or ("",) * count, choices, hint)
 
     def _make(self, more: Mapping[str, Any]) -> Any:
         gym = _import_gymnasium()
@@ -106,34 +114,22 @@ class _TextAdapter:
 
     actions: Any
     """The action space."""
-    is_text: bool
     ansi: bool
     """True when the state is rendered as characters."""
     names: tuple[str, ...]
-
-    @property
-    def choices(self) -> str:
-        """The actions of a Discrete space, for the policy."""
-        first, n = int(self.actions.start), int(self.actions.n)
-        if self.names:
-            return ", ".join(f"{first + i} {name}" for i, name in enumerate(self.names))
-        return f"a number from {first} to {first + n - 1}"
+    """Of a Discrete space's actions, "" for one without a name; () = the action is text."""
+    choices: str
+    """The actions of a Discrete space, for the policy."""
+    hint: str
+    """The error message for a turn that names no action."""
 
     def parse(self, text: str) -> Any:
         """Return the action that a turn names, or None."""
-        if self.is_text:
+        if not self.names:
             action = text.strip()
             return action if self.actions.contains(action) else None
-        number = parse_choice(text, self.names or ("",) * int(self.actions.n), int(self.actions.start))
+        number = parse_choice(text, self.names, int(self.actions.start))
         return None if number is None else self.actions.dtype.type(number)
-
-    @property
-    def hint(self) -> str:
-        """The error message for a turn that names no action."""
-        if self.is_text:
-            space = self.actions
-            return f"an answer has {space.min_length} to {space.max_length} of the characters {space.characters}"
-        return f"name one action in square brackets: {self.choices}"
 
 
 class _Episode:
@@ -148,8 +144,8 @@ class _Episode:
         observation, _ = self.env.reset(seed=self.seed % (1 << 32))
         instructions = self.config.instructions
         if instructions is None:
-            is_text = self.adapter.is_text
-            instructions = "" if is_text else f"Answer with one action in square brackets: {self.adapter.choices}."
+            choices = self.adapter.choices
+            instructions = f"Answer with one action in square brackets: {choices}." if choices else ""
         return initial_observation(self.example, self._render(observation), instructions)
 
     async def step(self, action: Action) -> Step:

@@ -151,7 +151,6 @@ class _Episode:
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
-        last = action.truncated or self.turns >= self.config.max_turns
         metrics, reward = {"malformed": 0.0, "refused": 0.0}, 0.0
         parsed = (await self.config.action_schema()).parse(action.text)
         if isinstance(parsed, str):
@@ -168,7 +167,7 @@ class _Episode:
                 if result.get("done"):
                     return Step(reward=reward, metrics=metrics, stop_reason=TERMINATED)
                 reply = self._observation_text(result)
-        if last:
+        if action.truncated or self.turns >= self.config.max_turns:
             return Step(reward=reward, metrics=metrics, stop_reason=TURNS)
         return Step(reply_observation(self.example, reply), reward, metrics)
 

@@ -53,7 +53,7 @@ class TextArena:
 
     @cached_property
     def _game(self) -> _Game:
-        arena = _import_textarena()
+        arena, title = _import_textarena(), f"TextArena's {self.name}"
         if self.name not in arena.envs.registration.ENV_REGISTRY:
             names = sorted(arena.envs.registration.ENV_REGISTRY)
             near = difflib.get_close_matches(self.name, names, n=3, cutoff=0.4)
@@ -67,18 +67,13 @@ class TextArena:
                 trial = game.copy()
                 trial.reset(num_players=1, seed=0)
         except AssertionError as error:  # raised by a state that refuses the number of players
-            raise ConfigError(
-                f"TextArena's {self.name} is not for one player ({error}): choose a single-player game"
-            ) from error
+            raise ConfigError(f"{title} is not for one player ({error}): choose a single-player game") from error
         except Exception as error:  # a game's code may need anything: word lists, a key, a package
             lines = [line.strip() for line in str(error).splitlines() if line.strip(" *")]  # nltk's errors fill pages
-            raise ConfigError(
-                f"TextArena's {self.name} cannot be played here: {type(error).__name__}: {' '.join(lines[:3])[:400]}"
-            ) from error
+            reason = f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"
+            raise ConfigError(f"{title} cannot be played here: {reason}") from error
         if getattr(trial.state, "num_players", 1) != 1:
-            raise ConfigError(
-                f"TextArena's {self.name} has {trial.state.num_players} players: choose a single-player game"
-            )
+            raise ConfigError(f"{title} has {trial.state.num_players} players: choose a single-player game")
         return game
 
     def __call__(self, example: Example, seed: int = 0) -> Environment:

@@ -114,19 +114,15 @@ class Tool:
         Raises:
             ConfigError: No types or docstring, from which the schema is made (transformers.utils.get_json_schema).
         """
-        from transformers.utils.chat_template_utils import (
-            DocstringParsingException,
-            TypeHintParsingException,
-            get_json_schema,
-        )
+        from transformers.utils import chat_template_utils as templates
 
         is_function = inspect.isroutine(function)
         name = getattr(function, "__name__" if is_function else "name", "") or type(function).__name__.lower()
         if not callable(function):
             raise ConfigError(f"a tool must be a function, not {function!r}")
         try:
-            schema = get_json_schema(function if is_function else function.__call__)  # type: ignore[operator]
-        except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+            schema = templates.get_json_schema(function if is_function else function.__call__)  # type: ignore[operator]
+        except (templates.DocstringParsingException, templates.TypeHintParsingException, NameError) as error:
             raise ConfigError(
                 f"the tool {name!r} cannot be described to a model: {error}. Give every parameter a type and the function a "
                 "docstring: what it does, then a line `Args:`, then a line `parameter: description` for each"
@@ -157,10 +153,9 @@ class Tool:
             if types and len(types) == len(kinds):  # else it has no type, or an unknown one; elements are not checked
                 is_valid &= bool in types if isinstance(value, bool) else any(isinstance(value, kind) for kind in types)
             if not is_valid:
-                among = (
-                    f"one of {_to_text(schema['enum'])}" if "enum" in schema else f"of type {_to_text(schema['type'])}"
-                )
-                message = f"error: {self.name}: {name} is to be {among}, not {_to_text([value])[1:-1]}"
+                rule, values = ("one of", schema["enum"]) if "enum" in schema else ("of type", schema["type"])
+                required = f"{rule} {_to_text(values)}"
+                message = f"error: {self.name}: {name} is to be {required}, not {_to_text([value])[1:-1]}"
                 return ToolResult(message, ARGUMENTS)
         try:
             return ToolResult(_to_text(await await_with_timeout(timeout, self._run(bound))))

@@ -152,7 +152,7 @@ def entropy_collapse(seed: int = 0) -> Finding:
         f"{remedy if holds else 'not as claimed'}. At the deciding token all spend the same entropy on J: "
         f"{at['0.2']:.3f}, {at['0.28']:.3f} and {at['none']:.3f} nats where J = 0.9.",
         {"start": start} | {f"end_{name}": x for name, x in end.items()} | {f"decides_{n}": x for n, x in at.items()},
-        curves={"rollout": _count(rollouts)}
+        curves={"rollout": tuple(map(float, range(rollouts + 1)))}
         | {f"idle_{name}": run["idle"] for name, run in runs.items()}
         | {f"J_{name}": run["J"] for name, run in runs.items()},
     )
@@ -235,7 +235,10 @@ def k1_in_loss(seed: int = 0) -> Finding:
         f"and {end['none']:.3f} without any KL, the same run to {difference:.0e}; {end['k2']:.3f} with k2 in the loss and "
         f"{end['reward']:.3f} with k1 in the reward.",
         {f"kl_{name}": x for name, x in end.items()} | {"apart": difference},
-        curves={"rollout": _count(rollouts), **{f"kl_{name}": run["kl"] for name, run in runs.items()}},
+        curves={
+            "rollout": tuple(map(float, range(rollouts + 1))),
+            **{f"kl_{name}": run["kl"] for name, run in runs.items()},
+        },
     )
 
 
@@ -265,10 +268,6 @@ def reward_hacking(seed: int = 0) -> Finding:
         f"after {free['true'].index(peak)} and falls to {free['true'][-1]:.2f}. With β = {beta:g} in the reward it ends at "
         f"{kl['true'][-1]:.2f}, {price}, and the proxy at {kl['proxy'][-1]:.2f}.",
         {"peak": peak, "true_free": free["true"][-1], "true_kl": kl["true"][-1], "proxy_free": free["proxy"][-1]},
-        curves={"rollout": _count(rollouts)}
+        curves={"rollout": tuple(map(float, range(rollouts + 1)))}
         | {f"{what}_{name}": run[what] for what in ("true", "proxy") for name, run in (("free", free), ("kl", kl))},
     )
-
-
-def _count(rollouts: int) -> tuple[float, ...]:
-    return tuple(map(float, range(rollouts + 1)))

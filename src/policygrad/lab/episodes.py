@@ -27,7 +27,6 @@ class GameTransition:
     state: int | None
     """The game's state in which the next turn begins; None = the episode is over."""
     reward: float
-    """Reward of the turn."""
     outcome: float = 0.0
     """Reward of the episode, if it ends here."""
 
@@ -80,13 +79,13 @@ class Episode:
     reward: tuple[float, ...] = ()
     """Each turn's reward, at its last token."""
     probability: float = 1.0
-    """Probability of the world's answers."""
+    """Of the world's answers."""
     outcome: float = 0.0
 
 
 @dataclass(frozen=True)
 class EpisodeTree(PrefixTree):
-    """All episodes of a game, in place of all completions; L has room for each turn and its answer.
+    """All episodes of a game, in place of all completions; L has room for each turn of at most `turn_tokens` and its answer.
 
     Raises:
         ConfigError: A length that is not a multiple of a turn's.
@@ -95,7 +94,6 @@ class EpisodeTree(PrefixTree):
     vocabulary: int = 2
     length: int = 9
     turn_tokens: int = 2
-    """Maximum tokens per turn."""
     game: Game = Walk()
 
     def __post_init__(self) -> None:

@@ -251,7 +251,17 @@ def estimate_gradients(
     algorithm = setting.prepare(algorithm)
     full, world, size = setting.enumerate_batch(algorithm), setting.world, steps.rows.shape[1]
     decisions = compute_decisions(algorithm, setting, steps) if decisions is None else decisions
-    cells, states = world.cell_scores(setting.theta), _exact_derivatives(algorithm, setting)
+    # The derivative [states, P] of each exact quantity that a loss term reads, at a token sampled in each state.
+    position = torch.zeros(int(world.state.max()) + 1, dtype=torch.int64)
+    position[world.state[world.mask]] = torch.arange(world.mask.numel()).reshape(world.mask.shape)[world.mask]
+    fixed_old = replace(setting, old=setting.old_theta)
+
+    def exact_quantity(theta: Tensor, name: str) -> Tensor:
+        tokens: Tensor = getattr(replace(fixed_old, theta=theta).forward(algorithm), name)
+        return tokens.flatten()[position]
+
+    states = {n: jacobian(partial(exact_quantity, name=n), setting.theta) for n in sorted(algorithm.forward_needs)}
+    cells = world.cell_scores(setting.theta)
     gradients, per_completion = [], []
     forward = setting.forward(algorithm)
     outputs = {name: x.detach() for name in ("logp", *EXACT) if (x := getattr(forward, name)) is not None}
@@ -293,21 +303,6 @@ def select_step_tokens(out: Forward, batch: Batch, psi: Tensor, algorithm: Algor
         for rows in torch.split(torch.arange(len(batch.mask)), size)
     ]
     return replace(batch, selected=torch.cat([x for x in steps if x is not None]))
-
-
-def _exact_derivatives(algorithm: Algorithm, setting: LabSetting) -> dict[str, Tensor]:
-    """Return the derivative [states, P] of each exact quantity that a loss term reads."""
-    world = setting.world
-    position = torch.zeros(int(world.state.max()) + 1, dtype=torch.int64)  # for each state, a token sampled in it
-    position[world.state[world.mask]] = torch.arange(world.mask.numel()).reshape(world.mask.shape)[world.mask]
-    fixed_old = replace(setting, old=setting.old_theta)
-
-    def quantity(theta: Tensor, name: str) -> Tensor:
-        """[X·S]."""
-        tokens: Tensor = getattr(replace(fixed_old, theta=theta).forward(algorithm), name)
-        return tokens.flatten()[position]
-
-    return {name: jacobian(partial(quantity, name=name), setting.theta) for name in sorted(algorithm.forward_needs)}
 
 
 def _sum_by_index(value: Tensor, index: Tensor, size: int) -> Tensor:

@@ -181,12 +181,9 @@ def _measure_by_length(
     return tuple(rows)
 
 
-# Claims from the literature, and the result of measuring them.
-
-
 @dataclass(frozen=True)
 class Finding:
-    """One experiment. The sentence is made from the numbers, whether or not they support the claim."""
+    """A measured claim from the literature. The sentence is made from the numbers, whether or not they support the claim."""
 
     name: str
     claim: str

@@ -62,9 +62,8 @@ def choose_plot(finding: Finding) -> FindingPlot | None:
         return PLOTS[finding.name]
     if finding.name == "gate_weights":  # small multiples: one gate, both signs
         gates = [key.removesuffix(" up") for key in finding.curves if key.endswith(" up")]
-        return FindingPlot(
-            "r", tuple(Panel(g, {f"{g} up": "Ψ > 0", f"{g} down": "Ψ < 0"}, low=0, high=6) for g in gates)
-        )
+        panels = [Panel(g, {f"{g} up": "Ψ > 0", f"{g} down": "Ψ < 0"}, low=0, high=6) for g in gates]
+        return _plot("r", *panels)
     key, *columns = finding.curves
     return FindingPlot(key, (Panel("", {name: name.replace("_", " ") for name in columns}),))
 

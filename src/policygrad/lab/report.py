@@ -63,20 +63,18 @@ class LabReport:
     """Nats per completion between π_old and π_θ, off-policy."""
     seed: int
     world: str
-    """A description of the setting."""
     parts: tuple[str, ...] = ()
     """For each measured part, a sentence about the algorithm that contains it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; numbers that are not finite become null."""
-        rows = [{"name": on.name, "on_policy": _to_row(on), "off_policy": _to_row(off)} for on, off in self.rows]
         data = {
             "world": self.world,
             "parts": self.parts,
             "group_size": self.group_size,
             "off_policy_kl": self.kl,
             "seed": self.seed,
-            "algorithms": rows,
+            "algorithms": [{"name": a.name, "on_policy": _to_row(a), "off_policy": _to_row(b)} for a, b in self.rows],
             "findings": [asdict(finding) for finding in self.findings],
         }
         return json.loads(json.dumps(data), parse_constant=lambda _: None)  # type: ignore[no-any-return]

@@ -111,15 +111,22 @@ class LabSetting:
         if "grad_logp_sq_norm" in needs:
             filled["grad_logp_sq_norm"] = world.scores(old).square().sum(1)
         if "baseline" in needs:  # the greedy completion's reward, at each completion of its prompt
-            best = (world.reward * world.greedy(self.sampling_theta)).sum(1)
-            filled["baseline"] = best.repeat_interleave(world.tree.size)
+            greedy = (world.reward * world.greedy(self.sampling_theta)).sum(1)
+            filled["baseline"] = greedy.repeat_interleave(world.tree.size)
         if "example_id" in needs:
             filled["example_id"] = batch.group
+        last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1  # marks the last tokens
         if "step_end" in needs:
-            last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP_TOKENS == 0))
         if algorithm.reward_model is not None:
-            filled["implicit_reward"] = self._implicit_reward(algorithm.reward_model.beta, reference)
+            # r_φ(o_t) = v(prefix and o_t) − v(prefix) of a reward model that has learned the rewards,
+            # v(s) = β·log E_{π_ref}[exp(R/β) | s]. Source: Cui et al. 2025 (PRIME), app. C.1.
+            beta, reward = algorithm.reward_model.beta, world.reward.flatten()
+            best = reward.max()  # subtracted, so that no exponential overflows
+            soft = world.values(reference, ((reward - best) / beta).exp()[:, None].expand(world.mask.shape))
+            value = best + beta * soft.log()[world.state]
+            after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
+            filled["implicit_reward"] = torch.where(world.mask, after - value, 0)
         if "rewards" in needs:  # the world has a single reward
             filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
         if "demonstration" in needs:  # there are samples only
@@ -139,19 +146,6 @@ class LabSetting:
         token_fields = {"token_reward": zeros, "turn_state": zeros.long()}
         return {"reward": self.world.reward.flatten()} | {name: x for name, x in token_fields.items() if name in needs}
 
-    def _implicit_reward(self, beta: float, reference: Tensor) -> Tensor:
-        """[X·N, L] r_φ(o_t) of a reward model that has learned the rewards: v(prefix and o_t) − v(prefix).
-
-        v(s) = β·log E_{π_ref}[exp(R/β) | s]. Source: Cui et al. 2025 (PRIME), app. C.1.
-        """
-        world, reward = self.world, self.world.reward.flatten()
-        best = reward.max()  # subtracted, so that no exponential overflows
-        soft = world.values(reference, ((reward - best) / beta).exp()[:, None].expand(world.mask.shape))
-        value = best + beta * soft.log()[world.state]
-        last = torch.arange(world.tree.length) == world.mask.sum(1, keepdim=True) - 1
-        after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
-        return torch.where(world.mask, after - value, 0)
-
     def true_gradient(self, algorithm: Algorithm, prompt: int | None = None) -> Tensor:
         """[P] ∇J of the algorithm's objective: the expected shaped reward less β·KL(π_θ‖π_ref) of complete completions.
 
@@ -160,13 +154,6 @@ class LabSetting:
 
         prompt: Only of this prompt; by default J is the mean over prompts.
         """
-        reward = self._objective_reward(algorithm)
-        if prompt is None:
-            return self.world.gradient(self.theta, reward)
-        return derivative(lambda theta: self.world.success(theta, reward)[prompt], self.theta)
-
-    def _objective_reward(self, algorithm: Algorithm) -> Tensor:
-        """[X, N] the reward whose expectation is the algorithm's objective."""
         algorithm = self.prepare(algorithm)
         # At π_old = π_θ the derivative of the penalty itself has expectation 0, so the penalty may be constant.
         batch = algorithm.shape_rewards(replace(self, old=self.theta, sampler=None).enumerate_batch(algorithm))
@@ -176,7 +163,10 @@ class LabSetting:
             if isinstance(part, KLToReference | ExactKLToReference | TeacherLogRatio):
                 scale = part.coefficient if isinstance(part, TeacherLogRatio) else part.beta
                 batch = KLInReward(scale)(batch)
-        return total_rewards(batch).reshape(self.world.prompts, -1)
+        reward = total_rewards(batch).reshape(self.world.prompts, -1)
+        if prompt is None:
+            return self.world.gradient(self.theta, reward)
+        return derivative(lambda theta: self.world.success(theta, reward)[prompt], self.theta)
 
     def forward(self, algorithm: Algorithm) -> Forward:
         """[X·N, L] log π_θ, and the exact quantities that loss terms and token selection need, with the graph of `theta`."""

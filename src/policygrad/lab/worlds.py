@@ -14,8 +14,6 @@ from policygrad.lab.sequences import PrefixTree, World, perturb_policy, sample_r
 from policygrad.lab.setting import LabSetting
 
 DIFFICULTY = (0.15, 0.5, 0.85)
-CRITIC_ERROR = 0.1
-REFERENCE_KL = 0.02
 OFF_POLICY_KL = 0.05
 """Nats per completion between π_old and π_θ, off-policy."""
 
@@ -30,8 +28,8 @@ def make_table_settings(kl: float = OFF_POLICY_KL, seed: int = 0) -> tuple[LabSe
     policy = Bigram(tree, len(DIFFICULTY))
     old = policy.initial(seed)
     world = World(tree, sample_right_answers(tree, policy, old, DIFFICULTY, seed), policy)
-    reference = perturb_policy(world, old, REFERENCE_KL, seed=seed + 2)
-    on = LabSetting(world, old, reference=reference, critic_error=CRITIC_ERROR, seed=seed)
+    reference = perturb_policy(world, old, 0.02, seed=seed + 2)
+    on = LabSetting(world, old, reference=reference, critic_error=0.1, seed=seed)
     return on, replace(on, theta=perturb_policy(world, old, kl, seed=seed + 1), old=old)
 
 

@@ -105,7 +105,16 @@ def _sample_steps(file: IO[bytes], size: int, text: int, most: int) -> Iterator[
     seen: set[str] = set()
     for step in steps:
         _seek_line(file, bisect_left(range(size), step, key=partial(_step_at, file)))
-        step_rows = sorted(_read_step(file), key=lambda row: str(row.get("prompt")) not in seen)
+        start, step_rows = (
+            file.tell(),
+            list[dict[str, Any]](),
+        )  # of the first step from here, up to `MAX_STEP_BYTES` bytes
+        for line in iter_lines(file):
+            if (row := parsed(line)) is not None:
+                if (step_rows and row["step"] != step_rows[0]["step"]) or file.tell() - start > MAX_STEP_BYTES:
+                    break
+                step_rows.append(row)
+        step_rows.sort(key=lambda row: str(row.get("prompt")) not in seen)
         seen |= {str(row.get("prompt")) for row in step_rows}
         left = share
         for number, row in enumerate(step_rows[:many]):
@@ -119,18 +128,6 @@ def count_chars(row: dict[str, Any]) -> int:
     """Count the characters of a row on the page, with 60 for its numbers."""
     texts = min(MAX_TEXT_CHARS, len(str(row.get("prompt")))) + min(MAX_TEXT_CHARS, len(str(row.get("completion"))))
     return texts + (len(str(row["turns"])) if row.get("turns") else 0) + 60
-
-
-def _read_step(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the next step, up to `MAX_STEP_BYTES` bytes."""
-    start, step = file.tell(), None
-    for line in iter_lines(file):
-        if (row := parsed(line)) is None:
-            continue
-        step = row["step"] if step is None else step
-        if row["step"] != step or file.tell() - start > MAX_STEP_BYTES:
-            return
-        yield row
 
 
 def _seek_line(file: IO[bytes], offset: int) -> None:

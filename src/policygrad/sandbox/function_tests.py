@@ -213,9 +213,10 @@ class Connection:
         raise PeerClosedError("malformed exception")
 
     def _encode_reference(self, value: Any) -> Any:
+        """Return the reference to an object that is not plain data."""
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"classes": self._encode_classes(value)}
-        return self._encode_object(value)
+        return self._number(value)
 
     def _decode_reference(self, reference: Any) -> Any:
         """Return an object of this side, or what represents one of the other side."""
@@ -225,10 +226,6 @@ class Connection:
             case {"classes": classes}:
                 return self._decode_classes(classes)
         raise PeerClosedError("malformed object")
-
-    def _encode_object(self, value: Any) -> Any:
-        """Return the reference to an object that is neither plain data nor a class of exceptions."""
-        return self._number(value)
 
     def _number(self, value: Any) -> int:
         """Return the number of an object, which stays alive from now on."""
@@ -406,9 +403,11 @@ class _Channel(Connection):
             return self._remotes.setdefault(reference, _RemoteObject(self, reference))
         return super()._decode_reference(reference)
 
-    def _encode_object(self, value: Any) -> Any:
+    def _encode_reference(self, value: Any) -> Any:
         if isinstance(value, _RemoteObject):
             return value._number
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return super()._encode_reference(value)
         if name := _find_stdlib_name(value):
             return name  # so that `eval` is the program's, in its own process
         if isinstance(value, Iterator):

@@ -27,8 +27,7 @@ def get_abi_version() -> int:
 
 
 def restrict(readable: Sequence[str], writable: Sequence[str], *, folders: bool = False) -> None:
-    """Restrict this process, and all that it starts, for good: read below `readable`, read and write below `writable`, nothing
-    else.
+    """Let this process, and all that it starts, only read below `readable`, and read and write below `writable`, for good.
 
     Paths that do not exist are skipped. folders: folders may be created below `writable`. Needs no_new_privs. Raises OSError.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
@@ -109,8 +108,7 @@ def run_stdio_tests(
     The start of sandboxes and interpreters does not count. Arguments and errors as `run_function_tests`.
     """
     limits = limits or Limits()
-    points, message = list[float](), ""
-    left = limits.timeout
+    points, message, left = list[float](), "", limits.timeout
     for number, (given, expected) in enumerate(tests.pairs):
         if left <= 0:
             message = message or "exceeded the time limit"
@@ -134,7 +132,7 @@ def compare_output(printed: str, expected: str) -> bool:
     A line of numbers is compared by their exact values: 2.50 is 2.5 (as in LiveCodeBench's checker,
     lcb_runner/evaluation/testing_util.py).
     """
-    pairs = _split_lines(printed), _split_lines(expected)
+    pairs = [[x.rstrip() for x in text.replace("\r\n", "\n").rstrip().split("\n")] for text in (printed, expected)]
     return len(pairs[0]) == len(pairs[1]) and all(
         a == b or ((numbers := _parse_numbers(b)) is not None and _parse_numbers(a) == numbers)
         for a, b in zip(*pairs, strict=True)
@@ -147,10 +145,3 @@ def _parse_numbers(line: str) -> list[Decimal] | None:
         return [Decimal(word) for word in line.split(" ")]
     except ArithmeticError:
         return None
-
-
-def _split_lines(text: str) -> Sequence[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines

@@ -12,25 +12,13 @@ from typing import Any
 
 from policygrad.errors import DataError
 from policygrad.tasks.base import Example, Prompt, Task
-from policygrad.tasks.mixtures import MixedTask, MixturePart
-from policygrad.tasks.reasoning_gym import (
-    CURRICULUM_PREFIX,
-    EMBEDDED_MIX,
-    EMBEDDED_STEPS_MIX,
-    Component,
-    CurriculumTask,
-    ReasoningGymTask,
-    dataset_names,
-)
-from policygrad.tasks.rows import RowOptions, RowsTask, load_examples, open_rows
+from policygrad.tasks.mixtures import MixturePart, RowsTask
+from policygrad.tasks.reasoning_gym import CURRICULUM_PREFIX, EMBEDDED, CurriculumTask, ReasoningGymTask, dataset_names
+from policygrad.tasks.rows import RowOptions, load_examples, open_rows
 from policygrad.tasks.sources import parse_components, parse_data_mixture
 from policygrad.tasks.verifiers import VERIFIERS_PREFIX, load_verifiers_task
 
-__all__ = ["EMBEDDED", "Component", "Example", "Prompt", "Task", "list_tasks", "load_task"]
-
-EMBEDDED = {"embedded": EMBEDDED_MIX, "embedded_steps": EMBEDDED_STEPS_MIX}
-PROCESS_REWARDS = ("worked_steps",)
-"""The reward that knows the steps of both embedded tasks."""
+__all__ = ["EMBEDDED", "Example", "Prompt", "Task", "list_tasks", "load_task"]
 
 
 def list_tasks() -> list[str]:
@@ -61,32 +49,29 @@ def load_task(
     """
     options = row_options or RowOptions()
     title = name if isinstance(name, str) else "rows"
-    if parse_data_mixture(name) or (parse_data_mixture(eval_data) and open_rows(name) is not None):
-        eval_parts = None if eval_data is None else _load_parts(eval_data, "held-out row", options)
-        return MixedTask.from_parts(title, _load_parts(name, "row", options), seed, eval_parts, options.decontaminate)
-    source = open_rows(name)
-    if source is None:
+    parts = _load_parts(name, "row", options)
+    if not parts:
         if options != RowOptions():
             raise DataError(
                 "row_map, skip_bad_rows and decontaminate apply to data, and this task generates its examples"
             )
         return _load_generated_task(name, seed, eval_data)
-    eval_rows = None
-    if eval_data is not None:
-        [part] = _load_parts(eval_data, "held-out row", options)
-        eval_rows = part.name, part.rows
-    return RowsTask.from_rows(title, load_examples(source, options, title), seed, eval_rows, options.decontaminate)
+    eval_parts = None if eval_data is None else _load_parts(eval_data, "held-out row", options)
+    if eval_parts == []:
+        raise DataError(f"eval_data={eval_data!r} is not data: give rows or a file such as eval.jsonl")
+    return RowsTask.from_parts(title, parts, seed, eval_parts, options.decontaminate)
 
 
 def _load_parts(data: Any, kind: str, options: RowOptions) -> list[MixturePart]:
-    """Load the parts of a mixture, or the single part that other data is. kind: the name of in-memory rows in messages."""
+    """Load the parts of a mixture, or the single part that other data is; none if it is not data.
+
+    kind: the name of in-memory rows in messages.
+    """
     parts = list[MixturePart]()
     for weight, part in parse_data_mixture(data) or ((1.0, data),):
-        source = open_rows(part, kind)
-        if source is None:
-            raise DataError(f"eval_data={part!r} is not data: give rows or a file such as eval.jsonl")
-        name = part if isinstance(part, str) else "rows" if kind == "row" else "eval_data"
-        parts.append(MixturePart(weight, name, load_examples(source, options, name)))
+        if (source := open_rows(part, kind)) is not None:
+            name = part if isinstance(part, str) else "rows" if kind == "row" else "eval_data"
+            parts.append(MixturePart(weight, name, load_examples(source, options, name)))
     return parts
 
 
@@ -109,7 +94,7 @@ def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
             "leave eval_data out, or give a path such as rows.jsonl as the task"
         )
     if task in EMBEDDED:
-        return ReasoningGymTask(task, EMBEDDED[task], seed=seed, steps=PROCESS_REWARDS, worked=True)
+        return ReasoningGymTask(task, EMBEDDED[task], seed=seed, steps=("worked_steps",), worked=True)
     if task.startswith(VERIFIERS_PREFIX):
         return load_verifiers_task(task, seed)
     components = parse_components(task.removeprefix(CURRICULUM_PREFIX))

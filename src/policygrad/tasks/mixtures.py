@@ -1,4 +1,4 @@
-"""A task made of several data sources: the part of each prompt is chosen by weight, and each part is read epoch by epoch."""
+"""A task made of one or several data sources: each prompt's part is chosen by weight, and each part is read epoch by epoch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from functools import lru_cache, reduce
 from pathlib import PurePath
 from threading import Lock
 
+from policygrad.errors import DataError
 from policygrad.tasks.base import Example, hash_choice
-from policygrad.tasks.rows import (
-    EvalPrompts,
-    LazyRows,
-    ShuffledEpochs,
-    concatenate,
-    sort_by_hash,
-    split_train_eval,
-)
+from policygrad.tasks.rows import EvalPrompts, LazyRows, ShuffledEpochs, concatenate, sort_by_hash, split_train_eval
 
 BLOCK = 1024
 """Part choices computed together."""
@@ -32,12 +26,15 @@ class MixturePart:
     rows: Sequence[Example]
 
 
-class MixedTask:
-    """A weighted mixture of rows.
+class RowsTask:
+    """Rows, or a weighted mixture of several parts.
 
-    The part of each training example is chosen by a hash of (seed, index), with frequencies given by the weights; the example
-    is then the next row of that part. The evaluation rows are given, or held out of each part as they would be if it were the
-    only one, and interleaved by weight. No part trains on a prompt that any part evaluates.
+    The rows of a part are shuffled anew each epoch by (seed, epoch). The part of each training example is chosen by a hash of
+    (seed, index), with frequencies given by the weights; the example is then the next row of that part.
+
+    The evaluation rows are given, or selected by a hash of the prompt (1 in 16) in each part, and interleaved by weight. With
+    fewer than 32 rows, or when the hash selects none or all of them, a part has none; when no part has any, evaluation uses the
+    training rows and `eval_on_train` is True. No part trains on a prompt that any part evaluates.
     """
 
     rewards: tuple[str, ...] = ()
@@ -60,7 +57,7 @@ class MixedTask:
         seed: int,
         eval_parts: Sequence[MixturePart] | None = None,
         decontaminate: int = 0,
-    ) -> MixedTask:
+    ) -> RowsTask:
         """Build a task from parts, splitting each into training and evaluation rows unless evaluation parts are given.
 
         Args:
@@ -68,10 +65,16 @@ class MixedTask:
                 (`EvalPrompts`); 0 leaves out equal prompts only.
 
         Raises:
-            DataError: A part has no row left to train on.
+            DataError: A part has no row left to train on, or the columns of evaluation rows differ from those of a single part.
         """
-        columns = list(dict.fromkeys(n for part in (*parts, *(eval_parts or ())) for n in part.rows[0].columns))
-        parts, eval_parts = _add_columns(parts, columns), _add_columns(eval_parts or (), columns)
+        are_given, eval_parts = bool(eval_parts), eval_parts or ()
+        if len(parts) > 1 or len(eval_parts) > 1:
+            columns = list(dict.fromkeys(column for part in (*parts, *eval_parts) for column in part.rows[0].columns))
+            parts, eval_parts = _add_columns(parts, columns), _add_columns(eval_parts, columns)
+        elif eval_parts and (odd := sorted(set(parts[0].rows[0].columns) ^ set(eval_parts[0].rows[0].columns))):
+            raise DataError(
+                f"{eval_parts[0].name}: its columns differ from those of {name} in {', '.join(odd)}; rewards need all of them"
+            )
         if not eval_parts:
             splits = [(part, *split_train_eval(part.rows)) for part in parts]
             eval_parts = [replace(part, rows=rows) for part, _, rows in splits if rows]
@@ -82,13 +85,16 @@ class MixedTask:
                     stacklevel=3,
                 )
             parts = [replace(part, rows=rows) for part, rows, _ in splits]
-        excluded = EvalPrompts.collect((row.prompt for part in eval_parts for row in part.rows), decontaminate)
-        train = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=4)) for part in parts]
-        return cls(name, train, eval_parts, seed=seed)
+        if are_given or decontaminate or len(parts) > 1:  # equal prompts of a part are on the same side of its split
+            excluded = EvalPrompts((row.prompt for part in eval_parts for row in part.rows), decontaminate)
+            parts = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=5)) for part in parts]
+        return cls(name, parts, eval_parts, seed=seed)
 
     def train_example(self, index: int) -> Example:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
+        if len(self._epochs) == 1:
+            return self._epochs[0][index]
         block, offset = divmod(index, BLOCK)
         with self._lock:  # a later rollout may be sampled during an evaluation
             while len(self._counts_before) <= block:  # a resumed run counts from the start: two seconds per million

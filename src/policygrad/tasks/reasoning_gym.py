@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count as count_from
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 from policygrad.errors import DataError
@@ -51,8 +51,8 @@ EMBEDDED_MIX: tuple[Component, ...] = (
     # Text: "Spell this word backward (example: sun -> nus): splat".
     Component("spell_backward", 1.0, {"min_word_len": 3, "max_word_len": 5}),
 )
-EMBEDDED_STEPS_MIX = EMBEDDED_MIX[:2]
-"""The part of the mix whose answers take several steps."""
+EMBEDDED = {"embedded": EMBEDDED_MIX, "embedded_steps": EMBEDDED_MIX[:2]}
+"""The embedded tasks: the mix, and its part whose answers take several steps."""
 MAX_NEW_TOKENS = 32
 """Enough for the longest answer with steps that the base model knows."""
 
@@ -66,11 +66,7 @@ _HASH_ORDERED = frozenset(
 
 
 def prompt_text(question: str) -> str:
-    """Turn a question into the text handed to the model: the question and a newline.
-
-    The base model has seen every question followed by exactly one newline, and its chat template renders a single user
-    message the same way.
-    """
+    """Append the newline that followed every question in the base model's training, and that its chat template adds too."""
     return question + "\n"
 
 
@@ -300,12 +296,10 @@ class CurriculumTask:
         seen: set[str] = set()
         remaining = {level: self._make_task(level).iterate_unseen(seen) for level in range(self.levels)}
         examples: list[Example] = []
-        for level in cycle(range(self.levels)):
-            if len(examples) >= count:
-                return examples
-            if not remaining:
-                break
-            if level in remaining:
+        while remaining:
+            for level in list(remaining):
+                if len(examples) >= count:
+                    return examples
                 example = next(remaining[level], None)
                 if example is None:
                     del remaining[level]

@@ -1,4 +1,4 @@
-"""Rows as a task. Each row has a `prompt`; its other columns reach the reward functions. Large data stays on disk."""
+"""Rows of a task. Each has a `prompt`; its other columns reach the reward functions. Large data stays on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
 RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 """Converts a row, or returns None to leave it out."""
 T = TypeVar("T")
-_RESERVED_COLUMNS = ("prompts", "completions")  # other arguments of a reward function
 _WORD = re.compile(r"\w+|[-+*/^=<>%]")  # 3 + 4 is not 3 * 4
 
 
@@ -73,59 +72,6 @@ class RowOptions:
         return where, columns
 
 
-class RowsTask:
-    """Rows shuffled anew each epoch by (seed, epoch).
-
-    Evaluation uses the given evaluation rows, whose prompts are then left out of training, or else the rows selected by a hash
-    of the prompt (1 in 16). With fewer than 32 rows, or when the hash selects none or all of them, training uses every row and
-    `eval_on_train` is True.
-    """
-
-    rewards: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
-
-    def __init__(self, name: str, train: Sequence[Example], eval_rows: Sequence[Example], *, seed: int = 0) -> None:
-        self.name, self.seed = name, seed
-        self.eval_on_train = not eval_rows
-        self._train = ShuffledEpochs(train, seed)
-        self._eval = sort_by_hash(eval_rows or train)
-        self.rows: Sequence[Example] = concatenate(train, eval_rows)
-
-    @classmethod
-    def from_rows(
-        cls,
-        name: str,
-        rows: Sequence[Example],
-        seed: int,
-        eval_data: tuple[str, Sequence[Example]] | None = None,
-        decontaminate: int = 0,
-    ) -> RowsTask:
-        """Build a task from rows, splitting them unless evaluation data (name, rows) is given.
-
-        Args:
-            decontaminate: See `RowOptions`.
-
-        Raises:
-            DataError: The columns of the evaluation rows differ, or no row is left to train on.
-        """
-        train, eval_rows = split_train_eval(rows) if eval_data is None else (rows, eval_data[1])
-        if eval_data is not None and (odd := sorted(set(rows[0].columns) ^ set(eval_rows[0].columns))):
-            raise DataError(
-                f"{eval_data[0]}: its columns differ from those of {name} in {', '.join(odd)}; rewards need all of them"
-            )
-        if eval_data is not None or (eval_rows and decontaminate):
-            prompts = EvalPrompts.collect((row.prompt for row in eval_rows), decontaminate)
-            train = prompts.exclude_from(train, name, stacklevel=4)
-        return cls(name, train, eval_rows, seed=seed)
-
-    def train_example(self, index: int) -> Example:
-        return self._train[index]
-
-    def eval_examples(self, count: int) -> list[Example]:
-        """Return at most `count` rows, in the fixed order of their prompts' hashes, or all when there are fewer."""
-        return list(self._eval[: max(count, 0)])
-
-
 # Views of rows, which may be larger than memory.
 
 
@@ -164,8 +110,6 @@ class ShuffledEpochs:
         self._order = lru_cache(maxsize=2)(self._permute)
 
     def __getitem__(self, index: int) -> Example:
-        if index < 0:
-            raise IndexError(f"training examples are numbered from 0, got {index}")
         epoch, place = divmod(index, len(self._rows))
         return self._rows[self._order(epoch)[place]]
 
@@ -206,7 +150,6 @@ def sort_by_hash(rows: Sequence[Example]) -> LazyRows:
     return select_rows(rows, sorted(range(len(keys)), key=keys.__getitem__))
 
 
-@dataclass(frozen=True)
 class EvalPrompts:
     """The evaluation prompts that training leaves out, with whatever shares n consecutive words with one of them.
 
@@ -215,25 +158,15 @@ class EvalPrompts:
     n-grams that the evaluation prompts share as a template are ignored, since every training prompt may contain them too.
     """
 
-    keys: frozenset[str]
-    n: int
-    """0 = only equal prompts are left out."""
-    ngrams: frozenset[str] = frozenset()
-    texts: frozenset[str] = frozenset()
-    """The words of each prompt, which may be fewer than n."""
-
-    @classmethod
-    def collect(cls, prompts: Iterable[Prompt], n: int) -> EvalPrompts:
-        """Collect the prompts, and their n-grams if n > 0."""
+    def __init__(self, prompts: Iterable[Prompt], n: int) -> None:
+        """n: consecutive words; 0 = only equal prompts are left out."""
         prompts = list(prompts)
-        keys = frozenset(map(prompt_key, prompts))
-        if not n:
-            return cls(keys, n)
-        words = [_split_words(prompt) for prompt in prompts]
+        self.n, self.keys = n, frozenset(map(prompt_key, prompts))
+        words = [_split_words(prompt) for prompt in prompts] if n else []
+        self.texts = frozenset(map(" ".join, filter(None, words)))  # which may have fewer than n words
         counts = Counter(gram for each in words for gram in set(_make_ngrams(each, n)))
         limit = max(1.0, TEMPLATE_SHARE * len(words))
-        ngrams = frozenset(gram for gram, count in counts.items() if count <= limit)
-        return cls(keys, n, ngrams, frozenset(map(" ".join, filter(None, words))))
+        self.ngrams = frozenset(gram for gram, count in counts.items() if count <= limit)
 
     def __contains__(self, prompt: Prompt) -> bool:
         if prompt_key(prompt) in self.keys:
@@ -347,7 +280,7 @@ def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], n
     Raises:
         DataError: A row is invalid and `skip_bad_rows` is off, or no row is left.
     """
-    invalid, left_out, used, first_error = 0, 0, 0, ""
+    invalid, used, first_error = 0, 0, ""
     for number in range(len(source)):
         try:
             row = options.apply(source[number])
@@ -357,17 +290,14 @@ def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], n
                 raise
             invalid, first_error = invalid + 1, first_error or str(error)
             continue
-        if parsed is None:
-            left_out += 1
-            continue
-        used += 1
-        yield number, parsed
+        if parsed is not None:
+            used += 1
+            yield number, parsed
     if invalid:
         warnings.warn(f"{name}: {invalid} of {len(source)} rows skipped, the first: {first_error}", stacklevel=2)
     if not used:
-        raise DataError(
-            f"{name}: no row is left of {len(source)}: the row map left out {left_out}, and {invalid} are invalid"
-        )
+        left_out = f"the row map left out {len(source) - invalid}, and {invalid} are invalid"
+        raise DataError(f"{name}: no row is left of {len(source)}: {left_out}")
 
 
 def to_example(row: Mapping[str, Any], where: str, first: Example | None = None) -> Example:
@@ -383,7 +313,7 @@ def to_example(row: Mapping[str, Any], where: str, first: Example | None = None)
             f"{where}: no column 'prompt' (it has {names}); rename the column that holds the question, or map "
             "each row with --row-map FILE:NAME"
         )
-    for name in _RESERVED_COLUMNS:
+    for name in ("prompts", "completions"):
         if name in columns:
             raise DataError(f"{where}: rename the column {name!r}: reward functions have an argument of that name")
     example = Example(parse_prompt(columns.pop("prompt"), where), columns, where)

@@ -13,7 +13,7 @@ from typing import Any
 
 from policygrad.errors import ConfigError, DataError, import_optional
 from policygrad.tasks.base import Example
-from policygrad.tasks.rows import RowsTask
+from policygrad.tasks.mixtures import MixturePart, RowsTask
 from policygrad.utils.user_code import add_cwd_to_path
 
 VERIFIERS_PREFIX = "verifiers:"
@@ -49,7 +49,7 @@ def load_verifiers_task(name: str, seed: int) -> RowsTask:
         examples.append(Example(tuple(messages), {TASKSET_COLUMN: identity, INDEX_COLUMN: index}, where))
     if not examples:
         raise DataError(f"{name}: the taskset has no tasks")
-    return RowsTask.from_rows(name, examples, seed)
+    return RowsTask.from_parts(name, [MixturePart(1.0, name, examples)], seed)
 
 
 def taskset_module(identity: str) -> str:
@@ -96,6 +96,7 @@ def load_taskset(identity: str) -> Any:
     Raises:
         ConfigError: See `load_verifiers_task`.
     """
+    name = f"{VERIFIERS_PREFIX}{identity}"
     import_optional("verifiers.v1.utils.loaders", "verifiers:…", "verifiers")
     import verifiers.v1.utils.loaders as loaders
 
@@ -104,14 +105,12 @@ def load_taskset(identity: str) -> Any:
         taskset = loaders.taskset_class(identity)(loaders.taskset_config_type(identity)(id=identity))
         environment = loaders.environment_class(identity)
     except ImportError as error:
-        raise ConfigError(f"{VERIFIERS_PREFIX}{identity}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
     except (AttributeError, TypeError, ValueError) as error:  # no taskset in it; settings without a default
-        raise ConfigError(
-            f"{VERIFIERS_PREFIX}{identity}: verifiers cannot load it with its defaults: {error}"
-        ) from error
+        raise ConfigError(f"{name}: verifiers cannot load it with its defaults: {error}") from error
     if environment is not loaders.SingleAgentEnv:
         raise ConfigError(
-            f"{VERIFIERS_PREFIX}{identity} has its own Env, {environment.__name__}, and episodes here are policygrad's: use a "
+            f"{name} has its own Env, {environment.__name__}, and episodes here are policygrad's: use a "
             "taskset of prompts, rewards and tools, or write an environment for it (docs/extending.md)"
         )
     return taskset

@@ -328,10 +328,27 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 except StopRequested:
                     self.progress = self.checkpointer.rewind()
         self.check_end()
+        if not self.is_finished(self.progress):
+            return self._stopped()
         try:
-            return self._finish() if self.is_finished(self.progress) else self._stopped()
+            after = self.evaluate_at("after training", self.progress.step) if self.has_eval else None
         except StopRequested:
             return self._stopped()
+        values, summary = self.result_values(self.progress, after), self.summarise(after)
+        card = render_model_card(
+            self.kind,
+            self.folder.name,
+            tomllib.loads(dump_config(self.config)),
+            summary,
+            values,
+            self.run_info.facts.get("eval data", ""),
+            self.option_changes,
+        )
+        model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_command, card)
+        self.checkpointer.finish()
+        write_atomically(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
+        self.trackers.finish({**summary, "model": str(model), "run": str(self.folder)})
+        return TrainingResult(self.folder, self.progress.step, self.before, after, model)
 
     def evaluate_at(self, when: str, step: int, *, interruptible: bool = True) -> M | None:
         """Evaluate after `step` steps, unless the log already holds the result.
@@ -413,24 +430,6 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     def stop(self) -> None:
         """End the run, resumably, after the current step."""
         self.stopping.requested = True
-
-    def _finish(self) -> TrainingResult[M | None]:
-        after = self.evaluate_at("after training", self.progress.step) if self.has_eval else None
-        values, summary = self.result_values(self.progress, after), self.summarise(after)
-        card = render_model_card(
-            self.kind,
-            self.folder.name,
-            tomllib.loads(dump_config(self.config)),
-            summary,
-            values,
-            self.run_info.facts.get("eval data", ""),
-            self.option_changes,
-        )
-        model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_command, card)
-        self.checkpointer.finish()
-        write_atomically(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
-        self.trackers.finish({**summary, "model": str(model), "run": str(self.folder)})
-        return TrainingResult(self.folder, self.progress.step, self.before, after, model)
 
     def write_weights(self, folder: Path) -> None:
         """Write the trained model in the format that transformers loads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ ACTION_MESSAGES = {
 class GuardHistory:
     """The guard's memory, which a checkpoint holds."""
 
-    recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    recent: Mapping[str, list[float]] = field(default_factory=dict)
     """The last values of each metric, oldest first, without those of undone steps."""
     alarm_streak: int = 0
     """Consecutive steps with an alarm."""
@@ -108,7 +108,7 @@ def assess_step(
     """
     spikes = {}
     for name, option in METRIC_OPTIONS.items():
-        factor, before, value = getattr(config, option, 0.0), history.recent.get(name, ()), values.get(name)
+        factor, before, value = getattr(config, option, 0.0), history.recent.get(name, []), values.get(name)
         if not factor or value is None or len(before) < config.window:
             continue
         median = statistics.median(before)
@@ -128,10 +128,10 @@ def assess_step(
             action = "stop"
     recent = {}
     for name in METRIC_OPTIONS:
-        before, value = history.recent.get(name, ()), values.get(name)
+        before, value = history.recent.get(name, []), values.get(name)
         if value is not None and math.isfinite(value) and action == "warn":
-            before = (*before, float(value))
-        recent[name] = tuple(before[-config.window :])
+            before = [*before, float(value)]
+        recent[name] = before[-config.window :]
     text = "no reward distinguishes one completion from another: all compared rewards are equal"
     lr_factor = history.lr_factor * (config.lr_factor if action == "rollback" else 1.0)
     streak = 0 if action == "stop" else streak  # a resumed run starts counting again

@@ -271,9 +271,7 @@ def sequence_mean(seed: int = 0) -> Finding:
     truth = setting.world.gradient(setting.theta)
     # How much faster the mean length grows along E g than along ∇J, in tokens per unit of J.
     longer = [mean_length_gradient(setting, right) for right in (False, True)]
-    shift_wrong, shift_right = (
-        float(x @ mean) / float(truth @ mean) - float(x @ truth) / float(truth @ truth) for x in longer
-    )
+    shift_wrong, shift_right = (float(x @ mean / (truth @ mean) - x @ truth / (truth @ truth)) for x in longer)
     right, wrong = (relative[f"sequence_{key}"][-1] / relative[f"sequence_{key}"][0] for key in ("right", "wrong"))
     return Finding(
         "sequence_mean",
