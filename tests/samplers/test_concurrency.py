@@ -81,7 +81,7 @@ def test_adaptive_concurrency_needs_reported_load() -> None:
 
     for ask in (refuses, lambda url: asyncio.sleep(0, "nothing of use 1")):
         with pytest.raises(EngineError, match=r"http://a/metrics does not report .* a number"):
-            asyncio.run(LoadMonitor(ask, PrometheusGauges("x", "y")).require_load("http://a"))
+            asyncio.run(LoadMonitor(ask, PrometheusGauges("x", "y")).read("http://a"))
 
 
 def test_limits_of_reachable_servers_are_adjusted() -> None:
@@ -94,7 +94,7 @@ def test_limits_of_reachable_servers_are_adjusted() -> None:
         servers = ServerPool(("http://a", "http://b", "http://c"), ready, 8, 1.0)
         await servers.ready()
         servers.all[2].ready = False
-        await LoadMonitor(ask, PrometheusGauges("x", "y")).adjust_limits(servers)
+        await servers.adjust_limits(LoadMonitor(ask, PrometheusGauges("x", "y")).read)
         return [server.limit for server in servers.all]
 
     assert asyncio.run(resized_servers()) == [6, 8, 8]

@@ -25,9 +25,9 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams, SupportsStreaming
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import server_pool
-from policygrad.samplers.engines.base import EngineCompletion, gather_or_cancel, with_heartbeat
+from policygrad.samplers.engines.base import EngineCompletion, repeat_during
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
-from policygrad.utils.async_runner import AsyncRunner
+from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
 from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import VersionFolder
 
@@ -343,12 +343,12 @@ def test_request_ends_when_the_heartbeat_fails(wait: AsyncRunner) -> None:
             raise ServerUnavailableError("no answer within 30 seconds")
 
     with pytest.raises(ServerUnavailableError, match="no answer within 30 seconds"):
-        wait(with_heartbeat(never(), pulse, 1e-4))
+        wait(repeat_during(never(), pulse, 1e-4))
     assert (requests, ended) == ([0, 1, 2], [True])
     for seconds in (0.0, 60.0):
-        assert wait(with_heartbeat(asyncio.sleep(0, "said"), pulse, seconds)) == "said"
+        assert wait(repeat_during(asyncio.sleep(0, "said"), pulse, seconds)) == "said"
         with pytest.raises(ZeroDivisionError):
-            wait(with_heartbeat(broken(), pulse, seconds))
+            wait(repeat_during(broken(), pulse, seconds))
     assert len(requests) == 3
 
 
@@ -368,7 +368,7 @@ def test_consecutive_failures_raise_one_error_and_log_nothing(wait: AsyncRunner)
             raise AssertionError("nobody waits that long")
 
         with pytest.raises(ZeroDivisionError):
-            await gather_or_cancel([with_heartbeat(question(after), pulse, 60.0) for after in range(20)])
+            await gather_or_cancel([repeat_during(question(after), pulse, 60.0) for after in range(20)])
 
     wait(asked())
     gc.collect()

@@ -20,7 +20,7 @@ from policygrad.weight_sync.nccl import (
     StoreGroup,
     UniqueIdGroup,
     check_device,
-    find_local_address,
+    find_endpoints,
     prefix_store,
 )
 
@@ -104,7 +104,7 @@ def test_unsupported_dtype_is_refused() -> None:
 
 
 def test_vllm_receives_the_id_in_base64() -> None:
-    group = UniqueIdGroup(3, torch.device("cuda", 0), Nccl(Library().load))
+    group = UniqueIdGroup(3, "127.0.0.1", "policygrad-1", torch.device("cuda", 0), Nccl(Library().load))
     reply = group.init_request()
     assert reply["nccl_unique_id_b64"] == "BwcH" * 42 + "Bwc="  # 128 bytes of 7
     assert (reply["rank_offset"], reply["world_size"], reply["packed"]) == (1, 3, False)
@@ -131,14 +131,14 @@ def test_sglang_finds_the_id_in_the_process_groups_store() -> None:
 
 
 def test_local_address_is_reachable_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_local_address("http://127.0.0.1:8000") == "127.0.0.1"
+    assert find_endpoints("http://127.0.0.1:8000")[0] == "127.0.0.1"
 
     def nowhere(*requests: Any, **options: Any) -> Any:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     with pytest.raises(GroupError, match="no route to http://"):
-        find_local_address("http://nowhere:1")
+        find_endpoints("http://nowhere:1")
 
 
 def test_single_gpu_machine_has_none_for_a_server(tmp_path: Path) -> None:

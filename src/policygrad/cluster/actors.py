@@ -38,14 +38,13 @@ from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers.messages import SampleResult, Samples, select_samples
 from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, RewardScorer, check_lengths
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.engines.base import gather_or_cancel
 from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.engines.server_pool import ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
 from policygrad.training.config.run import Run
 from policygrad.training.setup import Placement
-from policygrad.utils.async_runner import AsyncRunner
+from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import FILE_MODULE
 from policygrad.weight_sync.base import PublishedWeights

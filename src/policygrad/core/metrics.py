@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +112,11 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
             else:
                 merged[name] = merged[name] | metric  # type: ignore[operator]  # same class, checked above
     return merged
+
+
+def list_means(values: Mapping[str, Sequence[float]]) -> Metrics:
+    """Return the mean of each list by name, without those of empty lists."""
+    return {name: Mean(float(sum(x)), float(len(x))) for name, x in values.items() if x}
 
 
 def masked_mean(x: Tensor, where: Tensor) -> Mean:

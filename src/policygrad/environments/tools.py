@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +17,7 @@ from policygrad.models.tool_calls import ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import quote, to_number
 from policygrad.sandbox.python_tool import truncate_middle
 from policygrad.tasks.base import Example, Prompt
-from policygrad.utils.async_runner import OverdueError, await_with_timeout
+from policygrad.utils.async_runner import OverdueError, await_with_timeout, run_in_daemon_thread
 
 MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS = "malformed", "unknown", "arguments", "raised", "slow", "excess"
 FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS)
@@ -172,7 +170,14 @@ class Tool:
         function = self.function if inspect.isroutine(self.function) else self.function.__call__  # type: ignore[operator]
         if inspect.iscoroutinefunction(function):
             return await self.function(*bound.args, **bound.kwargs)
-        result = await _run_in_thread(lambda: self.function(*bound.args, **bound.kwargs))
+
+        def call() -> Any:
+            try:
+                return self.function(*bound.args, **bound.kwargs)
+            except (StopIteration, SystemExit, asyncio.CancelledError) as error:  # these end the tool only
+                raise RuntimeError(repr(error)) from error
+
+        result = await run_in_daemon_thread(call)
         return await result if isinstance(result, Awaitable) else result
 
 
@@ -187,24 +192,6 @@ def make_tools(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
         if tools.setdefault(tool.name, tool) is not tool:
             raise ConfigError(f"two tools are named {tool.name!r}, so a call would be ambiguous; rename one")
     return tools
-
-
-async def _run_in_thread(work: Callable[[], Any]) -> Any:
-    """Run `work` in a daemon thread, which, once abandoned, prevents neither the loop nor the process from ending."""
-    future = Future[Any]()
-    future.set_running_or_notify_cancel()  # an abandoned thread may still set the result
-
-    def target() -> None:
-        try:
-            future.set_result(work())
-        except (
-            BaseException
-        ) as error:  # sys.exit() in a tool ends the tool only; a coroutine cannot raise StopIteration
-            is_ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            future.set_exception(error if is_ordinary else RuntimeError(repr(error)))
-
-    threading.Thread(target=target, daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def _to_text(value: Any) -> str:

@@ -13,8 +13,7 @@ from policygrad.rollout.trajectory import EpisodeGroup, RolloutRequest
 from policygrad.utils.async_runner import with_torch_threads
 
 CollectFn = Callable[[RolloutRequest], Rollout]
-STOP_TIMEOUT = 1.0
-"""Seconds to wait for the thread of a cancelled rollout."""
+STOP_TIMEOUT = 1.0  # seconds to wait for the thread of a cancelled rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +24,7 @@ class RolloutQueue:
     rollouts: tuple[Rollout, ...]
     position: int
     leftover_groups: tuple[EpisodeGroup, ...]
-    num_sampled_tokens: int = 0
-    """Tokens sampled for all steps up to the last queued one."""
+    num_sampled_tokens: int = 0  # tokens sampled for all steps up to the last queued one
 
     @property
     def next_request(self) -> RolloutRequest:

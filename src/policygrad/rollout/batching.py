@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
-from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.rollout.trajectory import EpisodeGroup, Trajectory, is_multi_turn
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, list_means, merge
+from policygrad.rollout.trajectory import EpisodeGroup, is_multi_turn
 from policygrad.tasks.base import Example
 from policygrad.tasks.rows import prompt_key
 
@@ -168,11 +168,22 @@ def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> M
     environment: list[Metrics] = [{f"environment/{k}": Mean(v) for k, v in row.metrics.items()} for row in rows]
     sources: list[Metrics] = []  # mean reward by source, for a mixture of data
     for group in groups:
-        source = getattr(group.spec.example, "part", "")
-        rewards = [t.reward for t in group.trajectories if t.reward is not None]
-        if source and rewards:
-            sources.append({f"reward/from/{source}": Mean(sum(rewards), float(len(rewards)))})
-    return merge(metrics, *environment, *sources, _turn_metrics(rows))
+        if source := getattr(group.spec.example, "part", ""):
+            rewards = [t.reward for t in group.trajectories if t.reward is not None]
+            sources.append(list_means({f"reward/from/{source}": rewards}))
+    turns: Metrics = {}
+    if is_multi_turn(rows):
+        branches = [row.num_branches for row in rows]
+        ends = Counter(row.stop_reason for row in rows if row.stop_reason)
+        turns = {f"environment/ended_{x}": Mean(float(n), float(len(rows))) for x, n in sorted(ends.items())}
+        turns |= list_means(
+            {
+                "environment/turns": [sum(s.is_sampled for s in row.segments) for row in rows],
+                "environment/branches": branches,
+                "environment/branched_ratio": [n > 1 for n in branches],
+            }
+        )
+    return merge(metrics, *environment, *sources, turns)
 
 
 def count_trained(num_sampled: int, batch: Batch) -> Metrics:
@@ -184,19 +195,3 @@ def count_trained(num_sampled: int, batch: Batch) -> Metrics:
     trained = float(trains.any(1).sum())
     counts: Metrics = {"completions/sampled": Sum(float(num_sampled)), "completions/trained": Sum(trained)}
     return counts | ({"completions/sampled_per_trained": Mean(float(num_sampled), trained)} if trained else {})
-
-
-def _turn_metrics(rows: Sequence[Trajectory]) -> Metrics:
-    """Turns and branches per episode and how episodes ended, for multi-turn episodes."""
-    if not is_multi_turn(rows):
-        return {}
-    count = float(len(rows))
-    turns = [sum(s.is_sampled for s in row.segments) for row in rows]
-    branches = [row.num_branches for row in rows]
-    ends = Counter(row.stop_reason for row in rows if row.stop_reason)
-    metrics: Metrics = {f"environment/ended_{reason}": Mean(float(n), count) for reason, n in sorted(ends.items())}
-    return metrics | {
-        "environment/turns": Mean(float(sum(turns)), count),
-        "environment/branches": Mean(float(sum(branches)), count),
-        "environment/branched_ratio": Mean(float(sum(n > 1 for n in branches)), count),
-    }

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.metrics import Mean, Metrics, Sum
+from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.errors import DataError
-from policygrad.rollout.episodes import Encoder
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.extra_samples import ScoreGroups
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup, Segment, Trajectory
@@ -38,7 +38,7 @@ class Demonstration:
     logp: tuple[float, ...] | None
 
 
-def check_demonstrations(rows: Sequence[Example], encoder: Encoder, max_tokens: int) -> None:
+def check_demonstrations(rows: Sequence[Example], encoder: Tokenizer, max_tokens: int) -> None:
     """Raises DataError for the first row whose demonstration is invalid or longer than `max_tokens`."""
     lengths = []
     for example in rows:
@@ -55,7 +55,7 @@ def check_demonstrations(rows: Sequence[Example], encoder: Encoder, max_tokens: 
 
 
 def add_demonstrations(
-    groups: list[EpisodeGroup], encoder: Encoder, score: ScoreGroups
+    groups: list[EpisodeGroup], encoder: Tokenizer, score: ScoreGroups
 ) -> tuple[list[EpisodeGroup], ScoringResult]:
     """Append to each group the demonstration of its example, scored like the episodes.
 
@@ -76,9 +76,8 @@ def add_demonstrations(
         where = f"{group.spec.location}: column {DEMONSTRATION_COLUMN!r}"
         trajectory = None
         if (demonstration := parse_demonstration(group.spec.example, where)) is not None:
-            tokens = torch.tensor(
-                _encode(demonstration, group.spec.example, group.prompt_ids, encoder, where), dtype=torch.int64
-            )
+            ids = _encode(demonstration, group.spec.example, group.prompt_ids, encoder, where)
+            tokens = torch.tensor(ids, dtype=torch.int64)
             if len(tokens) > group.spec.max_tokens:
                 num_long += 1
             else:
@@ -86,13 +85,12 @@ def add_demonstrations(
                 text = encoder.decode(tokens) if demonstration.text is None else demonstration.text
                 trajectory = Trajectory((Segment(tokens, logp),), text, False, demonstration=True)
         shown.append(trajectory)
-    scored, scoring = score(
-        [replace(g, trajectories=(t,)) for g, t in zip(groups, shown, strict=True) if t is not None]
-    )
+    pairs = list(zip(groups, shown, strict=True))
+    scored, scoring = score([replace(group, trajectories=(t,)) for group, t in pairs if t is not None])
     unread = iter(scored)
     extended = [
         group if t is None else replace(group, trajectories=(*group.trajectories, *next(unread).trajectories))
-        for group, t in zip(groups, shown, strict=True)
+        for group, t in pairs
     ]
     note = (
         f"demonstrations of more than {groups[0].spec.max_tokens} tokens are left out (demonstrations/too_long counts them): "
@@ -101,10 +99,8 @@ def add_demonstrations(
     rows = [t for g in scored for t in g.trajectories]
     rewards = [t.reward for t in rows if t.reward is not None]
     metrics: Metrics = {"demonstrations/count": Sum(float(len(rows)))}
-    if rows:
-        metrics["demonstrations/mean_length"] = Mean(float(sum(len(t.tokens) for t in rows)), float(len(rows)))
-    if rewards:
-        metrics["demonstrations/reward"] = Mean(sum(rewards), float(len(rewards)))
+    lengths = [len(t.tokens) for t in rows]
+    metrics |= list_means({"demonstrations/mean_length": lengths, "demonstrations/reward": rewards})
     if num_long:
         metrics["demonstrations/too_long"] = Sum(float(num_long))
     return extended, scoring.failures_only(metrics, note if num_long else "")
@@ -142,7 +138,7 @@ def _parse_numbers(value: Mapping[str, Any], name: str, kind: Any, where: str) -
     return tuple(numbers)
 
 
-def _encode(shown: Demonstration, example: Example, prompt_ids: Tensor, encoder: Encoder, where: str) -> list[int]:
+def _encode(shown: Demonstration, example: Example, prompt_ids: Tensor, encoder: Tokenizer, where: str) -> list[int]:
     """Return the token ids. Raises DataError if the log-probabilities do not match them."""
     ids = list(shown.tokens or ())
     if shown.text is not None:

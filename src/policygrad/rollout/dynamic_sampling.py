@@ -12,8 +12,7 @@ from policygrad.core.metrics import Metrics, Sum
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup, RolloutRequest
 
-EvaluateFn = Callable[[Batch, frozenset[str]], Batch]
-"""A learner's `evaluate`: fills the named fields of a batch."""
+EvaluateFn = Callable[[Batch, frozenset[str]], Batch]  # a learner's `evaluate`: fills the named fields of a batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,32 +20,21 @@ class SamplingRound:
     """Scored groups that were sampled together."""
 
     groups: Sequence[EpisodeGroup]
-    batch: Batch
-    """The groups' episodes, row by row."""
-    dropped: tuple[bool, ...]
-    """Per group: True if a filter drops it."""
+    batch: Batch  # the groups' episodes, row by row
+    dropped: tuple[bool, ...]  # per group: True if a filter drops it
     scoring: ScoringResult
-    position: int
-    """Index of the task's next example."""
+    position: int  # index of the task's next example
 
 
 @dataclass(frozen=True, eq=False)
 class FilledStep:
     """The groups of a step and their rounds."""
 
-    groups: list[EpisodeGroup]
-    """Leftover groups first; dropped groups last, if sampling ended before the step was full."""
-    rounds: list[SamplingRound]
-    """At least one."""
+    groups: list[EpisodeGroup]  # leftover groups first; dropped groups last, if sampling ended before the step was full
+    rounds: list[SamplingRound]  # at least one
     scoring: ScoringResult
-    position: int
-    """Index of the task's next example."""
-    leftover_groups: tuple[EpisodeGroup, ...]
-    """Good groups beyond the step's size, for the next step."""
-    num_carried_over: int
-    """Groups taken over from the step before."""
-    num_unfilled: int
-    """Dropped groups that fill the step."""
+    position: int  # index of the task's next example
+    leftover_groups: tuple[EpisodeGroup, ...]  # good groups beyond the step's size, for the next step
     metrics: Metrics
 
 
@@ -94,7 +82,7 @@ def sample_until_full(
         "discarded": max(0, len(good) - room) - len(leftover_groups),
     }
     metrics: Metrics = {f"dynamic/{name}": Sum(float(n)) for name, n in counts.items()} if refilling else {}
-    return FilledStep(groups, rounds, scoring, position, leftover_groups, num_carried_over, num_unfilled, metrics)
+    return FilledStep(groups, rounds, scoring, position, leftover_groups, metrics)
 
 
 def next_round_size(missing: int, good: int, seen: int, most: int) -> int:

@@ -37,12 +37,9 @@ from policygrad.utils.async_runner import (
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.signals import SignalHandlers
 
-REPORT_AFTER_SECONDS = 4.0
-"""Age at which a pending call is reported."""
-REPORT_INTERVAL = 1.0
-"""Seconds between two reports."""
-CLOSE_TIMEOUT = 5.0
-"""Seconds to close all open environments when a rollout is interrupted or fails."""
+REPORT_AFTER_SECONDS = 4.0  # age at which a pending call is reported
+REPORT_INTERVAL = 1.0  # seconds between two reports
+CLOSE_TIMEOUT = 5.0  # seconds to close all open environments when a rollout is interrupted or fails
 
 INTERRUPT_SIGNAL = getattr(signal, "SIGURG", None)
 """Interrupts code that blocks the event loop. The signal does nothing by default; None = not available on this system."""
@@ -74,18 +71,15 @@ class EnvironmentCalls:
     ) -> None:
         self.timeout, self._progress, self._clock = timeout, progress, clock
         self._tolerate_timeouts = tolerate_timeouts
-        self._open: dict[int, tuple[float, str]] = {}
-        """Pending calls by number: (start time, method)."""
+        self._open: dict[int, tuple[float, str]] = {}  # pending calls by number: (start time, method)
         self._numbers, self._num_done = count(), 0
         self._timeouts: Counter[str] = Counter()
-        self._completed = set[str]()
-        """Methods that returned in time at least once."""
+        self._completed = set[str]()  # methods that returned in time at least once
         self._reported = False
         self._stop = threading.Event()
         self._reporter: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._last_activity = clock()
-        """When the loop last ran, or a call started."""
+        self._last_activity = clock()  # when the loop last ran, or a call started
         self._signals = SignalHandlers(self._interrupt, () if INTERRUPT_SIGNAL is None else (INTERRUPT_SIGNAL,))
         self._interrupting = False
 
@@ -137,17 +131,15 @@ class EnvironmentCalls:
                         f"the environment's {what} timed out in all {MIN_LOST_CALLS} calls ({self.timeout:g} s each): try it by "
                         "hand on one example, or raise --environment.timeout SECONDS"
                     ) from None
-            late = f"timed out after {self.timeout:g} s (--environment.timeout)"
-            raise _failure(what, late, where) from None
+            raise _failure(what, f"timed out after {self.timeout:g} s (--environment.timeout)", where) from None
         except MalformedError as error:
             raise EngineError(f"{what}: {error} ({where})") from error
         except PolicygradError:
             raise
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise _failure(what, describe_error(error), where) from error  # raised by the environment itself
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # not raised by the environment itself
             raise _failure(what, describe_error(error), where) from error
         finally:
             del self._open[number]
@@ -176,20 +168,16 @@ class EnvironmentCalls:
                 )
         return environment
 
-    def report_waiting(self) -> None:
-        """Report the oldest pending call if it is slow."""
-        pending = list(self._open.values())
-        since, what = min(pending, default=(self._clock(), ""))
-        if what and self._clock() - since >= REPORT_AFTER_SECONDS:
-            text = f"waiting for {what} (each call has up to {self.timeout:g} s, --environment.timeout)"
-            self._progress(text, self._num_done, self._num_done + len(pending))
-            self._reported = True
-
     def _report(self) -> None:
-        """Report slow calls and interrupt blocking ones, in a thread."""
+        """Report the oldest pending call if it is slow, and interrupt blocking ones, in a thread."""
         assert self._loop is not None
         while not self._stop.wait(REPORT_INTERVAL):
-            self.report_waiting()
+            pending = list(self._open.values())
+            since, what = min(pending, default=(self._clock(), ""))
+            if what and self._clock() - since >= REPORT_AFTER_SECONDS:
+                text = f"waiting for {what} (each call has up to {self.timeout:g} s, --environment.timeout)"
+                self._progress(text, self._num_done, self._num_done + len(pending))
+                self._reported = True
             if INTERRUPT_SIGNAL is not None and self._open and self._clock() - self._last_activity > self.timeout:
                 self._interrupting = True
                 self._signals.send(INTERRUPT_SIGNAL)

@@ -8,7 +8,10 @@ import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,54 +30,13 @@ from policygrad.environments.base import (
     SupportsTruncation,
 )
 from policygrad.errors import EngineError
-from policygrad.models.chat_template import HistoryRewrittenError, Message, Tools
-from policygrad.models.tool_calls import ToolCallParser
+from policygrad.models.chat_template import HistoryRewrittenError, Tools
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.samplers.base import Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
-from policygrad.utils.async_runner import await_with_timeout
-
-
-class Encoder(Protocol):
-    """What episodes need from a tokenizer."""
-
-    @property
-    def context_length(self) -> int | None:
-        """Maximum number of tokens the model can read; None = no limit."""
-        ...
-
-    @property
-    def tool_call_parser(self) -> ToolCallParser:
-        """Parser of the tool calls in the model's format."""
-        ...
-
-    def encode(self, prompt: Prompt, max_tokens: int, source: str = ..., tools: Tools | None = ...) -> Tensor:
-        """Return [P] int64. Raises an error for a prompt that leaves less than max_tokens of the context."""
-        ...
-
-    def decode(self, tokens: Any) -> str: ...
-
-    def encode_answer(self, prompt_ids: Tensor, prompt: Prompt, text: str, source: str = ...) -> list[int]:
-        """Return the ids of a given answer to the prompt, including its end token."""
-        ...
-
-    def encode_continuation(
-        self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
-    ) -> Tensor:
-        """Return [n] int64: the ids between a sampled turn and the next one.
-
-        Raises:
-            HistoryRewrittenError: The template renders earlier turns differently now.
-        """
-        ...
-
-    def encode_rewritten(
-        self, messages: Sequence[Message], opening: int, new: int, source: str = ..., tools: Tools | None = ...
-    ) -> tuple[Tensor, Tensor]:
-        """Return ([P'] int64, [n] int64): the conversation as the template renders it now, and the new part of it."""
-        ...
-
+from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
 
 T = TypeVar("T")
 
@@ -85,7 +47,7 @@ async def run_episodes(
     sampling: SamplingParams,
     *,
     sampler: Sampler,
-    encoder: Encoder,
+    encoder: Tokenizer,
     environment: EnvironmentFactory,
     calls: EnvironmentCalls | None = None,
 ) -> list[EpisodeGroup]:
@@ -106,11 +68,9 @@ async def run_episodes(
                         f"{type(sampler).__name__}.generate returned {len(generations)} generations for {len(active)} "
                         "requests: return one for each"
                     )
-                pairs = zip(active, generations, strict=True)
-                await _gather(active, (e.step(g, encoder, sampler) for e, g in pairs))
+                await _gather(active, (e.step(g, encoder, sampler) for e, g in zip(active, generations, strict=True)))
         finally:  # after an error or interruption, close all open environments together
-            still_open = [episode for episode in episodes if episode.is_open]
-            await asyncio.gather(*(episode.abandon() for episode in still_open), return_exceptions=True)
+            await asyncio.gather(*(episode.abandon() for episode in episodes), return_exceptions=True)
     return [
         EpisodeGroup(spec, prompt_ids, tuple(episode.trajectory(encoder) for episode in group))
         for spec, prompt_ids, group in zip(specs, prompts, groups, strict=True)
@@ -123,22 +83,18 @@ class _Episode:
     def __init__(self, factory: EnvironmentFactory, spec: EpisodeSpec, sample: int, calls: EnvironmentCalls) -> None:
         self.spec, self.sample, self.calls = spec, sample, calls
         self.environment: Environment | None = None
-        self.failure = ""
-        """Error of the environment."""
-        self.name = _environment_name(factory)
+        self.failure = ""  # error of the environment
+        self.name = str(getattr(factory, "__name__", type(factory).__name__))
+        """Name of the environment in messages: its class, or the factory if the class is private or unknown."""
         self.context_ids = torch.empty(0, dtype=torch.int64)
-        self.conversation: Prompt = ""
-        """Everything before the current turn."""
-        self.num_opening_messages = 0
-        """Messages of the conversation that the episode began with."""
+        self.conversation: Prompt = ""  # everything before the current turn
+        self.num_opening_messages = 0  # messages of the conversation that the episode began with
         self.tools: Tools | None = None
         self.segments: list[Segment] = []
         self.rewards: list[float | None] = []
-        self.turn_states: list[Hashable] = []
-        """At the start of each turn, the next one included."""
+        self.turn_states: list[Hashable] = []  # at the start of each turn, the next one included
         self.metrics: Counter[str] = Counter()
-        self.text = ""
-        """Text of the last turn."""
+        self.text = ""  # text of the last turn
         self.token_budget = self.turn_budget = spec.max_tokens
         """Tokens the episode, and the next turn, may still sample."""
         self.done = self.truncated = False
@@ -149,7 +105,8 @@ class _Episode:
         except EnvironmentFailedError as error:
             self._fail(error)
         else:
-            self.name = _environment_name(factory, self.environment)
+            if not (kind := type(self.environment).__name__).startswith("_"):
+                self.name = kind
             self._close = getattr(self.environment, "close", None)
 
     async def reset(self) -> Observation | None:
@@ -172,7 +129,7 @@ class _Episode:
         key = (*self.spec.key, self.sample, turn) if turn else (*self.spec.key, self.sample)
         return Request(self.context_ids, key, sampling, self.turn_budget)
 
-    async def step(self, generation: Generation, encoder: Encoder, sampler: Sampler) -> None:
+    async def step(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> None:
         """Add a sampled turn and pass it to the environment."""
         n, num_logps = len(generation.tokens), len(generation.logp)
         versions = n if isinstance(generation.version, int) else len(generation.version)
@@ -181,22 +138,20 @@ class _Episode:
                 f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for "
                 f"a request of at most {self.turn_budget} tokens: return one of each per token, and at least one token"
             )
-        cut = generation.finish_reason == "length"
+        self.truncated = cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)
         self.segments.append(Segment.from_generation(generation))
         self.token_budget -= n
-        self.truncated = cut
         try:
             step = await self._call("step", Action(text, cut, encoder.tool_call_parser))
             if not isinstance(step, Step):
                 raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
             self.rewards.append(step.reward)
             self.metrics.update(step.metrics)
-            self.done = cut
+            self.done = cut or step.observation is None
             self.stop_reason = self.budget_reason if cut else step.stop_reason
-            if step.observation is None:
-                self.done = True
-            elif not cut and not self._append_observation(step.observation, text, encoder, generation.tokens):
+            observation = None if cut else step.observation
+            if observation and not self._append_observation(observation, text, encoder, generation.tokens):
                 await self._truncate()
             if self.done:
                 await self._close_environment()
@@ -205,18 +160,13 @@ class _Episode:
             with suppress(EnvironmentFailedError):
                 await self._close_environment()
 
-    @property
-    def is_open(self) -> bool:
-        """True if its environment still has to be closed."""
-        return self._close is not None
-
     async def abandon(self) -> None:
-        """Close the environment of an unfinished episode."""
+        """Close the environment, if that was not done."""
         close, self._close = self._close, None
         if close is not None:
-            await await_with_timeout(CLOSE_TIMEOUT, _AsyncClose(close).close())
+            await await_with_timeout(CLOSE_TIMEOUT, _call_close(close))
 
-    def trajectory(self, encoder: Encoder) -> Trajectory:
+    def trajectory(self, encoder: Tokenizer) -> Trajectory:
         prefix = () if self.spec.prefix is None else (self.spec.prefix,)
         parts = (*prefix, *(s.visible_tokens for s in self.segments))
         rewards = [reward for reward in self.rewards if reward is not None and not self.failure]
@@ -239,14 +189,15 @@ class _Episode:
     def _fail(self, error: EnvironmentFailedError) -> None:
         """End the episode without a reward. If nothing was sampled, it gets one token not written by the policy."""
         self.failure, self.stop_reason, self.done = str(error), FAILED, True
-        sampled = sum(segment.is_sampled for segment in self.segments)
-        self.rewards += [None] * (sampled - len(self.rewards))
+        self.rewards += [None] * (sum(segment.is_sampled for segment in self.segments) - len(self.rewards))
         self.segments = self.segments or [Segment(torch.zeros(1, dtype=torch.int64))]
 
     async def _close_environment(self) -> None:
         close, self._close = self._close, None
         if close is not None:
-            await self.calls.call(_AsyncClose(close), self.name, "close", self.spec.location)
+            await self.calls.call(
+                SimpleNamespace(close=partial(_call_close, close)), self.name, "close", self.spec.location
+            )
 
     async def _truncate(self) -> None:
         """End the episode between turns; the last observation is left out, since no turn follows it."""
@@ -260,7 +211,7 @@ class _Episode:
             if last.reward is not None:
                 self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
 
-    def _append_observation(self, observation: Observation, text: str, encoder: Encoder, sampled_ids: Tensor) -> bool:
+    def _append_observation(self, observation: Observation, text: str, encoder: Tokenizer, sampled_ids: Tensor) -> bool:
         """Extend the context by the sampled ids and the observation; return False if no room is left for a turn."""
         content = observation.content
         so_far, before = torch.cat([self.context_ids, sampled_ids]), self.conversation
@@ -270,8 +221,7 @@ class _Episode:
             messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
         try:
-            ids = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
-            segment = Segment(ids)
+            segment = Segment(encoder.encode_continuation(before, text, content, self.spec.location, self.tools))
         except HistoryRewrittenError:
             # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
             # sampled tokens stay in the context in which they were sampled
@@ -282,10 +232,9 @@ class _Episode:
             shared = min(len(so_far), len(rendered) - 1)
             differs = (so_far[:shared] != rendered[:shared]).nonzero()
             prefix_length = int(differs[0]) if len(differs) else shared
-            if prefix_length == len(so_far):  # another text with the same tokens
-                segment = Segment(rendered[prefix_length:])
-            else:
-                segment = Segment(rendered[prefix_length:], prefix_length=prefix_length, new_tokens=new_tokens)
+            segment = Segment(rendered[prefix_length:])
+            if prefix_length < len(so_far):  # otherwise it is another text with the same tokens
+                segment = replace(segment, prefix_length=prefix_length, new_tokens=new_tokens)
         self.context_ids = torch.cat([so_far[: segment.prefix_length], segment.tokens])
         limit = encoder.context_length
         self.turn_budget = self.token_budget if limit is None else min(self.token_budget, limit - len(self.context_ids))
@@ -297,41 +246,22 @@ class _Episode:
         return True
 
 
-class _AsyncClose:
-    """Wrap a `close` that may or may not be async."""
-
-    def __init__(self, close: Callable[[], Any]) -> None:
-        self._close = close
-
-    async def close(self) -> None:
-        result = self._close()
-        if inspect.isawaitable(result):
-            await result
+async def _call_close(close: Callable[[], Any]) -> None:
+    """Call a `close` that may or may not be async."""
+    result = close()
+    if inspect.isawaitable(result):
+        await result
 
 
 async def _gather(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run concurrently if any of the environments waits for something, otherwise one after the other."""
     if not any(getattr(episode.environment, "waits", True) for episode in episodes):
         return [await coroutine for coroutine in work]
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:  # after an error, cancel the remaining ones
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _environment_name(factory: EnvironmentFactory, environment: object = None) -> str:
-    """Name of an environment in messages: its class, or the factory if the class is private or unknown."""
-    name = type(environment).__name__
-    if environment is not None and not name.startswith("_"):
-        return name
-    return str(getattr(factory, "__name__", type(factory).__name__))
+    return await gather_or_cancel(work)
 
 
 def _encode_prompt(
-    episodes: Sequence[_Episode], observations: Sequence[Observation | None], encoder: Encoder
+    episodes: Sequence[_Episode], observations: Sequence[Observation | None], encoder: Tokenizer
 ) -> Tensor:
     """Encode the first observation of a group once and give it to its episodes. None = the environment failed."""
     spec = episodes[0].spec

@@ -17,14 +17,10 @@ class EvalSample:
     """One completion of an evaluation problem."""
 
     text: str
-    reward: float | None
-    """None = scoring failed."""
-    rewards: tuple[tuple[str, float | None], ...] = ()
-    """(name, unweighted value) of each reward."""
-    answer: str | None = None
-    """The extracted answer, for majority votes; None = no answer."""
-    tokens: int = 0
-    """Number of sampled tokens."""
+    reward: float | None  # None = scoring failed
+    rewards: tuple[tuple[str, float | None], ...] = ()  # (name, unweighted value) of each reward
+    answer: str | None = None  # the extracted answer, for majority votes; None = no answer
+    tokens: int = 0  # number of sampled tokens
     truncated: bool = False
 
     @property
@@ -38,10 +34,8 @@ class EvaluationResult:
     """k samples for each of n problems. A completion without a reward counts as 0 and in `num_failed`."""
 
     problems: tuple[tuple[EvalSample, ...], ...]
-    prompts: tuple[Any, ...]
-    """The task's prompt of each problem."""
-    messages: tuple[str, ...] = ()
-    """Reward failures, one message per kind."""
+    prompts: tuple[Any, ...]  # the task's prompt of each problem
+    messages: tuple[str, ...] = ()  # reward failures, one message per kind
 
     @property
     def scores(self) -> tuple[tuple[float, ...], ...]:
@@ -75,13 +69,12 @@ class EvaluationResult:
     @property
     def mean(self) -> float:
         """mean@k: the average score over problems and samples."""
-        flat = [sample.score for sample in self._samples]
-        return sum(flat) / len(flat) if flat else 0.0
+        return _mean([sample.score for sample in self._samples])
 
     @property
     def mean_per_problem(self) -> tuple[float, ...]:
         """Each problem's mean@k."""
-        return tuple(sum(row) / len(row) for row in self.scores)
+        return tuple(map(_mean, self.scores))
 
     @property
     def majority(self) -> float:
@@ -111,11 +104,7 @@ class EvaluationResult:
         return all(sample.score in (0.0, 1.0) for sample in self._samples)
 
     def pass_at(self, k: int, threshold: float = 1.0) -> float:
-        """The unbiased pass@k, the mean of `passes`.
-
-        Raises:
-            ConfigError: k is larger than the number of samples per problem.
-        """
+        """The unbiased pass@k: the mean of `pass_at_per_problem`."""
         return _mean(self.pass_at_per_problem(k, threshold))
 
     def pass_at_per_problem(self, k: int, threshold: float = 1.0) -> tuple[float, ...]:
@@ -134,12 +123,9 @@ class EvaluationResult:
 
     def standard_error(self) -> float:
         """Standard error of the mean over problems (the samples of one problem are not independent)."""
-        means = self.mean_per_problem
-        n = len(means)
-        if n < 2:
-            return 0.0
-        centre = sum(means) / n
-        return float((sum((m - centre) ** 2 for m in means) / (n - 1) / n) ** 0.5)
+        means, n = self.mean_per_problem, len(self.problems)
+        centre = _mean(means)
+        return float((sum((m - centre) ** 2 for m in means) / (n - 1) / n) ** 0.5) if n > 1 else 0.0
 
 
 def summarise_evaluation(

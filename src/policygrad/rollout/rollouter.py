@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from policygrad.core.algorithm import Algorithm
@@ -14,6 +15,7 @@ from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.builtin import find_answer_extractor
 from policygrad.rewards.workers.pool import RewardScorer
 from policygrad.rollout.batching import (
@@ -33,7 +35,7 @@ from policygrad.rollout.dynamic_sampling import (
     sample_until_full,
 )
 from policygrad.rollout.environment_calls import EnvironmentCalls
-from policygrad.rollout.episodes import Encoder, run_episodes
+from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
 from policygrad.rollout.scoring import (
@@ -59,8 +61,7 @@ from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
 
-EVAL_CHUNK = 64
-"""Examples evaluated between two progress reports."""
+EVAL_CHUNK = 64  # examples evaluated between two progress reports
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ class Rollouter:
 
     examples: Callable[[int], Example]
     """Returns the task's i-th training example."""
-    tokenizer: Encoder
+    tokenizer: Tokenizer
     sampler: Sampler
     score: ScoreFn | None
     """The reward functions; None = the environment gives all rewards."""
@@ -183,12 +184,9 @@ class Rollouter:
 
         def sample(count: int, position: int) -> SamplingRound:
             chosen, all_excluded = next_examples(example, count, position, excluded)
-            specs = [
-                EpisodeSpec(
-                    x, (self.seed, TRAIN, request.step, encode_level_index(i, level)), config.sampling.max_tokens
-                )
-                for i, x in chosen
-            ]
+            max_tokens = config.sampling.max_tokens
+            keys = [(self.seed, TRAIN, request.step, encode_level_index(i, level)) for i, _ in chosen]
+            specs = [EpisodeSpec(x, key, max_tokens) for (_, x), key in zip(chosen, keys, strict=True)]
             groups, scoring = self._play_and_score(specs, config.samples_per_prompt, config.sampling)
             groups, step_scoring = score_reasoning_steps(
                 groups, self.score_steps, self.tokenizer.decode, use_scores=use_step_scores
@@ -207,9 +205,7 @@ class Rollouter:
                 )
                 groups, result = add_demonstrations(groups, self.tokenizer, self._score)
                 scoring |= result
-            as_sampled = len(rounds) == 1 and not (step.num_carried_over or step.num_unfilled)
-            as_sampled = as_sampled and len(rounds[0].groups) == len(groups)
-            reuse = as_sampled and not {"demonstration", "rewards", "level"} & needs
+            reuse = groups == list(rounds[0].groups) and not {"demonstration", "rewards", "level"} & needs
             batch = rounds[0].batch if reuse else batch_groups(groups, needs)
             marks = None if self.score_steps is None else [t.step_marks for g in groups for t in g.trajectories]
             if marks is not None:  # filters read the outcome reward: they get the ends of steps, but not their scores
@@ -268,20 +264,14 @@ class Rollouter:
         self, algorithm: Algorithm, batch: Batch, groups: list[EpisodeGroup], sampling: SamplingParams, step: int
     ) -> tuple[Batch, list[EpisodeGroup], ScoringResult]:
         """Sample what the algorithm needs besides the episodes: prefix values, greedy baselines, or a vine in their place."""
-
-        def play(specs: list[EpisodeSpec], samples_per_prompt: int) -> list[EpisodeGroup]:
-            return self.play(specs, samples_per_prompt, sampling)
-
-        def play_greedy(specs: list[EpisodeSpec]) -> list[EpisodeGroup]:
-            return self.play(specs, 1, replace(sampling, temperature=0.0))
-
-        scoring = ScoringResult()
+        play, scoring = partial(self.play, sampling=sampling), ScoringResult()
         for part in algorithm.advantage:
             if part.samples_values:
                 self._require_single_turn("PrefixValue continues completions", "another advantage, such as GroupMean()")
                 batch, result = add_prefix_values(batch, groups, part.samples, play, self._score, step)
                 scoring |= result
         if "baseline" in algorithm.all_needs:
+            play_greedy = partial(self.play, samples_per_prompt=1, sampling=replace(sampling, temperature=0.0))
             batch, result = add_greedy_baseline(batch, groups, play_greedy, self._score)
             scoring |= result
         for part in algorithm.advantage:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from policygrad.core.metrics import Mean, Metrics, Sum, merge
+from policygrad.core.metrics import Mean, Metrics, Sum, list_means, merge
 from policygrad.rewards.base import ProcessScores, RewardScores
 from policygrad.rewards.workers.pool import RewardScorer
 from policygrad.rollout.environment_calls import first_of_each_kind
@@ -22,8 +22,7 @@ ScoreFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], 
 """(prompts, completions, columns) -> one reward per completion."""
 ScoreStepsFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], ProcessScores]
 """(prompts, completions, columns) -> the scored reasoning steps of each completion."""
-ENVIRONMENT_REWARD = "environment"
-"""Name of the environment's own reward among the rewards."""
+ENVIRONMENT_REWARD = "environment"  # name of the environment's own reward among the rewards
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class ScoringResult:
 
     metrics: Metrics = field(default_factory=dict)
     messages: tuple[str, ...] = ()
-    failed: int = 0
-    """Episodes without a reward."""
+    failed: int = 0  # episodes without a reward
 
     def __or__(self, other: ScoringResult) -> ScoringResult:
         messages = tuple(dict.fromkeys((*self.messages, *other.messages)))
@@ -60,53 +58,45 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
         changes: list[dict[str, Any]] = [{"reward_parts": (reward,)} for reward in environment]
         groups = _replace_trajectories(groups, changes, ((ENVIRONMENT_REWARD, 1.0),))
         return groups, ScoringResult(messages=tuple(messages), failed=environment.count(None))
-    scores = _call_score(groups, score)
+    prompts, completions, columns = reward_inputs(groups)
+    scored = [i for i, t in enumerate(rows) if not t.failure]  # the others get None
+    scores = RewardScores([None] * len(rows), {})
+    if len(scored) == len(rows):
+        scores = score(prompts, completions, columns)
+    elif scored:
+
+        def select(values: Sequence[Any]) -> list[Any]:
+            return [values[i] for i in scored]
+
+        def scatter(values: Sequence[float | None]) -> list[float | None]:
+            by_row = dict(zip(scored, values, strict=True))
+            return [by_row.get(i) for i in range(len(rows))]
+
+        scores = score(select(prompts), select(completions), {name: select(x) for name, x in columns.items()})
+        parts = {name: scatter(x) for name, x in scores.parts.items()}
+        scores = replace(scores, total=scatter(scores.total), parts=parts)
     pairs = zip(scores.total, environment, strict=True)
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in pairs]
     metrics = failure_metrics(scores)
     if len(scores.parts) > 1:  # the mean of each reward, and its standard deviation within groups, as for `reward_std`
-        part_metrics: Metrics = {}
         for name, part in scores.parts.items():
-            values = [x for x in part if x is not None]
-            part_metrics[f"rewards/{name}"] = Mean(sum(values), float(len(values)))
+            present = [x for x in part if x is not None]
+            metrics[f"rewards/{name}"] = Mean(sum(present), float(len(present)))
         for name, part in scores.parts.items():
             unread = iter(part)
             by_group = [[x for x in (next(unread) for _ in g.trajectories) if x is not None] for g in groups]
             if count := sum(map(len, by_group)):
                 deviation = sum(len(x) * stdev(x) for x in by_group if len(x) > 1)
-                part_metrics[f"rewards/{name}/std"] = Mean(deviation, float(count))
-        metrics = merge(metrics, part_metrics)
+                metrics[f"rewards/{name}/std"] = Mean(deviation, float(count))
     # without named parts the total is the one reward; weighted, the columns add up to the episodes' rewards
-    parts = scores.parts or {"reward": scores.total}
-    names = [(name, scores.weights.get(name, 1.0)) for name in parts]
-    columns: list[Sequence[float | None]] = list(parts.values())
+    named = scores.parts or {"reward": scores.total}
+    weights = [(name, scores.weights.get(name, 1.0)) for name in named]
+    values: list[Sequence[float | None]] = list(named.values())
     if any(reward is not None for reward in environment):
-        names, columns = [*names, (ENVIRONMENT_REWARD, 1.0)], [*columns, environment]
-    changes = [{"reward": r, "reward_parts": x} for r, x in zip(total, zip(*columns, strict=True), strict=True)]
-    groups = _replace_trajectories(groups, changes, tuple(names))
+        weights, values = [*weights, (ENVIRONMENT_REWARD, 1.0)], [*values, environment]
+    changes = [{"reward": r, "reward_parts": x} for r, x in zip(total, zip(*values, strict=True), strict=True)]
+    groups = _replace_trajectories(groups, changes, tuple(weights))
     return groups, ScoringResult(metrics, (*failures, *scores.messages), total.count(None))
-
-
-def _call_score(groups: list[EpisodeGroup], score: ScoreFn) -> RewardScores:
-    """Call the reward functions on all episodes except those whose environment failed, which get None."""
-    prompts, completions, columns = reward_inputs(groups)
-    indices = [i for i, t in enumerate(t for g in groups for t in g.trajectories) if not t.failure]
-    if len(indices) == len(completions):
-        return score(prompts, completions, columns)
-    if not indices:
-        return RewardScores([None] * len(completions), {})
-
-    def select(values: Sequence[Any]) -> list[Any]:
-        return [values[i] for i in indices]
-
-    def scatter(values: Sequence[float | None]) -> list[float | None]:
-        scattered: list[float | None] = [None] * len(completions)
-        for i, value in zip(indices, values, strict=True):
-            scattered[i] = value
-        return scattered
-
-    scores = score(select(prompts), select(completions), {name: select(x) for name, x in columns.items()})
-    return replace(scores, total=scatter(scores.total), parts={name: scatter(x) for name, x in scores.parts.items()})
 
 
 def zero_rewards(
@@ -133,9 +123,8 @@ def score_reasoning_steps(
     ]
     metrics = failure_metrics(scores)
     if use_scores:
-        metrics |= {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in scores.parts.items() if x}
-    if counts := [len(x.ends) for x in marks if x is not None]:
-        metrics |= {"steps/mean": Mean(float(sum(counts)), float(len(counts)))}
+        metrics |= list_means({f"rewards/{name}": x for name, x in scores.parts.items()})
+    metrics |= list_means({"steps/mean": [len(x.ends) for x in marks if x is not None]})
     changes: list[dict[str, Any]] = [{"reward": None} if x is None else {"step_marks": x} for x in marks]
     return _replace_trajectories(groups, changes), ScoringResult(metrics, tuple(scores.messages))
 

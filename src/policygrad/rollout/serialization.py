@@ -18,10 +18,8 @@ from policygrad.tasks.base import Example
 
 LEFTOVER_PREFIX, QUEUED_PREFIX = "leftover/", "queued/"
 """First part of the names of tensors that belong to leftover groups, and to queued rollouts."""
-RAGGED_FIELDS = ("prompts", "prompt_routed_experts")
-"""Batch fields that are tuples of tensors."""
-PackedState = tuple[dict[str, Tensor], dict[str, Any]]
-"""(tensors by name, plain values)."""
+RAGGED_FIELDS = ("prompts", "prompt_routed_experts")  # batch fields that are tuples of tensors
+PackedState = tuple[dict[str, Tensor], dict[str, Any]]  # (tensors by name, plain values)
 
 
 def pack_rollouts(groups: Sequence[EpisodeGroup], rollouts: Sequence[Rollout]) -> PackedState:
@@ -30,9 +28,26 @@ def pack_rollouts(groups: Sequence[EpisodeGroup], rollouts: Sequence[Rollout]) -
     tensors = {LEFTOVER_PREFIX + name: tensor for name, tensor in group_tensors.items()}
     queued = []
     for i, rollout in enumerate(rollouts):
-        rollout_tensors, rollout_values = _pack_rollout(rollout)
-        tensors |= {f"{QUEUED_PREFIX}{i}/{name}": tensor for name, tensor in rollout_tensors.items()}
-        queued.append(rollout_values)
+        packed, batch_values = dict[str, Tensor](), dict[str, Any]()
+        for field in fields(Batch):
+            value = getattr(rollout.batch, field.name)
+            if isinstance(value, Tensor):
+                packed[f"batch/{field.name}"] = value
+            elif field.name in RAGGED_FIELDS and value:
+                packed[f"batch/{field.name}"] = torch.cat(value)
+                batch_values[field.name] = tuple(map(len, value))
+            elif value is not None and field.name not in RAGGED_FIELDS:
+                batch_values[field.name] = value
+        values: dict[str, Any] = {"batch": batch_values, "position": rollout.position, "messages": rollout.messages}
+        for name in ("groups", "leftover_groups"):
+            group_tensors, values[name] = pack_groups(getattr(rollout, name))
+            packed |= {f"{name}/{tensor}": x for tensor, x in group_tensors.items()}
+        values["metrics"] = {
+            name: (type(metric).__name__, tuple(float(getattr(metric, field.name)) for field in fields(metric)))
+            for name, metric in rollout.metrics.items()
+        }
+        tensors |= {f"{QUEUED_PREFIX}{i}/{name}": tensor for name, tensor in packed.items()}
+        queued.append(values)
     return tensors, {"leftover_groups": group_values, "queued_rollouts": queued}
 
 
@@ -47,8 +62,24 @@ def unpack_rollouts(
 ) -> tuple[tuple[EpisodeGroup, ...], tuple[Rollout, ...]]:
     """Return (leftover groups, queued rollouts). `example(i)` is the task's i-th example."""
     groups = unpack_groups(_strip_prefix(tensors, LEFTOVER_PREFIX), values.get("leftover_groups", ()), example)
-    queued = enumerate(values.get("queued_rollouts", ()))
-    return groups, tuple(_unpack_rollout(_strip_prefix(tensors, f"{QUEUED_PREFIX}{i}/"), v, example) for i, v in queued)
+    rollouts = []
+    for i, queued in enumerate(values.get("queued_rollouts", ())):
+        packed = _strip_prefix(tensors, f"{QUEUED_PREFIX}{i}/")
+        batch: dict[str, Any] = _strip_prefix(packed, "batch/")
+        for name, value in queued["batch"].items():
+            ragged = name in RAGGED_FIELDS
+            batch[name] = tuple(x.clone() for x in batch[name].split(list(value))) if ragged else tuple(value)
+        measured: Metrics = {name: getattr(metrics, kind)(*args) for name, (kind, args) in queued["metrics"].items()}
+        rollout_groups, leftover_groups = (
+            unpack_groups(_strip_prefix(packed, f"{name}/"), queued[name], example)
+            for name in ("groups", "leftover_groups")
+        )
+        rollouts.append(
+            Rollout(
+                Batch(**batch), rollout_groups, queued["position"], measured, tuple(queued["messages"]), leftover_groups
+            )
+        )
+    return groups, tuple(rollouts)
 
 
 def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -107,19 +138,14 @@ def _pack_trajectory(row: Trajectory, state_ids: dict[Hashable, int]) -> dict[st
             num_new = None if s.new_tokens is None else len(s.new_tokens)
             value |= {"prefix_length": s.prefix_length, "new_tokens": num_new}
         segments.append(value)
-    return {
+    return {field.name: getattr(row, field.name) for field in fields(Trajectory)} | {
         "segments": segments,
-        "text": row.text,
-        "truncated": row.truncated,
         "turn_rewards": floats(row.turn_rewards),
         "reward": None if row.reward is None else float(row.reward),
         "step_marks": None if marks is None else (marks.ends, tuple(map(float, marks.scores))),
         "metrics": {name: float(value) for name, value in row.metrics.items()},
         "turn_states": tuple(state_ids.setdefault(state, len(state_ids)) for state in row.turn_states),
         "reward_parts": floats(row.reward_parts),
-        "demonstration": row.demonstration,
-        "stop_reason": row.stop_reason,
-        "failure": row.failure,
     }
 
 
@@ -129,81 +155,34 @@ def unpack_groups(
     """Return the groups. `example(i)` is the task's i-th example."""
     unread = dict(tensors)
 
-    def take(name: str, n: int | None) -> Tensor | None:
+    def take(name: str, n: int | None) -> Any:
         if n is None:
             return None
         head, unread[name] = unread[name][:n].clone(), unread[name][n:]
         return head
 
-    def take_all(name: str, n: int) -> Tensor:
-        head = take(name, n)
-        assert head is not None
-        return head
-
     def segment(value: Mapping[str, Any]) -> Segment:
-        n, tokens = value["tokens"], take_all("tokens", value["tokens"])
+        n, tokens = value["tokens"], take("tokens", value["tokens"])
         if not value["sampled"]:
             new_tokens = take("new_tokens", value.get("new_tokens"))
             return Segment(tokens, prefix_length=value.get("prefix_length"), new_tokens=new_tokens)
-        version = take_all("version", n)
+        version = take("version", n)
         experts = take("routed_experts", value["routed_experts"] or None)
         return Segment(tokens, take("logp", n), version if value["version"] is None else value["version"], experts)
 
     def trajectory(value: Mapping[str, Any]) -> Trajectory:
-        marks = value["step_marks"]
-        return Trajectory(
-            **dict(value)
-            | {
-                "segments": tuple(segment(s) for s in value["segments"]),
-                "step_marks": None if marks is None else StepMarks(*marks),
-            }
-        )
+        segments, marks = tuple(map(segment, value["segments"])), value["step_marks"]
+        marks = None if marks is None else StepMarks(*marks)
+        return Trajectory(**dict(value) | {"segments": segments, "step_marks": marks})
 
     def group(value: Mapping[str, Any]) -> EpisodeGroup:
         prefix = take("prefixes", value["prefix"])
         spec = EpisodeSpec(example(value["key"][3]), value["key"], value["max_tokens"], prefix)
-        prompt_ids = take_all("prompts", value["prompt"])
+        prompt_ids = take("prompts", value["prompt"])
         trajectories = tuple(trajectory(t) for t in value["trajectories"])
         return EpisodeGroup(spec, prompt_ids, trajectories, value["reward_weights"])
 
     return tuple(map(group, values))
-
-
-def _pack_rollout(rollout: Rollout) -> PackedState:
-    tensors, batch_values = dict[str, Tensor](), dict[str, Any]()
-    for field in fields(Batch):
-        value = getattr(rollout.batch, field.name)
-        if isinstance(value, Tensor):
-            tensors[f"batch/{field.name}"] = value
-        elif field.name in RAGGED_FIELDS and value:
-            tensors[f"batch/{field.name}"] = torch.cat(value)
-            batch_values[field.name] = tuple(map(len, value))
-        elif value is not None and field.name not in RAGGED_FIELDS:
-            batch_values[field.name] = value
-    values: dict[str, Any] = {"batch": batch_values, "position": rollout.position, "messages": rollout.messages}
-    for name in ("groups", "leftover_groups"):
-        group_tensors, values[name] = pack_groups(getattr(rollout, name))
-        tensors |= {f"{name}/{tensor}": x for tensor, x in group_tensors.items()}
-    values["metrics"] = {
-        name: (type(metric).__name__, tuple(float(getattr(metric, field.name)) for field in fields(metric)))
-        for name, metric in rollout.metrics.items()
-    }
-    return tensors, values
-
-
-def _unpack_rollout(
-    tensors: Mapping[str, Tensor], values: Mapping[str, Any], example: Callable[[int], Example]
-) -> Rollout:
-    groups, leftover_groups = (
-        unpack_groups(_strip_prefix(tensors, f"{name}/"), values[name], example)
-        for name in ("groups", "leftover_groups")
-    )
-    measured: Metrics = {name: getattr(metrics, kind)(*args) for name, (kind, args) in values["metrics"].items()}
-    batch: dict[str, Any] = dict(_strip_prefix(tensors, "batch/"))
-    for name, value in values["batch"].items():
-        ragged = name in RAGGED_FIELDS
-        batch[name] = tuple(x.clone() for x in batch[name].split(list(value))) if ragged else tuple(value)
-    return Rollout(Batch(**batch), groups, values["position"], measured, tuple(values["messages"]), leftover_groups)
 
 
 def _strip_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

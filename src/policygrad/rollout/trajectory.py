@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -21,10 +22,8 @@ from policygrad.tasks.base import Example
 class StepMarks:
     """The reasoning steps of one completion, by token."""
 
-    ends: tuple[int, ...]
-    """Index of each step's last token, ascending; always includes the last sampled token."""
-    scores: tuple[float, ...]
-    """Score of each step; 0 where none was given."""
+    ends: tuple[int, ...]  # index of each step's last token, ascending; always includes the last sampled token
+    scores: tuple[float, ...]  # score of each step; 0 where none was given
 
 
 def find_token_index(decode: Callable[[Tensor], str], tokens: Tensor, text: str, end: int) -> int:
@@ -34,14 +33,7 @@ def find_token_index(decode: Callable[[Tensor], str], tokens: Tensor, text: str,
     """
     if end >= len(text.rstrip()):
         return len(tokens) - 1
-    low, high = 1, len(tokens)  # tokens needed
-    while low < high:
-        middle = (low + high) // 2
-        if decode(tokens[:middle])[:end] == text[:end]:
-            high = middle
-        else:
-            low = middle + 1
-    return low - 1
+    return bisect_left(range(1, len(tokens)), True, key=lambda count: decode(tokens[:count])[:end] == text[:end])
 
 
 def locate_steps(decode: Callable[[Tensor], str], tokens: Tensor, text: str, steps: StepScores) -> StepMarks:
@@ -162,10 +154,7 @@ class Trajectory:
     @property
     def version(self) -> Tensor:
         """[n] int64; 0 where nothing was sampled."""
-        versions = (
-            torch.full_like(s.tokens, s.version) if isinstance(s.version, int) else s.version for s in self.segments
-        )
-        return _concat(list(versions))
+        return _concat([torch.zeros_like(s.tokens) + s.version for s in self.segments])
 
     @property
     def num_branches(self) -> int:
@@ -254,10 +243,8 @@ class RolloutRequest:
     """Which rollout to collect next."""
 
     step: int = 1
-    position: int = 0
-    """Index of the task's next example."""
-    leftover_groups: Sequence[EpisodeGroup] = ()
-    """Groups left over by the rollout before."""
+    position: int = 0  # index of the task's next example
+    leftover_groups: Sequence[EpisodeGroup] = ()  # groups left over by the rollout before
 
 
 def reward_inputs(groups: list[EpisodeGroup]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:

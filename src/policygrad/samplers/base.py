@@ -84,7 +84,6 @@ class Sampler(Protocol):
 
     async def generate(self, requests: Sequence[Request]) -> Sequence[Generation]:
         """Return one generation per request, in order."""
-        ...
 
     async def update(self, weights: PublishedWeights) -> Metrics | None:
         """Load these weights; everything sampled after the return is sampled with them and has their version.
@@ -92,7 +91,6 @@ class Sampler(Protocol):
         Returns:
             Metrics of the step, if any.
         """
-        ...
 
 
 @runtime_checkable
@@ -101,7 +99,6 @@ class AsyncCloseable(Protocol):
 
     async def close(self) -> None:
         """Release them."""
-        ...
 
 
 @runtime_checkable
@@ -122,4 +119,3 @@ class SupportsStreaming(Sampler, Protocol):
 
     def on_completion(self, callback: CompletionCallback) -> AbstractContextManager[object]:
         """Call `callback` while the context is active. An exception raised by it ends `generate`."""
-        ...

@@ -12,8 +12,7 @@ import tyro
 from policygrad.errors import ConfigError
 from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
 
-LOCAL = "local"
-"""The engine name of the sampler in this process."""
+LOCAL = "local"  # the engine name of the sampler in this process
 FOLDER, NCCL = WEIGHT_TRANSPORTS = ("folder", "nccl")
 AUTO, MERGED, ADAPTER = LORA_SYNCS = ("auto", "merged", "adapter")
 DEFAULT_CONTEXT_LENGTH = 4096
@@ -62,11 +61,8 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         if self.engine != LOCAL and self.engine not in ENGINES:
             raise ConfigError(f"sampler.engine must be one of {', '.join((LOCAL, *ENGINES))}, not {self.engine!r}")
-        for name, value, choices in (
-            ("lora_sync", self.lora_sync, LORA_SYNCS),
-            ("weight_transport", self.weight_transport, WEIGHT_TRANSPORTS),
-        ):
-            if value not in choices:
+        for name, choices in {"lora_sync": LORA_SYNCS, "weight_transport": WEIGHT_TRANSPORTS}.items():
+            if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"sampler.{name} must be {_join(choices, 'or')}, not {value!r}")
         if min(self.max_concurrency, self.chunk_tokens, self.context_length, self.threads) < 0:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -157,6 +157,32 @@ def with_torch_threads(target: Callable[[], None]) -> Callable[[], None]:
         target()
 
     return run
+
+
+async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Return all results; the first error cancels the rest."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run blocking work in a thread that, once abandoned, prevents neither the loop nor the process from ending."""
+    outcome = Future[T]()
+    outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
+
+    def target() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=target, daemon=True).start()
+    return asyncio.wrap_future(outcome)
 
 
 # Work that may raise anything, or never end.

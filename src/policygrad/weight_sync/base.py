@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +38,8 @@ class PublishedWeights:
 class LazyStateDict(Mapping[str, Tensor]):
     """Tensors by name. Names, dtypes and shapes are known without gathering; a tensor is gathered at every access."""
 
-    specs: Mapping[str, Tensor]
-    """On the meta device."""
-    gather: Callable[[str], Tensor] = field(repr=False)
-    """May raise StaleWeightsError."""
+    specs: Mapping[str, Tensor]  # on the meta device
+    gather: Callable[[str], Tensor] = field(repr=False)  # may raise StaleWeightsError
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.specs:
@@ -110,39 +107,38 @@ def merge_adapters_lazily(model: nn.Module, tensors: LazyStateDict) -> LazyState
     adapted = list(named_peft_modules(model))
     adapted_parameters = {id(p) for _, module in adapted for p in module.parameters()}
     names = {id(p): name for name, p in model.named_parameters()}
-    getters: dict[str, Callable[[], Tensor]] = {}
     specs: dict[str, Tensor] = {}
+    unchanged: dict[str, str] = {}
+    merged: dict[str, tuple[str, nn.Module, str]] = {}  # to the module, by name, and its parameter without PEFT
     for name, parameter in model.named_parameters():
         if id(parameter) not in adapted_parameters:
+            unchanged[name.removeprefix(PEFT_PREFIX)] = name
             specs[name.removeprefix(PEFT_PREFIX)] = tensors.specs[name]
-            getters[name.removeprefix(PEFT_PREFIX)] = partial(tensors.gather, name)
     for name, module in adapted:
-        published = {key: names[id(p)] for key, p in module.named_parameters(remove_duplicate=False)}
         base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else None
         result = module.modules_to_save[module.active_adapters[0]] if base is None else base
         for key, parameter in result.named_parameters():
             merged_name = f"{name}.{key}".removeprefix(PEFT_PREFIX)
             specs[merged_name] = tensors.specs[names[id(parameter)]]
-            getters[merged_name] = partial(_merge_parameter, tensors, module, name, published, key)
-    return LazyStateDict(specs, lambda name: getters[name]())
+            merged[merged_name] = name, module, key
 
+    def gather(name: str) -> Tensor:
+        if name in unchanged:
+            return tensors.gather(unchanged[name])
+        module_name, module, key = merged[name]
+        module_copy = copy.deepcopy(module)
+        for path, parameter in module.named_parameters(remove_duplicate=False):
+            parent, _, attribute = path.rpartition(".")
+            gathered = nn.Parameter(tensors.gather(names[id(parameter)]), requires_grad=False)
+            module_copy.get_submodule(parent)._parameters[attribute] = gathered
+        return unwrap_layer(module_copy, module_name).get_parameter(key).detach()
 
-def _merge_parameter(
-    tensors: LazyStateDict, module: nn.Module, name: str, published: dict[str, str], key: str
-) -> Tensor:
-    """Return a parameter of the module without PEFT. `published`: the module's parameter names to the model's."""
-    module_copy = copy.deepcopy(module)
-    for path, published_name in published.items():
-        parent, _, attribute = path.rpartition(".")
-        parameter = nn.Parameter(tensors.gather(published_name), requires_grad=False)
-        module_copy.get_submodule(parent)._parameters[attribute] = parameter
-    return unwrap_layer(module_copy, name).get_parameter(key).detach()
+    return LazyStateDict(specs, gather)
 
 
 # Weights in buckets of limited size, so that no process or file needs memory for a second copy of the policy.
 
-BUCKET_BYTES = 2**29
-"""Maximum bytes of a bucket, unless a single tensor is larger."""
+BUCKET_BYTES = 2**29  # maximum bytes of a bucket, unless a single tensor is larger
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,21 @@ def add_weights(writer: Any, model: Any, tensors: Mapping[str, Tensor], *, bf16:
     llama.cpp expects. Raises EngineError if the architecture has no such parameter."""
     gguf, config = import_gguf(), model.config
     architecture = _ARCHITECTURES[config.model_type]
-    if (factors := _compute_rope_factors(config)) is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
+    rope, width = _get_rope(config), _get_head_width(config)
+    if rope.get("rope_type", "default") != "default":
+        # the divisor of each frequency [head width / 2]: Llama 3's, as in transformers' modeling_rope_utils
+        factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+        original, factors = rope["original_max_position_embeddings"], []
+        for i in range(0, width, 2):
+            wavelength = 2 * math.pi * rope["rope_theta"] ** (i / width)
+            smooth = (original / wavelength - low) / (high - low)
+            if wavelength < original / high:
+                factors.append(1.0)
+            elif wavelength > original / low:
+                factors.append(float(factor))
+            else:
+                factors.append(1 / ((1 - smooth) / factor + smooth))
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in tensors.items():
@@ -107,12 +121,11 @@ def add_weights(writer: Any, model: Any, tensors: Mapping[str, Tensor], *, bf16:
         if num_heads and architecture in _ROTATES_PAIRS:
             halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
-        array = np.ascontiguousarray(array)
+        array, dtype = np.ascontiguousarray(array), None
         if bf16 and array.ndim > 1:
             dtype = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(gguf_name, gguf.quants.quantize(array, dtype), raw_dtype=dtype)
-        else:
-            writer.add_tensor(gguf_name, array)
+            array = gguf.quants.quantize(array, dtype)
+        writer.add_tensor(gguf_name, array, raw_dtype=dtype)
 
 
 def _get_head_width(config: Any) -> int:
@@ -121,26 +134,6 @@ def _get_head_width(config: Any) -> int:
 
 def _get_rope(config: Any) -> dict[str, Any]:
     return dict(getattr(config, "rope_parameters", None) or {})
-
-
-def _compute_rope_factors(config: Any) -> NDArray[np.float32] | None:
-    """Return the divisor of each frequency [head width / 2]; None = 1. Llama 3's, as in transformers' modeling_rope_utils."""
-    rope, width = _get_rope(config), _get_head_width(config)
-    if rope.get("rope_type", "default") == "default":
-        return None
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    original = rope["original_max_position_embeddings"]
-    factors = []
-    for i in range(0, width, 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / width)
-        smooth = (original / wavelength - low) / (high - low)
-        if wavelength < original / high:
-            factors.append(1.0)
-        elif wavelength > original / low:
-            factors.append(float(factor))
-        else:
-            factors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(factors, dtype=np.float32)
 
 
 # A version for a server: weights, and a vocabulary that is just sufficient for token ids.
@@ -290,10 +283,10 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
 
     # which of bos and eos the tokenizer adds to a text
     bare, full = ([*hf("a", add_special_tokens=add)["input_ids"]] for add in (False, True))
-    for adds_bos_eos in ((bos, eos) for bos in (False, True) for eos in (False, True)):
-        first = [special[name] for name in ("bos",) if adds_bos_eos[0] and name in special]
-        last = [special["eos"]] if adds_bos_eos[1] else []
-        if full == [*first, *bare, *last] and bool(first) == adds_bos_eos[0]:
+    for adds_bos, adds_eos in product((False, True), repeat=2):
+        first = [special[name] for name in ("bos",) if adds_bos and name in special]
+        last = [special["eos"]] if adds_eos else []
+        if full == [*first, *bare, *last] and bool(first) == adds_bos:
             break
     else:
         raise ModelError(
@@ -304,7 +297,7 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
     if isinstance(template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
     tokens, kinds = zip(*rows, strict=True)
-    return BytePairVocabulary(tokens, kinds, merges, pre_tokenizer, adds_bos_eos, special, template)
+    return BytePairVocabulary(tokens, kinds, merges, pre_tokenizer, (adds_bos, adds_eos), special, template)
 
 
 def _explain_unsupported_tokenizer(parts: Mapping[str, Any]) -> str:

@@ -12,8 +12,8 @@ import base64
 import ctypes
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -146,36 +146,19 @@ GroupFactory = Callable[[int, str, str], TransferGroup]
 """(world size, this machine's address, a unique name) to a group that is yet to be joined."""
 
 
-def unique_id_groups(device: torch.device, urls: Sequence[str]) -> GroupFactory:
-    """Return the factory of groups with vLLM servers. Raises EngineError if this machine cannot form any."""
-    check_device(device, urls)
-    library = Nccl()
-    return lambda world_size, address, name: UniqueIdGroup(world_size, device, library)
-
-
-def store_groups(device: torch.device, urls: Sequence[str]) -> GroupFactory:
-    """Return the factory of groups with SGLang servers. Raises EngineError if this machine cannot form any."""
-    check_device(device, urls)
-    library = Nccl()
-    return lambda world_size, address, name: StoreGroup(world_size, address, name, device, library)
-
-
-class _NcclGroup:
+class NcclGroup(TransferGroup):
     """A communicator on a device of this process."""
 
-    def __init__(self, world_size: int, device: torch.device, library: Nccl) -> None:
-        self._world_size, self._device, self._library = world_size, device, library
+    def __init__(self, world_size: int, address: str, name: str, device: torch.device, library: Nccl) -> None:
+        self._world_size, self._address, self._name = world_size, address, name
+        self._device, self._library = device, library
         self._id, self._communicator = library.unique_id(), 0
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self._device))  # on which they were written
-            with torch.cuda.stream(stream):
-                contiguous = make_contiguous(tensors, self._device)  # alive until they are sent
-                for tensor in contiguous:
-                    self._library.broadcast(self._communicator, tensor, stream.cuda_stream)
-            stream.synchronize()
+        with self._new_stream() as stream:
+            contiguous = make_contiguous(tensors, self._device)  # alive until they are sent
+            for tensor in contiguous:
+                self._library.broadcast(self._communicator, tensor, stream)
 
     def abort(self) -> None:
         if self._communicator:
@@ -186,8 +169,18 @@ class _NcclGroup:
         with torch.cuda.device(self._device):
             self._communicator = self._library.join(self._id, self._world_size)
 
+    @contextmanager
+    def _new_stream(self) -> Iterator[int]:
+        """Work on a stream that begins after the current one's work; it is done when the context ends."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                yield stream.cuda_stream
+                stream.synchronize()
 
-class UniqueIdGroup(_NcclGroup):
+
+class UniqueIdGroup(NcclGroup):
     """A group with vLLM, whose worker makes the communicator from the id at once and sums one number over it, so all ranks must.
 
     Source: vllm-project/vllm 0.32, vllm/distributed/weight_transfer/nccl_common.py (`nccl_unique_id_b64`).
@@ -199,15 +192,11 @@ class UniqueIdGroup(_NcclGroup):
 
     def join(self) -> None:
         self._join_communicator()
-        with torch.cuda.device(self._device):
-            one = torch.zeros(1, device=self._device)
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._library.all_reduce(self._communicator, one, stream.cuda_stream)
-            stream.synchronize()
+        with self._new_stream() as stream:
+            self._library.all_reduce(self._communicator, torch.zeros(1, device=self._device), stream)
 
 
-class StoreGroup(_NcclGroup):
+class StoreGroup(NcclGroup):
     """A group with SGLang, whose process group reads the id from rank 0's store when it first sends or receives.
 
     Source: sgl-project/sglang 0.5, python/sglang/srt/model_executor/model_runner.py (`init_weights_update_group`), and pytorch,
@@ -215,8 +204,8 @@ class StoreGroup(_NcclGroup):
     """
 
     def __init__(self, world_size: int, address: str, name: str, device: torch.device, library: Nccl) -> None:
-        self._address, self._name, self._store = address, name, create_store(address)
-        super().__init__(world_size, device, library)
+        super().__init__(world_size, address, name, device, library)
+        self._store = create_store(address)
 
     def init_request(self) -> Mapping[str, Any]:
         return make_init_request(self._store, self._world_size, self._address, self._name, "nccl")
@@ -268,7 +257,7 @@ def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS)
     count = len(os.listdir(cards)) if os.path.isdir(cards) else None
     for url in urls if count == 1 else ():
         with suppress(GroupError):  # a server may become reachable; otherwise its group reports it
-            local, remote = _find_endpoints(url)
+            local, remote = find_endpoints(url)
             if local == remote:
                 raise EngineError(
                     f"NCCL needs one GPU for this process and another for the server at {url}, and this machine has one. "
@@ -276,14 +265,9 @@ def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS)
                 )
 
 
-def find_local_address(url: str) -> str:
-    """Return this machine's address as a server sees it, from the route to it; nothing is sent. Raises GroupError if
-    there is no route."""
-    return _find_endpoints(url)[0]
-
-
-def _find_endpoints(url: str) -> tuple[str, str]:
-    """Return this machine's address and the server's."""
+def find_endpoints(url: str) -> tuple[str, str]:
+    """Return this machine's address as a server sees it, from the route to it, and the server's; nothing is sent. Raises
+    GroupError if there is no route."""
     parts = urlsplit(url)
     try:
         family, *_, remote = socket.getaddrinfo(

@@ -11,12 +11,12 @@ import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import WeightTransfer
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.local.sampling import derive_seeds
+from policygrad.utils.async_runner import gather_or_cancel
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights, StaleWeightsError, load_logit_source
 from policygrad.weight_sync.folder import (
@@ -43,12 +44,9 @@ from policygrad.weight_sync.folder import (
     make_adapter_writer,
 )
 
-TAIL_QUANTILE = 0.9
-"""Completions after this quantile are the tail of a rollout."""
-CALLBACK_INTERVAL = 0.05
-"""Seconds between calls of the completion callback while no completion finishes."""
-REQUEST_TIMEOUT = 10.0
-"""Seconds for a request that needs no computation."""
+TAIL_QUANTILE = 0.9  # completions after this quantile are the tail of a rollout
+CALLBACK_INTERVAL = 0.05  # seconds between calls of the completion callback while no completion finishes
+REQUEST_TIMEOUT = 10.0  # seconds for a request that needs no computation
 
 
 @dataclass(frozen=True)
@@ -56,35 +54,27 @@ class EngineCompletion:
     """A server's reply to one request."""
 
     tokens: Sequence[int]
-    logp: Sequence[float]
-    """Nats, one per token."""
-    weight_version: str | None = None
-    """Name of the weights that it was sampled with, if the engine tells."""
+    logp: Sequence[float]  # nats, one per token
+    weight_version: str | None = None  # name of the weights that it was sampled with, if the engine tells
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """What a server is started with."""
 
-    model: str
-    """A folder, or a hub id."""
-    folder: str | None
-    """The run's `sampler.folder`."""
+    model: str  # a folder, or a hub id
+    folder: str | None  # the run's `sampler.folder`
     host: str
     port: int
-    dtype: str
-    """float32 or bfloat16."""
-    context_length: int
-    """Maximum tokens of prompt and completion."""
+    dtype: str  # float32 or bfloat16
+    context_length: int  # maximum tokens of prompt and completion
     max_concurrency: int
     threads: int
     weight_transport: str = FOLDER
-    lora: Lora | None = None
-    """The adapter that the run will send; None = merged weights."""
+    lora: Lora | None = None  # the adapter that the run will send; None = merged weights
 
 
-LaunchCommand = tuple[dict[str, str], list[str]]
-"""(environment variables, argv)."""
+LaunchCommand = tuple[dict[str, str], list[str]]  # (environment variables, argv)
 
 
 class EngineSampler(ABC):
@@ -107,6 +97,8 @@ class EngineSampler(ABC):
     """Load metrics at /metrics; None if servers report none. `sampler.max_concurrency=0` needs them."""
     supports_lora: ClassVar[bool] = False
     """True if servers load adapters by name: `load_weights` is then given one if `adapter_only`."""
+    lora_route: ClassVar[str] = ""
+    """Prefix of the routes /load_lora_adapter and /unload_lora_adapter."""
     transfer_class: ClassVar[type[WeightTransfer] | None] = None
     """Sends weights over NCCL; None if servers only read folders."""
     returns_routed_experts: ClassVar[bool] = False
@@ -137,9 +129,8 @@ class EngineSampler(ABC):
         # request, and a server's prefix cache is never read across versions: vLLM hashes prefixes with the adapter's name
         # (vllm/v1/core/kv_cache_utils.py), SGLang keeps them by an id that is new at each load
         # (python/sglang/srt/lora/lora_registry.py).
-        reason = f"{self.name} does not load adapters by name"
-        if self.supports_lora:
-            reason = explain_unsupported_adapter(model)
+        unnamed = f"{self.name} does not load adapters by name"
+        reason = explain_unsupported_adapter(model) if self.supports_lora else unnamed
         if config.lora_sync == ADAPTER and reason:
             raise EngineError(f"sampler.lora_sync={ADAPTER}: {reason}. Send all weights: --sampler.lora-sync {MERGED}")
         self.adapter_only = config.lora_sync != MERGED and not reason
@@ -157,6 +148,7 @@ class EngineSampler(ABC):
         self._logit_source: probe.LogitSource = model
         self.in_flight = config.chunk_tokens > 0
         self.probe_results: dict[str, probe.ProbeResult] = {}  # by server, for the current weights
+        self.adapter_names: dict[str, str] = {}  # by server: the current adapter
         self.failed_probes = set[str]()  # servers that load their weights again, whatever version they report
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         self.vocab_size = len(tokenizer.hf) if embeddings is None else int(embeddings.weight.shape[0])
@@ -217,26 +209,40 @@ class EngineSampler(ABC):
         """
         if self.published is None:
             raise EngineError("an engine has no weights before the first update(weights)")
-        seeds, finished = derive_seeds([request.key for request in requests]), list[float]()
+        callback, finished = self._callback, list[float]()
 
         async def generate_one(request: Request, seed: int) -> Generation:
-            generation = await generate_in_chunks(request, seed, self.config.chunk_tokens, self._complete_anywhere)
+            # in chunks, each of which continues the prompt and the tokens so far: the distribution is that of a single request,
+            # because a token depends only on those before it. A lost chunk is requested again, and earlier ones stay
+            chunks, remaining, prompt_ids = list[Generation](), request.max_tokens, request.prompt_ids
+            while remaining and not (chunks and chunks[-1].finish_reason == "stop"):
+                if (
+                    chunks
+                ):  # the 0 keeps it apart from the keys of an episode's later turns, which are one number longer
+                    seed = int(derive_seeds([(*request.key, 0, len(chunks))])[0, 0])
+                    prompt_ids = torch.cat([prompt_ids, chunks[-1].tokens])
+                max_tokens = min(remaining, self.config.chunk_tokens or remaining)
+                part = replace(request, prompt_ids=prompt_ids, max_tokens=max_tokens)
+                chunks.append(await self.servers.call(partial(self._complete_at, part, seed), bool(chunks)))
+                remaining -= len(chunks[-1].tokens)
+            generation = concat_generations(chunks)
             finished.append(time.perf_counter())
-            if self._callback is not None:
-                self._callback([(request, generation.tokens)])
+            if callback is not None:
+                callback([(request, generation.tokens)])
             return generation
 
-        async def call_back() -> None:
-            if self._callback is not None:
-                self._callback([])
+        seeds = derive_seeds([request.key for request in requests])[:, 0].tolist()
+        work = gather_or_cancel(map(generate_one, requests, seeds))
+        if callback is not None:
 
-        work = [generate_one(request, seed) for request, seed in zip(requests, seeds[:, 0].tolist(), strict=True)]
-        adjust = None if self.config.max_concurrency else partial(self.load_monitor.adjust_limits, self.servers)
-        async with (
-            run_periodically(CALLBACK_INTERVAL, call_back if self._callback else None),
-            run_periodically(server_pool.LOAD_POLL_SECONDS, adjust),
-        ):
-            generations = await gather_or_cancel(work)
+            async def call_back() -> None:
+                callback([])
+
+            work = repeat_during(work, call_back, CALLBACK_INTERVAL)
+        if not self.config.max_concurrency:
+            adjust = partial(self.servers.adjust_limits, self.load_monitor.read)
+            work = repeat_during(work, adjust, server_pool.LOAD_POLL_SECONDS)
+        generations = await work
         if finished:
             self._tail += finished[-1] - finished[int(TAIL_QUANTILE * (len(finished) - 1))]
         return generations
@@ -280,6 +286,9 @@ class EngineSampler(ABC):
 
     async def close(self) -> None:
         """Close connections, stop servers that were started here, and remove the published weights."""
+        if self.adapter_only and self.published is not None:
+            for url in self.adapter_names:
+                await self.unload_adapter(url, self.published.name)
         if self._servers is not None:
             await self._servers.close()
         if self.transfer is not None:
@@ -287,6 +296,11 @@ class EngineSampler(ABC):
         await self.http.close()
         await self.stop_servers()
         self.versions.remove()
+
+    async def unload_adapter(self, url: str, name: str) -> None:
+        """Let a server unload an adapter that it may have."""
+        with suppress(ServerUnavailableError, EngineError):  # not loaded, evicted before, or the server is gone
+            await self.http.post(f"{url}{self.lora_route}/unload_lora_adapter", {"lora_name": name}, REQUEST_TIMEOUT)
 
     async def probe(self, url: str) -> probe.ProbeResult:
         """Compare what a server samples with the model's distribution.
@@ -304,9 +318,7 @@ class EngineSampler(ABC):
                 return self._validate(url, request, await self.complete(url, request, seed >> 33), version)
 
         try:
-            generations = await gather_or_cancel(
-                [complete(request, seed) for request, seed in zip(requests, seeds, strict=True)]
-            )
+            generations = await gather_or_cancel(map(complete, requests, seeds))
         except EngineError as error:
             raise EngineError(f"{url} does not answer as {self.name} does: {error}. {self.launch_hint}") from error
         arguments = (requests, generations, self.logprob_tolerance, f"{self.name} at {url}", self.launch_hint)
@@ -331,7 +343,7 @@ class EngineSampler(ABC):
         assert self.published is not None
         await self.handshake(server.url)
         if not self.config.max_concurrency:
-            await self.load_monitor.require_load(server.url)
+            await self.load_monitor.read(server.url)
         await self.load_weights(server.url, self.published)
         try:
             self.probe_results[server.url] = await self.probe(server.url)
@@ -342,25 +354,47 @@ class EngineSampler(ABC):
             raise
         self.failed_probes.discard(server.url)
 
-    async def _complete_anywhere(self, request: Request, seed: int, is_continuation: bool) -> Generation:
-        async def send(server: EngineServer) -> Generation:
-            published = self.published  # a server loads others only after it has answered its open requests
-            assert published is not None
-            heartbeat = self.config.heartbeat
-            check = partial(self.http.check_alive, server.url + self.health_route, heartbeat)
-            completion = await with_heartbeat(self.complete(server.url, request, seed >> 33), check, heartbeat)
-            if completion.weight_version not in (None, published.name):  # it restarted between two requests
-                raise ServerUnavailableError(
-                    f"it samples with the weights {completion.weight_version}; the current ones are {published.name}"
-                )
-            return self._validate(server.url, request, completion, published.version)
-
-        return await self.servers.call(send, is_continuation)
+    async def _complete_at(self, request: Request, seed: int, server: EngineServer) -> Generation:
+        published = self.published  # a server loads others only after it has answered its open requests
+        assert published is not None
+        heartbeat = self.config.heartbeat
+        check = partial(self.http.check_alive, server.url + self.health_route, heartbeat)
+        completion = await repeat_during(self.complete(server.url, request, seed >> 33), check, heartbeat)
+        if completion.weight_version not in (None, published.name):  # it restarted between two requests
+            raise ServerUnavailableError(
+                f"it samples with the weights {completion.weight_version}; the current ones are {published.name}"
+            )
+        return self._validate(server.url, request, completion, published.version)
 
     def _validate(self, url: str, request: Request, completion: EngineCompletion, version: int) -> Generation:
-        return validate_completion(
-            url, request, completion, version, end_tokens=self.tokenizer.end_ids, vocab_size=self.vocab_size
-        )
+        """Return the generation up to its first end token. Raises EngineError if the reply is no completion of the request."""
+        tokens, logp, end_tokens = list(completion.tokens), list(completion.logp), self.tokenizer.end_ids
+        if len(tokens) != len(logp):
+            raise EngineError(
+                f"{url} returns {len(logp)} log-probabilities for {len(tokens)} tokens; tokens that are not complete UTF-8 text "
+                "get lost in its text"
+            )
+        if invalid := [x for x in tokens if not (isinstance(x, int) and 0 <= x < self.vocab_size)]:
+            raise EngineError(f"{url} returns {invalid[0]!r} as a token; the model has ids below {self.vocab_size}")
+        end = next((i for i, token in enumerate(tokens) if token in end_tokens), None)
+        if end is not None:
+            tokens, logp = tokens[: end + 1], logp[: end + 1]
+        if len(tokens) > request.max_tokens:
+            raise EngineError(f"{url} returns {len(tokens)} tokens, and was asked for {request.max_tokens}")
+        if end is None and len(tokens) != request.max_tokens:
+            raise EngineError(
+                f"{url} ends after {len(tokens)} of {request.max_tokens} tokens without an end token of the policy "
+                f"({', '.join(map(str, sorted(end_tokens)))}). Its context is too short, or its model has other end tokens."
+            )
+        if bad := [x for x in logp if not (isinstance(x, float | int) and -9000 < x <= 1e-4 and math.isfinite(x))]:
+            raise EngineError(
+                f"{url} returns {bad[0]} as a log-probability: a placeholder, or a token that cannot be sampled"
+            )
+        sampled = torch.tensor(logp, dtype=torch.float32).clamp(max=0.0)
+        if request.sampling.temperature == 0:  # the token has probability 1, whatever an engine returns
+            sampled = torch.zeros_like(sampled)
+        reason: Literal["stop", "length"] = "length" if end is None else "stop"
+        return Generation(torch.tensor(tokens, dtype=torch.int64), sampled, reason, version)
 
 
 def lora_refused_error(url: str, reply: object, hints: Sequence[tuple[str, str]], engine: str) -> EngineError:
@@ -377,36 +411,6 @@ def lora_refused_error(url: str, reply: object, hints: Sequence[tuple[str, str]]
     )
 
 
-# Completions in chunks: each request continues the prompt and the tokens so far, with the remaining tokens.
-#
-# The distribution is that of a single request, because a token depends only on those before it. A lost chunk is requested again and
-# earlier ones stay; if weights change between chunks, each token has its own version.
-
-
-async def generate_in_chunks(
-    request: Request, seed: int, chunk_tokens: int, complete: Callable[[Request, int, bool], Awaitable[Generation]]
-) -> Generation:
-    """Return the full completion of a request.
-
-    Args:
-        seed: 64 random bits for the first chunk, derived from the request's key.
-        chunk_tokens: Tokens per chunk; 0 = a single request.
-        complete: (request, 64 random bits, True if it continues a completion) to a generation.
-    """
-    chunks = list[Generation]()
-    remaining, prompt_ids = request.max_tokens, request.prompt_ids
-    while True:
-        chunk_request = replace(request, prompt_ids=prompt_ids, max_tokens=min(remaining, chunk_tokens or remaining))
-        if chunks:  # the 0 keeps it apart from the keys of an episode's later turns, which are one number longer
-            seed = int(derive_seeds([(*request.key, 0, len(chunks))])[0, 0])
-        chunk = await complete(chunk_request, seed, bool(chunks))
-        chunks.append(chunk)
-        remaining -= len(chunk.tokens)
-        if chunk.finish_reason == "stop" or remaining == 0:
-            return concat_generations(chunks)
-        prompt_ids = torch.cat([prompt_ids, chunk.tokens])
-
-
 def concat_generations(chunks: Sequence[Generation]) -> Generation:
     """Join consecutive chunks of a completion."""
     if len(chunks) == 1:
@@ -421,103 +425,26 @@ def concat_generations(chunks: Sequence[Generation]) -> Generation:
     )
 
 
-def validate_completion(
-    url: str,
-    request: Request,
-    completion: EngineCompletion,
-    version: int,
-    *,
-    end_tokens: frozenset[int],
-    vocab_size: int,
-) -> Generation:
-    """Return the generation up to its first end token.
-
-    Args:
-        version: Of the weights that it was sampled with.
-        end_tokens: Ids that end a completion of the policy.
-        vocab_size: Number of ids that the model reads.
-
-    Raises:
-        EngineError: The reply is not a completion of the request.
-    """
-    tokens, logp = list(completion.tokens), list(completion.logp)
-    if len(tokens) != len(logp):
-        raise EngineError(
-            f"{url} returns {len(logp)} log-probabilities for {len(tokens)} tokens; tokens that are not complete UTF-8 text get "
-            "lost in its text"
-        )
-    if invalid := [x for x in tokens if not (isinstance(x, int) and 0 <= x < vocab_size)]:
-        raise EngineError(f"{url} returns {invalid[0]!r} as a token; the model has ids below {vocab_size}")
-    end = next((i for i, token in enumerate(tokens) if token in end_tokens), None)
-    if end is not None:
-        tokens, logp = tokens[: end + 1], logp[: end + 1]
-    if len(tokens) > request.max_tokens:
-        raise EngineError(f"{url} returns {len(tokens)} tokens, and was asked for {request.max_tokens}")
-    if end is None and len(tokens) != request.max_tokens:
-        raise EngineError(
-            f"{url} ends after {len(tokens)} of {request.max_tokens} tokens without an end token of the policy "
-            f"({', '.join(map(str, sorted(end_tokens)))}). Its context is too short, or its model has other end tokens."
-        )
-    if bad := [x for x in logp if not (isinstance(x, float | int) and -9000 < x <= 1e-4 and math.isfinite(x))]:
-        raise EngineError(
-            f"{url} returns {bad[0]} as a log-probability: a placeholder, or a token that cannot be sampled"
-        )
-    sampled = torch.tensor(logp, dtype=torch.float32).clamp(max=0.0)
-    greedy = request.sampling.temperature == 0  # the token has probability 1, whatever an engine returns
-    return Generation(
-        torch.tensor(tokens, dtype=torch.int64),
-        torch.zeros_like(sampled) if greedy else sampled,
-        "length" if end is None else "stop",
-        version,
-    )
-
-
 T = TypeVar("T")
 
 
-async def with_heartbeat(work: Coroutine[Any, Any, T], check: Callable[[], Awaitable[None]], interval: float) -> T:
-    """Await `work`, and call `check` every `interval` seconds until it is done; an error of `check` cancels it. 0 = no checks."""
+async def repeat_during(work: Coroutine[Any, Any, T], action: Callable[[], Awaitable[None]], interval: float) -> T:
+    """Await `work`, and call `action` every `interval` seconds until it is done; an error of `action` cancels it. 0 = never."""
     if not interval:
         return await work
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait([task], timeout=interval))[0]:
-            await check()
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)  # also one that failed while it was being cancelled
 
-
-@asynccontextmanager
-async def run_periodically(interval: float, action: Callable[[], Awaitable[None]] | None) -> AsyncIterator[None]:
-    """Await `action` again and again while the context is active, with `interval` seconds in between. Its error is raised at the
-    end of the context. None = do nothing."""
-    if action is None:
-        yield
-        return
-
-    async def run() -> None:
+    async def repeat() -> NoReturn:
         while True:
             await asyncio.sleep(interval)
             await action()
 
-    task = asyncio.ensure_future(run())
+    task, repeating = asyncio.ensure_future(work), asyncio.ensure_future(repeat())
     try:
-        yield
+        await asyncio.wait([task, repeating], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else repeating.result()
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results; the first error cancels the rest."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        repeating.cancel()
+        await asyncio.gather(
+            task, repeating, return_exceptions=True
+        )  # also an error raised while it was being cancelled

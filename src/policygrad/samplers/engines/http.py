@@ -8,10 +8,8 @@ from typing import Any
 
 from policygrad.errors import EngineError, install_command
 
-_RETRY_STATUS = (408, 425, 429)
-"""Status codes that mean "later", besides those from 500 on."""
-_MAX_SHOWN = 400
-"""Characters of a reply that an error message repeats."""
+_RETRY_STATUS = (408, 425, 429)  # status codes that mean "later", besides those from 500 on
+_MAX_SHOWN = 400  # characters of a reply that an error message repeats
 
 
 class ServerUnavailableError(Exception):
@@ -60,11 +58,7 @@ class HttpClient:
         return await self._request("GET", url, None, timeout)
 
     async def check_alive(self, url: str, timeout: float) -> None:
-        """Return once the server has replied anything at all.
-
-        Raises:
-            ServerUnavailableError: As in `post`.
-        """
+        """Return once the server has replied anything at all. Raises ServerUnavailableError like `post`."""
         with suppress(EngineError):
             await self._request("GET", url, None, timeout)
 

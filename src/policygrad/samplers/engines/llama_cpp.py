@@ -25,10 +25,8 @@ from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.weight_sync.folder import SERVER_LOG, WeightVersion, WeightWriter
 from policygrad.weight_sync.gguf import make_gguf_writer
 
-SMALL_MODEL_PARAMETERS = 5_000_000
-"""Below this, one thread is faster than several that wait for each other."""
-_PROPS_TIMEOUT = 5.0
-"""Seconds in which a server must answer /props while it loads."""
+SMALL_MODEL_PARAMETERS = 5_000_000  # below this, one thread is faster than several that wait for each other
+_PROPS_TIMEOUT = 5.0  # seconds in which a server must answer /props while it loads
 
 
 class LlamaCppSampler(EngineSampler):
@@ -85,12 +83,8 @@ class LlamaCppSampler(EngineSampler):
             raise ServerUnavailableError(f"{error}; its log ends with: {line}" if line else str(error)) from error
         name = props.get("model_alias") if isinstance(props, dict) else None
         if name != version.name:
-            hint = (
-                ""
-                if self.process
-                else f". Let it follow {self.versions.root}, or name its folder: --sampler.folder DIR"
-            )
-            raise ServerUnavailableError(f"it still serves {name}{hint}")
+            hint = f". Let it follow {self.versions.root}, or name its folder: --sampler.folder DIR"
+            raise ServerUnavailableError(f"it still serves {name}{'' if self.process else hint}")
 
     async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         sampling = request.sampling
@@ -108,7 +102,7 @@ class LlamaCppSampler(EngineSampler):
         }
         if sampling.is_truncated:
             body |= {"samplers": ["temperature", "top_k", "top_p"], "top_k": sampling.top_k, "top_p": sampling.top_p}
-            body |= {"min_keep": 1}
+            body["min_keep"] = 1
         reply = await self.http.post(f"{url}/completion", body)
         try:
             tokens = [int(token) for token in reply["tokens"]]
@@ -126,8 +120,8 @@ class LlamaCppSampler(EngineSampler):
 class LlamaServerProcess:
     """`llama_server.py watch` in a process that ends with this one, at a free port of this machine."""
 
-    def __init__(self, folder: Path, *, max_concurrency: int, context_length: int, threads: int) -> None:
-        """Raises EngineError if the package xllamacpp is not installed."""
+    def __init__(self, folder: Path, **options: int) -> None:
+        """Raises EngineError if the package xllamacpp is not installed. `options`: of `llama_server.py`."""
         if find_spec("xllamacpp") is None:
             raise EngineError(
                 "without --sampler.urls a llama.cpp server is started here, which needs the package xllamacpp: "
@@ -137,14 +131,7 @@ class LlamaServerProcess:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
         self.folder, self.url = folder, f"http://127.0.0.1:{self.port}"
-        self.argv = _watch_command(
-            folder,
-            port=self.port,
-            max_concurrency=max_concurrency,
-            context_length=context_length,
-            threads=threads,
-            parent=os.getpid(),
-        )
+        self.argv = _watch_command(folder, port=self.port, parent=os.getpid(), **options)
         self.process: subprocess.Popen[bytes] | None = None
 
     def ensure_running(self) -> None:
@@ -164,10 +151,10 @@ class LlamaServerProcess:
     def last_log_line(self) -> str:
         """Return the last line of its log that is not blank, or an empty string."""
         try:
-            lines = (self.folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+            text = (self.folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return text.strip().rpartition("\n")[2].strip()
 
     def stop(self) -> None:
         """Terminate it; the server that it watches exits when it is gone."""

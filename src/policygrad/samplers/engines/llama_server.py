@@ -19,10 +19,8 @@ import time
 from pathlib import Path
 
 CURRENT_FILE, MODEL_FILE = "current.json", "model.gguf"
-_POLL_SECONDS = 0.02
-"""Seconds between reads of the folder."""
-_RESTART_SECONDS = 0.5
-"""Seconds before a server that died is started again."""
+_POLL_SECONDS = 0.02  # seconds between reads of the folder
+_RESTART_SECONDS = 0.5  # seconds before a server that died is started again
 _SERVE_OPTIONS = ("host", "port", "max_concurrency", "context_length", "threads", "device_layers")
 
 

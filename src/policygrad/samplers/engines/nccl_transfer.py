@@ -7,10 +7,9 @@ back later is sent the same tensors. The requests of an engine are in its own fi
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from policygrad.errors import EngineError
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.utils.async_runner import gather_or_cancel, run_in_daemon_thread
 from policygrad.weight_sync.base import (
     BUCKET_BYTES,
     Bucket,
@@ -34,7 +34,15 @@ from policygrad.weight_sync.base import (
     with_alias,
 )
 from policygrad.weight_sync.folder import VersionFolder, WeightVersion, find_tied_head
-from policygrad.weight_sync.nccl import GroupError, GroupFactory, TransferGroup, find_local_address
+from policygrad.weight_sync.nccl import (
+    GroupError,
+    GroupFactory,
+    Nccl,
+    NcclGroup,
+    TransferGroup,
+    check_device,
+    find_endpoints,
+)
 
 CONTROL_TIMEOUT = 10.0
 """Seconds for a request that moves no weights, for the end of a group, and for a transfer that is cancelled."""
@@ -46,13 +54,14 @@ class ServerGroup:
 
     name: str
     group: TransferGroup = field(repr=False)
-    version: str = ""
-    """Name of the last version that was sent completely."""
+    version: str = ""  # name of the last version that was sent completely
 
 
 class WeightTransfer(VersionFolder, ABC):
     """The published weights, and the process groups over which they are sent. An engine implements the requests."""
 
+    group_class: ClassVar[type[NcclGroup]]
+    """The engine's groups."""
     sends_tied_head: ClassVar[bool] = False
     """True if an output head tied to the embeddings must be sent a second time under its own name."""
 
@@ -72,18 +81,9 @@ class WeightTransfer(VersionFolder, ABC):
         self._tied_head = find_tied_head(model) if self.sends_tied_head else None
         self._tensors: Mapping[str, Tensor] = {}
         self._groups: dict[str, ServerGroup] = {}
-        self._interrupted = set[str]()
-        """Servers that may be in the middle of an update."""
+        self._interrupted = set[str]()  # servers that may be in the middle of an update
 
     # Requests of the engine.
-
-    @abstractmethod
-    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
-        """Return what forms the engine's groups over NCCL.
-
-        Raises:
-            EngineError: This machine can form none.
-        """
 
     @abstractmethod
     async def get_world_size(self, http: HttpClient, url: str) -> int:
@@ -114,6 +114,12 @@ class WeightTransfer(VersionFolder, ABC):
 
     async def recover(self, http: HttpClient, url: str) -> None:
         """Called before a server that may be in the middle of an update joins a new group."""
+
+    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
+        """Return what forms groups with these servers. Raises EngineError if this machine can form none."""
+        check_device(device, urls)
+        library = Nccl()
+        return lambda world_size, address, name: self.group_class(world_size, address, name, device, library)
 
     # The interface of `VersionFolder`.
 
@@ -175,9 +181,10 @@ class WeightTransfer(VersionFolder, ABC):
                         await self.recover(http, url)
                     world_size = 1 + await self.get_world_size(http, url)
                     name = f"policygrad-{uuid.uuid4().hex[:12]}"
-                    joined = self._make_group(world_size, find_local_address(url), name)
+                    joined = self._make_group(world_size, find_endpoints(url)[0], name)
                     group = self._groups[url] = ServerGroup(name, joined)
-                    await _run_together(self.init_group(http, url, joined.init_request()), joined.join)
+                    request = self.init_group(http, url, joined.init_request())
+                    await gather_or_cancel([request, run_in_daemon_thread(joined.join)])
                 await self.start_update(http, url)
                 buckets = iter_buckets(self._tensors, self._bucket_bytes)
                 is_last = False
@@ -186,23 +193,23 @@ class WeightTransfer(VersionFolder, ABC):
                     is_lazy = isinstance(self._tensors, LazyStateDict)
                     bucket = await asyncio.to_thread(next, buckets) if is_lazy else next(buckets)
                     request = self.receive_bucket(http, url, bucket, group.name, version.name)
-                    await _run_together(request, partial(group.group.send, bucket.tensors))
+                    send = partial(group.group.send, bucket.tensors)
+                    await gather_or_cancel([request, run_in_daemon_thread(send)])
                     is_last = bucket.is_last
-                    del bucket, request  # before the next one is gathered
+                    del bucket, request, send  # before the next one is gathered
                 await self.finish_update(http, url, version.name)
                 group.version = version.name
                 self._interrupted.discard(url)
-        except TimeoutError as error:
+        except BaseException as error:
             await self._drop_group(url)
-            raise ServerUnavailableError(f"it has not loaded the weights within {self._timeout:g} seconds") from error
-        except GroupError as error:
-            await self._drop_group(url)
-            raise ServerUnavailableError(f"the process group with it is broken: {error}") from error
-        except StaleWeightsError as error:
-            await self._drop_group(url)
-            raise ServerUnavailableError(f"it is sent the next weights: {error}") from error
-        except BaseException:
-            await self._drop_group(url)
+            if isinstance(error, TimeoutError):
+                raise ServerUnavailableError(
+                    f"it has not loaded the weights within {self._timeout:g} seconds"
+                ) from error
+            if isinstance(error, GroupError):
+                raise ServerUnavailableError(f"the process group with it is broken: {error}") from error
+            if isinstance(error, StaleWeightsError):
+                raise ServerUnavailableError(f"it is sent the next weights: {error}") from error
             raise
 
     async def _drop_group(self, url: str) -> None:
@@ -212,45 +219,7 @@ class WeightTransfer(VersionFolder, ABC):
             await _abort(group)
 
 
-async def _run_together(request: Coroutine[Any, Any, None], send: Callable[[], None]) -> None:
-    """Await a request while a thread sends what the server receives. The first error is raised without waiting for the other
-    side."""
-    question, thread = asyncio.ensure_future(request), _run_in_thread(send)
-    try:
-        await asyncio.gather(question, thread)
-    finally:
-        question.cancel()
-        thread.cancel()
-        await asyncio.gather(question, thread, return_exceptions=True)
-
-
 async def _abort(group: ServerGroup) -> None:
     """Abort a group. If that fails or takes long, it is left behind: no one needs it."""
     with suppress(GroupError, TimeoutError):
-        await asyncio.wait_for(_run_in_thread(group.group.abort), CONTROL_TIMEOUT)
-
-
-def _run_in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run blocking work in a daemon thread, so that the process can exit even if a dead peer never answers."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if future.done():  # cancelled
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        error: BaseException | None = None
-        try:
-            work()
-        except BaseException as caught:  # raised again where the future is awaited
-            error = caught
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+        await asyncio.wait_for(run_in_daemon_thread(group.group.abort), CONTROL_TIMEOUT)

@@ -8,7 +8,7 @@ instead: the probability that each of N tokens lies within the most probable sha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,17 +19,14 @@ from policygrad.errors import EngineError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.base import Generation, Request, SamplingParams
 
-NUM_PROMPTS = 16
-"""Prompts at the run's temperature; twice as many at the second one."""
+NUM_PROMPTS = 16  # prompts at the run's temperature; twice as many at the second one
 PROMPT_LENGTH, MAX_NEW_TOKENS = 12, 16
 HIGH_TEMPERATURE = 2.0
 """The second temperature: far enough from 1 that raw log-probabilities show, and flat, so that truncation shows too."""
-GATHERED_ROWS = 16
-"""Sequences per batch if the logits come from a sharded policy."""
+GATHERED_ROWS = 16  # sequences per batch if the logits come from a sharded policy
 LogitSource = nn.Module | Callable[[Tensor], Tensor]
 """The learner's model, or a function from ids [b, L] to its logits [b, L, V]."""
-FALSE_ALARM_PROBABILITY = 1e-6
-"""Probability of refusing a correct server because of its samples."""
+FALSE_ALARM_PROBABILITY = 1e-6  # probability of refusing a correct server because of its samples
 _STREAM = 0x70726F62
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Nats, by the precision of the learner's model."""
@@ -39,10 +36,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.2, torc
 class ProbeResult:
     """The outcome of a successful probe."""
 
-    tokens: int
-    """Number of compared tokens."""
-    difference: float
-    """Largest difference in nats between a log-probability of the server and the learner's."""
+    tokens: int  # number of compared tokens
+    difference: float  # largest difference in nats between a log-probability of the server and the learner's
 
 
 def make_probe_requests(vocab_size: int, temperature: float, version: int) -> list[Request]:
@@ -121,29 +116,22 @@ def score_tokens(
     probability of all tokens that are at least as probable."""
     logp, raw_logp, mass_above = [], [], []
     sequences = [torch.cat([r.prompt_ids, g.tokens]) for r, g in zip(requests, generations, strict=True)]
-    for request, generation, full in zip(requests, generations, _iter_logits(model, sequences), strict=True):
-        logits = at_least_float32(full)[len(request.prompt_ids) - 1 : -1].double().cpu()
+    if isinstance(model, nn.Module):
+        device, training = next(model.parameters()).device, model.training
+        model.eval()
+        outputs = (model(input_ids=ids[None].to(device), use_cache=False).logits[0] for ids in sequences)
+    else:  # in batches, because each gathers all layers; no token attends to padding on its right
+        batches = [sequences[i : i + GATHERED_ROWS] for i in range(0, len(sequences), GATHERED_ROWS)]
+        outputs = (row for batch in batches for row in model(nn.utils.rnn.pad_sequence(batch, batch_first=True)))
+    for request, generation, full in zip(requests, generations, outputs, strict=True):
+        start = len(request.prompt_ids) - 1
+        logits = at_least_float32(full)[start : start + len(generation.tokens)].double().cpu()
         tempered = (logits / request.sampling.temperature).log_softmax(-1)
         token = generation.tokens[:, None]
         token_logp = tempered.gather(-1, token)
         logp.append(token_logp[:, 0])
         raw_logp.append(logits.log_softmax(-1).gather(-1, token)[:, 0])
         mass_above.append(tempered.exp().masked_fill(tempered < token_logp, 0.0).sum(-1))
+    if isinstance(model, nn.Module):
+        model.train(training)
     return torch.cat(logp), torch.cat(raw_logp), torch.cat(mass_above)
-
-
-def _iter_logits(source: LogitSource, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the logits [L, V] of each sequence; those of a sharded policy in batches, because every batch gathers all layers."""
-    if isinstance(source, nn.Module):
-        device, training = next(source.parameters()).device, source.training
-        source.eval()
-        for ids in sequences:
-            yield source(input_ids=ids[None].to(device), use_cache=False).logits[0]
-        source.train(training)
-        return
-    for start in range(0, len(sequences), GATHERED_ROWS):
-        batch = sequences[start : start + GATHERED_ROWS]
-        logits = source(
-            nn.utils.rnn.pad_sequence(list(batch), batch_first=True)
-        )  # no token attends to padding on its right
-        yield from (row[: len(ids)] for row, ids in zip(logits, batch, strict=True))

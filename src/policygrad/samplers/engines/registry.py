@@ -26,10 +26,8 @@ ENGINES = {
     "sglang": "policygrad.samplers.engines.sglang:SglangSampler",
 }
 """Value of `sampler.engine` to the engine's class, as module:name."""
-WEIGHTS_FOLDER = "weights"
-"""Default folder for published weights, inside the run's folder or a temporary one."""
-_DETECTION_TIMEOUT = 10.0
-"""Seconds per request."""
+WEIGHTS_FOLDER = "weights"  # default folder for published weights, inside the run's folder or a temporary one
+_DETECTION_TIMEOUT = 10.0  # seconds per request
 
 
 def load_engine_class(name: str) -> type[EngineSampler]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, TypeVar
 
 from policygrad.errors import EngineError
@@ -21,14 +20,11 @@ T = TypeVar("T")
 MAX_ATTEMPTS = 10
 """Attempts per request: if a server came back each time, the request itself is what fails. Also the consecutive rejections after
 which a server that was ready before is given up."""
-MAX_INVALID_REPLIES = 3
-"""Invalid replies, or refusals, per request."""
-WAIT_REPORT_SECONDS = 4.0
-"""A wait for servers is reported from then on."""
+MAX_INVALID_REPLIES = 3  # invalid replies, or refusals, per request
+WAIT_REPORT_SECONDS = 4.0  # a wait for servers is reported from then on
 _FIRST_RETRY, _LAST_RETRY = 0.02, 2.0
 """Seconds between attempts to prepare a server: doubled each time, from the first to the last."""
-_MAX_SHOWN = 100
-"""Characters of each server's error in a progress report."""
+_MAX_SHOWN = 100  # characters of each server's error in a progress report
 
 
 @dataclass(eq=False)
@@ -77,8 +73,7 @@ class ServerPool:
         """
         self.all = [EngineServer(url.rstrip("/"), max_concurrency) for url in urls]
         self.prepare, self.recovery_timeout, self.on_progress = prepare, recovery_timeout, on_progress
-        self.num_retries = 0
-        """Requests that were sent again, to another server or to the same one later."""
+        self.num_retries = 0  # requests that were sent again, to another server or to the same one later
         lock = asyncio.Lock()
         self._slot_free, self._continuation_slot_free = asyncio.Condition(lock), asyncio.Condition(lock)
         """Requests wait on these for a free slot. Continuations have a condition of their own, because they go first."""
@@ -86,8 +81,7 @@ class ServerPool:
         """Waits for the state of servers, separate from the conditions above so that it never takes a request's turn."""
         self._waiting_continuations = 0
         self._error: Exception | None = None
-        self._unavailable_since: float | None = None
-        """Monotonic time since which no server is ready; None if one is."""
+        self._unavailable_since: float | None = None  # monotonic time since which no server is ready; None if one is
         self._reported = False
 
     async def call(self, send: Callable[[EngineServer], Awaitable[T]], is_continuation: bool = False) -> T:
@@ -100,23 +94,26 @@ class ServerPool:
         Raises:
             EngineError: All servers are given up, or several attempts at the request failed.
         """
-        num_invalid = 0
-        for attempt in count(1):
+        num_attempts = num_invalid = 0
+        while True:
             server = await self._acquire(is_continuation)
             ready_count = server.ready_count
             try:
                 return await send(server)
-            except ServerUnavailableError as error:
-                if attempt == MAX_ATTEMPTS:
+            except (ServerUnavailableError, EngineError) as error:
+                is_invalid = isinstance(error, EngineError)
+                num_attempts, num_invalid = num_attempts + 1, num_invalid + is_invalid
+                if num_invalid == MAX_INVALID_REPLIES:
+                    raise
+                if num_attempts >= MAX_ATTEMPTS and not is_invalid:
                     raise EngineError(
                         f"a request failed {MAX_ATTEMPTS} times, the last time at {server.url}: {error}"
                     ) from error
-                self._on_failure(server, ready_count, error)
-            except EngineError as error:
-                num_invalid += 1
-                if num_invalid == MAX_INVALID_REPLIES:
-                    raise
-                self._on_failure(server, ready_count, error)
+                self.num_retries += 1
+                if server.ready_count == ready_count:  # otherwise it became ready again, and the error is an old one
+                    server.ready, server.last_error = False, str(error)
+                if not server.ready:
+                    self._recover(server)
             finally:
                 async with self._slot_free:
                     server.pending -= 1
@@ -125,7 +122,6 @@ class ServerPool:
                         (self._continuation_slot_free if self._waiting_continuations else self._slot_free).notify()
                     else:
                         self._notify_all()  # for the task that waits for the server to drain
-        raise AssertionError
 
     async def ready(self) -> None:
         """Prepare every server anew. Return once each is ready, or unavailable while another one is ready."""
@@ -154,12 +150,15 @@ class ServerPool:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._end_wait()
 
-    async def set_limit(self, server: EngineServer, limit: int) -> None:
-        """Change the maximum concurrent requests of a server."""
-        if limit != server.limit:
-            async with self._slot_free:
-                server.limit = limit
-                self._notify_all()
+    async def adjust_limits(self, read_load: Callable[[str], Awaitable[ServerLoad]]) -> None:
+        """Adjust the maximum concurrent requests of every ready server to its load."""
+        for server in self.all:
+            if server.ready:
+                with suppress(ServerUnavailableError, EngineError):  # its open requests will notice
+                    load = await read_load(server.url)
+                    async with self._slot_free:
+                        server.limit = adjust_concurrency(server.limit, server.pending, load)
+                        self._notify_all()
 
     @property
     def _free(self) -> list[EngineServer]:
@@ -185,18 +184,6 @@ class ServerPool:
                 self._waiting_continuations -= is_continuation
                 if is_continuation:  # more slots may be free, whose notifications all went to continuations
                     self._slot_free.notify(sum(server.limit - server.pending for server in self._free))
-
-    def _on_failure(self, server: EngineServer, ready_count: int, error: Exception) -> None:
-        """
-        Args:
-            ready_count: `EngineServer.ready_count` when the request was sent. If the server became ready again since, the error
-                concerns its previous state.
-        """
-        self.num_retries += 1
-        if server.ready_count == ready_count:
-            server.ready, server.last_error = False, str(error)
-        if not server.ready:
-            self._recover(server)
 
     def _notify_all(self) -> None:
         for condition in (self._slot_free, self._continuation_slot_free, self._state_changed):
@@ -270,10 +257,8 @@ class ServerPool:
 # A request that waits in a server's queue could wait here instead, where another server may take it and a weight update need not
 # wait for it. A server whose cache is full evicts completions and computes them again.
 
-INITIAL_CONCURRENCY, MAX_CONCURRENCY = 16, 4096
-"""First and largest limit of concurrent requests."""
-LOW_CACHE_USE, HIGH_CACHE_USE = 0.85, 0.95
-"""The limit rises below the first and falls above the second."""
+INITIAL_CONCURRENCY, MAX_CONCURRENCY = 16, 4096  # first and largest limit of concurrent requests
+LOW_CACHE_USE, HIGH_CACHE_USE = 0.85, 0.95  # the limit rises below the first and falls above the second
 LOAD_POLL_SECONDS = 1.0
 
 
@@ -281,10 +266,8 @@ LOAD_POLL_SECONDS = 1.0
 class ServerLoad:
     """What a server reports about its load."""
 
-    waiting: float
-    """Requests in its queue."""
-    cache_use: float
-    """Used fraction of its key-value cache."""
+    waiting: float  # requests in its queue
+    cache_use: float  # used fraction of its key-value cache
 
 
 @dataclass(frozen=True)
@@ -324,30 +307,16 @@ def adjust_concurrency(limit: int, pending: int, load: ServerLoad) -> int:
 class LoadMonitor:
     """Reads the load of servers."""
 
-    get: Callable[[str], Awaitable[Any]]
-    """Returns the reply of a URL."""
+    get: Callable[[str], Awaitable[Any]]  # returns the reply of a URL
     gauges: PrometheusGauges | None
 
-    async def get_load(self, url: str) -> ServerLoad | None:
-        """Return a server's load, or None if it does not report it."""
-        try:
+    async def read(self, url: str) -> ServerLoad:
+        """Return a server's load. Raises EngineError if it does not report it."""
+        with suppress(EngineError):
             text = await self.get(f"{url}/metrics")
-        except EngineError:
-            return None
-        return None if self.gauges is None else self.gauges(text)
-
-    async def require_load(self, url: str) -> None:
-        """Raise EngineError if a server does not report its load."""
-        if await self.get_load(url) is None:
-            raise EngineError(
-                f"{url}/metrics does not report queue length and cache use, which --sampler.max-concurrency 0 needs. Start the "
-                "server as `policygrad engine` does, or give --sampler.max-concurrency a number"
-            )
-
-    async def adjust_limits(self, servers: ServerPool) -> None:
-        """Adjust the limit of every ready server to its load."""
-        for server in servers.all:
-            if server.ready:
-                with suppress(ServerUnavailableError):  # its open requests will notice
-                    if (load := await self.get_load(server.url)) is not None:
-                        await servers.set_limit(server, adjust_concurrency(server.limit, server.pending, load))
+            if self.gauges is not None and (load := self.gauges(text)) is not None:
+                return load
+        raise EngineError(
+            f"{url}/metrics does not report queue length and cache use, which --sampler.max-concurrency 0 needs. Start the "
+            "server as `policygrad engine` does, or give --sampler.max-concurrency a number"
+        )

@@ -6,19 +6,15 @@ form, not against a running server, which needs a GPU (docs/engines.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from policygrad.errors import EngineError
 from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS
 from policygrad.samplers.base import Request
 from policygrad.samplers.config import FOLDER
 from policygrad.samplers.engines.base import (
-    REQUEST_TIMEOUT,
     EngineCompletion,
     EngineSampler,
     LaunchCommand,
@@ -30,7 +26,7 @@ from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTra
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
-from policygrad.weight_sync.nccl import GroupFactory, store_groups
+from policygrad.weight_sync.nccl import StoreGroup
 
 _LORA_HINTS = (
     ("answers 404", "Use a server that loads adapters at run time, SGLang 0.5 or later"),
@@ -50,8 +46,7 @@ class SglangTransfer(WeightTransfer):
     python/sglang/srt/entrypoints/http_server.py.
     """
 
-    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
-        return store_groups(device, urls)
+    group_class = StoreGroup
 
     async def get_world_size(self, http: HttpClient, url: str) -> int:
         info = await _get_first_supported(http, url, "/server_info", "/get_server_info")
@@ -99,10 +94,6 @@ class SglangSampler(EngineSampler):
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
     supports_lora = True
     transfer_class = SglangTransfer
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.adapter_names: dict[str, str] = {}  # by server: the current adapter
 
     @classmethod
     def launch_command(cls, options: LaunchOptions) -> LaunchCommand:
@@ -186,12 +177,6 @@ class SglangSampler(EngineSampler):
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
             ) from error
 
-    async def close(self) -> None:
-        if self.adapter_only and self.published is not None:
-            for url in self.adapter_names:
-                await self._unload_adapter(url, self.published.name)
-        await super().close()
-
     # Adapters: `/load_lora_adapter` and `/unload_lora_adapter`.
     #
     # Source: sgl-project/sglang 0.5, python/sglang/srt/managers/{io_struct,tokenizer_control_mixin}.py (both reply `success`,
@@ -199,14 +184,9 @@ class SglangSampler(EngineSampler):
     # docs/advanced_features/lora.ipynb. A request names the adapter as `lora_path`; the reply does not repeat it.
 
     async def _load_adapter(self, url: str, version: WeightVersion) -> None:
-        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay.
-
-        Raises:
-            ServerUnavailableError: It does not answer, or asks to try later.
-            EngineError: It does not load adapters, or not this one; the message has the missing option.
-        """
+        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay."""
         for name in {self.adapter_names.pop(url, ""), version.name} - {""}:  # it may have the current one already
-            await self._unload_adapter(url, name)
+            await self.unload_adapter(url, name)
         body = {"lora_name": version.name, "lora_path": str(version.path)}
         try:
             reply = await self.http.post(f"{url}/load_lora_adapter", body, self.config.recovery_timeout)
@@ -217,12 +197,8 @@ class SglangSampler(EngineSampler):
         for name, adapter in (reply.get("loaded_adapters") or {}).items():  # left by a killed run, for example
             path = adapter.get("lora_path") if isinstance(adapter, dict) else adapter
             if name != version.name and Path(str(path)).parent == version.path.parent:
-                await self._unload_adapter(url, name)
+                await self.unload_adapter(url, name)
         self.adapter_names[url] = version.name
-
-    async def _unload_adapter(self, url: str, name: str) -> None:
-        with suppress(ServerUnavailableError, EngineError):  # not loaded, or the server is gone
-            await self.http.post(f"{url}/unload_lora_adapter", {"lora_name": name}, REQUEST_TIMEOUT)
 
 
 async def _get_first_supported(http: HttpClient, url: str, *routes: str) -> dict[str, Any]:

@@ -8,12 +8,10 @@ server of that version (docs/engines.md).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import DEFAULT_RANK
@@ -32,10 +30,9 @@ from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTra
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
-from policygrad.weight_sync.nccl import GroupFactory, unique_id_groups
+from policygrad.weight_sync.nccl import UniqueIdGroup
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Valid values of --max-lora-rank (vllm/config/lora.py)."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # valid values of --max-lora-rank (vllm/config/lora.py)
 _SERVER_ERROR = "500"
 """How an error begins whose cause is in the engine: vLLM replies with that status whatever its engine raises."""
 _LORA_HINTS = (
@@ -56,10 +53,8 @@ class VllmTransfer(WeightTransfer):
     Source: vllm-project/vllm 0.32, vllm/entrypoints/rl/online/api_router.py and vllm/distributed/weight_transfer/nccl_engine.py.
     """
 
+    group_class = UniqueIdGroup
     sends_tied_head = True  # see `VllmSampler.weight_writer`
-
-    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
-        return unique_id_groups(device, urls)
 
     async def get_world_size(self, http: HttpClient, url: str) -> int:
         reply = await http.get(f"{url}/get_world_size", CONTROL_TIMEOUT)
@@ -111,11 +106,12 @@ class VllmSampler(EngineSampler):
     detection_routes = (("/version", "version"),)
     gauges = PrometheusGauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     supports_lora = True
+    lora_route = "/v1"
     transfer_class = VllmTransfer
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.model_names: dict[str, str] = {}  # by server: the model, or the current adapter
+        self.model_names: dict[str, str] = {}  # by server: the name of its model in requests
         self.served_models: dict[str, str] = {}  # by server: the model that it was started with
         self.reloaded_servers: set[str] = set()
 
@@ -155,7 +151,6 @@ class VllmSampler(EngineSampler):
     async def load_weights(self, url: str, version: WeightVersion) -> None:
         if self.adapter_only:
             await self._load_adapter(url, version)
-            self.model_names[url] = version.name
             return
         info = await self._control(url, "GET", "/weight_info")
         server_version = info.get("weight_version") if isinstance(info, dict) else None
@@ -166,7 +161,22 @@ class VllmSampler(EngineSampler):
             if self.transfer is not None:
                 await self.transfer.send(self.http, url, version, server_version)
             else:
-                await self._reload(url, version)
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(version.path)}}
+                try:
+                    await self._control(url, "POST", "/collective_rpc", body, self.config.recovery_timeout)
+                except ServerUnavailableError as error:
+                    # if it fails at the first weights that it is given, they belong to another model than its own
+                    if url in self.reloaded_servers or not str(error).startswith(_SERVER_ERROR):
+                        raise
+                    served, config = self.served_models[url], getattr(self.model, "config", None)
+                    ours = getattr(config, "name_or_path", "") or type(self.model).__name__
+                    shape = _format_shape({} if config is None else config.to_dict())
+                    raise EngineError(
+                        f"{url} serves the model {served}{_format_shape(_read_config(served))} and fails to load the weights of "
+                        f"the run's model {ours}{shape}, which must have the same shape: {error}. Start it with the run's model. "
+                        f"{self.launch_hint}"
+                    ) from error
+                self.reloaded_servers.add(url)
             await self._control(url, "POST", "/reset_prefix_cache")
         finally:
             await self._control(url, "POST", "/resume")
@@ -175,7 +185,7 @@ class VllmSampler(EngineSampler):
     async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         sampling = request.sampling
         body: dict[str, Any] = {
-            "model": self.model_names[url],
+            "model": self.adapter_names.get(url, self.model_names[url]),
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
@@ -206,33 +216,6 @@ class VllmSampler(EngineSampler):
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
             ) from error
 
-    async def close(self) -> None:
-        if self.adapter_only and self.published is not None:
-            for url in self.model_names:
-                await self._unload_adapter(url, self.published.name)
-        await super().close()
-
-    async def _reload(self, url: str, version: WeightVersion) -> None:
-        """Let a server read the weights of a folder.
-
-        Raises:
-            EngineError: It fails at the first weights that it is given: they belong to another model than its own.
-        """
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(version.path)}}
-        try:
-            await self._control(url, "POST", "/collective_rpc", body, self.config.recovery_timeout)
-        except ServerUnavailableError as error:
-            if url in self.reloaded_servers or not str(error).startswith(_SERVER_ERROR):
-                raise
-            served, config = self.served_models[url], getattr(self.model, "config", None)
-            ours = getattr(config, "name_or_path", "") or type(self.model).__name__
-            raise EngineError(
-                f"{url} serves the model {served}{_format_shape(_read_config(served))} and fails to load the weights of the run's "
-                f"model {ours}{_format_shape(config.to_dict() if config is not None else {})}, which must have the same shape: "
-                f"{error}. Start it with the run's model. {self.launch_hint}"
-            ) from error
-        self.reloaded_servers.add(url)
-
     async def _control(
         self, url: str, method: str, route: str, body: dict[str, Any] | None = None, timeout: float = REQUEST_TIMEOUT
     ) -> Any:
@@ -254,12 +237,7 @@ class VllmSampler(EngineSampler):
     # another is loaded in its place (vllm-project/vllm, issue 54839): with --max-loras 1 that is the next version.
 
     async def _load_adapter(self, url: str, version: WeightVersion) -> None:
-        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay.
-
-        Raises:
-            ServerUnavailableError: It does not answer, or asks to try later.
-            EngineError: It does not load adapters, or not this one; the message has the missing option.
-        """
+        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay."""
         reply = await self.http.get(f"{url}/v1/models", REQUEST_TIMEOUT)
         try:
             cards = [card for card in reply["data"] if card.get("parent")]
@@ -269,8 +247,9 @@ class VllmSampler(EngineSampler):
         is_loaded = version.name in loaded and url not in self.failed_probes
         for name in loaded:
             if not (is_loaded and name == version.name):
-                await self._unload_adapter(url, name)
+                await self.unload_adapter(url, name)
         if is_loaded:
+            self.adapter_names[url] = version.name
             return
         body = {"lora_name": version.name, "lora_path": str(version.path)}
         try:
@@ -280,10 +259,7 @@ class VllmSampler(EngineSampler):
             if isinstance(error, ServerUnavailableError) and not str(error).startswith(f"{_SERVER_ERROR} {{"):
                 raise
             raise lora_refused_error(url, error, _LORA_HINTS, "vllm") from error
-
-    async def _unload_adapter(self, url: str, name: str) -> None:
-        with suppress(ServerUnavailableError, EngineError):  # evicted before, or the server is gone
-            await self.http.post(f"{url}/v1/unload_lora_adapter", {"lora_name": name}, REQUEST_TIMEOUT)
+        self.adapter_names[url] = version.name
 
 
 def _format_shape(config: Mapping[str, Any]) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from policygrad.errors import ModelError
 
-GROWTH_TOKENS = 256
-"""Tokens that memory is allocated for at a time: most completions end long before their limit."""
+GROWTH_TOKENS = 256  # tokens that memory is allocated for at a time: most completions end long before their limit
 COMPACT_FRACTION = 0.8
 """Finished rows stay in the cache until fewer than this fraction of its rows are active: dropping them copies the rest."""
 _CACHE_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
@@ -24,10 +24,8 @@ class DecodeCache(Protocol):
     """What a model has cached of the rows being decoded. Rows keep the order in which they were added, except in `keep_rows`."""
 
     model: nn.Module
-    supports_refill: bool
-    """True if prompts can be added while rows are active."""
-    rows: Tensor
-    """[N] int64: the position of each active row in the last forward pass."""
+    supports_refill: bool  # True if prompts can be added while rows are active
+    rows: Tensor  # [N] int64: the position of each active row in the last forward pass
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         """Read each prompt once and add `repeats[i]` rows that continue it.
@@ -38,15 +36,12 @@ class DecodeCache(Protocol):
         Returns:
             The logits [N, V] after the prompt for each new row, and the width that prompts were left-padded to.
         """
-        ...
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Return the logits [N, V] after one more token [N] per row, at `position` [N] of its sequence."""
-        ...
 
     def keep_rows(self, rows: Tensor) -> Tensor:
         """Drop all rows except `rows` [n]; return them in their new order."""
-        ...
 
 
 class PlainDecodeCache:
@@ -64,14 +59,14 @@ class PlainDecodeCache:
         name, cache = get_cache(out, self.model)
         repeat_rows(cache, repeats, max_tokens)
         self.cache, self.used = {name: cache}, mask.shape[1]
-        future = mask.new_ones(len(mask), max_tokens)
-        self.attention = torch.cat([mask, future], 1).repeat_interleave(repeats, 0)
+        self.attention = F.pad(mask, (0, max_tokens), value=1).repeat_interleave(repeats, 0)
         self.rows = torch.arange(len(self.attention), device=self.device)
         return out.logits[:, -1].repeat_interleave(repeats, 0), self.used
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         for cache in self.cache.values():
-            set_cached_length(cache, self.used)
+            if isinstance(cache, CountingCache):
+                cache.length = self.used
         self.used += 1
         inputs = self.rows.new_zeros(2, len(self.attention))  # a finished row reads any token at any valid position
         inputs[:, self.rows] = torch.stack([token, position])
@@ -111,6 +106,13 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
         mask[i, width - len(prompt_ids) :] = 1
     device = next(model.parameters()).device
     ids, mask = ids.to(device), mask.to(device)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    cache: dict[str, Any] = {}
+    if getattr(base, "config", None) is not None and "past_key_values" in inspect.signature(base.forward).parameters:
+        config = base.config.get_text_config(decoder=True)
+        layers = DynamicCache(config=config).layers
+        if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):  # none is attention
+            cache = {"past_key_values": CountingCache(config)}
     out = model(
         input_ids=ids,
         attention_mask=mask,
@@ -118,7 +120,7 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
         use_cache=True,
         logits_to_keep=1,
         return_dict=True,
-        **make_cache_arguments(model),
+        **cache,
     )
     return out, mask
 
@@ -180,24 +182,6 @@ class CountingCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.length + query_length, 0
-
-
-def make_cache_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of the first forward pass: a `CountingCache` if no layer is attention, else nothing."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    config = getattr(base, "config", None)
-    if config is None or "past_key_values" not in inspect.signature(base.forward).parameters:
-        return {}
-    empty = DynamicCache(config=config.get_text_config(decoder=True))
-    if not empty.layers or any(isinstance(layer, CacheLayerMixin) for layer in empty.layers):
-        return {}
-    return {"past_key_values": CountingCache(config.get_text_config(decoder=True))}
-
-
-def set_cached_length(cache: Any, tokens: int) -> None:
-    """Set the number of cached tokens, if the cache does not count them itself."""
-    if isinstance(cache, CountingCache):
-        cache.length = tokens
 
 
 def get_cache(out: Any, model: nn.Module) -> tuple[str, Any]:

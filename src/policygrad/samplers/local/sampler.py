@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request
-from policygrad.samplers.local.kv_cache import DecodeCache
+from policygrad.samplers.local.kv_cache import DecodeCache, PlainDecodeCache
 from policygrad.samplers.local.sampling import check_finite_logits, philox_uniforms, sample_tokens
+from policygrad.samplers.local.shared_prefix import SharedPrefixCache, check_batched_decoding, supports_shared_prefix
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 
@@ -55,13 +56,6 @@ class LocalSampler:
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Return one generation per request, in order. Each depends on its request and the weights, not on the rest of the batch
         (up to the rounding of matrix products of another shape)."""
-        from policygrad.samplers.local.kv_cache import PlainDecodeCache
-        from policygrad.samplers.local.shared_prefix import (
-            SharedPrefixCache,
-            check_batched_decoding,
-            supports_shared_prefix,
-        )
-
         generations: dict[int, Generation] = {}
         recording = nullcontext if self.routing is None else self.routing.recording
         if requests and self._shares_prefixes is None:
@@ -118,15 +112,24 @@ class DecodeLoop:
                 while self.queue and (occupied == 0 or occupied + len(self.queue[0]) <= slots):
                     groups.append(self.queue.popleft())
                     occupied += len(groups[-1])
-            if groups:
-                new = self._admit(cache, groups)
-                logits = new if logits is None else torch.cat([logits, new])
+            if groups:  # read each prompt once, and add the rows of its requests
+                new = [i for group in groups for i in group]
+                rows, max_tokens = torch.tensor(new, device=self.device), max(self.requests[i].max_tokens for i in new)
+                repeats = torch.tensor([len(group) for group in groups], device=self.device)
+                prompts = [self.requests[group[0]].prompt_ids for group in groups]
+                new_logits, width = cache.read(prompts, repeats, max_tokens)
+                self.experts.add_prompts(new, repeats, width)
+                u = philox_uniforms([self.requests[i].key for i in new], max_tokens)
+                self.u[rows, :max_tokens] = u.to(self.device)
+                self.active = torch.cat([self.active, rows])
+                self.count = torch.cat([self.count, torch.zeros_like(rows)])
+                logits = new_logits if logits is None else torch.cat([logits, new_logits])
             assert logits is not None  # requests are due as soon as no row is active
-            rows = self.active
+            sampled = self.active
             token = self._sample(cache, logits)
             logits = None
             if callback is not None:
-                finished = rows[torch.isin(rows, self.active, invert=True)]
+                finished = sampled[torch.isin(sampled, self.active, invert=True)]
                 lengths = self.length[finished].tolist()
                 callback(
                     [
@@ -138,25 +141,13 @@ class DecodeLoop:
                 logits = cache.step(token, self.prompt_length[self.active] + self.count - 1)
                 self.experts.add_step(self.active, self.count - 1, cache.rows)
         lengths = self.length.tolist()
-        sampled = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
-        completions, logps = (torch.split(x[sampled].cpu(), lengths) for x in (self.tokens, self.logps))
+        within = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
+        completions, logps = (torch.split(x[within].cpu(), lengths) for x in (self.tokens, self.logps))
         ends = zip(completions, logps, lengths, self.ended.tolist(), strict=True)
         return [
             Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n))
             for i, (ids, p, n, end) in enumerate(ends)
         ]
-
-    def _admit(self, cache: DecodeCache, groups: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts of these groups of requests; return the logits [N, V] of their rows."""
-        new = [i for group in groups for i in group]
-        rows, max_tokens = torch.tensor(new, device=self.device), max(self.requests[i].max_tokens for i in new)
-        repeats = torch.tensor([len(group) for group in groups], device=self.device)
-        logits, width = cache.read([self.requests[group[0]].prompt_ids for group in groups], repeats, max_tokens)
-        self.experts.add_prompts(new, repeats, width)
-        u = philox_uniforms([self.requests[i].key for i in new], max_tokens)
-        self.u[rows, :max_tokens] = u.to(self.device)
-        self.active, self.count = torch.cat([self.active, rows]), torch.cat([self.count, torch.zeros_like(rows)])
-        return logits
 
     def _sample(self, cache: DecodeCache, logits: Tensor) -> Tensor:
         """Sample one token per active row and remove finished rows; return the tokens [N] of the remaining ones."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import permutations
 
 import numpy as np
 import torch
@@ -15,14 +16,14 @@ from policygrad.models.loading import at_least_float32
 from policygrad.samplers.base import SamplingParams
 
 _BELOW_ONE = 1 - 2**-40  # keeps u·total below the total after rounding, so that no token of probability 0 is sampled
-_BLOCK = 64
-"""Tokens of a vocabulary that are summed at a time."""
+_BLOCK = 64  # tokens of a vocabulary that are summed at a time
 
 
 def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution at u: one random number per token, on any device.
 
     Sums are in float64, so devices differ only if u is within the rounding of a probability (not of a sum) of a token's boundary.
+    A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all weights.
 
     Args:
         logits: [N, V].
@@ -38,7 +39,27 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
         if sampling.temperature != 1:
             logits = logits / sampling.temperature
     largest = logits.amax(-1, keepdim=True)
-    token, total = _invert_cdf((logits - largest).exp_(), u.to(logits.device)[:, None] * _BELOW_ONE)
+    weights, u = (logits - largest).exp_(), u.to(logits.device)[:, None] * _BELOW_ONE
+    size = weights.shape[1]
+    # the first token [N, 1] whose cumulative weight exceeds u [N, 1] times the total [N, 1]
+    if size <= 8 * _BLOCK:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, u * total, right=True)
+    else:
+        split = size - size % _BLOCK
+        sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
+        remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
+        cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
+        total = cumulative[:, -1:]
+        block = torch.searchsorted(cumulative, u * total, right=True)
+        before = nn.functional.pad(cumulative, (1, 0)).gather(1, block)
+        positions = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+        in_block = weights.gather(1, positions.clamp(max=size - 1)).masked_fill_(positions >= size, 0)
+        inner = in_block.cumsum(-1, dtype=torch.float64)
+        offset = torch.searchsorted(inner, u * total - before, right=True)
+        last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # a block's two sums may differ in the last bit
+        token = block * _BLOCK + torch.minimum(offset, last)
     logp = logits.gather(-1, token).double() - largest - total.log()
     return token.squeeze(1), logp.to(logits.dtype).squeeze(1)
 
@@ -50,8 +71,7 @@ def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """
     logits = at_least_float32(logits)
     if sampling.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if sampling.top_k:
@@ -63,30 +83,6 @@ def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
         outside = probability.cumsum(-1) - probability >= sampling.top_p  # the token that crosses top_p stays
         logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
     return logits.log_softmax(-1)
-
-
-def _invert_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token [N, 1] whose cumulative weight exceeds u [N, 1] times the total, and the total [N, 1] in float64.
-
-    A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all weights.
-    """
-    size = weights.shape[1]
-    if size <= 8 * _BLOCK:
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True), cumulative[:, -1:]
-    split = size - size % _BLOCK
-    sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
-    remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
-    cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
-    total = cumulative[:, -1:]
-    block = torch.searchsorted(cumulative, u * total, right=True)
-    before = nn.functional.pad(cumulative, (1, 0)).gather(1, block)
-    positions = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    in_block = weights.gather(1, positions.clamp(max=size - 1)).masked_fill_(positions >= size, 0)
-    inner = in_block.cumsum(-1, dtype=torch.float64)
-    offset = torch.searchsorted(inner, u * total - before, right=True)
-    last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # the two sums of a block may differ in the last bit
-    return block * _BLOCK + torch.minimum(offset, last), total
 
 
 def philox_uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:
@@ -125,25 +121,18 @@ def derive_seeds(keys: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
     seeds = np.empty((len(keys), 2), dtype=np.uint64)
     for size in {len(words) for words in split}:
         rows = [i for i, words in enumerate(split) if len(words) == size]
-        entropy = np.array([split[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
-        seeds[rows] = _hash_entropy(entropy)
+        entropy = np.zeros((max(size, _POOL_SIZE), len(rows)), dtype=np.uint32)  # [words, N]
+        entropy[:size] = np.array([split[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
+        hash_input, hash_output = _Hash(_INIT_A, _MULT_A), _Hash(_INIT_B, _MULT_B)
+        pool = [hash_input(word) for word in entropy[:_POOL_SIZE]]
+        for source, target in permutations(range(_POOL_SIZE), 2):
+            pool[target] = _mix(pool[target], hash_input(pool[source]))
+        for word in entropy[_POOL_SIZE:]:
+            pool = [_mix(x, hash_input(word)) for x in pool]
+        low0, high0, low1, high1 = (hash_output(x).astype(np.uint64) for x in pool)
+        shift = np.uint64(32)
+        seeds[rows] = np.stack([high0 << shift | low0, high1 << shift | low1], 1)
     return seeds
-
-
-def _hash_entropy(entropy: _Uint32) -> NDArray[np.uint64]:
-    """Hash entropy words [words, N] to [N, 2]."""
-    hash_input, zeros = _Hash(_INIT_A, _MULT_A), np.zeros(entropy.shape[1], dtype=np.uint32)
-    pool = [hash_input(entropy[i] if i < len(entropy) else zeros) for i in range(_POOL_SIZE)]
-    for source in range(_POOL_SIZE):
-        for target in range(_POOL_SIZE):
-            if source != target:
-                pool[target] = _mix(pool[target], hash_input(pool[source]))
-    for word in entropy[_POOL_SIZE:]:
-        pool = [_mix(x, hash_input(word)) for x in pool]
-    hash_output = _Hash(_INIT_B, _MULT_B)
-    low0, high0, low1, high1 = (hash_output(x).astype(np.uint64) for x in pool)
-    shift = np.uint64(32)
-    return np.stack([high0 << shift | low0, high1 << shift | low1], 1)
 
 
 class _Hash:
@@ -209,37 +198,25 @@ def find_nonfinite_layer(model: nn.Module, ids: Tensor) -> str:
                 f"the weight {name} has {nonfinite_kind(weight)} in {count} of its {weight.numel()} numbers. Use another model, or "
                 "an earlier checkpoint with a lower --lr."
             )
-    device = next(model.parameters()).device
-    with torch.no_grad(), trace_nonfinite(model) as modules:
-        model(input_ids=ids[None].to(device), use_cache=False)
-    where = (
-        f"{modules[0]} is the first layer whose output is not"
-        if modules
-        else "all layers' outputs are when the text is read again"
-    )
-    return f"the weights are finite, and {where}. learner.dtype=fp32 has a larger range."
+    # a module finishes after its submodules: those of the first one with such an output have finite outputs
+    first = list[str]()
 
+    def check(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        if not first and any(isinstance(x, Tensor) and _has_nan_or_inf(x) for x in outputs):
+            first.append(f"{name or 'the model'} ({type(module).__name__})")
 
-@contextmanager
-def trace_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the modules with non-finite outputs, in the order in which they finish: the first one's submodules have finite
-    outputs."""
-    modules: list[str] = []
-
-    def make_hook(name: str, module: nn.Module) -> Callable[..., None]:
-        def check(_: nn.Module, inputs: object, output: object) -> None:
-            outputs = output if isinstance(output, tuple | list) else [output]
-            if any(isinstance(x, Tensor) and _has_nan_or_inf(x) for x in outputs):
-                modules.append(f"{name or 'the model'} ({type(module).__name__})")
-
-        return check
-
-    handles = [module.register_forward_hook(make_hook(name, module)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
     try:
-        yield modules
+        with torch.no_grad():
+            model(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
+    where = "all layers' outputs are when the text is read again"
+    if first:
+        where = f"{first[0]} is the first layer whose output is not"
+    return f"the weights are finite, and {where}. learner.dtype=fp32 has a larger range."
 
 
 def nonfinite_kind(values: Tensor) -> str:

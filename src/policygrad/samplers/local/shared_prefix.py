@@ -21,11 +21,9 @@ from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
 
-_FIRST_TOKENS = 8
-"""Tokens that memory is allocated for at first; then twice as many."""
+_FIRST_TOKENS = 8  # tokens that memory is allocated for at first; then twice as many
 _ALIGNMENT = 32
-_MASK_TOKENS = 32
-"""Columns of `PrefixLayout.mask` that are allocated at a time; a multiple of `_ALIGNMENT`."""
+_MASK_TOKENS = 32  # columns of `PrefixLayout.mask` that are allocated at a time; a multiple of `_ALIGNMENT`
 _TOLERANCE = 0.2
 """Fraction of the difference between two texts, and of the spread of the logits: an error beyond both is no rounding."""
 
@@ -42,9 +40,7 @@ class SharedPrefixCache:
         self.cache: Any = None
         self.layers: list[SharedPrefixLayer] = []
         self.owner, self.start = self.rows, self.rows  # of each row: its prompt, and its first column
-        self.prompt_mask = torch.empty(
-            0, 0, dtype=torch.int64, device=self.device
-        )  # [C, L], 1 where a prompt has a token
+        self.prompt_mask = self.rows.new_empty(0, 0)  # [C, L], 1 where a prompt has a token
         self.layout = PrefixLayout(None, 0, 0, torch.empty(0), 0)
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
@@ -64,8 +60,7 @@ class SharedPrefixCache:
             for layer, (k, v) in zip(self.layers, pairs, strict=True):
                 layer.add_prompts(k, v, slice(before, before + new))
             width = max(self.prompt_mask.shape[1], mask.shape[1])
-            padded = [nn.functional.pad(x, (width - x.shape[1], 0)) for x in (self.prompt_mask, mask)]
-            self.prompt_mask = torch.cat(padded)
+            self.prompt_mask = torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in (self.prompt_mask, mask)])
         ids = torch.arange(len(repeats), device=self.device) + len(self.prompt_mask) - len(mask)
         self.owner = torch.cat([self.owner, ids.repeat_interleave(repeats)])
         self.start = torch.cat([self.start, self.start.new_full((new,), self.layout.used)])
@@ -261,22 +256,18 @@ class _SharedTensor(Tensor):
                 return func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **(kwargs or {}))
-        if isinstance(args[0], _SharedTensor) and (result := args[0]._repeat_heads(name, args[1:])) is not None:
-            return result
+        # x[:, :, None].expand(N, H, n, L, D).reshape(N, n·H, L, D), by which transformers 5.17 gives each query a head of its own:
+        # `_attend` needs no repeated heads, so nothing is copied
+        x, *rest = args
+        if isinstance(x, _SharedTensor):
+            every, (rows, heads, used, width), repeats = slice(None), x.shape, x.repeats
+            if name == "__getitem__" and repeats is None and rest == [(every, every, None, every, every)]:
+                return cls.wrap(x, x.layer, 0)
+            if name == "expand" and repeats == 0 and len(rest) == 5 and rest == [rows, heads, rest[2], used, width]:
+                return cls.wrap(x, x.layer, int(rest[2]))
+            if name == "reshape" and repeats and rest == [rows, heads * repeats, used, width]:
+                return cls.wrap(x, x.layer)
         raise UnsupportedError(f"{func} on shared keys")
-
-    def _repeat_heads(self, name: str, args: tuple[Any, ...]) -> _SharedTensor | None:
-        """Follow a step of x[:, :, None].expand(N, H, n, L, D).reshape(N, n·H, L, D), by which transformers 5.17 gives each query a
-        head of its own. `_attend` needs no repeated heads, so nothing is copied. None: it is no such step."""
-        every, (rows, heads, used, width) = slice(None), self.shape
-        repeats = self.repeats
-        if name == "__getitem__" and repeats is None and args == ((every, every, None, every, every),):
-            return _SharedTensor.wrap(self, self.layer, 0)
-        if name == "expand" and repeats == 0 and len(args) == 5 and args == (rows, heads, args[2], used, width):
-            return _SharedTensor.wrap(self, self.layer, int(args[2]))
-        if name == "reshape" and repeats and args == (rows, heads * repeats, used, width):
-            return _SharedTensor.wrap(self, self.layer)
-        return None
 
 
 def _attend(
