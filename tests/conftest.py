@@ -105,8 +105,8 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, 
 
     def call(*args: str) -> tuple[int, str, str]:
         code = cli.main(args)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        message = capsys.readouterr()
+        return code, message.out, message.err
 
     return call
 

@@ -73,11 +73,11 @@ def test_the_readme_example_on_plain_tensors() -> None:
         logp_ref=logp.detach() - 0.1,
     )
     psi, coef = pg.GRPO.compute_advantages(batch), pg.GRPO.coefficients(batch)
-    (whole,) = torch.autograd.grad(pg.surrogate(logp, batch, psi, pg.GRPO), logp)
+    (full,) = torch.autograd.grad(pg.surrogate(logp, batch, psi, pg.GRPO), logp)
     for rows in (torch.arange(0, 3), torch.arange(3, 8)):
         pg.surrogate(logp[rows], batch.select(rows), psi[rows], pg.GRPO, coef[rows]).backward()
     assert logp.grad is not None
-    assert torch.allclose(logp.grad, whole, atol=1e-15)
+    assert torch.allclose(logp.grad, full, atol=1e-15)
     wider = replace(pg.GRPO, gate=pg.Clip(0.2, 0.28))
     assert wider.gate.high == 0.28  # type: ignore[attr-defined]
 

@@ -102,13 +102,13 @@ FIELDS = [f.name for f in fields(Algorithm)]
 
 def ends_well(make: Callable[[], Any], expected: Any = object) -> None:
     """The refusal is a message; anything else that is raised fails the test."""
-    said, found = "", None
+    output, result = "", None
     try:
-        found = make()
+        result = make()
     except PolicygradError as error:
-        said = str(error).strip() or "nothing"
-    assert said != "nothing"
-    assert said or isinstance(found, expected)
+        output = str(error).strip() or "nothing"
+    assert output != "nothing"
+    assert output or isinstance(result, expected)
 
 
 flags = st.sampled_from(
@@ -134,12 +134,12 @@ flags = st.sampled_from(
         ),
     ]
 )
-words = st.one_of(
+argv = st.one_of(
     st.sampled_from([str(value) for value in ODD if not isinstance(value, dict | list)]),
     st.sampled_from([*ALGORITHMS, *list_parts(), "GroupMean,GroupStd", "a,b", "grpo:x", "--", "-", "--reward"]),
     st.text(max_size=6),
 )
-lines = st.lists(st.tuples(flags, words, st.booleans()), max_size=4)
+lines = st.lists(st.tuples(flags, argv, st.booleans()), max_size=4)
 
 
 @settings(max_examples=40, **FAST)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_words_of_other_commands(
 ) -> None:
     """The whole command; a refusal is one message, and exit code 2."""
     monkeypatch.chdir(tmp_path)
-    line = data.draw(st.lists(st.tuples(st.sampled_from(flags_of(command)), words), min_size=1, max_size=2))
+    line = data.draw(st.lists(st.tuples(st.sampled_from(flags_of(command)), argv), min_size=1, max_size=2))
     assert cli.main([command, *COMMANDS[command], *(word for pair in line for word in pair)]) in (0, 2)
 
 
@@ -259,7 +259,7 @@ rows = st.lists(
 
 
 @settings(max_examples=300, **FAST)  # type: ignore[arg-type]
-@given(text=rows.map(lambda found: "\n".join(map(json.dumps, found)).encode()) | st.binary(max_size=40))
+@given(text=rows.map(lambda result: "\n".join(map(json.dumps, result)).encode()) | st.binary(max_size=40))
 def test_json_lines(text: bytes, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(text)

@@ -31,9 +31,9 @@ pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no
 endless = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
 
 
-def refused(found: tuple[int, str, str], *said: str) -> None:
+def refused(results: tuple[int, str, str], *said: str) -> None:
     """The command ended with one message that has all of these words."""
-    code, _, err = found
+    code, _, err = results
     assert code == 2, err
     text = " ".join(err.split())
     assert "Traceback" not in text
@@ -194,13 +194,13 @@ def test_report_waits_for_no_pipe_and_reads_no_device(run: Path, name: str, kind
         os.mkfifo(run / name)
     else:
         (run / name).symlink_to("/dev/zero")
-    found = run_command("report", str(run))
+    results = run_command("report", str(run))
     if name == "metrics.jsonl":
-        refused(found, "metrics.jsonl cannot be read: it is not a regular file")
+        refused(results, "metrics.jsonl cannot be read: it is not a regular file")
     elif name == "run.toml":
-        refused(found, "holds no run")
+        refused(results, "holds no run")
     else:
-        assert found[0] == 0
+        assert results[0] == 0
 
 
 def test_report_refuses_a_line_without_an_end(run: Path, run_command: Command) -> None:

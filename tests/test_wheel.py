@@ -64,8 +64,8 @@ def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (own / "other_packages.pth").write_text(
         "\n".join(here) + "\n"
     )  # their own .pth files, an editable install, are not read
-    found = run(python, "-c", "import policygrad; print(policygrad.__file__)", cwd=folder).strip()
-    assert Path(found).is_relative_to(own)
+    result = run(python, "-c", "import policygrad; print(policygrad.__file__)", cwd=folder).strip()
+    assert Path(result).is_relative_to(own)
     return programs
 
 
@@ -82,7 +82,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
 
 def test_the_installed_command_trains(binaries: Path, tmp_path: Path) -> None:
     small = "--steps 2 --prompts-per-step 4 --evaluation.problems 0 --plain"
-    said = run(binaries / "policygrad", "train", *small.split(), cwd=tmp_path)
-    assert "step 2/2" in said
+    message = run(binaries / "policygrad", "train", *small.split(), cwd=tmp_path)
+    assert "step 2/2" in message
     assert (tmp_path / "runs" / "dapo-1" / "model" / "model.safetensors").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

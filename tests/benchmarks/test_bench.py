@@ -56,20 +56,20 @@ def test_a_step_is_the_median_without_the_first() -> None:
 
 
 def test_an_estimate_has_its_least_and_largest() -> None:
-    found = Estimate.of([3.0, 1.0, 2.0])
-    assert (found.median, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
-    assert str(found) == "2.00 (1.00–3.00)"
+    results = Estimate.of([3.0, 1.0, 2.0])
+    assert (results.median, results.low, results.high, results.count) == (2.0, 1.0, 3.0, 3)
+    assert str(results) == "2.00 (1.00–3.00)"
     assert str(Estimate.of([2.0])) == "2.00"
     with pytest.raises(ValueError, match="at least one"):
         Estimate.of([])
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [(0.01234, "0.0123"), (1.234, "1.23"), (12.34, "12.3"), (1234.0, "1,234"), (0.0, "0"), (math.inf, "inf")],
 )
-def test_three_digits(value: float, said: str) -> None:
-    assert short(value) == said
+def test_three_digits(value: float, message: str) -> None:
+    assert short(value) == message
 
 
 def test_repeats_of_a_side_are_one_row() -> None:
@@ -80,11 +80,11 @@ def test_repeats_of_a_side_are_one_row() -> None:
         "7m/policygrad-fp32/2/0": record(0.0, 4.0),
         "25m/trl-fp32/1/0": record(0.0, 99.0),
     }
-    found = rows(measured, "7m")
-    assert [(r.side, r.threads) for r in found] == [("policygrad-fp32", 1), ("trl-fp32", 1), ("policygrad-fp32", 2)]
-    assert found[1].cpu == Estimate(9.0, 8.0, 10.0, 2)
-    assert found[1].wall.median == 18.0
-    assert found[1].memory == Estimate(200.0, 100.0, 300.0, 2)
+    results = rows(measured, "7m")
+    assert [(r.side, r.threads) for r in results] == [("policygrad-fp32", 1), ("trl-fp32", 1), ("policygrad-fp32", 2)]
+    assert results[1].cpu == Estimate(9.0, 8.0, 10.0, 2)
+    assert results[1].wall.median == 18.0
+    assert results[1].memory == Estimate(200.0, 100.0, 300.0, 2)
 
 
 def test_linearity_is_the_distance_from_the_line_through_0() -> None:
@@ -153,10 +153,10 @@ def test_works_are_chosen_by_name() -> None:
 def test_options_refuse_what_they_do_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("", ["--quick", "--only", "head"]).repeats == 1
     assert not parse("", ["--only", "head"]).wants("packing")
-    for arguments, said in ((["--only", "heads"], "invalid choice"), (["--repeats", "0"], "at least 1")):
+    for arguments, message in ((["--only", "heads"], "invalid choice"), (["--repeats", "0"], "at least 1")):
         with pytest.raises(SystemExit):
             parse("", arguments)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_run_that_has_done_the_work_has_no_problems() -> None:
@@ -165,7 +165,7 @@ def test_a_run_that_has_done_the_work_has_no_problems() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"completions": [16, 8]}, "completions per step"),
         ({"tokens": [240, 239]}, "tokens per step"),
@@ -176,21 +176,21 @@ def test_a_run_that_has_done_the_work_has_no_problems() -> None:
         ({"moved": math.nan}, "moved by nan"),
     ],
 )
-def test_a_run_that_has_not_done_the_work_says_what_is_wrong(wrong: dict[str, Any], said: str) -> None:
-    found = clock.problems({**FACTS, **wrong}, 2, 16, 240)
-    assert len(found) == 1
-    assert said in found[0]
+def test_a_run_that_has_not_done_the_work_says_what_is_wrong(wrong: dict[str, Any], message: str) -> None:
+    results = clock.problems({**FACTS, **wrong}, 2, 16, 240)
+    assert len(results) == 1
+    assert message in results[0]
 
 
 def test_a_worker_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
     timer = clock.Clock([(1.0, 10.0), (3.0, 11.0), (6.0, 11.5)])
     print("something else")
     clock.say(timer, "GSM8K", FACTS, {"torch": "2"})
-    found = clock.heard(capsys.readouterr().out)
-    assert found is not None
-    assert found["steps"] == [{"wall": 2.0, "cpu": 1.0}, {"wall": 3.0, "cpu": 0.5}]
-    assert (found["facts"], found["data"]) == (FACTS, "GSM8K")
-    assert found["peak_mib"] > 10
+    results = clock.heard(capsys.readouterr().out)
+    assert results is not None
+    assert results["steps"] == [{"wall": 2.0, "cpu": 1.0}, {"wall": 3.0, "cpu": 0.5}]
+    assert (results["facts"], results["data"]) == (FACTS, "GSM8K")
+    assert results["peak_mib"] > 10
     assert clock.heard("nothing") is None
 
 
@@ -198,13 +198,13 @@ def test_what_is_kept_is_known_again(tmp_path: Path) -> None:
     store, task = Store(tmp_path / "a" / "bench.json"), Task("7m/trl-fp32/1/0", "f", ("true",))
     assert store.known("measurements", task) is None
     store.put("measurements", task.key, record(1.0, 2.0))
-    again = Store(store.file)
-    assert again.known("measurements", task) == record(1.0, 2.0)
-    assert again.known("measurements", replace(task, fingerprint="g")) is None
-    again.forget("measurements", {"7m/trl-bf16/1": "g"})
-    assert again.known("measurements", task) is not None
-    again.forget("measurements", {"7m/trl-fp32/1": "g"})
-    assert again.section("measurements") == {}
+    second = Store(store.file)
+    assert second.known("measurements", task) == record(1.0, 2.0)
+    assert second.known("measurements", replace(task, fingerprint="g")) is None
+    second.forget("measurements", {"7m/trl-bf16/1": "g"})
+    assert second.known("measurements", task) is not None
+    second.forget("measurements", {"7m/trl-fp32/1": "g"})
+    assert second.section("measurements") == {}
     clone = Store(tmp_path / "b" / "bench.json", published=store.file)
     assert clone.known("measurements", task) == record(1.0, 2.0)
     clone.put("measurements", task.key, record(2.0, 2.0))
@@ -230,11 +230,11 @@ def test_how_long_it_will_take() -> None:
 
 
 def test_rewards() -> None:
-    said = ["7", "It is <answer> 7 </answer>", "<answer>7</answer> or <answer>8</answer>", "It is 7"]
-    assert rewards.exact(said, said, answer=["7"] * 4) == [1.0, 1.0, 0.0, 0.0]
-    found = rewards.spread(said, said)
-    assert len(set(found)) == 4
-    assert all(0 <= x < 1 for x in found)
+    message = ["7", "It is <answer> 7 </answer>", "<answer>7</answer> or <answer>8</answer>", "It is 7"]
+    assert rewards.exact(message, message, answer=["7"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    results = rewards.spread(message, message)
+    assert len(set(results)) == 4
+    assert all(0 <= x < 1 for x in results)
 
 
 def test_rows_end_where_they_should() -> None:
@@ -331,7 +331,7 @@ def test_a_curve_that_does_not_come_there_has_no_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("aten::mm", "matrix products"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
@@ -344,8 +344,8 @@ def test_a_curve_that_does_not_come_there_has_no_ratio() -> None:
         ("aten::rsqrt", "element by element"),
     ],
 )
-def test_operations_are_of_a_kind(name: str, said: str) -> None:
-    assert kind(name) == said
+def test_operations_are_of_a_kind(name: str, message: str) -> None:
+    assert kind(name) == message
 
 
 def test_drafts_pay_from_where_they_give_as_many_tokens_as_they_cost() -> None:

@@ -217,14 +217,14 @@ def test_a_damaged_newest_falls_back(tmp_path, name, harm, reason):
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, step, content(step), {"step": step}, keep=3)
     harm(tmp_path / "step-000003" / name)
-    heard: list[str] = []
-    found = load_latest(tmp_path, warn=heard.append)
-    assert found is not None
-    assert found.step == found.tensors["step"].item() == found.state["step"] == 2
-    assert len(heard) == 1
-    assert str(tmp_path / "step-000003" / name) in heard[0]
-    assert reason in heard[0]
-    assert "using the one before it, step-000002" in heard[0]
+    received: list[str] = []
+    result = load_latest(tmp_path, warn=received.append)
+    assert result is not None
+    assert result.step == result.tensors["step"].item() == result.state["step"] == 2
+    assert len(received) == 1
+    assert str(tmp_path / "step-000003" / name) in received[0]
+    assert reason in received[0]
+    assert "using the one before it, step-000002" in received[0]
 
 
 def test_empty_folders_and_strangers(tmp_path):
@@ -239,11 +239,11 @@ def test_empty_folders_and_strangers(tmp_path):
     ):
         load_latest(tmp_path, warn=silent)
     save_checkpoint(tmp_path, 4, content(4), {})
-    heard: list[str] = []
-    found = load_latest(tmp_path, warn=heard.append)
-    assert found is not None
-    assert found.step == 4
-    assert len(heard) == 1
+    received: list[str] = []
+    result = load_latest(tmp_path, warn=received.append)
+    assert result is not None
+    assert result.step == 4
+    assert len(received) == 1
 
 
 @pytest.mark.parametrize(("written", "way_out"), [(99, "upgrade"), (1, "train anew from its model")])

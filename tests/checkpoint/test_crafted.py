@@ -50,13 +50,13 @@ def test_what_is_no_file_or_too_deep_is_passed_over(tmp_path: Path, name: str, h
     harm(tmp_path / "step-000002" / name)
     if harm is deep and name != MANIFEST:
         seal(tmp_path / "step-000002", FILES)
-    heard: list[str] = []
-    found = load_latest(tmp_path, warn=heard.append)
-    assert found is not None
-    assert found.step == 1
-    (said,) = heard
-    assert "step-000002" in said
-    assert "using the one before it, step-000001" in said
+    received: list[str] = []
+    result = load_latest(tmp_path, warn=received.append)
+    assert result is not None
+    assert result.step == 1
+    (message,) = received
+    assert "step-000002" in message
+    assert "using the one before it, step-000001" in message
     save_checkpoint(tmp_path, 3, content(3), {"step": 3}, keep=1)  # the damaged one is in nobody's way
     assert load_latest(tmp_path, warn=pytest.fail).step == 3  # type: ignore[union-attr]
 
@@ -71,12 +71,12 @@ def test_the_only_one_is_a_refusal(tmp_path: Path) -> None:
 # --- sealed anew, in a run
 
 
-def without(folder: Path, lost: Callable[[str], bool], *, told: bool) -> None:
+def without(folder: Path, lost: Callable[[str], bool], *, report: bool) -> None:
     """Takes tensors away and seals what is left; told: the list of tensors says so too."""
     kept = {n: t for n, t in load_file(folder / TENSORS_FILE).items() if not lost(n)}
     save_file(kept, folder / TENSORS_FILE)
     record = json.loads((folder / STATE).read_bytes())
-    if told:
+    if report:
         record["tensors"] = sorted(kept)
     (folder / STATE).write_bytes(dump_json(record))
     seal(folder, FILES)
@@ -90,16 +90,16 @@ def changed(folder: Path, change: Callable[[dict], object]) -> None:  # type: ig
 
 
 CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no Adam": (lambda p: without(p, lambda n: n.startswith("adam/"), told=False), "'adam/"),
+    "no Adam": (lambda p: without(p, lambda n: n.startswith("adam/"), report=False), "'adam/"),
     "no Adam, and none listed": (
-        lambda p: without(p, lambda n: n.startswith("adam/"), told=True),
+        lambda p: without(p, lambda n: n.startswith("adam/"), report=True),
         "moments of the optimiser",
     ),
     "one moment less": (
-        lambda p: without(p, lambda n: n == "adam/model.norm.weight/exp_avg", told=True),
+        lambda p: without(p, lambda n: n == "adam/model.norm.weight/exp_avg", report=True),
         "moments of the optimiser",
     ),
-    "no random state": (lambda p: without(p, lambda n: n == "rng/torch", told=True), "lacks the random state"),
+    "no random state": (lambda p: without(p, lambda n: n == "rng/torch", report=True), "lacks the random state"),
     "no learner": (lambda p: changed(p, lambda s: s.pop("learner")), "it has no 'learner'"),
     "no optimiser": (lambda p: changed(p, lambda s: s["learner"].pop("optimizer")), "'optimizer'"),
     "a list": (lambda p: changed(p, lambda s: s.update(learner=[])), "lacks a part of the state"),
@@ -113,7 +113,7 @@ def test_a_state_that_was_sealed_without_a_part_of_it(small: pg.Run, tmp_path: P
         "def mine(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 / 7 for c in completions]\n"
     )
     run = replace(small, steps=3, reward=(f"{tmp_path / 'mine.py'}:mine",), output=str(tmp_path / "run"))
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pg.train(run, stop_after=2, display=False)
     craft, reason = CRAFTED[how]
     craft(tmp_path / "run" / "checkpoints" / "step-000002")
@@ -121,7 +121,7 @@ def test_a_state_that_was_sealed_without_a_part_of_it(small: pg.Run, tmp_path: P
     pg.train(run, resume=tmp_path / "run", display=record)
     assert reason in record.said
     assert "using the one before it, step-000001" in record.said
-    assert same(weights(whole), weights(tmp_path / "run"))
+    assert same(weights(full), weights(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_of_fine_tuning_too(random_model: Path, tmp_path: Path, lost: str, reaso
     config = pg.SFTConfig(
         data=data, model=str(random_model), batch_size=2, checkpoint=pg.CheckpointConfig(every=1, keep=2)
     )
-    whole = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=False).output
+    full = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=False).output
     pg.train_sft(replace(config, output=str(tmp_path / "sft")), stop_after=2, display=False)
-    without(tmp_path / "sft" / "checkpoints" / "step-000002", lambda n: n.startswith(lost), told=True)
+    without(tmp_path / "sft" / "checkpoints" / "step-000002", lambda n: n.startswith(lost), report=True)
     record = Record()
     pg.train_sft(resume=tmp_path / "sft", display=record)
     assert reason in record.said
     assert "using the one before it, step-000001" in record.said
-    assert same(weights(whole), weights(tmp_path / "sft"))
+    assert same(weights(full), weights(tmp_path / "sft"))
 
 
 def test_a_tensor_of_another_shape_is_refused(random_model: Path, tmp_path: Path) -> None:

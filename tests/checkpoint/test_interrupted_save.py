@@ -31,9 +31,9 @@ def test_full_disk(tmp_path, monkeypatch, where, step):
         save_checkpoint(tmp_path, step, content(step), {"save": 2})
     monkeypatch.undo()
     assert names(tmp_path) == ["step-000001"]
-    found = load_latest(tmp_path, warn=silent)
-    assert found is not None
-    assert found.state == {"save": 1}
+    result = load_latest(tmp_path, warn=silent)
+    assert result is not None
+    assert result.state == {"save": 1}
     save_checkpoint(tmp_path, step, content(step), {"save": 2})
     assert load_checkpoint(tmp_path / f"step-00000{step}").state == {"save": 2}
 
@@ -82,10 +82,10 @@ def test_a_failed_checkpoint_names_the_option_that_goes_on(tmp_path: Path, monke
 
 
 def check_intact(directory: Path, least: int, most: int) -> None:
-    found = load_latest(directory, warn=silent)
-    assert found is not None
-    assert least <= found.state["save"] <= most
-    assert torch.equal(found.tensors["w"], torch.full((64,), float(found.state["save"])))
+    result = load_latest(directory, warn=silent)
+    assert result is not None
+    assert least <= result.state["save"] <= most
+    assert torch.equal(result.tensors["w"], torch.full((64,), float(result.state["save"])))
 
 
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])

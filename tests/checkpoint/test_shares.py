@@ -83,9 +83,9 @@ def test_a_share_is_a_file_that_safetensors_reads(tmp_path: Path) -> None:
     }
     pieces = {name: TensorShard(tuple(x.shape), (0,) * x.ndim, x) for name, x in tensors.items()}
     share = write_shard_file(tmp_path / "x.safetensors", pieces)
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(bits(found[name]) == bits(tensors[name]) for name in tensors)
+    result = load_file(tmp_path / "x.safetensors")
+    assert result.keys() == tensors.keys()
+    assert all(bits(result[name]) == bits(tensors[name]) for name in tensors)
     assert share.entry["bytes"] == (tmp_path / "x.safetensors").stat().st_size
     assert share.tensors["special"] == ["F32", [3], [0], [3]]
     with pytest.raises(FileExistsError):
@@ -97,44 +97,44 @@ def test_a_share_is_a_file_that_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_it_comes_back_whole(tmp_path: Path) -> None:
-    found = load_checkpoint(saved(tmp_path, 3))
-    assert found.step == 3
-    assert found.state == {"save": 3}
-    assert found.tensors.keys() == (WHOLE | OTHERS).keys()
-    assert all(bits(found.tensors[name]) == bits(x) for name, x in (WHOLE | OTHERS).items())
+    result = load_checkpoint(saved(tmp_path, 3))
+    assert result.step == 3
+    assert result.state == {"save": 3}
+    assert result.tensors.keys() == (WHOLE | OTHERS).keys()
+    assert all(bits(result.tensors[name]) == bits(x) for name, x in (WHOLE | OTHERS).items())
 
 
 def test_what_is_left_where_it_is_says_its_shape(tmp_path: Path) -> None:
     for path in (saved(tmp_path / "shares", 1), save_checkpoint(tmp_path / "one", 1, WHOLE | OTHERS, {})):
-        found = load_checkpoint(path, keep_on_meta=lambda name: name in WHOLE).tensors
-        assert torch.equal(found["rng"], OTHERS["rng"])
-        assert all(found[name].is_meta for name in WHOLE)
-        assert all((found[name].shape, found[name].dtype) == (x.shape, x.dtype) for name, x in WHOLE.items())
+        result = load_checkpoint(path, keep_on_meta=lambda name: name in WHOLE).tensors
+        assert torch.equal(result["rng"], OTHERS["rng"])
+        assert all(result[name].is_meta for name in WHOLE)
+        assert all((result[name].shape, result[name].dtype) == (x.shape, x.dtype) for name, x in WHOLE.items())
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_box_of_any_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Cut into boxes along rows and columns, and read at any place, also of what one process has saved."""
-    whole = torch.arange(42.0).reshape(6, 7)
-    rows, columns = (sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in whole.shape)
+    uninterrupted = torch.arange(42.0).reshape(6, 7)
+    rows, columns = (sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in uninterrupted.shape)
     boxes = [(a, b, c, d) for a, b in pairwise(rows) for c, d in pairwise(columns)]
     folder = tmp_path_factory.mktemp("boxes")
     saving = CheckpointWriter(folder, 1, {}, {})
     saving.begin()
     shares = [
         write_shard_file(
-            saving.folder / shard_name(i), {"x": TensorShard((6, 7), (a, c), whole[a:b, c:d].contiguous())}
+            saving.folder / shard_name(i), {"x": TensorShard((6, 7), (a, c), uninterrupted[a:b, c:d].contiguous())}
         )
         for i, (a, b, c, d) in enumerate(boxes)
     ]
-    low = [data.draw(st.integers(0, n)) for n in whole.shape]
-    size = [data.draw(st.integers(0, n - a)) for n, a in zip(whole.shape, low, strict=True)]
-    expected = whole[low[0] : low[0] + size[0], low[1] : low[1] + size[1]]
-    for path in (saving.finish(lambda: shares), save_checkpoint(folder, 2, {"x": whole}, {})):
+    low = [data.draw(st.integers(0, n)) for n in uninterrupted.shape]
+    size = [data.draw(st.integers(0, n - a)) for n, a in zip(uninterrupted.shape, low, strict=True)]
+    expected = uninterrupted[low[0] : low[0] + size[0], low[1] : low[1] + size[1]]
+    for path in (saving.finish(lambda: shares), save_checkpoint(folder, 2, {"x": uninterrupted}, {})):
         with open_tensors(path) as pieces:
             assert torch.equal(pieces.read("x", (low, size)), expected)
-            assert torch.equal(pieces.read("x"), whole)
+            assert torch.equal(pieces.read("x"), uninterrupted)
 
 
 def test_pieces_that_make_no_whole_are_refused() -> None:
@@ -244,13 +244,13 @@ def test_what_is_not_as_it_was_written_falls_back(tmp_path: Path, how: str) -> N
     saved(tmp_path, 1, content(1))
     harm, reason = HARMS[how]
     harm(saved(tmp_path, 2, content(2)))
-    heard: list[str] = []
-    found = load_latest(tmp_path, warn=heard.append)
-    assert found is not None
-    assert found.step == 1
-    assert torch.equal(found.tensors["weights"], WHOLE["weights"] + 1)
-    (said,) = heard
-    assert "using the one before it, step-000001" in said
+    received: list[str] = []
+    result = load_latest(tmp_path, warn=received.append)
+    assert result is not None
+    assert result.step == 1
+    assert torch.equal(result.tensors["weights"], WHOLE["weights"] + 1)
+    (output,) = received
+    assert "using the one before it, step-000001" in output
     with pytest.raises(pytest.fail.Exception, match=reason):
         load_latest(tmp_path, warn=pytest.fail)
 
@@ -283,9 +283,9 @@ def test_kill_at_every_stage_of_a_save_in_shares(tmp_path: Path, step: int) -> N
         survived = os.WIFEXITED(status)
         assert survived or os.WTERMSIG(status) == signal.SIGKILL
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-        found = load_latest(directory, warn=silent)
-        assert found is not None
-        assert any(torch.equal(found.tensors["weights"], content(n)["weights"]) for n in (1, 2))
+        result = load_latest(directory, warn=silent)
+        assert result is not None
+        assert any(torch.equal(result.tensors["weights"], content(n)["weights"]) for n in (1, 2))
         saved(directory, 3, content(3), keep=1)
         assert names(directory) == ["step-000003"]
     assert stage > 25
@@ -336,7 +336,7 @@ def checkpointer(folder: Path, slow: Slow, notes: list[str]) -> Checkpointer[Ste
     def gathers(progress: Steps) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         raise AssertionError("nobody gathers")
 
-    found = Checkpointer[Steps](
+    result = Checkpointer[Steps](
         folder / "checkpoints",
         every=1,
         keep=2,
@@ -348,8 +348,8 @@ def checkpointer(folder: Path, slow: Slow, notes: list[str]) -> Checkpointer[Ste
         max_snapshot_bytes=0,
         sharded=ShardedState(lambda progress: ({}, {"at": progress.step}), slow.begin, lambda name: name in WHOLE),
     )
-    found.start(Steps(0))
-    return found
+    result.start(Steps(0))
+    return result
 
 
 def test_training_goes_on_while_shares_are_written_and_the_next_save_waits(tmp_path: Path) -> None:
@@ -364,10 +364,10 @@ def test_training_goes_on_while_shares_are_written_and_the_next_save_waits(tmp_p
     saves.on_step(Steps(3), final=True)
     assert saves.saved == 3
     assert names(tmp_path / "checkpoints") == ["step-000002", "step-000003"]
-    found = saves.restore()
-    assert found is not None
-    assert found.state == {"at": 3}
-    assert found.tensors["weights"].is_meta
+    result = saves.restore()
+    assert result is not None
+    assert result.state == {"at": 3}
+    assert result.tensors["weights"].is_meta
     assert notes == []
 
 
@@ -378,9 +378,9 @@ def test_a_share_that_fails_is_a_note_and_the_final_one_an_error(tmp_path: Path)
     slow.fails.append("rank 1: broken")
     saves.on_step(Steps(1), final=False)
     saves.on_step(Steps(2), final=False)
-    (said,) = notes
-    assert "step-000001 was not written: rank 1: broken; there is no earlier checkpoint" in said
-    assert "Training continues" in said
+    (output,) = notes
+    assert "step-000001 was not written: rank 1: broken; there is no earlier checkpoint" in output
+    assert "Training continues" in output
     saves.rewind()
     assert saves.saved == 2
     slow.fails.append("rank 1: broken")

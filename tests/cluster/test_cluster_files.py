@@ -29,7 +29,7 @@ VALUES = {"run": "/runs/grpo", "RUN": "/runs/grpo", "SLURM_SUBMIT_DIR": "/home/m
 @pytest.fixture(scope="module")
 def documents() -> dict[str, Any]:
     """By kind."""
-    return {found["kind"]: found for found in yaml.safe_load_all(RAYJOB.read_text(encoding="utf-8"))}
+    return {results["kind"]: results for results in yaml.safe_load_all(RAYJOB.read_text(encoding="utf-8"))}
 
 
 @pytest.fixture
@@ -41,22 +41,22 @@ def script(documents: dict[str, Any], tmp_path: Path) -> Path:
     return file
 
 
-def expanded(words: str) -> list[str]:
+def expanded(argv: str) -> list[str]:
     """A command's words, as a shell would make them of VALUES."""
     for name, value in VALUES.items():
-        words = re.sub(rf"\$({name}\b|{{{name}}})", value, words)
-    return shlex.split(words)
+        argv = re.sub(rf"\$({name}\b|{{{name}}})", value, argv)
+    return shlex.split(argv)
 
 
-def check_command(words: list[str]) -> None:
+def check_command(argv: list[str]) -> None:
     """A command of `policygrad train`: its flags exist, and one that begins a run is a run."""
-    given = [word.partition("=")[0] for word in words if word.startswith("--")]
+    given = [word.partition("=")[0] for word in argv if word.startswith("--")]
     there = list_train_flags("grpo")
     unknown = {word for word in given if word not in there}
     cluster = "--cluster" in unknown
     assert unknown <= {"--cluster"}, unknown
     if "--resume" not in given:
-        rest = list(words)
+        rest = list(argv)
         if cluster:
             at = rest.index("--cluster")
             del rest[at : at + 2]
@@ -103,10 +103,10 @@ def test_what_the_batch_script_trains_is_a_run(part: str) -> None:
     begin, always = (re.search(rf"^{name}=\((.*)\)$", text, re.MULTILINE) for name in ("begin", "always"))
     assert begin is not None
     assert always is not None
-    words = {"begin": f'{begin[1]} --output "$RUN"', "resume": 'train --resume "$RUN"'}[part]
+    argv = {"begin": f'{begin[1]} --output "$RUN"', "resume": 'train --resume "$RUN"'}[part]
     assert 'words=("${begin[@]}" --output "$RUN")' in text
     assert 'words=(train --resume "$RUN")' in text
-    command, *rest = expanded(f"{words} {always[1]} --time-limit 85800s")
+    command, *rest = expanded(f"{argv} {always[1]} --time-limit 85800s")
     assert command == "train"
     check_command(rest)
 
@@ -165,33 +165,33 @@ def submitted(folder: Path, does: str, minutes: int = 60) -> tuple[int, list[str
 
 
 def test_a_job_whose_time_is_up_asks_for_another_turn_and_goes_on(tmp_path: Path) -> None:
-    code, told, _ = submitted(tmp_path, GOES_ON)
+    code, report, _ = submitted(tmp_path, GOES_ON)
     assert code == 0
-    assert told[1:] == ["requeue 7"]
-    assert "--nnodes 2 --nproc-per-node 8 --rdzv-id 7-0 --rdzv-backend c10d --rdzv-endpoint node-a:29500" in told[0]
-    assert f"-m policygrad train grpo --model {tmp_path}/my-model" in told[0]
-    assert f"--output {tmp_path}/runs/grpo-7 --plain" in told[0]
-    left = re.search(r"--time-limit (\d+)s$", told[0])
+    assert report[1:] == ["requeue 7"]
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-id 7-0 --rdzv-backend c10d --rdzv-endpoint node-a:29500" in report[0]
+    assert f"-m policygrad train grpo --model {tmp_path}/my-model" in report[0]
+    assert f"--output {tmp_path}/runs/grpo-7 --plain" in report[0]
+    left = re.search(r"--time-limit (\d+)s$", report[0])
     assert left is not None
     assert 2900 <= int(left[1]) <= 3000  # an hour without 600 s; a slow machine has a few less
-    code, told, said = submitted(tmp_path, ENDS)
-    assert f"-m policygrad train --resume {tmp_path}/runs/grpo-7 --plain" in told[0]
-    assert (code, len(told)) == (0, 1)
-    code, told, said = submitted(tmp_path, "exit 1")  # whoever submits it again
-    assert (code, told) == (0, [])
+    code, report, said = submitted(tmp_path, ENDS)
+    assert f"-m policygrad train --resume {tmp_path}/runs/grpo-7 --plain" in report[0]
+    assert (code, len(report)) == (0, 1)
+    code, report, said = submitted(tmp_path, "exit 1")  # whoever submits it again
+    assert (code, report) == (0, [])
     assert "is at its end" in said
 
 
 def test_a_job_that_gets_nowhere_does_not_come_back(tmp_path: Path) -> None:
-    code, told, said = submitted(tmp_path, "exit 3")
-    assert (code, len(told)) == (3, 1)
+    code, report, said = submitted(tmp_path, "exit 3")
+    assert (code, len(report)) == (3, 1)
     assert "no checkpoint since the beginning (exit code 3)" in said
     submitted(tmp_path, GOES_ON)
-    code, told, said = submitted(tmp_path, "exit 1")
-    assert (code, len(told)) == (1, 1)
+    code, report, said = submitted(tmp_path, "exit 1")
+    assert (code, len(report)) == (1, 1)
     assert "no checkpoint since step-000040 (exit code 1)" in said
-    code, told, said = submitted(tmp_path, GOES_ON, minutes=5)
-    assert (code, told) == (2, [])
+    code, report, said = submitted(tmp_path, GOES_ON, minutes=5)
+    assert (code, report) == (2, [])
     assert "ask for more time" in said
 
 
@@ -261,9 +261,9 @@ def test_what_the_ray_job_names_is_there(documents: dict[str, Any]) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_the_ray_job_trains_is_a_run(script: Path, which: int) -> None:
     text = script.read_text().replace("\\\n", " ")
-    found = [line.strip() for line in text.splitlines() if line.strip().startswith("exec policygrad")]
-    assert len(found) == 2
-    _, _, command, *rest = expanded(found[which])
+    results = [line.strip() for line in text.splitlines() if line.strip().startswith("exec policygrad")]
+    assert len(results) == 2
+    _, _, command, *rest = expanded(results[which])
     assert command == "train"
     assert rest[rest.index("--cluster") + 1] == "auto"
     check_command(rest)

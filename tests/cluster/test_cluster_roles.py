@@ -58,16 +58,16 @@ def test_odd_numbers_are_refused(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "argv"),
     [
         (ClusterConfig("local"), "--cluster local"),
         (ClusterConfig("ray://[::1]:10001", samplers=0), "--cluster 'ray://[::1]:10001' --cluster.samplers 0"),
         (ClusterConfig("auto", cpus=0.25, timeout=90.0), "--cluster auto --cluster.cpus 0.25 --cluster.timeout 90"),
     ],
 )
-def test_the_options_that_say_so_are_read_as_the_same(config: ClusterConfig, words: str) -> None:
-    assert config.cli_flags == words
-    assert parse_run(["grpo", *shlex.split(words)])[1].build_cluster_config() == config
+def test_the_options_that_say_so_are_read_as_the_same(config: ClusterConfig, argv: str) -> None:
+    assert config.cli_flags == argv
+    assert parse_run(["grpo", *shlex.split(argv)])[1].build_cluster_config() == config
     assert set(CLUSTER_OPTIONS) == {field.name for field in fields(ClusterConfig)} - {"address"}
 
 
@@ -182,13 +182,13 @@ def test_other_versions_are_refused() -> None:
 
 
 def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, said = run_command("train", "--cluster.samplers", "2", "--dry-run")
+    code, _, message = run_command("train", "--cluster.samplers", "2", "--dry-run")
     assert code == 2
-    assert "--cluster.samplers needs a Ray cluster" in said
+    assert "--cluster.samplers needs a Ray cluster" in message
 
 
 @pytest.mark.parametrize(
-    ("words", "way_out"),
+    ("argv", "way_out"),
     [
         (("eval", "tiny", "--cluster", "auto"), "policygrad eval` runs on this machine, or .*--sampler.urls"),
         (("sft", "--cluster=auto"), "policygrad sft` trains in several processes with --learner.world-size"),
@@ -197,23 +197,23 @@ def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str
     ],
 )
 def test_other_commands_refuse_a_cluster_by_name(
-    words: tuple[str, ...], way_out: str, run_command: Callable[..., tuple[int, str, str]]
+    argv: tuple[str, ...], way_out: str, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, _, said = run_command(*words)
+    code, _, message = run_command(*argv)
     assert code == 2
-    assert re.search(rf"^error: --cluster\S* is an option of `policygrad train` only.*{way_out}", said)
+    assert re.search(rf"^error: --cluster\S* is an option of `policygrad train` only.*{way_out}", message)
 
 
 def test_the_cluster_is_no_part_of_the_run(run_command: Callable[..., tuple[int, str, str]]) -> None:
-    there, here = (run_command("train", *words, "--dry-run")[1] for words in (("--cluster", "auto"), ()))
+    there, here = (run_command("train", *argv, "--dry-run")[1] for argv in (("--cluster", "auto"), ()))
     assert tomllib.loads(there) == tomllib.loads(here)
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 def test_without_ray_it_is_named(run_command: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, said = run_command("train", "--cluster", "local")
+    code, _, message = run_command("train", "--cluster", "local")
     assert code == 2
-    assert "pip install '.[ray]' in a clone" in said
+    assert "pip install '.[ray]' in a clone" in message
 
 
 class Counter:
@@ -240,16 +240,16 @@ CODE = cloudpickle.dumps(Counter)
 
 
 def test_an_actor_that_does_not_know_an_episode_plays_it_again() -> None:
-    example, said = Example("?"), [None, pg.Action("abc"), pg.Action("de")]
+    example, message = Example("?"), [None, pg.Action("abc"), pg.Action("de")]
 
     async def played() -> None:
         first, second = EnvironmentActor("first"), EnvironmentActor("second")
-        assert len(await first.call(CODE, 7, example, 0, said[:1])) == 1
-        whole = await first.call(CODE, 7, example, 0, said)
-        assert [o.content if isinstance(o, pg.Observation) else o.observation.content for o in whole] == ["0", "3", "5"]
-        assert await first.call(CODE, 7, example, 0, said) == whole  # asked twice, played once
-        assert await second.call(CODE, 7, example, 0, said) == whole
-        assert await EnvironmentActor("third").on_truncated(CODE, 7, example, 0, said) == 5.0
+        assert len(await first.call(CODE, 7, example, 0, message[:1])) == 1
+        full = await first.call(CODE, 7, example, 0, message)
+        assert [o.content if isinstance(o, pg.Observation) else o.observation.content for o in full] == ["0", "3", "5"]
+        assert await first.call(CODE, 7, example, 0, message) == full  # asked twice, played once
+        assert await second.call(CODE, 7, example, 0, message) == full
+        assert await EnvironmentActor("third").on_truncated(CODE, 7, example, 0, message) == 5.0
         await first.close(7)
         await first.close(7)
 

@@ -52,8 +52,8 @@ class Guess:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    with ray_cluster(tmp_path_factory.mktemp("ray") / "log") as found:
-        yield found
+    with ray_cluster(tmp_path_factory.mktemp("ray") / "log") as results:
+        yield results
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +97,13 @@ def test_several_samplers_draw_what_one_does_and_one_that_is_killed_costs_nothin
     run: pg.Run, alone: Path, tmp_path: Path, cluster: RayCluster
 ) -> None:
     several = on(cluster, samplers=2, cpus=0.4)
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    train_on_cluster(replace(run, output=str(whole)), several)
-    check_alike(alone, whole)
+    full, folder = tmp_path / "whole", tmp_path / "run"
+    train_on_cluster(replace(run, output=str(full)), several)
+    check_alike(alone, full)
     with Killer(cluster, "ray::SamplerActor.generate", folder / "metrics.jsonl", after=2) as killer:
         train_on_cluster(replace(run, output=str(folder)), several)
     assert killer.killed is not None
-    check_same(whole, folder)
+    check_same(full, folder)
 
 
 def test_an_episode_whose_actor_is_killed_goes_on(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
@@ -142,10 +142,10 @@ def test_a_client_from_elsewhere_goes_on_with_a_stopped_run(
 
 
 def test_what_has_no_room_is_said_within_seconds(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
-    told = list[str]()
+    report = list[str]()
     with pytest.raises(RunError, match=r"need 6 CPUs, of which the cluster has 2, 2 of them free.*--cluster\.cpus"):
         train_on_cluster(
-            replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=told.append
+            replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=report.append
         )
     assert not (tmp_path / "run").exists()
 

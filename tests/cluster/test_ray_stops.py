@@ -30,8 +30,8 @@ ROOM = 0.6
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    with ray_cluster(tmp_path_factory.mktemp("ray") / "log", dashboard=True) as found:
-        yield found
+    with ray_cluster(tmp_path_factory.mktemp("ray") / "log", dashboard=True) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,12 @@ def test_a_command_that_is_killed_takes_its_actors_along(
     check_same(acted, folder)
 
 
-def job(cluster: RayCluster, *words: str) -> str:
+def job(cluster: RayCluster, *argv: str) -> str:
     """What `ray job …` says."""
     ray = str(Path(sys.executable).with_name("ray"))
     environment = os.environ | {"RAY_API_SERVER_ADDRESS": cluster.dashboard}
     done = subprocess.run(
-        [ray, "job", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [ray, "job", *argv], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     return done.stdout
 
@@ -109,9 +109,9 @@ def test_a_job_is_submitted_stopped_and_gone_on_with(
     from ray.util.state import list_actors, list_placement_groups
 
     folder = tmp_path / "run"
-    words = [*command(run, folder), *options("auto")]
+    argv = [*command(run, folder), *options("auto")]
     patient = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "100"}})  # instead of 3
-    begun = job(cluster, "submit", "--no-wait", "--submission-id", "one", "--runtime-env-json", patient, "--", *words)
+    begun = job(cluster, "submit", "--no-wait", "--submission-id", "one", "--runtime-env-json", patient, "--", *argv)
     assert "submitted successfully" in begun, begun
     assert under_way(cluster, folder), job(cluster, "logs", "one")
     alive = {actor.name for actor in list_actors(address=cluster.dashboard, filters=[("state", "=", "ALIVE")])}
@@ -122,7 +122,7 @@ def test_a_job_is_submitted_stopped_and_gone_on_with(
     assert f"stopped; resume with: policygrad train --resume {folder} " in job(cluster, "logs", "one")
     assert 2 <= _steps(folder) < run.steps
     assert cluster.comes(cluster.empty)
-    on_with = [sys.executable, "-m", "policygrad", "train", "--resume", str(folder), *words[6:]]
-    said = job(cluster, "submit", "--", *on_with)
-    assert "succeeded" in said, said
+    on_with = [sys.executable, "-m", "policygrad", "train", "--resume", str(folder), *argv[6:]]
+    message = job(cluster, "submit", "--", *on_with)
+    assert "succeeded" in message, message
     check_same(acted, folder)

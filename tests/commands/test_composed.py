@@ -136,8 +136,8 @@ def test_a_custom_part_is_cited_by_its_file(run_command: Any, tmp_path: Path, mo
     (tmp_path / "own_file.py").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
-    words = ("--algorithm.gate", "own_file.py:Tent", "--algorithm.advantage", "GroupMean,own_file.py:Asym", "--dry-run")
-    code, out, err = run_command("train", "dr_grpo", *words)
+    argv = ("--algorithm.gate", "own_file.py:Tent", "--algorithm.advantage", "GroupMean,own_file.py:Asym", "--dry-run")
+    code, out, err = run_command("train", "dr_grpo", *argv)
     assert code == 0, err
     assert "# dr_grpo+Asym+Tent\n" in out
     assert "with gate = Tent(width=0.5, sharp=False) (user-defined, own_file.py:10)" in out

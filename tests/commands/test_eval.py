@@ -44,12 +44,12 @@ def test_eval_of_a_run_equals_its_own_evaluation(run_command: Command, trained: 
     """Task, reward, lengths, seed, problems and samples are its own: the figure is the last one of its log, bit for bit."""
     code, out, err = run_command("eval", str(trained), "--json", *leave)
     assert code == 0, err
-    found = json.loads(out)
+    results = json.loads(out)
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     last = next(row for row in reversed(rows) if "eval/reward" in row)
-    assert found["mean"] == last["eval/reward"]
-    assert found["stderr"] == last["eval/reward_stderr"]
-    assert (found["problems"], found["samples"]) == (6, 4)
+    assert results["mean"] == last["eval/reward"]
+    assert results["stderr"] == last["eval/reward_stderr"]
+    assert (results["problems"], results["samples"]) == (6, 4)
 
 
 def test_several_models_get_the_same_problems_and_random_numbers(
@@ -57,23 +57,23 @@ def test_several_models_get_the_same_problems_and_random_numbers(
 ) -> None:
     same = tmp_path / "same"
     same.symlink_to(trained / "model")
-    words = (str(trained), str(same), str(small.model), "--output", str(tmp_path / "found"), *leave)
-    code, out, err = run_command("eval", *words)
+    argv = (str(trained), str(same), str(small.model), "--output", str(tmp_path / "found"), *leave)
+    code, out, err = run_command("eval", *argv)
     assert code == 0, err
     assert "95% bootstrap intervals over the same problems" in out
-    told = json.loads((tmp_path / "found" / "eval.json").read_text())
-    assert [row["model"] for row in told["models"]] == [str(trained), str(same), str(small.model)]
-    to_itself, to_base = told["differences"]
+    report = json.loads((tmp_path / "found" / "eval.json").read_text())
+    assert [row["model"] for row in report["models"]] == [str(trained), str(same), str(small.model)]
+    to_itself, to_base = report["differences"]
     zero = {"value": 0.0, "low": 0.0, "high": 0.0}
     assert to_itself["mean"] == to_itself["majority"] == zero
     assert set(to_itself["pass"]) == {"1", "2", "4"}
-    assert to_base["mean"]["value"] == pytest.approx(told["models"][0]["mean"] - told["models"][2]["mean"])
+    assert to_base["mean"]["value"] == pytest.approx(report["models"][0]["mean"] - report["models"][2]["mean"])
     rows = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * 6 * 4
     prompts = {model: [row["prompt"] for row in rows if row["model"] == model] for model in (str(trained), str(same))}
     assert prompts[str(trained)] == prompts[str(same)]
     assert all(row["rewards"] == {small.reward[0]: row["reward"]} for row in rows)
-    code, _, err = run_command("eval", *words)
+    code, _, err = run_command("eval", *argv)
     assert code == 2
     assert "is not empty; choose another --output" in err
 
@@ -145,16 +145,16 @@ def result(*rows: list[tuple[float | None, str | None]]) -> EvaluationResult:
 
 
 def test_majority_vote_scores_the_most_frequent_answer() -> None:
-    found = result(
+    results = result(
         [(1.0, "4"), (0.0, "5"), (1.0, "4"), (0.0, None)],  # 4 has two votes
         [(0.0, "5"), (1.0, "4"), (0.0, None), (None, None)],  # a tie: the mean of 0 and 1
         [(0.0, None), (1.0, None), (0.0, None), (0.0, None)],  # nobody votes
         [(0.5, "7"), (0.0, "7"), (1.0, "8"), (None, "7")],  # an answer is worth its mean
     )
-    assert found.majority_per_problem == (1.0, 0.5, 0.0, 0.5 / 3)
-    assert found.majority == pytest.approx((1.5 + 0.5 / 3) / 4)
-    assert found.mean_per_problem == (0.5, 0.25, 0.25, 0.375)
-    assert found.num_failed == 2
+    assert results.majority_per_problem == (1.0, 0.5, 0.0, 0.5 / 3)
+    assert results.majority == pytest.approx((1.5 + 0.5 / 3) / 4)
+    assert results.mean_per_problem == (0.5, 0.25, 0.25, 0.375)
+    assert results.num_failed == 2
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_threshold_above_every_score_is_noted(scores: tuple[float, ...], thres
 
 def test_pass_at_k_by_enumeration() -> None:
     """c of n = 4 are right: of the six pairs without replacement, those with a right one in them."""
-    found = result([(1.0, ""), (0.0, ""), (0.0, ""), (0.0, "")], [(1.0, ""), (1.0, ""), (0.0, ""), (0.0, "")])
-    assert found.pass_at_per_problem(2) == (3 / 6, pytest.approx(5 / 6))
-    assert found.pass_at(1) == found.mean
+    results = result([(1.0, ""), (0.0, ""), (0.0, ""), (0.0, "")], [(1.0, ""), (1.0, ""), (0.0, ""), (0.0, "")])
+    assert results.pass_at_per_problem(2) == (3 / 6, pytest.approx(5 / 6))
+    assert results.pass_at(1) == results.mean
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_votes_use_the_rewards_answer_parsing(reward: str, equal: tuple[str, str
 
 def test_paired_bootstrap_by_enumeration() -> None:
     """Of two problems with differences 0 and 1 a replication is 0, ½ or 1, with probabilities ¼, ½, ¼."""
-    found = paired_difference([0.5, 1.0], [0.5, 0.0])
-    assert (found.value, found.low, found.high) == (0.5, 0.0, 1.0)
+    results = paired_difference([0.5, 1.0], [0.5, 0.0])
+    assert (results.value, results.low, results.high) == (0.5, 0.0, 1.0)
     narrow = paired_difference([0.9, 0.1, 0.5], [0.8, 0.0, 0.4])  # how hard a problem is cancels out
     assert (narrow.low, narrow.high) == pytest.approx((0.1, 0.1))
     with pytest.raises(ValueError, match="same problems"):

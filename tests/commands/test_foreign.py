@@ -21,11 +21,13 @@ NAMES = [(library, name) for library, names in LIBRARIES.items() for name in nam
 @pytest.fixture(scope="module")
 def ours() -> set[str]:
     """Options of `train` with the parts of very different algorithms, and of parts that only --algorithm.FIELD puts in."""
-    found = {flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in list_train_flags(name)}
+    result = {
+        flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in list_train_flags(name)
+    }
     fields = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
-    found |= {f"--algorithm.{field}" for field in fields}
-    found |= {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}  # of DualClip, TruncatedIS
-    return found | {"--algorithm.advantage.batch-std.of", "--algorithm.advantage.group-std.eps"}
+    result |= {f"--algorithm.{field}" for field in fields}
+    result |= {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}  # of DualClip, TruncatedIS
+    return result | {"--algorithm.advantage.batch-std.of", "--algorithm.advantage.group-std.eps"}
 
 
 def test_every_suggested_option_exists(ours: set[str]) -> None:

@@ -27,9 +27,9 @@ TOKENS = [(i, t) for i, n in enumerate(LENGTHS) for t in range(n)]
 Numbers = dict[tuple[int, int], float]
 
 
-def algorithm(words: str) -> pg.Algorithm:
+def algorithm(argv: str) -> pg.Algorithm:
     """What the command line makes of `policygrad train WORDS`."""
-    return parse_run(words.split())[0].algorithm
+    return parse_run(argv.split())[0].algorithm
 
 
 def rollout(seed: int = 0) -> pg.Batch:
@@ -58,10 +58,10 @@ PSI = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype
 LOGP = BATCH.logp_old + 0.6 * torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)  # type: ignore[operator]
 
 
-def ours(words: str, psi: Tensor = PSI, batch: pg.Batch = BATCH) -> Tensor:
+def ours(argv: str, psi: Tensor = PSI, batch: pg.Batch = BATCH) -> Tensor:
     """∂loss/∂log π_θ of the command line's algorithm."""
     leaf = LOGP.clone().requires_grad_()
-    return torch.autograd.grad(pg.surrogate(leaf, batch, psi, algorithm(words)), leaf)[0]
+    return torch.autograd.grad(pg.surrogate(leaf, batch, psi, algorithm(argv)), leaf)[0]
 
 
 def theirs(loss: Callable[[Tensor], Tensor]) -> Tensor:
@@ -123,11 +123,11 @@ def dual_clip_as_cap() -> None:
     agree(ours(f"{BARE} --algorithm.gate DualClip --algorithm.gate.c 1.5"), theirs(token_mean(value)))
 
 
-def value_loss(factor: float, words: str) -> Callable[[], None]:
+def value_loss(factor: float, argv: str) -> Callable[[], None]:
     """factor · max((V − R)², (V clipped about the old one − R)²), a token."""
 
     def check() -> None:
-        critic = algorithm(f"ppo --algorithm.critic.clip 0.3 {words}").critic
+        critic = algorithm(f"ppo --algorithm.critic.clip 0.3 {argv}").critic
         assert critic is not None
         assert BATCH.values is not None
         new, targets = BATCH.values + PSI, PSI.flip(0)
@@ -149,15 +149,15 @@ def token_rewards(beta: float = 0.0) -> Numbers:
 
 
 def gae_by_hand(gamma: float, lam: float, beta: float = 0.0) -> Numbers:
-    rewards, found = token_rewards(beta), Numbers()
+    rewards, result = token_rewards(beta), Numbers()
     for i, n in enumerate(LENGTHS):
         value, advantage = 0.0, 0.0
         for t in reversed(range(n)):
             now = float(BATCH.values[i, t])  # type: ignore[index]
             advantage = rewards[i, t] + gamma * value - now + gamma * lam * advantage
             value = now
-            found[i, t] = advantage
-    return found
+            result[i, t] = advantage
+    return result
 
 
 def to_go_by_hand(beta: float) -> Numbers:
@@ -226,8 +226,8 @@ def kl_in_reward_of_a_group() -> None:
     psi = algorithm(
         f"grpo --algorithm.advantage GroupMean {KL} --algorithm.shaping.kl-in-reward.level sequence"
     ).compute_advantages(BATCH)
-    whole = [to_go_by_hand(0.3)[i, 0] for i in range(ROWS)]
-    same(psi, {(i, t): whole[i] - mean_of_group(whole, i) for i, t in TOKENS})
+    full = [to_go_by_hand(0.3)[i, 0] for i in range(ROWS)]
+    same(psi, {(i, t): full[i] - mean_of_group(full, i) for i, t in TOKENS})
 
 
 def kl_after_the_baseline() -> None:
@@ -242,8 +242,8 @@ def kl_after_the_baseline() -> None:
 def kl_of_rloo() -> None:
     """TRL's beta in RLOOConfig: the completion's whole KL off its reward."""
     psi = algorithm("rloo --algorithm.shaping.kl-in-reward.beta 0.3").compute_advantages(BATCH)
-    whole = [to_go_by_hand(0.3)[i, 0] for i in range(ROWS)]
-    same(psi, {(i, t): (whole[i] - mean_of_group(whole, i)) * SIZE / (SIZE - 1) for i, t in TOKENS})
+    full = [to_go_by_hand(0.3)[i, 0] for i in range(ROWS)]
+    same(psi, {(i, t): (full[i] - mean_of_group(full, i)) * SIZE / (SIZE - 1) for i, t in TOKENS})
 
 
 def target_kl() -> None:
@@ -290,8 +290,8 @@ def deviation(x: tuple[float, ...] | list[float]) -> float:
 
 
 def compared(psi: str, scale: Callable[[int], float]) -> None:
-    found = algorithm(f"grpo --algorithm.advantage {psi}").compute_advantages(BATCH)
-    same(found, {(i, t): (REWARDS[i] - mean_of_group(REWARDS, i)) / scale(i) for i, t in TOKENS})
+    result = algorithm(f"grpo --algorithm.advantage {psi}").compute_advantages(BATCH)
+    same(result, {(i, t): (REWARDS[i] - mean_of_group(REWARDS, i)) / scale(i) for i, t in TOKENS})
 
 
 def of_group(i: int) -> float:
@@ -337,14 +337,14 @@ def estimators() -> None:
 
 def no_std_norm() -> None:
     """The mean over tokens still comes off: of what is left without Whiten, the same constant at every token."""
-    for words, values in (
+    for argv, values in (
         (
             "reinforce_pp_baseline --algorithm.advantage GroupMean",
             {(i, t): REWARDS[i] - mean_of_group(REWARDS, i) for i, t in TOKENS},
         ),
         ("ppo --algorithm.shaping none --algorithm.advantage GAE", gae_by_hand(1.0, 0.95)),
     ):
-        psi, mean = algorithm(words).compute_advantages(BATCH), sum(values.values()) / len(values)
+        psi, mean = algorithm(argv).compute_advantages(BATCH), sum(values.values()) / len(values)
         same(psi - mean, {key: x - mean for key, x in values.items()})
         assert abs(mean) > 1e-3
 
@@ -380,8 +380,8 @@ def temperatures() -> None:
         tau = 1.5 if PSI[i, t] > 0 else 2.5
         return -torch.sigmoid(tau * (ratio(logp, i, t) - 1)) * 4 / tau * PSI[i, t]
 
-    words = "sapo --algorithm.gate.tau-pos 1.5 --algorithm.gate.tau-neg 2.5 --algorithm.aggregation TokenMean"
-    agree(ours(words), theirs(token_mean(value)))
+    argv = "sapo --algorithm.gate.tau-pos 1.5 --algorithm.gate.tau-neg 2.5 --algorithm.aggregation TokenMean"
+    agree(ours(argv), theirs(token_mean(value)))
 
 
 def corrections() -> None:
@@ -427,8 +427,8 @@ def entropy() -> None:
 
 def overlong() -> None:
     """OpenRLHF: a buffer of 2 of 5 tokens is a share of 0.4; each token in it costs its part of 1."""
-    words = "reinforce --max-tokens 5 --algorithm.shaping SoftOverlong --algorithm.shaping.soft-overlong.cache 0.4"
-    row = algorithm(words)
+    argv = "reinforce --max-tokens 5 --algorithm.shaping SoftOverlong --algorithm.shaping.soft-overlong.cache 0.4"
+    row = algorithm(argv)
     shaped = replace(BATCH, truncated=None)
     for part in row.shaping:
         shaped = part(shaped)
@@ -528,8 +528,8 @@ NAMED = {
 
 
 def test_notes_name_the_formula_that_is_checked() -> None:
-    for (library, name), words in NAMED.items():
-        assert words in load_foreign_options()[0][library][name].note, name
+    for (library, name), argv in NAMED.items():
+        assert argv in load_foreign_options()[0][library][name].note, name
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def dry(run_command: Any, *args: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ("own_file:LIKE_GRPO",),
         ("own_file.py:LIKE_GRPO",),
@@ -49,9 +49,9 @@ def dry(run_command: Any, *args: str) -> dict[str, Any]:
         ("--dry-run", "own_file:LIKE_GRPO", "--reward", "exact_match"),
     ],
 )
-def test_a_custom_algorithm_is_named_like_any_other(run_command: Any, here: Path, words: tuple[str, ...]) -> None:
-    made = dry(run_command, *words)["algorithm"]
-    in_file = any(".py:" in word for word in words)
+def test_a_custom_algorithm_is_named_like_any_other(run_command: Any, here: Path, argv: tuple[str, ...]) -> None:
+    made = dry(run_command, *argv)["algorithm"]
+    in_file = any(".py:" in word for word in argv)
     assert made["gate"]["part"] == (f"{here / 'own_file.py'}:Tent" if in_file else "own_file:Tent")
     assert made["gate"]["width"] == 0.3
     assert [term["part"] for term in made["terms"]] == ["KLToReference"]
@@ -158,9 +158,9 @@ def test_a_run_with_a_custom_file_resumes_from_another_folder(
     run_command: Any, here: Path, small: pg.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trained, stopped, resumed elsewhere: the same parts, the run's folder and headline named after them."""
-    words = f"--model {small.model} --task {small.task} --reward {small.reward[0]} --steps 2 --prompts-per-step 2"
+    argv = f"--model {small.model} --task {small.task} --reward {small.reward[0]} --steps 2 --prompts-per-step 2"
     more = "--samples-per-prompt 2 --max-tokens 4 --evaluation.problems 0 --learner.device cpu --plain"
-    code, out, err = run_command("train", "own_file.py:LIKE_GRPO", *words.split(), *more.split(), "--stop-after", "1")
+    code, out, err = run_command("train", "own_file.py:LIKE_GRPO", *argv.split(), *more.split(), "--stop-after", "1")
     assert code == 0, err
     assert "policygrad · grpo+Tent on " in out
     folder = here / "runs" / "grpo+Tent-1"

@@ -73,7 +73,7 @@ def test_published_setups_can_be_planned_with_an_engine(run_command: Any) -> Non
         ("Llama-3.1-70B", 64, 4, 398),
         ("Llama-3.1-8B", 16, 1, 1060),
     ):
-        words = (
+        argv = (
             "plan",
             "grpo",
             "--model",
@@ -85,13 +85,13 @@ def test_published_setups_can_be_planned_with_an_engine(run_command: Any) -> Non
             "--prompt",
             "132",
         )
-        words += ("--samples-per-prompt", "32", "--completion", str(completion), "--gradient-checkpointing", "--engine")
-        found = json.loads(run_command(*words, "--json")[1])["plan"]
-        assert found["fits"], model
-        assert "full policy" not in found["memory"]["learner"]["static"]
-    out = run_command(*words)[1]
+        argv += ("--samples-per-prompt", "32", "--completion", str(completion), "--gradient-checkpointing", "--engine")
+        result = json.loads(run_command(*argv, "--json")[1])["plan"]
+        assert result["fits"], model
+        assert "full policy" not in result["memory"]["learner"]["static"]
+    out = run_command(*argv)[1]
     assert "this library's engines do neither yet" in " ".join(out.lower().split())
-    assert not json.loads(run_command(*words[:-1], "--json")[1])["plan"]["fits"]
+    assert not json.loads(run_command(*argv[:-1], "--json")[1])["plan"]["fits"]
 
 
 def test_samplers_on_separate_devices(run_command: Any) -> None:
@@ -119,10 +119,10 @@ def test_a_plan_that_does_not_fit_suggests_changes(run_command: Any) -> None:
 
 def test_suggested_options_are_accepted(run_command: Any) -> None:
     """What was said to fit does, when it is asked for."""
-    words = ["plan", "--model", "Qwen3-8B", "--gpus", "H100:8", "--json"]
-    changes = [c for c in json.loads(run_command(*words)[1])["changes"] if not c["option"].startswith("--gpus")]
+    argv = ["plan", "--model", "Qwen3-8B", "--gpus", "H100:8", "--json"]
+    changes = [c for c in json.loads(run_command(*argv)[1])["changes"] if not c["option"].startswith("--gpus")]
     more = [word for change in changes for word in change["option"].split()]
-    told = json.loads(run_command(*words, *more)[1])["plan"]
+    told = json.loads(run_command(*argv, *more)[1])["plan"]
     assert told["fits"]
     assert told["memory"]["peak"] == changes[-1]["memory"]["peak"]
 
@@ -143,7 +143,7 @@ def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
         (("--model", "Qwen3-9B"), "did you mean 'Qwen3-8B'"),
         (("--gpus", "H20:8"), "did you mean H200"),
@@ -164,21 +164,21 @@ def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None
         (("--prompts-per-step", "0"), "prompts must be at least 1"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_a_remedy(run_command: Any, words: tuple[str, ...], said: str) -> None:
-    code, out, err = run_command("plan", *words)
+def test_what_cannot_be_planned_is_refused_with_a_remedy(run_command: Any, argv: tuple[str, ...], message: str) -> None:
+    code, out, err = run_command("plan", *argv)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
-    found = loaded("import policygrad.planning.render, policygrad.planning.planner, policygrad.planning.pipeline")
-    assert "policygrad.planning.planner" in found
-    assert not {"torch", "tyro", "transformers", "numpy", "jinja2", "policygrad.core"} & found
+    result = loaded("import policygrad.planning.render, policygrad.planning.planner, policygrad.planning.pipeline")
+    assert "policygrad.planning.planner" in result
+    assert not {"torch", "tyro", "transformers", "numpy", "jinja2", "policygrad.core"} & result
 
 
 def test_the_command_loads_no_model_code() -> None:
-    found = loaded(f"from policygrad.cli import main; main({['plan', *MODEST]})")
-    assert not {"transformers", "safetensors", "reasoning_gym"} & found
+    result = loaded(f"from policygrad.cli import main; main({['plan', *MODEST]})")
+    assert not {"transformers", "safetensors", "reasoning_gym"} & result
 
 
 # --- what an algorithm asks
@@ -186,8 +186,8 @@ def test_the_command_loads_no_model_code() -> None:
 
 def test_models_and_passes_of_the_matrix() -> None:
     def told(name: str) -> tuple[int, int, int, int, int]:
-        found = compute_algorithm_cost(ALGORITHMS[name])
-        return found.trained_models, found.frozen_models, found.scoring_passes, found.epochs, found.updates
+        result = compute_algorithm_cost(ALGORITHMS[name])
+        return result.trained_models, result.frozen_models, result.scoring_passes, result.epochs, result.updates
 
     assert told("dr_grpo") == (1, 0, 0, 1, 1)
     assert told("grpo") == (1, 1, 1, 1, 1)  # π_ref
@@ -206,10 +206,10 @@ def test_every_algorithm_is_planned_or_refused_with_a_reason(name: str) -> None:
         with pytest.raises(pg.ConfigError, match="counts gradient steps"):
             compute_plannable_cost(ALGORITHMS[name])
         return
-    found = compute_plannable_cost(ALGORITHMS[name])
-    assert found.name == name
-    assert found.samples_per_prompt == ALGORITHMS[name].samples_per_prompt
-    assert found.updates % found.epochs == 0
+    result = compute_plannable_cost(ALGORITHMS[name])
+    assert result.name == name
+    assert result.samples_per_prompt == ALGORITHMS[name].samples_per_prompt
+    assert result.updates % result.epochs == 0
 
 
 def test_extra_samples_are_named() -> None:
@@ -220,7 +220,7 @@ def test_extra_samples_are_named() -> None:
 
 
 def test_minibatches_are_at_most_as_many_as_prompts(run_command: Any) -> None:
-    words = (
+    argv = (
         "plan",
         "--model",
         KNOWN_SHAPES["Qwen3-0.6B"].name,
@@ -230,4 +230,4 @@ def test_minibatches_are_at_most_as_many_as_prompts(run_command: Any) -> None:
         "4",
         "--json",
     )
-    assert json.loads(run_command(*words)[1])["algorithm"]["updates"] == 4
+    assert json.loads(run_command(*argv)[1])["algorithm"]["updates"] == 4

@@ -30,12 +30,12 @@ IMPATIENT = "import sys, time; time.sleep = lambda seconds: None; from policygra
 """The command line, whose client does not wait between its attempts."""
 
 
-def pushed(there: Hub, *words: str, token: str | None) -> tuple[int, str, str]:
+def pushed(there: Hub, *argv: str, token: str | None) -> tuple[int, str, str]:
     """The client reads its hub when it is imported, so each command is a process of its own."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     own |= {"HF_ENDPOINT": there.url, "HF_HOME": "/nonexistent"} | ({} if token is None else {"HF_TOKEN": token})
-    words = (sys.executable, "-c", IMPATIENT, "export", *words)
-    done = subprocess.run(words, capture_output=True, text=True, env=own, timeout=120, check=False)
+    argv = (sys.executable, "-c", IMPATIENT, "export", *argv)
+    done = subprocess.run(argv, capture_output=True, text=True, env=own, timeout=120, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -51,9 +51,9 @@ def test_only_the_model_and_its_card_are_pushed(run: Path) -> None:
 @pytest.mark.slow
 def test_a_refusal_of_the_hub_has_a_remedy(run: Path) -> None:
     with hub() as there:
-        for token, said in ((None, "hf auth login"), ("hf_wrong", "check the name, and the token's permission")):
+        for token, output in ((None, "hf auth login"), ("hf_wrong", "check the name, and the token's permission")):
             code, _, err = pushed(there, str(run), "--push", "me/it", token=token)
-            assert (code, said in err) == (2, True), err
+            assert (code, output in err) == (2, True), err
         assert there.files == {}
 
 
@@ -76,11 +76,11 @@ def test_an_unreachable_hub_leaves_the_local_model(run: Path) -> None:
 def test_an_invalid_repository_or_model_is_refused_at_the_start(
     run: Path, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    for words, said in (
+    for argv, output in (
         ((run, "--push", "it"), "OWNER/NAME"),
         ((tmp_path, "--push", "me/it"), "holds no run and no model"),
         ((run, "--public"), "add --push OWNER/NAME"),
         ((run, "--push", "me/it", "--dtype", "bf16"), "add --merge"),
     ):
-        code, _, err = run_command("export", *map(str, words))
-        assert (code, said in err) == (2, True), err
+        code, _, err = run_command("export", *map(str, argv))
+        assert (code, output in err) == (2, True), err

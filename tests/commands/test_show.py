@@ -42,9 +42,9 @@ def test_no_word_is_cut_and_families_are_grouped(width: int) -> None:
     """Every word of the narrow form is one of the wide form; the rows are in the order of their families."""
     rows = [build_matrix_row(a, changed=changed) for a in ALGORITHMS.values() for changed in (True, False)]
     cells = [text for row in rows for column, parts in row.items() for text in (column, *parts)]
-    whole = {word.rstrip(",") for text in (*cells, *FAMILIES, *ALGORITHMS) for word in text.split()} | {"–"}
+    full = {word.rstrip(",") for text in (*cells, *FAMILIES, *ALGORITHMS) for word in text.split()} | {"–"}
     lines = plain(width)
-    assert {word.rstrip(",") for line in lines for word in line.split()} <= whole
+    assert {word.rstrip(",") for line in lines for word in line.split()} <= full
     named = [line.split()[0] for line in lines if line.split() and line.split()[0] in ALGORITHMS]
     assert named == [name for members in group_by_family().values() for name in members]
     assert sorted(named) == sorted(ALGORITHMS)
@@ -56,8 +56,10 @@ def test_no_word_is_cut_and_families_are_grouped(width: int) -> None:
 
 def test_algorithms_are_classified_into_families() -> None:
     single, values, group, clipped, gated, completion = FAMILIES
-    found = {a.name: classify_family(a) for a in (pg.REINFORCE, pg.PPO, pg.VINEPPO, pg.RLOO, pg.GRPO, pg.SAPO, pg.GSPO)}
-    assert list(found.values()) == [single, values, values, group, clipped, gated, completion]
+    result = {
+        a.name: classify_family(a) for a in (pg.REINFORCE, pg.PPO, pg.VINEPPO, pg.RLOO, pg.GRPO, pg.SAPO, pg.GSPO)
+    }
+    assert list(result.values()) == [single, values, values, group, clipped, gated, completion]
 
 
 def test_the_column_also_names_what_no_other_column_shows(run_command: Any) -> None:
@@ -65,8 +67,8 @@ def test_the_column_also_names_what_no_other_column_shows(run_command: Any) -> N
     for width in ("80", "400"):
         text = run_command("algorithms", "--width", width)[1]
         assert "also" in text
-        for said in ("TrustRegion(line_search=False)", "Reference(refresh_every=100)", "G = 4"):
-            assert said in " ".join(text.split())
+        for output in ("TrustRegion(line_search=False)", "Reference(refresh_every=100)", "G = 4"):
+            assert output in " ".join(text.split())
     rows = run_command("algorithms")[1].splitlines()
     assert len(rows) == 1 + len(ALGORITHMS)
     assert rows[0].rstrip().endswith("also")
@@ -117,8 +119,8 @@ def test_show_alone_lists_everything(run_command: Any) -> None:
     code, out, _ = run_command("show")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    words = set(out.replace(",", " ").split())
-    assert set(ALGORITHMS) | set(list_parts()) | set(ROLES) <= words
+    argv = set(out.replace(",", " ").split())
+    assert set(ALGORITHMS) | set(list_parts()) | set(ROLES) <= argv
 
 
 def test_field_docs_come_from_the_declaring_class() -> None:

@@ -51,20 +51,20 @@ def test_later_options_replace_earlier_ones() -> None:
 
 
 def test_rows_are_parsed_into_labels_and_options() -> None:
-    found = rows(
+    result = rows(
         "grpo",
         "tight=grpo --algorithm.gate.high 0.1",
         common=("--prompts-per-step", "16"),
         options=("grpo=--samples-per-prompt 4", "grpo=--temperature 0.9"),
     )
-    assert list(found) == ["grpo", "tight"]
-    assert found["tight"].argv[0] == "grpo"
-    assert "--algorithm.gate.high" in found["tight"].argv
-    assert found["grpo"].settings["samples_per_prompt"] == 4
-    assert found["tight"].settings["samples_per_prompt"] == 8
-    assert {row.settings["prompts_per_step"] for row in found.values()} == {16}
-    assert found["grpo"].measure["temperature"] == 0.9
-    assert found["grpo"].measure != found["tight"].measure
+    assert list(result) == ["grpo", "tight"]
+    assert result["tight"].argv[0] == "grpo"
+    assert "--algorithm.gate.high" in result["tight"].argv
+    assert result["grpo"].settings["samples_per_prompt"] == 4
+    assert result["tight"].settings["samples_per_prompt"] == 8
+    assert {row.settings["prompts_per_step"] for row in result.values()} == {16}
+    assert result["grpo"].measure["temperature"] == 0.9
+    assert result["grpo"].measure != result["tight"].measure
 
 
 def test_evaluations_cost_at_most_their_share() -> None:
@@ -79,20 +79,20 @@ def test_evaluations_cost_at_most_their_share() -> None:
 
 def test_the_tuned_option_follows_the_algorithm() -> None:
     grids = {"lr_grid": (1e-4, 1e-3), "delta_grid": (0.01, 0.03)}
-    found = rows("grpo", "trpo", "fixed=grpo --lr 1e-3", **grids)
-    assert (found["grpo"].tuned_option, found["grpo"].grid) == ("--lr", (1e-4, 1e-3))
-    assert (found["trpo"].tuned_option, found["trpo"].grid) == ("--algorithm.update-rule.delta", (0.01, 0.03))
-    assert (found["fixed"].tuned_option, found["fixed"].grid) == ("", ())
+    result = rows("grpo", "trpo", "fixed=grpo --lr 1e-3", **grids)
+    assert (result["grpo"].tuned_option, result["grpo"].grid) == ("--lr", (1e-4, 1e-3))
+    assert (result["trpo"].tuned_option, result["trpo"].grid) == ("--algorithm.update-rule.delta", (0.01, 0.03))
+    assert (result["fixed"].tuned_option, result["fixed"].grid) == ("", ())
     assert not rows("trpo", lr_grid=(1e-4, 1e-3))["trpo"].is_tuned
     with pytest.raises(ConfigError, match="--lr for all rows leaves nothing for --lr-grid to choose"):
         rows("grpo", common=("--lr", "1e-3"), **grids)
 
 
 def test_overrides_for_short_answers_are_printed_and_can_be_disabled() -> None:
-    found = rows("vapo", "grpo")
-    assert found["vapo"].reason == OVERRIDES["vapo"].reason
-    assert set(OVERRIDES["vapo"].options) <= set(found["vapo"].argv)
-    assert found["grpo"].reason == ""
+    result = rows("vapo", "grpo")
+    assert result["vapo"].reason == OVERRIDES["vapo"].reason
+    assert set(OVERRIDES["vapo"].options) <= set(result["vapo"].argv)
+    assert result["grpo"].reason == ""
     for plain in (rows("vapo", overrides=False), rows("vapo", common=("--task", "embedded_steps"))):
         assert plain["vapo"].reason == ""
         assert "0.5" not in plain["vapo"].argv
@@ -100,8 +100,8 @@ def test_overrides_for_short_answers_are_printed_and_can_be_disabled() -> None:
 
 
 def test_a_row_can_be_a_custom_algorithm() -> None:
-    found = rows("soft=dr_grpo --algorithm.gate SigmoidGate --algorithm.gate.tau-pos 2", lr_grid=(1e-3,))
-    run = resolve_row("soft", (*found["soft"].argv, "--lr", "1e-3"))
+    result = rows("soft=dr_grpo --algorithm.gate SigmoidGate --algorithm.gate.tau-pos 2", lr_grid=(1e-3,))
+    run = resolve_row("soft", (*result["soft"].argv, "--lr", "1e-3"))
     assert run.algorithm.gate == pg.SigmoidGate(2.0, 1.05)
 
 
@@ -143,23 +143,25 @@ def test_invalid_comparisons_are_refused(run_command: Any, args: tuple[str, ...]
 
 def test_dry_run_prints_every_command(run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    told = words(run_command, "grpo", "trpo", "--seeds", "2", "--lr-grid", "1e-4,1e-3", "--budget-tokens", "1000")
-    assert len(told) == 2 * 2 + 2 * 2
-    assert all("--tokens 1000" in line for line in told)
-    assert sum("the best of 0.0001, 0.001" in line for line in told) == 2
+    report = words(run_command, "grpo", "trpo", "--seeds", "2", "--lr-grid", "1e-4,1e-3", "--budget-tokens", "1000")
+    assert len(report) == 2 * 2 + 2 * 2
+    assert all("--tokens 1000" in line for line in report)
+    assert sum("the best of 0.0001, 0.001" in line for line in report) == 2
     assert not Path("comparisons").exists()
 
 
-@pytest.mark.parametrize(("seeds", "said"), [(1, "100% of cases"), (2, "33% of cases"), (3, "10% of cases"), (4, "")])
+@pytest.mark.parametrize(
+    ("seeds", "message"), [(1, "100% of cases"), (2, "33% of cases"), (3, "10% of cases"), (4, "")]
+)
 def test_seeds_that_can_tell_no_rows_apart_are_announced_before_the_runs(
-    run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: int, said: str
+    run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: int, message: str
 ) -> None:
     """Of wholly separated equal rows at most 5 % may be chance."""
     monkeypatch.chdir(tmp_path)
     _, out, _ = run_command("compare", "grpo", "rloo", "--seeds", str(seeds), "--dry-run")
-    if said:
+    if message:
         assert out.startswith(f"# --seeds {seeds} cannot distinguish any two rows")
-        assert said in out
+        assert message in out
         assert "Use --seeds 4 or more" in out
     else:
         assert "#" not in out
@@ -182,15 +184,15 @@ def test_too_few_seeds_are_announced_before_the_first_run(
 def test_a_ladder_ends_at_its_method(name: str) -> None:
     """Every rung is another algorithm than the one below, and the last is the method itself."""
     ladder = LADDERS[name]
-    found = list(rows(ladder=ladder).values())
-    made = [resolve_row(row.label, row.argv).algorithm for row in found]
+    result = list(rows(ladder=ladder).values())
+    made = [resolve_row(row.label, row.argv).algorithm for row in result]
     assert len(made) == len(ladder.rungs) >= 2
     assert all(a != b for a, b in pairwise(made))
     own = resolve_row("own", (name, *ladder.setting)).algorithm
     assert replace(made[-1], name=own.name, update_rule=own.update_rule) == own
-    assert {row.measure["task"] for row in found} == {"embedded_steps"}
-    assert all(row.change for row in found)
-    assert {row.settings["updates_per_rollout"] for row in found} == {16}
+    assert {row.measure["task"] for row in result} == {"embedded_steps"}
+    assert all(row.change for row in result)
+    assert {row.settings["updates_per_rollout"] for row in result} == {16}
 
 
 def test_the_dapo_ladder_is_in_the_published_order() -> None:
@@ -216,11 +218,11 @@ def test_a_real_comparison_with_processes(
     args += ["--tokens", "300", "--jobs", "2", "--threads", "1", "--output", "c"]
     code, out, err = run_command("compare", *args, *common)
     assert code == 0, err
-    told = json.loads((Path("c") / "comparison.json").read_text())
-    assert [len(row["runs"]) for row in told["rows"]] == [2, 2]
-    assert told["rows"][0]["option_value"] == 3e-3
-    assert told["rows"][1]["tuned_option"] == ""
-    run = told["rows"][0]["runs"][0]
+    report = json.loads((Path("c") / "comparison.json").read_text())
+    assert [len(row["runs"]) for row in report["rows"]] == [2, 2]
+    assert report["rows"][0]["option_value"] == 3e-3
+    assert report["rows"][1]["tuned_option"] == ""
+    run = report["rows"][0]["runs"][0]
     assert run["tokens"] >= 300
     assert run["updates"] >= 1
     assert run["cost"]["cpu_seconds"] > 0
@@ -230,10 +232,10 @@ def test_a_real_comparison_with_processes(
     assert read_plan(Path("c")).seeds == (0, 1)
     assert not list(Path("c").rglob("checkpoints"))
     before = {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
-    code, again, err = run_command("compare", "--resume", "c", "--json")
+    code, second, err = run_command("compare", "--resume", "c", "--json")
     assert code == 0, err
     assert "0 of 4 runs to do" in err
-    assert json.loads(again)["rows"] == told["rows"]
+    assert json.loads(second)["rows"] == report["rows"]
     assert before == {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
 
 

@@ -23,7 +23,7 @@ NASTY = "</script><b>bad"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> ComparisonReport:
+def result(tmp_path_factory: pytest.TempPathFactory) -> ComparisonReport:
     """Nine rows, some tuned, one of another kind, one that fails, one with a text that would break out."""
     rows = [row(label, (1e-4, 1e-3) if i % 2 else ()) for i, label in enumerate(LABELS)]
     rows += [
@@ -31,15 +31,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ComparisonReport:
         row("broken", reason=NASTY, change="adds π_ref"),
     ]
     runner = StubRunner(
-        {label: 0.4 + 0.05 * i for i, label in enumerate(LABELS)}, fails=lambda words: words[1] == "broken"
+        {label: 0.4 + 0.05 * i for i, label in enumerate(LABELS)}, fails=lambda argv: argv[1] == "broken"
     )
     made = plan(*rows, seeds=3, ladder={"source": "Yu et al. 2025", "why": "lengths matter"})
     return build_report(made, ComparisonRun(made, tmp_path_factory.mktemp("c"), runner, 2, lambda text: None).run())
 
 
 @pytest.fixture(scope="module")
-def text(found: ComparisonReport) -> str:
-    return render_comparison(found)
+def text(result: ComparisonReport) -> str:
+    return render_comparison(result)
 
 
 class Tags(HTMLParser):
@@ -78,7 +78,7 @@ def test_the_page_is_one_file_without_network_access(text: str) -> None:
     assert "url(" not in re.sub(r"url\(#", "", text)
 
 
-def test_the_page_names_model_task_and_learning_rates(found: ComparisonReport, text: str) -> None:
+def test_the_page_names_model_task_and_learning_rates(result: ComparisonReport, text: str) -> None:
     shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", text))
     assert (
         f"model {MEASURE['model']}, task {MEASURE['task']}; other: model {MEASURE['model']}, task embedded_steps."
@@ -88,7 +88,7 @@ def test_the_page_names_model_task_and_learning_rates(found: ComparisonReport, t
     assert table is not None
     rates = dict(re.findall(r'<th scope="row">(\w+)</th>\s*<td data-v="[^"]*">([^<]*)</td>', table[1]))
     assert {label: rates[label].rstrip("*") for label in LABELS} == {
-        row.label: format_learning_rate(row) for row in found.rows[:9]
+        row.label: format_learning_rate(row) for row in result.rows[:9]
     }
 
 
@@ -98,15 +98,15 @@ def test_entropy_kl_and_length_are_shown_with_the_score(text: str) -> None:
     assert heads[at + 1 : at + 5] == ["entropy", "KL", "length", "cut off"]
 
 
-def test_the_page_has_every_row_and_escapes_text(found: ComparisonReport, text: str) -> None:
+def test_the_page_has_every_row_and_escapes_text(result: ComparisonReport, text: str) -> None:
     data = embedded(text)
     drawn = {r["label"] for kind in data["kinds"] for r in kind["rows"]}
-    assert drawn == {r.label for r in found.rows} - {"broken"}
+    assert drawn == {r.label for r in result.rows} - {"broken"}
     assert sum(r["hidden"] for r in data["kinds"][0]["rows"]) == 1  # the one of the least area
     assert NASTY not in text
     assert "no run succeeded" in text
     assert "adds π<sub>ref</sub>" in text or "adds π_ref" in text
-    assert all(row.command in text for row in found.rows)
+    assert all(row.command in text for row in result.rows)
     matrix = data["pairs"]["tokens"]
     assert matrix["row_0"]["row_1"][0] == pytest.approx(1 - matrix["row_1"]["row_0"][0])
     assert data["rates"]["--lr"]["series"] == LABELS[1::2]

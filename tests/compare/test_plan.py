@@ -19,8 +19,8 @@ GRID = (1e-4, 1e-3, 1e-2)
 
 
 def carried_out(found: ComparisonPlan, folder: Path, runner: StubRunner, jobs: int = 1) -> tuple[Results, list[str]]:
-    said: list[str] = []
-    return ComparisonRun(found, folder, runner, jobs, said.append).run(), said
+    output: list[str] = []
+    return ComparisonRun(found, folder, runner, jobs, output.append).run(), output
 
 
 def test_the_plan_lists_the_runs() -> None:
@@ -80,15 +80,15 @@ def test_a_plan_survives_saving_and_loading(tmp_path: Path) -> None:
 
 def test_the_best_rate_on_the_tuning_seeds_is_reported(tmp_path: Path) -> None:
     found, runner = plan(row("grpo", GRID), row("ppo")), StubRunner({"grpo": 0.8, "ppo": 0.7})
-    results, said = carried_out(found, tmp_path, runner, jobs=2)
+    results, output = carried_out(found, tmp_path, runner, jobs=2)
     assert results.chosen == {"grpo": 1e-3, "ppo": None}
     assert len(runner.ran) == 3 * 2 + 2 * 2
     assert {job.seed for job in results.outcomes if job.option_value == 1e-2} == set(found.tuning_seeds)
     assert not results.failures
     assert not results.stopped
-    assert said[0] == "6 of 6 tuning runs to do"
-    assert any("4 of 4 runs to do" in line for line in said)
-    assert any(line.startswith("ppo, seed 1: 0.") and "12,000 tokens  12 updates" in line for line in said)
+    assert output[0] == "6 of 6 tuning runs to do"
+    assert any("4 of 4 runs to do" in line for line in output)
+    assert any(line.startswith("ppo, seed 1: 0.") and "12,000 tokens  12 updates" in line for line in output)
 
 
 def test_ties_choose_the_smaller_rate_and_failed_rates_never(tmp_path: Path) -> None:
@@ -103,28 +103,28 @@ def test_ties_choose_the_smaller_rate_and_failed_rates_never(tmp_path: Path) -> 
 def test_finished_runs_are_not_repeated(tmp_path: Path) -> None:
     found, runner = plan(row("grpo", GRID), row("ppo")), StubRunner()
     first, _ = carried_out(found, tmp_path, runner)
-    again = StubRunner()
-    second, said = carried_out(found, tmp_path, again)
-    assert again.ran == []
+    rerun = StubRunner()
+    second, output = carried_out(found, tmp_path, rerun)
+    assert rerun.ran == []
     assert second.outcomes == first.outcomes
-    assert said == ["0 of 6 tuning runs to do", "0 of 4 runs to do"]
+    assert output == ["0 of 6 tuning runs to do", "0 of 4 runs to do"]
 
 
 def test_a_failed_run_is_reported_and_retried_on_resume(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), row("ppo"))
     runner = StubRunner(fails=lambda words: "0.01" in words or (words[1] == "ppo" and words[-1] == "1"))
-    results, said = carried_out(found, tmp_path, runner)
+    results, output = carried_out(found, tmp_path, runner)
     assert {(job.row, job.option_value, job.seed) for job in results.failures} == {
         ("grpo", 1e-2, FIRST_TUNING_SEED),
         ("grpo", 1e-2, FIRST_TUNING_SEED + 1),
         ("ppo", None, 1),
     }
     assert all("NaN in the loss" in error for error in results.failures.values())
-    assert any("NaN in the loss" in line for line in said)
+    assert any("NaN in the loss" in line for line in output)
     assert Job("ppo", None, 0) in results.outcomes
-    again = StubRunner()
-    results, _ = carried_out(found, tmp_path, again)
-    assert len(again.ran) == 3
+    rerun = StubRunner()
+    results, _ = carried_out(found, tmp_path, rerun)
+    assert len(rerun.ran) == 3
     assert not results.failures
 
 
@@ -153,16 +153,16 @@ def test_ctrl_c_ends_soon_and_the_comparison_resumes(tmp_path: Path) -> None:
             assert runner.told.wait(30)
 
     runner.before = pressed
-    results, said = carried_out(found, tmp_path, runner)
+    results, output = carried_out(found, tmp_path, runner)
     assert results.stopped
     assert runner.stopped == 1
-    assert any("stopping after this step" in line for line in said)
+    assert any("stopping after this step" in line for line in output)
     assert len(results.outcomes) == 2  # the third was under way
-    again = StubRunner()
-    results, _ = carried_out(found, tmp_path, again)
+    rerun = StubRunner()
+    results, _ = carried_out(found, tmp_path, rerun)
     assert not results.stopped
     assert len(results.outcomes) == 10
-    assert len(again.ran) == 8
+    assert len(rerun.ran) == 8
 
 
 def test_finished_runs_are_kept_small(tmp_path: Path) -> None:

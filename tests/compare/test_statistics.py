@@ -48,9 +48,9 @@ def test_statistics_equal_rliable() -> None:
     """What rliable 1.2.0 gives for these scores of five runs on two tasks; its intervals were of 50,000 and 20,000 draws."""
     x = [[0.62, 0.31], [0.70, 0.28], [0.55, 0.40], [0.81, 0.35], [0.66, 0.22]]
     y = [[0.58, 0.33], [0.66, 0.25], [0.60, 0.35], [0.49, 0.41]]
-    found, above = estimate_iqm(x, reps=10_000), probability_of_improvement(x, y, reps=10_000)
-    assert found.value == pytest.approx(0.4816666666666667, abs=1e-12)
-    assert (found.low, found.high) == pytest.approx((0.43666667, 0.53166667), abs=0.004)
+    result, above = estimate_iqm(x, reps=10_000), probability_of_improvement(x, y, reps=10_000)
+    assert result.value == pytest.approx(0.4816666666666667, abs=1e-12)
+    assert (result.low, result.high) == pytest.approx((0.43666667, 0.53166667), abs=0.004)
     assert estimate_iqm(y).value == pytest.approx(0.4575, abs=1e-12)
     assert above.value == pytest.approx(0.575, abs=1e-12)
     assert (above.low, above.high) == pytest.approx((0.325, 0.825), abs=0.02)
@@ -72,17 +72,17 @@ def test_the_interval_is_that_of_all_resamples() -> None:
     scores = [0.1, 0.5, 0.9]
     means = [np.mean(draw) for draw in itertools.product(scores, repeat=3)]
     low, high = np.percentile(means, [2.5, 97.5], method="inverted_cdf")
-    found = estimate_iqm(scores, reps=20_000)
-    assert found.value == pytest.approx(0.5)
-    assert (found.low, found.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
+    result = estimate_iqm(scores, reps=20_000)
+    assert result.value == pytest.approx(0.5)
+    assert (result.low, result.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
 
 
 def test_intervals_have_their_coverage() -> None:
     draw = np.random.default_rng(0)
     inside = 0
     for seed in range(150):
-        found = estimate_iqm(draw.normal(size=20), reps=300, seed=seed)
-        inside += found.low <= 0.0 <= found.high
+        result = estimate_iqm(draw.normal(size=20), reps=300, seed=seed)
+        inside += result.low <= 0.0 <= result.high
     assert 0.85 <= inside / 150 <= 1.0  # the percentile interval of an IQM of 20 is near its 95 %
 
 

@@ -98,8 +98,8 @@ def test_adapted_beta_is_state_not_setting() -> None:
     assert json.loads(json.dumps(state)) == {"shaping.0": {"beta": pytest.approx(0.51)}}
     assert algorithm.with_state(state).shaping[0].beta == state["shaping.0"]["beta"]  # type: ignore[attr-defined]
     assert algorithm.shaping[0].beta == 0.5  # type: ignore[attr-defined]
-    again = algorithm.update_state(state, batch_of([0.1, 0.1]), {})
-    assert again["shaping.0"]["beta"] == pytest.approx(0.51 * 1.02)
+    second = algorithm.update_state(state, batch_of([0.1, 0.1]), {})
+    assert second["shaping.0"]["beta"] == pytest.approx(0.51 * 1.02)
 
 
 @pytest.mark.parametrize(

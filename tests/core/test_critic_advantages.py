@@ -94,8 +94,8 @@ def test_the_range_of_lambda_is_reported_over_the_completions_that_take_part() -
     mask = torch.arange(8) < torch.tensor([2, 4, 8, 0])[:, None]
     batch = pg.Batch(mask=mask, group=torch.zeros(4, dtype=torch.int64), reward=torch.zeros(4, dtype=torch.float64))
     algorithm = replace(pg.VAPO, advantage=(pg.LengthAdaptiveGAE(0.5),))
-    told = {name: metric.value for name, metric in algorithm.report(batch).items()}
-    assert told == {"lambda/min": 0.0, "lambda/max": 0.75, "lambda/mean": pytest.approx(1.25 / 3)}
+    reported = {name: metric.value for name, metric in algorithm.report(batch).items()}
+    assert reported == {"lambda/min": 0.0, "lambda/max": 0.75, "lambda/mean": pytest.approx(1.25 / 3)}
     assert algorithm.report(replace(batch, mask=torch.zeros_like(mask))) == {}
     assert pg.PPO.report(batch) == {}
 
@@ -152,10 +152,10 @@ def test_defining_sums_with_bootstrap_values(shape: Shape, gamma: float, lam: fl
             lambda o, v: literal.gae(o, literal.rewards(o), gamma, max(0.0, 1 - 1 / (0.4 * len(o))), v),
         ),
     ):
-        found = [definition(o, end[i]) for o, i in zip(everyone, rows, strict=True)]
-        expected = torch.stack([x for part in found for x in part]) if found else torch.zeros(0).double()
+        result = [definition(o, end[i]) for o, i in zip(everyone, rows, strict=True)]
+        expected = torch.stack([x for part in result for x in part]) if result else torch.zeros(0).double()
         assert torch.allclose(flat(batch, advantage(link, batch)), expected, rtol=0, atol=1e-12)
-        if isinstance(link, pg.GAE) and found:
+        if isinstance(link, pg.GAE) and result:
             expected = expected + torch.stack([v for o in everyone for v in o.value])
             assert torch.allclose(
                 flat(batch, pg.Critic(gamma=gamma, lam=lam).targets(batch)), expected, rtol=0, atol=1e-12

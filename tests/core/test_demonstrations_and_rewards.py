@@ -166,8 +166,8 @@ def test_policy_shaping_by_hand() -> None:
     assert gate.weight(ratio, psi, batch)[2].tolist() == pytest.approx([0.25, 0.09])
     assert gate.value(ratio, psi, batch)[2].tolist() == pytest.approx([0.5, 0.9])
     assert gate.weight(ratio, psi, batch)[:2].tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    said = shown([math.log(0.1), math.log(0.9)], wrote=math.log(0.5))
-    assert gate.value(ratio, psi, said)[2].tolist() == pytest.approx([0.2 / 0.3, 1.8 / 1.9])
+    output = shown([math.log(0.1), math.log(0.9)], wrote=math.log(0.5))
+    assert gate.value(ratio, psi, output)[2].tolist() == pytest.approx([0.2 / 0.3, 1.8 / 1.9])
 
 
 def test_a_demonstration_is_never_clipped() -> None:
@@ -182,9 +182,9 @@ def test_a_demonstration_is_never_clipped() -> None:
 
 def test_demonstration_ratio_is_to_its_author() -> None:
     """π_old := μ: of a demonstration r itself is π_θ/π_φ, and what the gate makes of it is the same."""
-    said, p = shown([math.log(0.1), math.log(0.9)], wrote=math.log(0.5)), torch.tensor([0.1, 0.9]).double()
-    recomputed = pg.PolicyShaping().value(torch.ones(3, 2).double(), torch.ones(3, 2).double(), said)
-    algorithm, batch = resolve_old_policy(replace(pg.LUFFY, old_policy="sampler"), said, version=3)
+    output, p = shown([math.log(0.1), math.log(0.9)], wrote=math.log(0.5)), torch.tensor([0.1, 0.9]).double()
+    recomputed = pg.PolicyShaping().value(torch.ones(3, 2).double(), torch.ones(3, 2).double(), output)
+    algorithm, batch = resolve_old_policy(replace(pg.LUFFY, old_policy="sampler"), output, version=3)
     out = pg.Forward(p.log().expand(3, 2))
     weight, ratio = pg.gate_weight(out, batch, torch.ones(3, 2).double(), algorithm)
     assert ratio[2].tolist() == pytest.approx([0.2, 1.8])
@@ -222,8 +222,8 @@ def test_without_demonstrations_luffy_and_chord_are_grpo() -> None:
     for algorithm, factor in ((pg.LUFFY, 1.0), (pg.CHORD, 0.9)):
         rollout = algorithm.apply_filters(batch)
         logp = policy(logits, batch.tokens, batch.mask)
-        found = gradients(pg.surrogate(logp, rollout, algorithm.compute_advantages(rollout), algorithm), logits)
-        close(found[0], factor * expected[0])
+        result = gradients(pg.surrogate(logp, rollout, algorithm.compute_advantages(rollout), algorithm), logits)
+        close(result[0], factor * expected[0])
 
 
 def test_mu_splits_the_objective() -> None:
@@ -283,14 +283,14 @@ def test_demonstrations_are_left_out_of_metrics_and_corrections() -> None:
     batch = replace(batch, logp_sampler=far, logp_ref=torch.where(batch.demonstration[:, None], -60.0, batch.logp_ref))  # type: ignore[arg-type]
     out = pg.Forward(policy(logits, batch.tokens, batch.mask).detach())
     psi = pg.LUFFY.compute_advantages(batch)
-    found = measure_forward(out, batch, psi, pg.LUFFY, pg.LUFFY.all_coefficients(batch))
+    result = measure_forward(out, batch, psi, pg.LUFFY, pg.LUFFY.all_coefficients(batch))
     rows = ~batch.demonstration
     alone = batch.select(rows)
     expected = measure_forward(
         pg.Forward(out.logp[rows]), alone, psi[rows], pg.LUFFY, tuple(c[rows] for c in pg.LUFFY.all_coefficients(batch))
     )
     for name in ("kl", "kl_old", "mismatch/logp_max", "mismatch/logp_mean", "mismatch/ess"):
-        assert found[name].value == pytest.approx(expected[name].value, rel=1e-12), name
+        assert result[name].value == pytest.approx(expected[name].value, rel=1e-12), name
     rho = pg.TruncatedIS()(batch, psi)
     assert (rho[batch.demonstration] == 1).all()
     assert (rho[batch.policy_tokens] != 1).any()

@@ -70,8 +70,8 @@ def test_discounted_sum_counts_sampled_tokens_only(shape: Shape) -> None:
     batch, _ = make(shape)
     x = torch.where(batch.mask, Random(shape.seed).normal(*batch.mask.shape), math.nan)
     for rate in (0.0, 0.3, 1.0):
-        found = masked.discounted_reverse_cumsum(x, batch.mask, rate)
-        for row, where, got in zip(x, batch.mask, found, strict=True):
+        result = masked.discounted_reverse_cumsum(x, batch.mask, rate)
+        for row, where, got in zip(x, batch.mask, result, strict=True):
             values = row[where]
             expected = [sum(rate ** (s - t) * values[s] for s in range(t, len(values))) for t in range(len(values))]
             close(got[where], torch.stack(expected) if expected else got[where], tolerance=1e-11)
@@ -88,8 +88,8 @@ def gap() -> Tensor:
 
 def test_token_level_gradient_is_that_of_each_states_kl() -> None:
     """By enumeration: E Ψ_t ∇log π = −∇ Σ_s d(s) KL(π_θ‖π_T)(s), the visits d frozen."""
-    found = expected_gradient(ON_POLICY, 1, psi=torch.where(MASK, gap(), 0))
-    close(found, frozen_visits(lambda p, q: -(p.exp() * (p - q)).sum(-1)))
+    result = expected_gradient(ON_POLICY, 1, psi=torch.where(MASK, gap(), 0))
+    close(result, frozen_visits(lambda p, q: -(p.exp() * (p - q)).sum(-1)))
 
 
 def test_completion_level_gradient_is_that_of_the_sequence_kl() -> None:

@@ -71,10 +71,10 @@ def test_max_variance_subset_by_hand(rewards: list[float], keep: int, expected: 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=7), st.integers(1, 7))
 def test_max_variance_subset_is_the_maximum(rewards: list[float], keep: int) -> None:
     reward = torch.tensor(rewards, dtype=torch.float64)
-    found = max_variance_subset(reward, keep)
-    assert len(set(found.tolist())) == min(keep, len(rewards))
-    best = max(float(reward[list(s)].var(correction=0)) for s in combinations(range(len(rewards)), len(found)))
-    assert float(reward[found].var(correction=0)) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    result = max_variance_subset(reward, keep)
+    assert len(set(result.tolist())) == min(keep, len(rewards))
+    best = max(float(reward[list(s)].var(correction=0)) for s in combinations(range(len(rewards)), len(result)))
+    assert float(reward[result].var(correction=0)) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -200,8 +200,8 @@ def test_gradient_and_value_are_those_of_the_definition(
     psi = algorithm.compute_advantages(kept)
     loss = pg.surrogate(logp, kept, psi, algorithm)
     expected = gradients(J, logp, logits)
-    for found, wanted in zip(gradients(-loss, logp, logits), expected, strict=True):
-        close(found, wanted, scale=expected[0])
+    for result, wanted in zip(gradients(-loss, logp, logits), expected, strict=True):
+        close(result, wanted, scale=expected[0])
     torch.testing.assert_close(pg.objective(logp, kept, psi, algorithm), J.detach(), rtol=1e-12, atol=1e-12)
 
 

@@ -60,18 +60,18 @@ def test_the_group_mean_shrinks_the_gradient(G: int) -> None:
 
 def test_the_z_score_is_biased(record_property: pytest.RecordProperty) -> None:
     """Not a multiple of the true gradient: the cosine is below 1."""
-    found, truth = expected_gradient(replace(RLOO, advantage=(pg.GroupMean(), pg.GroupStd())), 3), true_gradient()
-    cosine = torch.cosine_similarity(found.flatten(), truth.flatten(), dim=0).item()
+    result, truth = expected_gradient(replace(RLOO, advantage=(pg.GroupMean(), pg.GroupStd())), 3), true_gradient()
+    cosine = torch.cosine_similarity(result.flatten(), truth.flatten(), dim=0).item()
     record_property("cosine", cosine)
     print(f"cosine of the z-score's expected gradient with the true one: {cosine:.4f}")
     assert 0.5 < cosine < 0.999
-    assert (found - truth).abs().max() > 0.01 * truth.abs().max()
+    assert (result - truth).abs().max() > 0.01 * truth.abs().max()
 
 
 def test_the_sequence_mean_is_biased() -> None:
     """1/|o_i| weighs completions by a thing the policy chose; 1/B does not."""
-    found = expected_gradient(replace(RLOO, aggregation=pg.SequenceMean()), 2)
-    assert torch.cosine_similarity(found.flatten(), true_gradient().flatten(), dim=0) < 0.999
+    result = expected_gradient(replace(RLOO, aggregation=pg.SequenceMean()), 2)
+    assert torch.cosine_similarity(result.flatten(), true_gradient().flatten(), dim=0) < 0.999
 
 
 @pytest.mark.parametrize("psi", [(), (pg.LeaveOneOut(),)], ids=["reward", "leave-one-out"])
@@ -80,11 +80,11 @@ def test_the_sequence_mean_is_biased() -> None:
 )
 def test_only_the_sequence_product_is_unbiased_off_policy(ratio, unbiased: bool, psi) -> None:
     algorithm = replace(RLOO, advantage=psi, ratio=ratio, gate=pg.Importance())
-    found, truth = expected_gradient(algorithm, 2, sampler=BEHAVIOUR, off_policy=True), true_gradient()
+    result, truth = expected_gradient(algorithm, 2, sampler=BEHAVIOUR, off_policy=True), true_gradient()
     if unbiased:
-        close(found, truth)
+        close(result, truth)
     else:
-        assert (found - truth).abs().max() > 0.01 * truth.abs().max()
+        assert (result - truth).abs().max() > 0.01 * truth.abs().max()
 
 
 def test_the_kl_in_the_reward_is_the_gradient_of_the_sequence_kl() -> None:
@@ -110,8 +110,8 @@ def forward_kl(p: Tensor, q: Tensor) -> Tensor:
 )
 def test_the_kl_terms_directions_on_policy(form, direction) -> None:
     algorithm = replace(REINFORCE, terms=(pg.KLToReference(1.0, form),))
-    found = expected_gradient(algorithm, 1, psi=torch.zeros(MASK.shape, dtype=torch.float64))
-    close(found, -frozen_visits(direction))
+    result = expected_gradient(algorithm, 1, psi=torch.zeros(MASK.shape, dtype=torch.float64))
+    close(result, -frozen_visits(direction))
 
 
 @pytest.mark.parametrize(("form", "reverse"), [("k2", False), ("k3", False), ("r*k1", True), ("r*k3", True)])
@@ -119,12 +119,12 @@ def test_only_the_ratio_forms_keep_their_direction_off_policy(form, reverse: boo
     """One token only (the behaviour policy decides which states are visited): the first position's gradient."""
     algorithm = replace(REINFORCE, terms=(pg.KLToReference(1.0, form),))
     nothing = torch.zeros(MASK.shape, dtype=torch.float64)
-    found = expected_gradient(algorithm, 1, sampler=BEHAVIOUR, psi=nothing, off_policy=True)[0]
+    result = expected_gradient(algorithm, 1, sampler=BEHAVIOUR, psi=nothing, off_policy=True)[0]
     truth = -frozen_visits(reverse_kl)[0]
     if reverse:
-        close(found, truth)
+        close(result, truth)
     else:
-        assert (found - truth).abs().max() > 0.01 * truth.abs().max()
+        assert (result - truth).abs().max() > 0.01 * truth.abs().max()
 
 
 def test_the_entropy_bonus_is_the_gradient_of_the_states_entropy() -> None:

@@ -75,11 +75,11 @@ def test_loss_term_uses_the_policys_coefficients(kind: str) -> None:
     own = replace(TERMS[kind], aggregation=None)
     algorithm = replace(pg.GRPO, terms=(own,))
     out, psi = forward(logits, old, batch), algorithm.compute_advantages(batch)
-    whole = gradients(pg.surrogate(out, batch, psi, algorithm), logits)[0]
+    uninterrupted = gradients(pg.surrogate(out, batch, psi, algorithm), logits)[0]
     alone = gradients(pg.surrogate(out, batch, psi, replace(algorithm, terms=())), logits)[0]
     c = algorithm.coefficients(batch)
     value = torch.where(batch.mask, own.objective(out, batch, psi), 0)
-    close(whole - alone, gradients(-(c * value).sum(), logits)[0])
+    close(uninterrupted - alone, gradients(-(c * value).sum(), logits)[0])
     assert isinstance(own, LossTerm)
 
 
@@ -90,12 +90,12 @@ def test_the_exact_terms_are_what_the_sampled_ones_are_on_average() -> None:
     exact = frozen_visits(lambda p, q: -0.5 * (p.exp() * p).sum(-1))
     close(expected_gradient(sampled, 1, psi=nothing), exact)
     penalty = replace(sampled, terms=(pg.KLToOld(0.5),))
-    found = expected_gradient(penalty, 1, sampler=REFERENCE, psi=nothing, off_policy=True)
+    result = expected_gradient(penalty, 1, sampler=REFERENCE, psi=nothing, off_policy=True)
     theta = THETA.clone().requires_grad_()
     before, now = conditionals(REFERENCE), conditionals(theta)
     visits = torch.where(MASK, logp_of(REFERENCE).exp()[:, None], 0)  # the old policy decides which states are seen
     kl = (before.exp() * (before - now)).sum(-1)
-    close(found, gradients(-0.5 * (visits * kl).sum(), theta)[0])
+    close(result, gradients(-0.5 * (visits * kl).sum(), theta)[0])
 
 
 def test_needs_and_missing_fields() -> None:

@@ -251,12 +251,12 @@ def test_selection_does_not_depend_on_token_order(name: str, shape: Shape, seed:
     order = torch.randperm(len(logp), generator=torch.Generator().manual_seed(seed))
     chosen = with_selected_tokens(pg.Forward(logp, entropy=batch.entropy), batch, psi, algorithm).selected
     shuffled = batch.select(order)
-    again = with_selected_tokens(
+    rerun = with_selected_tokens(
         pg.Forward(logp[order], entropy=shuffled.entropy), shuffled, psi[order], algorithm
     ).selected
     assert chosen is not None
-    assert again is not None
-    assert torch.equal(again, chosen[order])
+    assert rerun is not None
+    assert torch.equal(rerun, chosen[order])
     assert not (chosen & ~batch.mask).any()
 
 
@@ -287,9 +287,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("build", "said"), REFUSED)
-def test_invalid_settings_are_refused_with_a_remedy(build, said: str) -> None:
-    with pytest.raises(pg.ConfigError, match=said):
+@pytest.mark.parametrize(("build", "message"), REFUSED)
+def test_invalid_settings_are_refused_with_a_remedy(build, message: str) -> None:
+    with pytest.raises(pg.ConfigError, match=message):
         build()
 
 

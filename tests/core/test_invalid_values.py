@@ -140,11 +140,11 @@ BUILT |= {
 }
 
 
-@pytest.mark.parametrize(("build", "said"), BUILT.values(), ids=BUILT.keys())
-def test_refused(build: Callable[[], Any], said: list[str]) -> None:
+@pytest.mark.parametrize(("build", "message"), BUILT.values(), ids=BUILT.keys())
+def test_refused(build: Callable[[], Any], message: list[str]) -> None:
     with pytest.raises(ValueError, match=r"\w") as error:
         build()
-    assert [words for words in said if words not in str(error.value)] == []
+    assert [words for words in message if words not in str(error.value)] == []
 
 
 def test_what_is_not_refused() -> None:
@@ -181,8 +181,8 @@ FIELDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("wrong", "said"), FIELDS.values(), ids=FIELDS.keys())
-def test_a_batch_names_the_field_that_does_not_fit(wrong: dict[str, Any], said: list[str]) -> None:
+@pytest.mark.parametrize(("wrong", "message"), FIELDS.values(), ids=FIELDS.keys())
+def test_a_batch_names_the_field_that_does_not_fit(wrong: dict[str, Any], message: list[str]) -> None:
     right = {
         "mask": torch.ones(2, 3, dtype=torch.bool),
         "group": torch.zeros(2, dtype=torch.int64),
@@ -191,7 +191,7 @@ def test_a_batch_names_the_field_that_does_not_fit(wrong: dict[str, Any], said: 
     pg.Batch(**right)
     with pytest.raises(ValueError, match=r"Batch\.") as error:
         pg.Batch(**right | wrong)
-    assert [words for words in said if words not in str(error.value)] == []
+    assert [words for words in message if words not in str(error.value)] == []
 
 
 def test_missing_field_names_the_part() -> None:
@@ -228,8 +228,8 @@ WIDTHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]], lis
 
 
 @pytest.mark.parametrize("call", [pg.surrogate, pg.objective])
-@pytest.mark.parametrize(("change", "said"), WIDTHS.values(), ids=WIDTHS.keys())
-def test_an_argument_of_another_shape_is_named(call, change, said: list[str]) -> None:
+@pytest.mark.parametrize(("change", "message"), WIDTHS.values(), ids=WIDTHS.keys())
+def test_an_argument_of_another_shape_is_named(call, change, message: list[str]) -> None:
     """B = T = 3, where Ψ [B] would broadcast along the tokens."""
     batch = pg.Batch(
         mask=torch.ones(3, 3, dtype=torch.bool),
@@ -242,7 +242,7 @@ def test_an_argument_of_another_shape_is_named(call, change, said: list[str]) ->
     out, psi, coef = change(logp, psi, c)
     with pytest.raises(ValueError, match=r"expected \[B, T\] = \[3, 3\] as in Batch\.mask") as error:
         call(out, batch, psi, pg.GRPO, coef)
-    assert [words for words in said if words not in str(error.value)] == []
+    assert [words for words in message if words not in str(error.value)] == []
 
 
 def test_gate_weight_checks_shapes() -> None:

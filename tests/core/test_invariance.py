@@ -86,10 +86,10 @@ def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> Non
     order = torch.argsort(Random(shape.seed + 3).uniform(len(batch.mask)))
     shuffled = batch.select(order)
     shuffled = replace(shuffled, group=1000 - 7 * shuffled.group, selected=None)
-    again = algorithm.compute_advantages(shuffled)
-    close(again, psi[order])
+    second = algorithm.compute_advantages(shuffled)
+    close(second, psi[order])
     logp = policy(logits, shuffled.tokens, shuffled.mask)
-    loss = pg.surrogate(passed(logp, shuffled), shuffled, again, algorithm)
+    loss = pg.surrogate(passed(logp, shuffled), shuffled, second, algorithm)
     close(gradients(loss, logits)[0], expected, scale=by_token)
 
 

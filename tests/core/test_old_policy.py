@@ -80,15 +80,15 @@ def test_fresh_samples_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("lag", [0, 2])
 def test_sampler_as_old_policy_for_fresh_and_stale_samples(name: str, lag: int) -> None:
     algorithm, (batch, logp) = pg.ALGORITHMS[name], drawn(lag)
-    found, told = resolve_old_policy(algorithm, batch, VERSION)
-    assert found == algorithm
-    assert told.logp_old is batch.logp_sampler
-    told = chosen_from(told, logp, algorithm)
-    weight, ratio = gate_weight(pg.Forward(logp), told, pulled(batch), algorithm)
+    result, report = resolve_old_policy(algorithm, batch, VERSION)
+    assert result == algorithm
+    assert report.logp_old is batch.logp_sampler
+    report = chosen_from(report, logp, algorithm)
+    weight, ratio = gate_weight(pg.Forward(logp), report, pulled(batch), algorithm)
     assert ((ratio[batch.mask] - 1).abs() > 1e-3).float().mean() > 0.9
     assert torch.equal(ratio, algorithm.ratio(log_ratio(logp, batch.logp_sampler, batch.mask), batch.mask))  # type: ignore[misc]
     if isinstance(algorithm.gate, pg.DivergenceClip | pg.SecondMomentFilter | pg.GammaKernel | pg.SelfNormalised):
-        assert torch.equal(weight, algorithm.gate.weight(ratio, pulled(batch), told))
+        assert torch.equal(weight, algorithm.gate.weight(ratio, pulled(batch), report))
         return
     imitated = isinstance(algorithm.gate, pg.UnitWeight) | (
         isinstance(algorithm.gate, pg.TaperedImportance) & (pulled(batch) > 0)
@@ -114,13 +114,13 @@ def test_sampler_as_old_policy_reaches_every_gate(name: str) -> None:
         assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
     if not algorithm.corrections:  # a mask is one
         torch.testing.assert_close(algorithm.apply_corrections(weight, batch, psi), weight, rtol=0, atol=0)
-    found = measure_forward(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
+    result = measure_forward(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
     gate = algorithm.gate
     if isinstance(gate, pg.Clip):
         cut = (psi < 0) & (ratio < 1 - gate.low) | (psi > 0) & (ratio > 1 + gate.high)
         assert (cut & batch.mask).any()
         assert (weight[cut & batch.mask] == 0).all()
-        assert found["clip_ratio/low"].value + found["clip_ratio/high"].value > 0
+        assert result["clip_ratio/low"].value + result["clip_ratio/high"].value > 0
     elif isinstance(gate, pg.ClippedImportance):
         assert (weight[batch.mask] == ratio.clamp(gate.low, gate.high)[batch.mask]).all()
 
@@ -162,8 +162,8 @@ def test_staleness_is_counted_in_versions_over_the_sampled_tokens() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     version = torch.tensor([[7, 6, 99], [3, -99, 99]])
     batch = pg.Batch(mask=mask, group=torch.zeros(2).long(), reward=torch.ones(2), version=version)
-    found = staleness_metrics(batch, VERSION)
-    assert {name: metric.value for name, metric in found.items()} == {
+    result = staleness_metrics(batch, VERSION)
+    assert {name: metric.value for name, metric in result.items()} == {
         "staleness/mean": pytest.approx(5 / 3),
         "staleness/max": 4.0,
         **dict.fromkeys((f"staleness/age_{age}" for age in (2, 8, 16, 32, 64)), 0.0),

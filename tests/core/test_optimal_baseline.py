@@ -60,9 +60,9 @@ def test_leave_one_out_is_unbiased(norm, G: int) -> None:
 @pytest.mark.parametrize("norm", ["exact", "length"])
 def test_the_plug_in_is_biased(norm, record_property: pytest.RecordProperty) -> None:
     """Not even a multiple of the true gradient, as the group mean's is."""
-    found, truth = moments(pg.OptimalBaseline(norm, leave_one_out=False), 3)[0], true_gradient()
-    bias = ((found - truth).norm() / truth.norm()).item()
-    cosine = torch.cosine_similarity(found.flatten(), truth.flatten(), dim=0).item()
+    result, truth = moments(pg.OptimalBaseline(norm, leave_one_out=False), 3)[0], true_gradient()
+    bias = ((result - truth).norm() / truth.norm()).item()
+    cosine = torch.cosine_similarity(result.flatten(), truth.flatten(), dim=0).item()
     record_property("bias", bias)
     record_property("cosine", cosine)
     print(f"plug-in, {norm}: bias {bias:.4f} of the gradient's norm, cosine {cosine:.4f}")

@@ -60,17 +60,17 @@ def test_pass_at_k_by_hand(rewards: list[float], k: int, right: float, wrong: fl
     normalise=st.booleans(),
 )
 def test_pass_at_k_is_the_mean_over_all_subsets(rewards: list[float], k: int, normalise: bool) -> None:
-    n, found = len(rewards), psi_of((pg.PassAtK(k, normalise=normalise),), rewards)
+    n, result = len(rewards), psi_of((pg.PassAtK(k, normalise=normalise),), rewards)
     subsets = list(itertools.combinations(range(n), k))
     best = [max(rewards[i] for i in s) for s in subsets]
     if len(set(best)) < 2:
-        assert found == [0.0] * n
+        assert result == [0.0] * n
         return
     mean = math.fsum(best) / len(best)
     scale = math.sqrt(math.fsum((b - mean) ** 2 for b in best) / len(best)) + 1e-6 if normalise else 1
     for i in range(n):
         own = [b for b, s in zip(best, subsets, strict=True) if i in s]
-        assert found[i] == pytest.approx((math.fsum(own) / len(own) - mean) / scale, rel=1e-11, abs=1e-11)
+        assert result[i] == pytest.approx((math.fsum(own) / len(own) - mean) / scale, rel=1e-11, abs=1e-11)
 
 
 def expected_score(chain: tuple[pg.Advantage, ...], p: float, size: int) -> float:
@@ -97,9 +97,9 @@ def test_maximum_likelihood_to_the_order_of_the_group(p: float) -> None:
 def test_pass_at_k_without_its_scale_follows_the_gradient_of_pass_at_k(p: float) -> None:
     """E = (1 − k/G)·∇pass@k/k: what a completion's own part of the baseline takes away, (G − 1)/G at k = 1 as with any mean."""
     for size, k in ((4, 1), (4, 2), (5, 3)):
-        found = expected_score((pg.PassAtK(k, normalise=False),), p, size)
+        result = expected_score((pg.PassAtK(k, normalise=False),), p, size)
         slope = k * (1 - p) ** (k - 1)
-        assert found == pytest.approx(slope / k * (1 - k / size), rel=1e-12)
+        assert result == pytest.approx(slope / k * (1 - k / size), rel=1e-12)
 
 
 def test_rejection_sampling() -> None:
@@ -203,11 +203,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("build", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused(build, said: list[str]) -> None:
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(build, message: list[str]) -> None:
     with pytest.raises(pg.ConfigError) as error:
         build()
-    assert [words for words in said if words not in str(error.value)] == []
+    assert [words for words in message if words not in str(error.value)] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

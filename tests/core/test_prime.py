@@ -72,9 +72,9 @@ def test_the_loss_is_the_papers_cross_entropy(shape: Shape) -> None:
             r = sum(0.3 * (logp[i, t] - batch.logp_ref[i, t]) for t in where)
             p, R = 1 / (1 + torch.exp(-r)), batch.reward[i]
             total, count = total - (R * torch.log(p) + (1 - R) * torch.log(1 - p)), count + 1
-    found = part.loss(logp, batch)[batch.mask.any(1)].sum()
-    torch.testing.assert_close(found, total, rtol=1e-10, atol=1e-12)
-    close(gradients(found, logp)[0].nan_to_num(), gradients(total, logp)[0].nan_to_num(), tolerance=1e-10)
+    result = part.loss(logp, batch)[batch.mask.any(1)].sum()
+    torch.testing.assert_close(result, total, rtol=1e-10, atol=1e-12)
+    close(gradients(result, logp)[0].nan_to_num(), gradients(total, logp)[0].nan_to_num(), tolerance=1e-10)
 
 
 def test_loss_is_finite_for_confident_errors() -> None:
@@ -123,9 +123,9 @@ def test_report() -> None:
         reward=torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64),
         implicit_reward=total,
     )
-    found = pg.ImplicitReward().report(batch)
-    assert found["reward_model/accuracy"].value == pytest.approx(1.5 / 3)
-    assert found["reward_model/reward"].value == pytest.approx(10.6 / 5)
+    result = pg.ImplicitReward().report(batch)
+    assert result["reward_model/accuracy"].value == pytest.approx(1.5 / 3)
+    assert result["reward_model/reward"].value == pytest.approx(10.6 / 5)
     assert pg.ImplicitReward().report(replace(batch, implicit_reward=None)) == {}
     assert "reward_model/accuracy" not in pg.ImplicitReward().report(replace(batch, reward=torch.ones(5).double()))
 

@@ -77,9 +77,9 @@ def test_one_step_each_is_the_groups_z_score() -> None:
 
 def test_tokens_after_the_last_step_get_zero() -> None:
     of = batch([[0], [0]], [[0.0], [0.0]], [1.0, 0.0], [2, 2])
-    found = psi(pg.ProcessReward(eps=0.0), of)
-    assert found[:, 1].tolist() == [0.0, 0.0]
-    assert found[0, 0] == -found[1, 0] != 0
+    result = psi(pg.ProcessReward(eps=0.0), of)
+    assert result[:, 1].tolist() == [0.0, 0.0]
+    assert result[0, 0] == -result[1, 0] != 0
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.7])
@@ -101,11 +101,11 @@ def test_single_completion_gets_zero() -> None:
 
 def test_groups_are_independent_of_each_other_and_of_row_order() -> None:
     of, _ = make(Shape((3, 2, 4), 5, seed=5, binary=False), None, "steps")
-    whole = psi(pg.ProcessReward(), of)
-    assert whole.abs().max() > 0.1
+    uninterrupted = psi(pg.ProcessReward(), of)
+    assert uninterrupted.abs().max() > 0.1
     for group in of.group.unique():
         rows = (of.group == group).nonzero().squeeze(1)
-        close(psi(pg.ProcessReward(), of.select(rows.flip(0))), whole[rows.flip(0)])
+        close(psi(pg.ProcessReward(), of.select(rows.flip(0))), uninterrupted[rows.flip(0)])
 
 
 def test_a_process_reward_refuses_what_it_cannot_read() -> None:
@@ -223,13 +223,13 @@ def test_exact_values_give_the_exact_gradient(kind: str) -> None:
     """Whatever decides where a step ends from what was written so far: E[Σ Ψ ∇log π] = ∇E[R]."""
     of, theta = vine_batch(kind), exact.THETA.clone().requires_grad_()
     assert int(of.step_end.sum()) != int(of.mask.sum()) or kind == "every token"
-    found = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.compute_advantages(of), VINE), theta)[0]
-    close(found, exact.true_gradient())
+    result = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.compute_advantages(of), VINE), theta)[0]
+    close(result, exact.true_gradient())
 
 
 def test_prompt_value_is_an_unbiased_baseline() -> None:
     """With one step, an error in V changes nothing in expectation; in between, an error of V biases the step before."""
     for kind, unbiased in (("the answer", True), ("every token", False)):
         of, theta = vine_batch(kind, noise=0.5), exact.THETA.clone().requires_grad_()
-        found = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.compute_advantages(of), VINE), theta)[0]
-        assert bool((found - exact.true_gradient()).abs().max() < 1e-12) is unbiased
+        result = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.compute_advantages(of), VINE), theta)[0]
+        assert bool((result - exact.true_gradient()).abs().max() < 1e-12) is unbiased

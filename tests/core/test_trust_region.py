@@ -310,9 +310,9 @@ def test_fisher_fraction_affects_the_direction_only() -> None:
     assert metrics["trust_region/kl"] == pytest.approx(0.01, rel=1e-9)
     direction = torch.linalg.solve(few.F, p.g)
     assert float(p.theta @ direction / (p.theta.norm() * direction.norm())) == pytest.approx(1, abs=1e-9)
-    whole = problem()
-    whole.subsample = lambda share: pytest.fail("nothing to leave out")  # type: ignore[method-assign, assignment]
-    run(whole, pg.TrustRegion(cg_iters=2))
+    uninterrupted = problem()
+    uninterrupted.subsample = lambda share: pytest.fail("nothing to leave out")  # type: ignore[method-assign, assignment]
+    run(uninterrupted, pg.TrustRegion(cg_iters=2))
     for share in (0.0, -1.0, 1.5, NAN):
         with pytest.raises(ValueError, match="fisher_fraction"):
             pg.TrustRegion(fisher_fraction=share)
@@ -334,11 +334,11 @@ class Half(Quadratic):
 def test_sharded_vectors_give_the_same_step(seed: int) -> None:
     half = problem(seed)  # the excess: the full step would be at δ but for rounding
     F, g = torch.block_diag(half.F, half.F), torch.cat([half.g, half.g])
-    whole = Quadratic(F, g, excess=lambda delta: 1e-3)
+    uninterrupted = Quadratic(F, g, excess=lambda delta: 1e-3)
     mine = Half(half.F, half.g, excess=lambda delta: 5e-4)
     step = pg.TrustRegion(cg_iters=4)  # fewer than would leave rounding alone of the residual
-    expected, found = run(whole, step), run(mine, step)
-    assert torch.allclose(torch.cat([mine.theta, mine.theta]), whole.theta, rtol=1e-9, atol=0)
+    expected, result = run(uninterrupted, step), run(mine, step)
+    assert torch.allclose(torch.cat([mine.theta, mine.theta]), uninterrupted.theta, rtol=1e-9, atol=0)
     assert float(mine.theta.norm()) > 1e-3
-    assert found["trust_region/backtracks"] == 1
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert result["trust_region/backtracks"] == 1
+    assert result == pytest.approx(expected, rel=1e-9)

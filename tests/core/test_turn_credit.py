@@ -40,10 +40,10 @@ TALK = conversation([[([0.5, 0.25], 1.0), ([2.0, 3.0], 2.0)]], [4.0])
 
 
 def psi(batch: pg.Batch, *links: pg.Advantage) -> Tensor:
-    found = torch.zeros_like(batch.mask, dtype=torch.float64)
+    result = torch.zeros_like(batch.mask, dtype=torch.float64)
     for link in links:
-        found = link(found, batch)
-    return found
+        result = link(result, batch)
+    return result
 
 
 def row(batch: pg.Batch, *links: pg.Advantage) -> list[float]:
@@ -77,16 +77,19 @@ def test_by_hand(links: tuple[pg.Advantage, ...], expected: list[float]) -> None
 
 def test_outcome_is_shared_by_all_turns() -> None:
     """What a rollout then says: one reward, of the whole episode."""
-    whole = replace(TALK, reward=TALK.reward + 3.0, token_reward=None)
-    assert replace(pg.GRPO, advantage=(), terms=()).compute_advantages(whole)[0][TALK.mask[0]].tolist() == [7.0] * 4
+    uninterrupted = replace(TALK, reward=TALK.reward + 3.0, token_reward=None)
+    assert (
+        replace(pg.GRPO, advantage=(), terms=()).compute_advantages(uninterrupted)[0][TALK.mask[0]].tolist()
+        == [7.0] * 4
+    )
 
 
 def test_siblings_are_compared_turn_by_turn() -> None:
     """Returns (7, 6), (3, 1), (2): first turns less the mean of the others' first ones, second ones less each other's."""
     talks = [[([0.0], 1.0), ([0.0], 2.0)], [([0.0], 2.0), ([0.0, 0.0], 1.0)], [([0.0], 2.0)]]
     batch = conversation(talks, [4.0, 0.0, 0.0])
-    found = psi(batch, pg.TurnReturn(), pg.TurnLeaveOneOut())
-    assert [float(x) for x in found[batch.mask]] == [7 - 2.5, 6 - 1, 3 - 4.5, 1 - 6, 1 - 6, 2 - 5]
+    result = psi(batch, pg.TurnReturn(), pg.TurnLeaveOneOut())
+    assert [float(x) for x in result[batch.mask]] == [7 - 2.5, 6 - 1, 3 - 4.5, 1 - 6, 1 - 6, 2 - 5]
     lonely = psi(replace(batch, group=torch.tensor([0, 1, 1])), pg.TurnReturn(), pg.TurnLeaveOneOut())
     assert [float(x) for x in lonely[batch.mask]] == [7, 6, 3 - 2, 1, 1, 2 - 3]  # with nobody to compare with: 0
 
@@ -148,11 +151,11 @@ def test_turn_and_token_levels_agree_where_they_should(shape: Shape) -> None:
 def test_the_critic_is_fitted_to_what_the_advantage_discounts(shape: Shape) -> None:
     """R = A + V literally; with λ = 1 the return that is discounted per turn, at every token of the turn."""
     batch = silent(shape)
-    found = pg.Critic(gamma=0.95, lam=0.6, turn_gamma=0.7).targets(batch)
+    result = pg.Critic(gamma=0.95, lam=0.6, turn_gamma=0.7).targets(batch)
     for i in batch.mask.any(1).nonzero().flatten().tolist():
         ((o,),) = objectives.read(batch.select(torch.tensor([i])), torch.zeros(1, shape.width).double())
         A = torch.stack(multi_turn_gae(o, 0.95, 0.6, 0.7))
-        torch.testing.assert_close(found[i][batch.mask[i]], A + torch.stack(o.value), rtol=0, atol=1e-12)
+        torch.testing.assert_close(result[i][batch.mask[i]], A + torch.stack(o.value), rtol=0, atol=1e-12)
     returns = pg.Critic(lam=1.0, turn_gamma=0.7).targets(batch)
     torch.testing.assert_close(returns, psi(batch, pg.TurnReturn(0.7)), rtol=0, atol=1e-12)
 

@@ -53,11 +53,11 @@ def test_constants_and_single_tokens_have_no_gradient() -> None:
     batch = state([0.3, 0.9, 0.1], [0.5, 0.2, 0.1], [2.0, 0.7, 0.3])
     logp = torch.tensor([[-1.0], [-2.0], [-0.5]]).double().requires_grad_()
     higher = replace(batch, reward=batch.reward + 100)
-    found = [gradients(pg.surrogate(logp, b, VINE.compute_advantages(b), VINE), logp)[0] for b in (batch, higher)]
-    close(found[1], found[0], tolerance=1e-11)
-    assert found[0].abs().max() > 0.01
+    result = [gradients(pg.surrogate(logp, b, VINE.compute_advantages(b), VINE), logp)[0] for b in (batch, higher)]
+    close(result[1], result[0], tolerance=1e-11)
+    assert result[0].abs().max() > 0.01
     raw = replace(VINE, advantage=())  # the paper's: no baseline at all
-    close(gradients(pg.surrogate(logp, batch, batch.reward[:, None], raw), logp)[0], found[0])
+    close(gradients(pg.surrogate(logp, batch, batch.reward[:, None], raw), logp)[0], result[0])
     for b in (state([0.3], [0.5]), replace(batch, reward=torch.full((3,), 0.7).double())):
         assert (VINE.compute_advantages(b) == 0).all()
 
@@ -146,12 +146,12 @@ def test_no_micro_batch_may_split_a_state() -> None:
     batch = state([1.0, 0.0, 0.5, 0.2], [0.4, 0.3, 0.2, 0.1])
     psi, coef = VINE.compute_advantages(batch), VINE.all_coefficients(batch)
     logp = Random(1).normal(4, 1).requires_grad_()
-    whole = gradients(pg.surrogate(logp, batch, psi, VINE, coef), logp)[0]
-    halves = torch.zeros_like(whole)
+    uninterrupted = gradients(pg.surrogate(logp, batch, psi, VINE, coef), logp)[0]
+    halves = torch.zeros_like(uninterrupted)
     for rows in (torch.arange(2), torch.arange(2, 4)):
         part = pg.surrogate(logp[rows], batch.select(rows), psi[rows], VINE, tuple(c[rows] for c in coef))
         halves = halves + gradients(part, logp)[0]
-    assert (halves - whole).abs().max() > 0.01
+    assert (halves - uninterrupted).abs().max() > 0.01
     assert VINE.gate.requires_full_groups
     assert not pg.GRPO.gate.requires_full_groups
 
@@ -195,11 +195,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("build", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused(build: Callable[[], Any], said: list[str]) -> None:
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(build: Callable[[], Any], message: list[str]) -> None:
     with pytest.raises(pg.ConfigError) as error:
         build()
-    assert [words for words in said if words not in str(error.value)] == []
+    assert [words for words in message if words not in str(error.value)] == []
 
 
 def test_not_refused() -> None:

@@ -382,11 +382,11 @@ def test_the_two_levels_of_the_kl_in_the_reward() -> None:
     """u = (1, 2) and (3, 0), β = ½. token: −½, −1 and −3/2, 0, summed to go. sequence: R − 3/2 at both tokens."""
     old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
     batch = replace(batch_of(1.0, 0.0, width=2), logp_old=old, logp_ref=old - torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
-    to_go, whole = (pg.Algorithm(shaping=(pg.KLInReward(0.5, level=level),)) for level in ("token", "sequence"))
+    to_go, uninterrupted = (pg.Algorithm(shaping=(pg.KLInReward(0.5, level=level),)) for level in ("token", "sequence"))
     assert to_go.compute_advantages(batch).tolist() == [[-0.5, 0.0], [-1.5, 0.0]]
-    assert whole.compute_advantages(batch).tolist() == [[-0.5, -0.5], [-1.5, -1.5]]
+    assert uninterrupted.compute_advantages(batch).tolist() == [[-0.5, -0.5], [-1.5, -1.5]]
     hidden = replace(batch, mask=torch.tensor([[True, False], [True, True]]))  # a token that was not sampled has no KL
-    assert whole.compute_advantages(hidden).tolist() == [[0.5, 0.0], [-1.5, -1.5]]
+    assert uninterrupted.compute_advantages(hidden).tolist() == [[0.5, 0.0], [-1.5, -1.5]]
     assert pg.RLOO.compute_advantages(batch)[:, 0].tolist() == pytest.approx(
         [1.0, -1.0]
     )  # both are 0.15 from the reference

@@ -40,8 +40,8 @@ def test_a_save_in_place_does_not_hold(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(disk_faults, "save", bare)
     assert "neither the one before nor this one" in " ".join(disk_faults.kills(CONTENT, tmp_path, times=1)["wrong"])
-    said = disk_faults.errors(CONTENT, tmp_path)["wrong"]
-    assert any("no CheckpointError" in text for text in said)
+    output = disk_faults.errors(CONTENT, tmp_path)["wrong"]
+    assert any("no CheckpointError" in text for text in output)
 
 
 def test_bits_are_turned_and_turned_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,30 +68,30 @@ def test_an_error_is_raised_once_and_the_functions_are_put_back(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_killed_fine_tuning_is_compared_and_what_differs_is_said(tmp_path: Path) -> None:
-    words = ["sft", "--data", str(count_faults.written("sft", tmp_path)), "--batch-size", "125", "--epochs", "1"]
-    words += ["--checkpoint.every", "1"]
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert count_faults.lived(words, pieces, 0.5)[1] == "starting"
-    assert count_faults.lived(words, pieces, None)[1] is None
-    assert count_faults.lived(words, whole, None)[1] is None
-    assert count_faults.differing(whole, pieces) == []
+    argv = ["sft", "--data", str(count_faults.written("sft", tmp_path)), "--batch-size", "125", "--epochs", "1"]
+    argv += ["--checkpoint.every", "1"]
+    full, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert count_faults.lived(argv, pieces, 0.5)[1] == "starting"
+    assert count_faults.lived(argv, pieces, None)[1] is None
+    assert count_faults.lived(argv, full, None)[1] is None
+    assert count_faults.differing(full, pieces) == []
     log = pieces / "metrics.jsonl"
     rows = [json.loads(line) | {"loss": 0.0} for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert count_faults.differing(whole, pieces) == ["pieces: metrics.jsonl differs"]
+    assert count_faults.differing(full, pieces) == ["pieces: metrics.jsonl differs"]
     (pieces / "further").touch()
-    assert "only one of the runs has: further" in count_faults.differing(whole, pieces)[0]
+    assert "only one of the runs has: further" in count_faults.differing(full, pieces)[0]
     with pytest.raises(SystemExit, match=r"ended with exit code 2: see .*pieces-2\.log"):
         count_faults.lived(["sft", "--data", str(tmp_path / "nowhere.jsonl")], tmp_path / "pieces-2", None)
 
 
 def test_the_page_says_what_did_not_hold() -> None:
     about = {"made_by": "python scripts/stress_checkpoints.py", "machine": "a machine"}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "kills": {"count": 60, "wrong": ["killed at call 3 of a save: it is gone"], **about},
         "supervised": {"count": 2, "phases": {"updating": 2}, "wrong": [], **about},
     }
-    text = counted_section(found)
+    text = counted_section(result)
     assert "| 60 | 1 |" in text
     assert "(updating 2)" in text
     assert "**Broken:** killed at call 3 of a save: it is gone." in text

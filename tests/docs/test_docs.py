@@ -137,9 +137,9 @@ def test_origins_are_inherited_only_with_the_value() -> None:
         a,
     ) in ALGORITHMS.items():  # how often a rollout is used is each paper's own, also where the number is a parent's
         for setting in ("epochs", "minibatches") if isinstance(a.update_rule, pg.GradientSteps) else ():
-            found = algorithm_pages.origin(a, a.update_rule, setting, getattr(a.update_rule, setting))
-            assert not found.startswith("as ["), (name, setting, found)
-            assert a.update_rule.updates == 1 or found != algorithm_pages.OURS, (name, setting)
+            results = algorithm_pages.origin(a, a.update_rule, setting, getattr(a.update_rule, setting))
+            assert not results.startswith("as ["), (name, setting, results)
+            assert a.update_rule.updates == 1 or results != algorithm_pages.OURS, (name, setting)
     assert algorithm_pages.origin(pg.MAGISTRAL, pg.MAGISTRAL.advantage[1], "ddof", 1) == algorithm_pages.OURS
     assert algorithm_pages.origin(pg.PRORL, pg.PRORL.terms[0], "beta", 1e-4) == algorithm_pages.OURS
 
@@ -205,14 +205,14 @@ def test_every_row_that_departs_says_so() -> None:
     """One line each, a phrase that a full stop can follow, naming what the spec page knows to be other than published."""
     for name in ALGORITHMS:
         assert not CATALOG[name].deviations.endswith("."), name
-    for name, words in {
+    for name, argv in {
         "dapo": "doubles",
         "magistral": "format",
         "rloo": "0.03",
         "prorl": "200",
         "dr_grpo": "8",
     }.items():
-        assert words in CATALOG[name].deviations
+        assert argv in CATALOG[name].deviations
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_own_gate_on_the_command_line(tmp_path: Path) -> None:
     write_own(tmp_path)
     (command,) = re.findall(r"^policygrad (train .* tent:Tent .*)$", OWN, re.MULTILINE)
     small = "--steps 2 --prompts-per-step 4 --samples-per-prompt 4 --evaluation.problems 0 --output run"
-    words = [sys.executable, "-m", "policygrad", *command.split(), *small.split()]
-    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    argv = [sys.executable, "-m", "policygrad", *command.split(), *small.split()]
+    subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True)
     text = (tmp_path / "run" / "run.toml").read_text()
     assert 'part = "tent:Tent"\nwidth = 0.3' in text

@@ -48,7 +48,7 @@ def test_what_does_not_hold_is_said(kind: str, change: dict[str, Any], says: lis
 
 
 def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:
-    found = {
+    result = {
         "made_by": "python scripts/stress_engines.py",
         "versions": {"xllamacpp": "1", "torch": "2"},
         "machine": "Linux",
@@ -56,7 +56,7 @@ def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:
         "kinds": {"killed": WELL, "garbage": {"repeats": 1, "ended_by": "x"}},
         "broken": ["garbage: the run ended: x"],
     }
-    text = faults_block(found)
+    text = faults_block(result)
     assert "| 30: learning 10, rollout 20 | 320 | 0 | 0 | 1,280 | 0 | 17 | 0 |" in text
     assert "**Broken:** garbage: the run ended: x." in text
     assert text.count(engine_faults.KINDS["garbage"]) == 0
@@ -68,16 +68,16 @@ def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:
 def test_two_real_servers_with_faults_lose_nothing_and_draw_what_they_claim(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     results = tmp_path / "faults.json"
-    words = ["--repeats", "1", "--kinds", "garbage", "old", "--results", str(results)]
-    command = [sys.executable, engine_faults.__file__, *words]
+    argv = ["--repeats", "1", "--kinds", "garbage", "old", "--results", str(results)]
+    command = [sys.executable, engine_faults.__file__, *argv]
     child = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
     )
     assert child.returncode == 0, child.stdout + child.stderr
-    found: dict[str, Any] = json.loads(results.read_text())
-    assert found["broken"] == []
-    assert list(found["kinds"]) == ["garbage", "old"]
-    for seen in found["kinds"].values():
+    result: dict[str, Any] = json.loads(results.read_text())
+    assert result["broken"] == []
+    assert list(result["kinds"]) == ["garbage", "old"]
+    for seen in result["kinds"].values():
         assert (seen["repeats"], seen["lost"], seen["twice"], seen["of_another_version"]) == (1, 0, 0, 0)
         assert seen["groups"] == 8 * seen["steps"] > 0
         assert seen["completions"] >= 4 * seen["groups"]

@@ -62,9 +62,9 @@ def test_the_way_from_a_function_to_a_trained_tool_user(
     block("products")["write"](64)
     shown = [row["messages"] for row in rows(Path("demonstrations.jsonl"))]
     assert [len(talk) for talk in shown[:2]] == [4, 2]
-    assert [words[1] for words in COMMANDS] == ["sft", "eval", "train", "eval"]
-    for words in COMMANDS:
-        code, _, err = run_command(*words[1:], *SMALL[words[1]])
+    assert [argv[1] for argv in COMMANDS] == ["sft", "eval", "train", "eval"]
+    for argv in COMMANDS:
+        code, _, err = run_command(*argv[1:], *SMALL[argv[1]])
         assert code == 0, err
     assert any("environment/calls" in row for row in rows(Path("trained/metrics.jsonl")))
 
@@ -95,9 +95,9 @@ def test_a_hidden_number_is_found_by_asking() -> None:
 
 def test_an_environment_of_one_s_own_pays_each_turn() -> None:
     guess = block("guess")["Guess"]
-    found = [said(guess, *[str(digit)] * 4) for digit in range(10)]  # of one seed, so of one number
-    (one,) = (t for t in found if t.stop_reason == "found")
+    result = [said(guess, *[str(digit)] * 4) for digit in range(10)]  # of one seed, so of one number
+    (one,) = (t for t in result if t.stop_reason == "found")
     assert (one.reward, len(one.turn_rewards)) == (1.0, 1)
-    others = [t for t in found if t is not one]
+    others = [t for t in result if t is not one]
     assert {t.stop_reason for t in others} == {"turns"}
     assert all(len(t.turn_rewards) == 4 and 0 <= t.reward < 0.4 for t in others)

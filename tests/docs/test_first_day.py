@@ -33,23 +33,23 @@ SMALL = {  # what makes seconds of a minute; an option that is given twice is th
 Run = Callable[..., tuple[int, str, str]]
 
 
-def small(words: list[str]) -> list[str]:
-    return [*words, *SMALL.get(words[0], "").split()]
+def small(argv: list[str]) -> list[str]:
+    return [*argv, *SMALL.get(argv[0], "").split()]
 
 
-def interrupted(words: list[str]) -> str:
+def interrupted(argv: list[str]) -> str:
     """A run of a thousand steps, in a process of its own, that is sent Ctrl-C after its first; what it printed."""
-    command = [sys.executable, "-m", "policygrad", *small(words), "--steps", "1000"]
+    command = [sys.executable, "-m", "policygrad", *small(argv), "--steps", "1000"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
-        said = []
+        output = []
         for line in child.stdout:
-            said.append(line)
-            if line.startswith("step") and not any(before.startswith("step") for before in said[:-1]):
+            output.append(line)
+            if line.startswith("step") and not any(before.startswith("step") for before in output[:-1]):
                 child.send_signal(signal.SIGINT)
     assert child.returncode == 75
-    return "".join(said)
+    return "".join(output)
 
 
 def steps() -> list[int]:
@@ -60,17 +60,17 @@ def entered(line: str, run_command: Run) -> str:
     """What the line prints; a line that the page has and this does not know fails."""
     line, _, remark = line.partition("  # ")
     line, _, file = line.partition(" > ")
-    program, *words = shlex.split(line)
+    program, *argv = shlex.split(line)
     if "Ctrl-C" in remark:
-        return interrupted(words)
+        return interrupted(argv)
     if program == "python":
-        (name,) = words
+        (name,) = argv
         runpy.run_path(name, run_name="__main__")
         return ""
     assert program == "policygrad"
-    if "--resume" in words:
-        words += ["--steps", str(steps()[-1] + 2)]  # of the thousand
-    code, out, err = run_command(*small(words))
+    if "--resume" in argv:
+        argv += ["--steps", str(steps()[-1] + 2)]  # of the thousand
+    code, out, err = run_command(*small(argv))
     assert code == 0, err
     if file:
         Path(file.strip()).write_text(out, encoding="utf-8")
@@ -95,17 +95,17 @@ def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ["python", "ask.py"],
         ["policygrad", "report"],
     ]
-    said = [entered(line, run_command) for line in COMMANDS[:4]]
-    assert 'lora = "rank=8"' in said[2]
-    assert "policygrad train --resume first-day" in said[3]  # which is the page's next command
+    output = [entered(line, run_command) for line in COMMANDS[:4]]
+    assert 'lora = "rank=8"' in output[2]
+    assert "policygrad train --resume first-day" in output[3]  # which is the page's next command
     begun = steps()
-    said += [entered(line, run_command) for line in COMMANDS[4:]]
+    output += [entered(line, run_command) for line in COMMANDS[4:]]
     assert steps() == [*range(1, begun[-1] + 3)]
     assert "lr = 0.003" in Path("first-day/run.toml").read_text(encoding="utf-8")
     asked = rows(Path("first-day/completions.jsonl"))[0]
     assert asked["prompt"][0]["role"] == "user"
     assert set(asked["rewards"]) == {"my_reward.py:right", "format"}
-    assert "first-day − my-model" in said[5]
+    assert "first-day − my-model" in output[5]
     assert "model.safetensors" in os.listdir("first-day/merged")
     assert "<|reply|>" in Path("first-day/merged/chat_template.jinja").read_text(encoding="utf-8")
     assert "first-day" in Path("first-day/report.html").read_text(encoding="utf-8")

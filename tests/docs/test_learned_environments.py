@@ -26,8 +26,8 @@ def played(number: int, guess: list[int]) -> tuple[float, str, int]:
 
     async def play() -> tuple[float, str, int]:
         game = Guess(pg.Example(tuple(asked("a number")), {"number": str(number)}))
-        for turn, said in enumerate(guess, 1):
-            step = await game.step(pg.Action(str(said)))
+        for turn, output in enumerate(guess, 1):
+            step = await game.step(pg.Action(str(output)))
             if step.observation is None:
                 return float(step.reward or 0.0), step.stop_reason, turn
         raise AssertionError("it goes on")
@@ -37,12 +37,12 @@ def played(number: int, guess: list[int]) -> tuple[float, str, int]:
 
 def test_halving_finds_every_number_in_time() -> None:
     for number in range(1, HIGHEST + 1):
-        low, high, said = 1, HIGHEST, list[int]()
-        while not said or said[-1] != number:
-            said.append((low + high) // 2)
-            low, high = (said[-1] + 1, high) if said[-1] < number else (low, said[-1] - 1)
-        assert len(said) <= GUESSES
-        assert played(number, said) == (1.0, "found", len(said))
+        low, high, output = 1, HIGHEST, list[int]()
+        while not output or output[-1] != number:
+            output.append((low + high) // 2)
+            low, high = (output[-1] + 1, high) if output[-1] < number else (low, output[-1] - 1)
+        assert len(output) <= GUESSES
+        assert played(number, output) == (1.0, "found", len(output))
     assert played(9, [1, 2, 3, 4]) == (0.0, "turns", 4)
     game = Guess(pg.Example("a number", {"number": "9"}))
     assert asyncio.run(game.step(pg.Action("nine"))).stop_reason == "malformed"
@@ -54,8 +54,8 @@ def test_games_are_shown_by_the_rules() -> None:
         number = int(row["number"])
         assert talk[-1]["role"] == "assistant"
         assert sum(turn["role"] == "assistant" for turn in talk) <= GUESSES
-        for guess, told in zip(talk[::2], talk[1::2], strict=False):
-            assert told["content"] == ("higher" if int(guess["content"]) < number else "lower")
+        for guess, report in zip(talk[::2], talk[1::2], strict=False):
+            assert report["content"] == ("higher" if int(guess["content"]) < number else "lower")
 
 
 def test_one_program_in_three_passes_its_tests() -> None:

@@ -12,8 +12,8 @@ def written(answer, rewrites):
 
 
 def test_right_answers_are_written_in_other_ways():
-    found = written("1234", RIGHT)
-    assert [found[name] for name in ("1,234", "18.00", "36/2", "9 + 9", "18 = x")] == [
+    result = written("1234", RIGHT)
+    assert [result[name] for name in ("1,234", "18.00", "36/2", "9 + 9", "18 = x")] == [
         "1,234",
         "1234.00",
         "2468/2",
@@ -41,8 +41,13 @@ def test_the_page_shows_sums_and_the_ways_of_writing_that_fail():
         "errors": {"policygrad": 0, "math_verify": 2},
         "examples": {"math_verify": [["1", "|2|"]]},
     }
-    found = {"measured_by": "python it.py", "versions": {"sympy": "1"}, "right": {"MATH": [row]}, "wrong": {"MATH": []}}
-    block = math_block(found)
+    result = {
+        "measured_by": "python it.py",
+        "versions": {"sympy": "1"},
+        "right": {"MATH": [row]},
+        "wrong": {"MATH": []},
+    }
+    block = math_block(result)
     assert "| MATH | 1,000 | 0 | 2 |" in block
     assert "| MATH, right | 1,234 | 1,000 | 0 | 2 | `1` and `\\|2\\|` |" in block
     assert "Not run yet" in math_block({})

@@ -26,11 +26,11 @@ GRID = (3e-4, 1e-3)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A comparison of some rows of the matrix, one on another task and one that failed."""
     rows = [row("grpo", GRID), row("ppo", GRID), row("trpo"), row("vapo", GRID)]
     rows.append(row("vineppo", GRID, measure=MEASURE | {"task": "embedded_steps"}))
-    runner = StubRunner({"grpo": 0.9, "ppo": 0.7, "trpo": 0.5}, fails=lambda words: words[1] == "vapo")
+    runner = StubRunner({"grpo": 0.9, "ppo": 0.7, "trpo": 0.5}, fails=lambda argv: argv[1] == "vapo")
     made = plan(*rows, seeds=5)
     done = build_report(
         made, ComparisonRun(made, tmp_path_factory.mktemp("c"), runner, 1, lambda text: None).run()
@@ -49,8 +49,8 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return done | {"measured_by": "python scripts/measure_algorithms.py --ladder dapo -- --jobs 1"}
 
 
-def test_the_page_has_every_algorithm_measured_or_not(found: dict[str, Any], ladder: dict[str, Any]) -> None:
-    text = measured.measured_page(found | {"left_out": {"prorl": "it needs more"}}, {"dapo": ladder})
+def test_the_page_has_every_algorithm_measured_or_not(result: dict[str, Any], ladder: dict[str, Any]) -> None:
+    text = measured.measured_page(result | {"left_out": {"prorl": "it needs more"}}, {"dapo": ladder})
     for name in ALGORITHMS:
         assert f"[`{name}`](algorithms/{name}.md)" in text
     grpo, *_ = re.findall(r"^\| \[`grpo`\].*\[0\..*$", text, re.MULTILINE)
@@ -62,7 +62,7 @@ def test_the_page_has_every_algorithm_measured_or_not(found: dict[str, Any], lad
     assert "On the task `embedded_steps`; all rows are compared at 12,000 tokens" in text
     assert "| `naive_grpo` |" in text
     assert "| 50 |" in text  # the published figure of the last rung
-    assert all(sentence in text for sentence in [*found["ranking"], *found["caveats"], *ladder["ranking"]])
+    assert all(sentence in text for sentence in [*result["ranking"], *result["caveats"], *ladder["ranking"]])
     assert "Not measured yet" not in text
     assert "measure_algorithms.py -- --jobs 1" in text
     assert "--ladder dapo -- --jobs 1" in text
@@ -77,9 +77,9 @@ def test_the_rank_correlation_is_spearmans() -> None:
 
 def test_the_page_says_that_scores_follow_the_number_of_updates() -> None:
     text = measured.measured_page()
-    (said,) = re.findall(r"rank correlation is (0\.\d\d) at equal tokens and (-0\.\d\d) at equal updates", text)
-    assert float(said[0]) > 0.5
-    assert float(said[1]) < -0.9
+    (message,) = re.findall(r"rank correlation is (0\.\d\d) at equal tokens and (-0\.\d\d) at equal updates", text)
+    assert float(message[0]) > 0.5
+    assert float(message[1]) < -0.9
 
 
 def test_the_page_shows_on_how_many_tokens_gates_acted() -> None:
@@ -93,20 +93,20 @@ def test_the_page_shows_on_how_many_tokens_gates_acted() -> None:
     assert "measure_algorithms.py --gates" in section
 
 
-def test_the_regime_is_handed_to_every_row(tmp_path: Path, found: dict[str, Any]) -> None:
+def test_the_regime_is_handed_to_every_row(tmp_path: Path, result: dict[str, Any]) -> None:
     asked: list[list[str]] = []
 
-    def compare(words: list[str]) -> int:
-        asked.append(words)
-        folder = Path(words[words.index("--output") + 1])
+    def compare(argv: list[str]) -> int:
+        asked.append(argv)
+        folder = Path(argv[argv.index("--output") + 1])
         folder.mkdir(parents=True)
-        (folder / "comparison.json").write_text(json.dumps(found))
+        (folder / "comparison.json").write_text(json.dumps(result))
         (folder / "comparison.html").write_text("<!doctype html>")
         return 0
 
     measure_algorithms.main(["--gates", "--", "--threads", "1"], compare, tmp_path / "results", tmp_path / "work")
-    (words,) = asked
-    rows = words[: words.index("--budget-tokens")]
+    (argv,) = asked
+    rows = argv[: argv.index("--budget-tokens")]
     assert [row.partition("=")[0] for row in rows] == [*measure_algorithms.GATED, measure_algorithms.UNGATED]
     assert all("--max-staleness 4" in row and "--algorithm.update-rule.minibatches 16" in row for row in rows)
     assert (tmp_path / "results" / "gates.json").exists()
@@ -121,47 +121,49 @@ def test_before_anything_was_measured_the_page_says_how(monkeypatch: pytest.Monk
     assert "Not measured yet" in curves(None)
 
 
-def test_a_sentence_for_an_algorithms_page(found: dict[str, Any]) -> None:
-    told = measured.summary_sentence(found["rows"][0])
-    assert "(5 seeds, lr 0.001, 12k sampled tokens in 12 updates" in told
-    assert "`policygrad train grpo --lr 0.001 --tokens 12000 --seed 0`" in told
+def test_a_sentence_for_an_algorithms_page(result: dict[str, Any]) -> None:
+    reported = measured.summary_sentence(result["rows"][0])
+    assert "(5 seeds, lr 0.001, 12k sampled tokens in 12 updates" in reported
+    assert "`policygrad train grpo --lr 0.001 --tokens 12000 --seed 0`" in reported
 
 
-def test_standings_count_every_other_row_once(found: dict[str, Any]) -> None:
-    counts = {label: measured.count_pairs(found, label) for label in ("grpo", "ppo", "trpo", "vineppo")}
+def test_standings_count_every_other_row_once(result: dict[str, Any]) -> None:
+    counts = {label: measured.count_pairs(result, label) for label in ("grpo", "ppo", "trpo", "vineppo")}
     assert counts == {"grpo": "2 / 0 / 0", "ppo": "1 / 0 / 1", "trpo": "0 / 0 / 2", "vineppo": "0 / 0 / 0"}
 
 
-def test_the_curves_are_a_picture_of_its_own(found: dict[str, Any]) -> None:
-    svg = ElementTree.fromstring(curves(found))
+def test_the_curves_are_a_picture_of_its_own(result: dict[str, Any]) -> None:
+    svg = ElementTree.fromstring(curves(result))
     names = [node.text for node in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert {"grpo", "ppo", "trpo", "vineppo"} <= set(names)
     paths = [node.get("class") for node in svg.iter("{http://www.w3.org/2000/svg}path")]
     assert (paths.count("curve"), paths.count("band"), paths.count("beside")) == (4, 4, 3)
-    assert "href" not in curves(found)
+    assert "href" not in curves(result)
 
 
-def test_the_script_hands_every_row_on_and_keeps_the_report(tmp_path: Path, found: dict[str, Any], capsys: Any) -> None:
+def test_the_script_hands_every_row_on_and_keeps_the_report(
+    tmp_path: Path, result: dict[str, Any], capsys: Any
+) -> None:
     asked: list[list[str]] = []
 
-    def compare(words: list[str]) -> int:
-        asked.append(words)
-        folder = Path(words[words.index("--output") + 1])
+    def compare(argv: list[str]) -> int:
+        asked.append(argv)
+        folder = Path(argv[argv.index("--output") + 1])
         folder.mkdir(parents=True)
-        (folder / "comparison.json").write_text(json.dumps(found))
+        (folder / "comparison.json").write_text(json.dumps(result))
         (folder / "comparison.html").write_text("<!doctype html>")
         return 1  # some runs failed: what there is counts
 
     code = measure_algorithms.main(["--", "--jobs", "2"], compare, tmp_path / "results", tmp_path / "work")
     assert code == 1
-    (words,) = asked
+    (argv,) = asked
     there, left_out = measure_algorithms.measurable(tuple(ALGORITHMS))
-    assert words[: len(there)] == there
+    assert argv[: len(there)] == there
     assert set(there) | set(left_out) == set(ALGORITHMS)
-    assert words[-2:] == ["--jobs", "2"]
-    assert words[words.index("--lr-grid") + 1] == measure_algorithms.LR_GRID
+    assert argv[-2:] == ["--jobs", "2"]
+    assert argv[argv.index("--lr-grid") + 1] == measure_algorithms.LR_GRID
     kept = json.loads((tmp_path / "results" / "algorithms.json").read_text())
-    assert kept == found | {"measured_by": "python scripts/measure_algorithms.py -- --jobs 2", "left_out": left_out}
+    assert kept == result | {"measured_by": "python scripts/measure_algorithms.py -- --jobs 2", "left_out": left_out}
     assert (
         sum(line.startswith('{"label"') for line in (tmp_path / "results" / "algorithms.json").read_text().splitlines())
         == 5
@@ -173,8 +175,8 @@ def test_the_script_hands_every_row_on_and_keeps_the_report(tmp_path: Path, foun
 
 
 def test_a_try_or_a_stop_leaves_the_results_alone(tmp_path: Path) -> None:
-    def compare(words: list[str]) -> int:
-        Path(words[words.index("--output") + 1]).mkdir(parents=True)
+    def compare(argv: list[str]) -> int:
+        Path(argv[argv.index("--output") + 1]).mkdir(parents=True)
         return 75
 
     assert measure_algorithms.main(["--only", "grpo"], compare, tmp_path / "results", tmp_path / "work") == 75

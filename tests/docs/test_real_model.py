@@ -22,13 +22,13 @@ STEPS = [
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> dict[str, Any]:
+def results(tmp_path: Path) -> dict[str, Any]:
     prompt = [{"role": "user", "content": "What is 4 + 7? Reply with the number only."}]
-    said = [(1, [row(prompt, f"4 | 7 = 1{i}", 0.0) for i in range(8)]), (2, [row(prompt, "11", 1.0)])]
+    output = [(1, [row(prompt, f"4 | 7 = 1{i}", 0.0) for i in range(8)]), (2, [row(prompt, "11", 1.0)])]
     result = {"steps": 2, "tokens": 90}
-    folder = run_folder(tmp_path / "run", STEPS, said, name="dr_grpo", result=result)
-    told = train_smollm2.told(folder, "policygrad train dr_grpo")
-    return told | {
+    folder = run_folder(tmp_path / "run", STEPS, output, name="dr_grpo", result=result)
+    report = train_smollm2.told(folder, "policygrad train dr_grpo")
+    return report | {
         "made_by": "python scripts/measure_smollm2.py --steps 2",
         "weights": "",
         "problems": {"trained_on": 800, "eval/reward": 200},
@@ -59,21 +59,21 @@ def test_the_command_is_one_that_can_be_given() -> None:
     assert (run.lr, run.sampling.max_tokens, run.reward) == (1e-5, 12, ("gsm8k:last",))
 
 
-def test_what_is_told_of_a_run_and_the_page_of_it(found: dict[str, Any]) -> None:
-    assert found["eval/reward"] == [[0, 0.25, 0.02], [2, 0.5, 0.01]]
-    assert found["curve"] == [[1, 0.2], [2, 0.6]]
-    assert [(a["step"], a["completion"]) for a in found["answers"]] == [
+def test_what_is_told_of_a_run_and_the_page_of_it(results: dict[str, Any]) -> None:
+    assert results["eval/reward"] == [[0, 0.25, 0.02], [2, 0.5, 0.01]]
+    assert results["curve"] == [[1, 0.2], [2, 0.6]]
+    assert [(a["step"], a["completion"]) for a in results["answers"]] == [
         *((1, f"4 | 7 = 1{i}") for i in (0, 2, 4, 6)),
         (2, "11"),
     ]
-    block = real_model.real_model_block(found)
+    block = real_model.real_model_block(results)
     assert "**0.250 ± 0.020 before, 0.500 ± 0.010 after** 2 steps" in block
     assert "10 minutes of processor time" in block
     assert "| 1 | What is 4 + 7? Reply with the number only. | `'4 \\| 7 = 10'` | 0 |" in block
 
 
-def test_the_picture_has_every_step_and_both_measurements(found: dict[str, Any]) -> None:
-    svg = ElementTree.fromstring(real_model.real_model_picture(found))
+def test_the_picture_has_every_step_and_both_measurements(results: dict[str, Any]) -> None:
+    svg = ElementTree.fromstring(real_model.real_model_picture(results))
     space = "{http://www.w3.org/2000/svg}"
     (line,) = svg.iter(f"{space}polyline")
     heights = [float(point.split(",")[1]) for point in line.attrib["points"].split(" ")]

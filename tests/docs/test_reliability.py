@@ -94,16 +94,16 @@ def test_a_line_that_has_lost_its_test_makes_no_page(tests: Path) -> None:
 
 
 def test_a_soak_that_broke_says_so() -> None:
-    found = {
+    result = {
         "steps": 9,
         "command": "policygrad train",
         "machine": "a machine",
         "versions": {"torch": "2"},
         "broken": ["kill 3 (saving) lost 9 steps"],
     }
-    assert "**Broken:** kill 3 (saving) lost 9 steps." in faults.soak_section(found)
+    assert "**Broken:** kill 3 (saving) lost 9 steps." in faults.soak_section(result)
     assert "Not measured yet" in faults.soak_section(None)
-    both = faults.soak_section(found | {"broken": []}, found | {"steps": 5, "looks_every": 1})
+    both = faults.soak_section(result | {"broken": []}, result | {"steps": 5, "looks_every": 1})
     assert (
         both.index("9 steps of")
         < both.index("--steps 5 --watch 1")

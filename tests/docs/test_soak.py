@@ -43,8 +43,8 @@ def test_kills_cover_the_run_and_all_that_a_run_does() -> None:
 
 
 def test_a_moment_is_the_seeds() -> None:
-    one, again, other = (soak.moment(random.Random(seed), 10, 100, 10, PACE, 5) for seed in ("a", "a", "b"))
-    assert one == again != other
+    one, second, other = (soak.moment(random.Random(seed), 10, 100, 10, PACE, 5) for seed in ("a", "a", "b"))
+    assert one == second != other
     done = soak.moment(random.Random(1), 100, 100, 3, PACE, 5)
     assert done.step is None
     assert done.seconds <= PACE.start + PACE.end
@@ -113,8 +113,8 @@ def test_a_stack_that_is_being_written_says_nothing_yet() -> None:
     ],
 )
 def test_what_is_not_constant_is_found(name: str, values: list[float], found: bool) -> None:
-    said = soaked.unsteady({name: soaked.course(values)})
-    assert [text.split()[0] for text in said] == [name] * found
+    message = soaked.unsteady({name: soaked.course(values)})
+    assert [text.split()[0] for text in message] == [name] * found
 
 
 def made(folder: Path) -> Path:
@@ -166,7 +166,7 @@ KILL = {"kill": 3, "phase": "saving", "step": 9, "saved": 8}
 
 
 @pytest.mark.parametrize(
-    ("line", "before", "said", "says"),
+    ("line", "before", "message", "says"),
     [
         ({}, [{"saved": 8}], [], None),
         ({"step": 10}, [], [], None),  # as many as there are between two checkpoints
@@ -181,9 +181,9 @@ KILL = {"kill": 3, "phase": "saving", "step": 9, "saved": 8}
     ],
 )
 def test_what_a_kill_may_not_cost_is_found(
-    line: dict[str, int], before: list[dict[str, int]], said: list[str], says: str | None
+    line: dict[str, int], before: list[dict[str, int]], message: list[str], says: str | None
 ) -> None:
-    assert soaked.wrong(KILL | line, before, 2, said) == says
+    assert soaked.wrong(KILL | line, before, 2, message) == says
 
 
 def test_a_checkpoint_that_would_be_passed_over_is_found(tmp_path: Path) -> None:
@@ -206,19 +206,19 @@ def test_many_kills_have_to_fall_into_every_phase() -> None:
 
 def test_what_did_not_hold_once_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(one: soak.Soak) -> dict[str, Any]:
-        raise soak.Broken(said.pop())
+        raise soak.Broken(message.pop())
 
-    said = ["again", "once", "once"]
+    message = ["again", "once", "once"]
     monkeypatch.setattr(soak.Soak, "watched", broken)
-    words = ["--folder", str(tmp_path / "soak"), "--results", str(tmp_path / "soak.json"), "--steps", "9"]
+    argv = ["--folder", str(tmp_path / "soak"), "--results", str(tmp_path / "soak.json"), "--steps", "9"]
     monkeypatch.setattr(soak, "adopt", lambda: None)
     monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
     for found in (["once"], ["once"], ["once", "again"]):
-        assert soak.main(words) == 1
+        assert soak.main(argv) == 1
         assert json.loads((tmp_path / "soak.json").read_text())["broken"] == found
     monkeypatch.setattr(soaked, "code", lambda: "other")
     with pytest.raises(SystemExit, match="of other code"):
-        soak.main(words)
+        soak.main(argv)
 
 
 def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
 
 @linux
 def test_what_a_process_holds_and_has_started() -> None:
-    words = [sys.executable, "-c", "print('here', flush=True); input()"]
-    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-c", "print('here', flush=True); input()"]
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "here\n"  # before that it may hold next to nothing
@@ -253,10 +253,10 @@ def test_what_a_process_holds_and_has_started() -> None:
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     few = ["--prompts-per-step", "2", "--samples-per-prompt", "4", "--evaluation.problems", "2"]
-    words = ["--steps", "6", "--kills", "2", "--watch", "1", "--folder", str(tmp_path / "soak")]
+    argv = ["--steps", "6", "--kills", "2", "--watch", "1", "--folder", str(tmp_path / "soak")]
     results = tmp_path / "soak.json"
     script = Path(soak.__file__)
-    command = [sys.executable, str(script), *words, "--results", str(results)]
+    command = [sys.executable, str(script), *argv, "--results", str(results)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def part(*more: str) -> int:

@@ -54,8 +54,8 @@ def test_a_caller_of_compare(tmp_path: Path) -> None:
         return 0
 
     assert measure_staleness.main(["--", "--jobs", "2"], compare, tmp_path / "results", tmp_path / "work") == 0
-    told = json.loads((tmp_path / "results" / "staleness.json").read_text())
-    assert told["measured_by"] == "python scripts/measure_staleness.py -- --jobs 2"
+    reported = json.loads((tmp_path / "results" / "staleness.json").read_text())
+    assert reported["measured_by"] == "python scripts/measure_staleness.py -- --jobs 2"
     assert (tmp_path / "results" / "staleness.html").read_text() == "page"
 
 
@@ -78,8 +78,8 @@ def test_what_is_read_off_a_run() -> None:
     assert sampler([6, 4]) == pytest.approx(1.0)
     assert learner([6, 4]) == pytest.approx(0.5)
     assert learner.publish == 0.25
-    told = clocked.predicted(alone.lengths, alone, 0, 0)
-    assert told.step_seconds == pytest.approx(alone.step)
+    reported = clocked.predicted(alone.lengths, alone, 0, 0)
+    assert reported.step_seconds == pytest.approx(alone.step)
     assert clocked.predicted(alone.lengths, alone, 1, 0).step_ends[0] == pytest.approx(1.0 + 1.0 + 0.25)
 
 
@@ -112,12 +112,12 @@ def test_a_clock_that_was_broken_off_begins_anew_and_what_is_whole_is_read(tmp_p
     assert found[0] == found[2]
     assert found[0].step == 1.25
     runs = dict.fromkeys(clocked.SETTINGS, found[0])
-    told = clocked.compared("tiny", 3, runs)
-    assert [(row["staleness"], row["piece"]) for row in told["rows"]] == list(clocked.SETTINGS)
-    assert told["best"].keys() == told["speeds"].keys() == {"0", "8"}
+    reported = clocked.compared("tiny", 3, runs)
+    assert [(row["staleness"], row["piece"]) for row in reported["rows"]] == list(clocked.SETTINGS)
+    assert reported["best"].keys() == reported["speeds"].keys() == {"0", "8"}
     assert (
         "not measured"
-        not in staleness.staleness_page({}, told | {"measured_by": "python y"}).partition("## Seconds")[2]
+        not in staleness.staleness_page({}, reported | {"measured_by": "python y"}).partition("## Seconds")[2]
     )
 
 

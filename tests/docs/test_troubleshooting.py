@@ -37,8 +37,8 @@ def test_enough_is_quoted() -> None:
 
 def test_exit_codes_are_those_of_the_help() -> None:
     codes = set(re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE))
-    told = HELP.partition("Exit codes: ")[2].partition("Documentation")[0]
-    assert codes == set(re.findall(r"\b(\d+) ", told))
+    report = HELP.partition("Exit codes: ")[2].partition("Documentation")[0]
+    assert codes == set(re.findall(r"\b(\d+) ", report))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -42,12 +42,12 @@ class OneLayer(nn.Module):
 
 def adapted(table: Tensor, folder: str) -> Tensor:
     """Return the logits [V, V] with the adapter in a folder, in PEFT's format."""
-    said = json.loads((Path(folder) / "adapter_config.json").read_text())
-    found = load_file(Path(folder) / "adapter_model.safetensors")
-    a, b = (found.pop(f"base_model.model.layer.lora_{part}.weight") for part in "AB")
-    assert not found
-    assert said["target_modules"] == ["layer"]
-    return table + said["lora_alpha"] / said["r"] * (b @ a).T
+    output = json.loads((Path(folder) / "adapter_config.json").read_text())
+    result = load_file(Path(folder) / "adapter_model.safetensors")
+    a, b = (result.pop(f"base_model.model.layer.lora_{part}.weight") for part in "AB")
+    assert not result
+    assert output["target_modules"] == ["layer"]
+    return table + output["lora_alpha"] / output["r"] * (b @ a).T
 
 
 class Adapters(FormServer):
@@ -141,8 +141,8 @@ class SglangAdapters(Adapters, SglangForm):
             name: {"lora_id": "1", "lora_name": name, "lora_path": at, "pinned": False}
             for name, (at, _) in self.adapters.items()
         }
-        told = {"success": error is None, "error_message": error, "loaded_adapters": loaded}
-        return httpx.Response(200 if error is None else 400, json=told)
+        report = {"success": error is None, "error_message": error, "loaded_adapters": loaded}
+        return httpx.Response(200 if error is None else 400, json=report)
 
 
 def _error(status: int, message: str) -> httpx.Response:

@@ -87,14 +87,14 @@ def _trained() -> str:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    said = [*TEXTS[:-2] * 3, (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")]
+    output = [*TEXTS[:-2] * 3, (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")]
     trainer = trainers.BpeTrainer(
         vocab_size=900,
         special_tokens=[END, BEGIN, TURN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(said, trainer)
+    backend.train_from_iterator(output, trainer)
     return backend.to_str()
 
 

@@ -73,5 +73,5 @@ def _drawn(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     for name, p in made.named_parameters():
         if p.ndim == 1:
             nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.2)
-    found: nn.Module = made.to(dtype).eval()
-    return found
+    result: nn.Module = made.to(dtype).eval()
+    return result

@@ -51,8 +51,8 @@ def with_demonstrations(batch: pg.Batch, random: Draws) -> pg.Batch:
     rows = len(batch.mask)
     shown, silent = random.uniform(rows) < 0.35, random.uniform(rows) < 0.5
     assert batch.logp_sampler is not None
-    said = torch.where(silent[:, None], 0.0, -random.normal(*batch.mask.shape).abs())
-    sampler = torch.where((shown[:, None]) & batch.mask, said, batch.logp_sampler)
+    output = torch.where(silent[:, None], 0.0, -random.normal(*batch.mask.shape).abs())
+    sampler = torch.where((shown[:, None]) & batch.mask, output, batch.logp_sampler)
     return replace(batch, demonstration=shown, logp_sampler=sampler)
 
 
@@ -101,10 +101,10 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
         batch = replace(batch, turn_state=tokens % 2, token_reward=(tokens % 3).double() * batch.mask)
     if "demonstration" in declared:
         shown = rows % 4 == 2
-        said = torch.where(
+        output = torch.where(
             shown[:, None], 0.0, torch.zeros(batch.mask.shape) if batch.logp_old is None else batch.logp_old
         )
-        batch = replace(batch, demonstration=shown, logp_sampler=said)
+        batch = replace(batch, demonstration=shown, logp_sampler=output)
     if "baseline" in declared:
         batch = replace(batch, baseline=(batch.group % 2).to(batch.reward.dtype))
     if "example_id" in declared:

@@ -27,8 +27,8 @@ class Context:
 def sample(sampler: Sampler, contexts: Sequence[Context], n: int, sampling: SamplingParams) -> list[list[Generation]]:
     """n completions of each context, in their order."""
     requests = [Request(c.tokens, (*c.key, j), sampling, c.budget(sampling)) for c in contexts for j in range(n)]
-    found = asyncio.run(_ask(sampler, requests))
-    return [found[i : i + n] for i in range(0, len(found), n)]
+    result = asyncio.run(_ask(sampler, requests))
+    return [result[i : i + n] for i in range(0, len(result), n)]
 
 
 async def _ask(sampler: Sampler, requests: Sequence[Request]) -> list[Generation]:

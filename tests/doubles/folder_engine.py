@@ -25,5 +25,5 @@ class FolderEngine(EngineSampler):
 
     async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         asked = Request(request.prompt_ids, (seed,), request.sampling, request.max_tokens)
-        [found] = await self.served.generate([asked])
-        return EngineCompletion(found.tokens.tolist(), found.logp.tolist())
+        [result] = await self.served.generate([asked])
+        return EngineCompletion(result.tokens.tolist(), result.logp.tolist())

@@ -25,11 +25,11 @@ WAIT = timedelta(seconds=60)
 
 def gloo(kept: Store, rank: int, size: int) -> ProcessGroup:
     """Form a group; all of its processes must call it."""
-    found = ProcessGroup(kept, rank, size)
-    found._register_backend(
+    result = ProcessGroup(kept, rank, size)
+    result._register_backend(
         torch.device("cpu"), ProcessGroup.BackendType.GLOO, ProcessGroupGloo(kept, rank, size, WAIT)
     )
-    return found
+    return result
 
 
 def broadcast(group: ProcessGroup, tensor: Tensor) -> None:
@@ -69,8 +69,8 @@ class GlooIdGroup(GlooGroup):
 
     def init_request(self) -> Mapping[str, Any]:
         where = f"{self._address}:{self._store.port}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
-        told = {"nccl_unique_id_b64": base64.b64encode(where).decode(), "rank_offset": 1, "world_size": self._size}
-        return told | {"packed": False}
+        report = {"nccl_unique_id_b64": base64.b64encode(where).decode(), "rank_offset": 1, "world_size": self._size}
+        return report | {"packed": False}
 
     def join(self) -> None:
         self._group = gloo(self._store, 0, self._size)

@@ -36,10 +36,10 @@ class FormServer:
         path = request.url.raw_path.decode()
         body = json.loads(request.content) if request.content not in (b"", b"null") else None
         self.asked.append((path, body))
-        told = self.tell(path, body)
-        if isinstance(told, httpx.Response):
-            return told
-        return httpx.Response(404, json={"detail": "Not Found"}) if told is None else httpx.Response(200, json=told)
+        report = self.tell(path, body)
+        if isinstance(report, httpx.Response):
+            return report
+        return httpx.Response(404, json={"detail": "Not Found"}) if report is None else httpx.Response(200, json=report)
 
     def tell(self, path: str, body: Any) -> Any:
         raise NotImplementedError

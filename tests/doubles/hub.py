@@ -44,17 +44,17 @@ class Hub:
 @contextmanager
 def hub() -> Iterator[Hub]:
     """One that listens, and refuses whoever lacks its token."""
-    found = Hub()
+    result = Hub()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if found.leaves and found.leaves in self.path:
+            if result.leaves and result.leaves in self.path:
                 self.close_connection = True
                 return
-            right = self.headers.get("Authorization") == f"Bearer {found.token}"
-            said = found.answer(self.path, body) if right else {"error": "Invalid username or password."}
-            self._say(200 if right else 401, json.dumps(said).encode())
+            right = self.headers.get("Authorization") == f"Bearer {result.token}"
+            output = result.answer(self.path, body) if right else {"error": "Invalid username or password."}
+            self._say(200 if right else 401, json.dumps(output).encode())
 
         def do_GET(self) -> None:
             self._say(401, b'{"error": "Invalid username or password."}')
@@ -70,11 +70,11 @@ def hub() -> Iterator[Hub]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        found.url = f"http://127.0.0.1:{server.server_address[1]}"
+        result.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield found
+            yield result
         finally:
             server.shutdown()
             thread.join()

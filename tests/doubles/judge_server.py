@@ -30,8 +30,8 @@ class Asked:
 
 def shown(body: dict[str, Any]) -> dict[str, Any]:
     """What the judge is shown."""
-    found: dict[str, Any] = json.loads(body["messages"][1]["content"])
-    return found
+    result: dict[str, Any] = json.loads(body["messages"][1]["content"])
+    return result
 
 
 @contextmanager
@@ -48,15 +48,15 @@ def judging(says: Callable[[str, int], Answer]) -> Iterator[Asked]:
                 asked.bodies.append(body)
                 asked.headers.append({name.lower(): value for name, value in self.headers.items()})
                 asked.paths.append(self.path)
-            whole = (
+            full = (
                 text if isinstance(text, bytes) else json.dumps({"choices": [{"message": {"content": text}}]}).encode()
             )
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(whole)))
+            self.send_header("Content-Length", str(len(full)))
             self.end_headers()
-            self.wfile.write(whole)
+            self.wfile.write(full)
 
         def log_message(self, *words: Any) -> None:
             pass

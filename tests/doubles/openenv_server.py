@@ -34,9 +34,9 @@ class Hidden(Environment):
             os._exit(1)
         if action.number > 9:
             raise ValueError("a digit is below ten")
-        found = action.number == self.number
-        said = "yes" if found else "higher" if action.number < self.number else "lower"
-        return Answer(message=said, reward=float(found), done=found)
+        result = action.number == self.number
+        output = "yes" if result else "higher" if action.number < self.number else "lower"
+        return Answer(message=output, reward=float(result), done=result)
 
     @property
     def state(self) -> State:

@@ -132,8 +132,8 @@ def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """∂loss/∂leaf, zeros where the loss does not depend on it."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
-    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    return tuple(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))
+    result = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return tuple(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, result, strict=True))
 
 
 def close(actual: Tensor, expected: Tensor, scale: Tensor | None = None, tolerance: float = 1e-12) -> None:

@@ -96,13 +96,13 @@ def pair(
     Args:
         make: Makes the model; a reference that the algorithm names is a smaller one.
     """
-    spec, one, whole = make_spec(algorithm, **changes), make(), make()
+    spec, one, full = make_spec(algorithm, **changes), make(), make()
     named = algorithm.reference is not None and algorithm.reference.model is not None
     teachers = [model(seed=7, n_embd=8, n_layer=2) if named else None for _ in range(2)]
     torch.manual_seed(1)  # for a critic's head
     local = LocalLearner(one, spec, reference=teachers[0])
     torch.manual_seed(1)
-    return local, FsdpController(workers, whole, spec, reference=teachers[1]), whole
+    return local, FsdpController(workers, full, spec, reference=teachers[1]), full
 
 
 @cache

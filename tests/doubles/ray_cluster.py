@@ -48,14 +48,14 @@ class RayCluster:
 
     def processes(self, title: str) -> list[int]:
         """Those of the cluster whose title begins so: ray::CLASS while idle, ray::CLASS.METHOD while at work."""
-        found = []
+        result = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
-                    said = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if said.startswith(title) and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-        return found
+                    output = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if output.startswith(title) and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                        result.append(int(entry.name))
+        return result
 
     def empty(self) -> bool:
         """Whether no actor of a run is there."""
@@ -78,31 +78,29 @@ def free_port() -> int:
 @contextmanager
 def ray_cluster(log: Path, cpus: int = 2, dashboard: bool = False) -> Iterator[RayCluster]:
     """As `ray start --head` makes it, until the context ends. dashboard: it has one, and takes jobs."""
-    found = RayCluster(free_port(), free_port(), free_port(), secrets.token_hex(8))
+    result = RayCluster(free_port(), free_port(), free_port(), secrets.token_hex(8))
     ray = Path(sys.executable).with_name("ray")
     options = {
-        "--port": found.port,
-        "--ray-client-server-port": found.client_port,
+        "--port": result.port,
+        "--ray-client-server-port": result.client_port,
         "--num-cpus": cpus,
         "--node-ip-address": "127.0.0.1",
         "--include-dashboard": str(dashboard).lower(),
-        "--dashboard-port": found.dashboard_port,
+        "--dashboard-port": result.dashboard_port,
     }
-    words = [str(ray), "start", "--head", "--block", *(f"{name}={value}" for name, value in options.items())]
-    environment = os.environ | {MARK: found.mark, "RAY_worker_niceness": "0"}  # 15 stands still on a busy machine
+    argv = [str(ray), "start", "--head", "--block", *(f"{name}={value}" for name, value in options.items())]
+    environment = os.environ | {MARK: result.mark, "RAY_worker_niceness": "0"}  # 15 stands still on a busy machine
     for attempt in range(TRIES):  # Ray gives itself half a minute, which a busy machine may exceed
         with log.open("w") as out:
-            head = subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-        ports = (found.port, found.client_port, *([found.dashboard_port] if dashboard else []))
+            head = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        ports = (result.port, result.client_port, *([result.dashboard_port] if dashboard else []))
         if all(_listens(head, port) for port in ports):
             break
         head.terminate()
         head.wait()
         assert attempt + 1 < TRIES, log.read_text()
     try:
-        yield found
+        yield result
     finally:
         head.terminate()
         head.wait()

@@ -33,18 +33,18 @@ def command(run: pg.Run, folder: Path) -> list[str]:
     return [sys.executable, "-m", "policygrad", "train", "--config", str(file), "--allow-code", code]
 
 
-def begin(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+def begin(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A command in a process group of its own, as a shell makes it."""
     with log.open("w") as out:
         return subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True, env=os.environ
+            argv, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True, env=os.environ
         )
 
 
 def numbers(folder: Path) -> list[dict[str, object]]:
     """Without what belongs to a process: its clock, its memory, who was asked again."""
-    found = untimed(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if "memory" not in k and k != "sampler/moved"} for row in found]
+    result = untimed(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if "memory" not in k and k != "sampler/moved"} for row in result]
 
 
 def check_same(undisturbed: Path, folder: Path) -> None:
@@ -61,6 +61,6 @@ def check_alike(alone: Path, folder: Path) -> None:
     ]
     for one, other in zip(numbers(alone), numbers(folder), strict=True):
         assert other == pytest.approx(one, rel=LOOSE, abs=LOOSE)
-    expected, found = weights(alone), weights(folder)
-    assert expected.keys() == found.keys()
-    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+    expected, result = weights(alone), weights(folder)
+    assert expected.keys() == result.keys()
+    assert all(torch.allclose(expected[name], result[name], atol=LOOSE) for name in expected)

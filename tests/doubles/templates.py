@@ -45,10 +45,10 @@ def template(name: str) -> str:
     place, _, file = name.partition(":")
     if not file:
         return (Path(__file__).parents[1] / "models" / "templates" / f"{name}.jinja").read_text()
-    found = find_spec(place)
-    assert found is not None
-    assert found.origin is not None
-    code = ast.parse((Path(found.origin).parent / "models" / file).read_text())
+    result = find_spec(place)
+    assert result is not None
+    assert result.origin is not None
+    code = ast.parse((Path(result.origin).parent / "models" / file).read_text())
     texts = [node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return next(text for text in texts if "{%" in text and "add_generation_prompt" in text)
 

@@ -91,9 +91,11 @@ class Taking(FormServer):
         if self.lost is not None and self.lost < 0:
             raise httpx.ConnectError("nobody is there")
         self.asked.append((path, body))
-        code, told = await self.transferred(path, body)
-        told = self.tell(path, body) if told is None else told
-        return httpx.Response(404, json={"detail": "Not Found"}) if told is None else httpx.Response(code, json=told)
+        code, report = await self.transferred(path, body)
+        report = self.tell(path, body) if report is None else report
+        return (
+            httpx.Response(404, json={"detail": "Not Found"}) if report is None else httpx.Response(code, json=report)
+        )
 
     async def transferred(self, path: str, body: Any) -> tuple[int, Any]:
         """Return (status, reply) to a request about groups; a reply of None for other requests."""
@@ -145,9 +147,9 @@ class VllmTaking(Taking, VllmForm):
         if path == "/update_weights":
             if not (self.active and self.groups):
                 return 500, {"error": {"message": "NCCL weight transfer not initialized"}}
-            told = body["update_info"]
+            report = body["update_info"]
             [wire] = self.groups.values()
-            await self.take(wire, told["names"], told["dtype_names"], told["shapes"])
+            await self.take(wire, report["names"], report["dtype_names"], report["shapes"])
             return 200, {"message": "Weights updated"}
         if path == "/finish_weight_update":
             if not self.active:

@@ -128,8 +128,8 @@ def test_rewards_that_are_not_finite_fail_the_episode(tokenizer: Tokenizer, rewa
 
 
 def judged_alone(group: EpisodeGroup) -> tuple[tuple[Any, ...], Any]:
-    (found,), judged = score_groups([group], None)
-    return found.trajectories, judged
+    (result,), judged = score_groups([group], None)
+    return result.trajectories, judged
 
 
 # --- what raises
@@ -223,16 +223,16 @@ def test_a_raising_tool_function_fails_its_episode(tokenizer: Tokenizer, what: s
 
 
 def test_reward_functions_are_not_called_on_what_an_environment_has_lost(tokenizer: Tokenizer) -> None:
-    heard = list[str]()
+    received = list[str]()
 
     def score(prompts: Any, texts: Any, columns: Any) -> Any:
-        heard.extend(texts)
+        received.extend(texts)
         return pg_scores([2.0] * len(texts))
 
     (group,), judged = score_groups([played(tokenizer, raising("step"))], score)
     assert [t.reward for t in group.trajectories] == [None, 3.0]
     assert [t.reward_parts for t in group.trajectories] == [(None, None), (2.0, 1.0)]
-    assert heard == ["3"]
+    assert received == ["3"]
     assert judged.failed == 1
 
 
@@ -303,12 +303,12 @@ def test_lone_surrogates_are_replaced_and_the_run_resumes(run: pg.Run, tmp_path:
     assert pg.train(run, stop_after=1, display=False).steps == 1
     assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 3
     said = [
-        words
+        argv
         for row in rows(tmp_path / "run" / "completions.jsonl")
-        for who, words in row.get("turns", ())
+        for who, argv in row.get("turns", ())
         if who != "policy"
     ]
-    assert any("\ufffd\ufffd" in words for words in said)
+    assert any("\ufffd\ufffd" in argv for argv in said)
 
 
 def test_surrogates_in_environment_output_are_replaced(tokenizer: Tokenizer) -> None:
@@ -396,8 +396,8 @@ def test_a_hanging_environment_fails_its_episode(
         pass
 
     Stuck.blocks, Stuck.waits = blocks, waits  # type: ignore[attr-defined]
-    told = list[tuple[str, int, int]]()
-    phase = lambda *said: told.append(said)  # noqa: E731
+    report = list[tuple[str, int, int]]()
+    phase = lambda *said: report.append(said)  # noqa: E731
     group = played(tokenizer, Stuck, timeout=0.05, progress=phase, clock=lambda: Stuck.now)
     (lost, kept), judged = judged_alone(group)
     assert (lost.reward, kept.reward) == (None, 1.0)
@@ -405,20 +405,20 @@ def test_a_hanging_environment_fails_its_episode(
         "the environment's Stuck.step timed out after 0.05 s (--environment.timeout) (completion of sums.jsonl:7, turn 1)",
     )
     if blocks:  # else the thread that reports may come too late
-        assert told[-1] == ("", 0, 0)
+        assert report[-1] == ("", 0, 0)
         assert "waiting for Stuck.step (each call has up to 0.05 s, --environment.timeout)" in {
-            text for text, _, _ in told
+            text for text, _, _ in report
         }
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_waiting_is_reported(tokenizer: Tokenizer, at_once: None, blocks: bool) -> None:
     """It comes back when the display has been told of it."""
-    told = list[str]()
+    report = list[str]()
     released = threading.Event()
 
     def phase(text: str, done: int, total: int) -> None:
-        told.append(text)
+        report.append(text)
         released.set()
 
     class Waits(World):
@@ -430,8 +430,8 @@ def test_waiting_is_reported(tokenizer: Tokenizer, at_once: None, blocks: bool) 
             return pg.Step(reward=1.0)
 
     assert [t.reward for t in played(tokenizer, Waits, progress=phase).trajectories] == [1.0, 1.0]
-    assert told[0].startswith("waiting for Waits.")
-    assert told[-1] == ""
+    assert report[0].startswith("waiting for Waits.")
+    assert report[-1] == ""
 
 
 def test_a_method_that_always_times_out_ends_the_rollout(tokenizer: Tokenizer) -> None:
@@ -609,8 +609,8 @@ def test_the_option_reaches_the_environments_of_a_run_and_of_an_evaluation(
     record = Record()
     with pytest.raises(pg.EngineError, match=r"Away\.reset timed out in all 4 calls \(0\.02 s each\)"):
         pg.train(replace(run, environment_timeout=0.02), display=record)
-    words = ("--environment", f"{tmp_path}/mine.py:Away", "--environment.timeout", "0.02", "--task", str(run.task))
-    code, _, err = run_command("eval", "tiny", *words, "--problems", "2", "--samples", "4")
+    argv = ("--environment", f"{tmp_path}/mine.py:Away", "--environment.timeout", "0.02", "--task", str(run.task))
+    code, _, err = run_command("eval", "tiny", *argv, "--problems", "2", "--samples", "4")
     assert code == 2
     assert "Away.reset timed out in all 4 calls (0.02 s each)" in err
     text = (tmp_path / "run" / "run.toml").read_text()

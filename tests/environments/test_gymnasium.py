@@ -203,12 +203,12 @@ def test_a_run_resumes_bitwise(small: pg.Run, tmp_path: Path) -> None:
     run = tiny_run(
         small, tmp_path / "whole", "gymnasium:FrozenLake-v1", model="tiny", sampling=pg.SamplingParams(max_tokens=40)
     )
-    whole = pg.train(run, display=False)
-    said = rows(whole.output / "metrics.jsonl")
+    full = pg.train(run, display=False)
+    said = rows(full.output / "metrics.jsonl")
     assert len(said) == 2
     assert all("environment/malformed" in row and row["environment/turns"] >= 1 for row in said)
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     pg.train(resume=pieces, display=False)
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

@@ -50,13 +50,13 @@ class Server:
             self.server, self.replies = server, asyncio.Queue[Any]()
 
         async def send(self, message: str) -> None:
-            heard = json.loads(message)
-            self.server.heard.append(heard)
-            if heard["type"] == "close":
+            received = json.loads(message)
+            self.server.heard.append(received)
+            if received["type"] == "close":
                 self.replies.put_nowait(ConnectionResetError("bye"))
                 return
             try:
-                reply = self.server.answer(heard)
+                reply = self.server.answer(received)
             except ConnectionError as error:
                 reply = error
             if reply is not None:
@@ -292,8 +292,8 @@ def test_the_objects_of_a_text() -> None:
 
 @given(st.text(max_size=80))
 def test_any_text_gives_an_action_or_an_error(text: str) -> None:
-    whole = asked(("x", "y"), x="integer", y="string")
-    for action in (asked(a="string"), asked(a="integer"), asked(a="number"), asked(a="boolean"), whole):
+    full = asked(("x", "y"), x="integer", y="string")
+    for action in (asked(a="string"), asked(a="integer"), asked(a="number"), asked(a="boolean"), full):
         json.dumps(action.parse(text), allow_nan=False)
 
 

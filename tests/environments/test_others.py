@@ -33,7 +33,7 @@ CHAT = pg.Example(({"role": "system", "content": "You play."}, {"role": "user", 
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "result"),
     [
         ("textarena:Wordle-v0", ("textarena", "Wordle-v0")),
         ("openenv:http://localhost:8000", ("openenv", "http://localhost:8000")),
@@ -44,12 +44,12 @@ CHAT = pg.Example(({"role": "system", "content": "You play."}, {"role": "user", 
         ("textarena:", None),
     ],
 )
-def test_the_prefix_of_a_name_selects_the_library(name: str, found: tuple[str, str] | None) -> None:
-    assert split_environment_name(name) == found
+def test_the_prefix_of_a_name_selects_the_library(name: str, result: tuple[str, str] | None) -> None:
+    assert split_environment_name(name) == result
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "result"),
     [
         ("textarena:Wordle-v0", []),
         ("gymnasium:FrozenLake-v1", []),
@@ -60,8 +60,8 @@ def test_the_prefix_of_a_name_selects_the_library(name: str, found: tuple[str, s
         ("mine.py", ["mine.py"]),
     ],
 )
-def test_code_that_needs_permission(name: str, found: list[str]) -> None:
-    assert code_references(name) == found
+def test_code_that_needs_permission(name: str, result: list[str]) -> None:
+    assert code_references(name) == result
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e300, 10**400, "0.5", [1.0]])
@@ -103,7 +103,7 @@ def test_a_taskset_s_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "result"),
     [
         ("right", 2),
         ("I go RIGHT.", 2),
@@ -125,8 +125,8 @@ def test_a_taskset_s_module() -> None:
         ("", None),
     ],
 )
-def test_an_action_is_named_by_word_or_number(text: str, found: int | None) -> None:
-    assert parse_choice(text, WAYS) == found
+def test_an_action_is_named_by_word_or_number(text: str, result: int | None) -> None:
+    assert parse_choice(text, WAYS) == result
 
 
 def test_numbers_may_begin_elsewhere_and_actions_may_have_no_words() -> None:
@@ -162,11 +162,11 @@ def test_messages_of_a_game_are_lines() -> None:
 
 
 def drawn(own: IsolatedRandom, count: int) -> list[float]:
-    found = []
+    result = []
     for _ in range(count):
         with own():
-            found += [random.random(), float(numpy.random.random())]
-    return found
+            result += [random.random(), float(numpy.random.random())]
+    return result
 
 
 def test_an_episode_s_randomness_is_isolated() -> None:

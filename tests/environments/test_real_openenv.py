@@ -29,19 +29,19 @@ TESTS = Path(__file__).parents[1]
 @contextmanager
 def serving(sessions: int = 64, *more: str) -> Iterator[str]:
     """The address of a server of our own."""
-    words = [sys.executable, "-m", "uvicorn", "doubles.openenv_server:app", "--port", "0", "--log-level", "info", *more]
+    argv = [sys.executable, "-m", "uvicorn", "doubles.openenv_server:app", "--port", "0", "--log-level", "info", *more]
     process = subprocess.Popen(
-        words, cwd=TESTS, env={**os.environ, "SESSIONS": str(sessions)}, stderr=subprocess.PIPE, text=True
+        argv, cwd=TESTS, env={**os.environ, "SESSIONS": str(sessions)}, stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
-        said = []
+        message = []
         for line in process.stderr:  # until it says where it listens
-            said.append(line)
-            if found := re.search(r"running on (http://[\d.]+:\d+)", line):
-                yield found[1]
+            message.append(line)
+            if result := re.search(r"running on (http://[\d.]+:\d+)", line):
+                yield result[1]
                 return
-        pytest.fail("".join(said))
+        pytest.fail("".join(message))
     finally:
         process.terminate()
         process.wait()
@@ -49,8 +49,8 @@ def serving(sessions: int = 64, *more: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving() as found:
-        yield found
+    with serving() as result:
+        yield result
 
 
 def episodes(factory: Any, seeds: list[int], say: Callable[[str, int], str]) -> list[tuple[str, list[pg.Step]]]:
@@ -59,11 +59,11 @@ def episodes(factory: Any, seeds: list[int], say: Callable[[str, int], str]) -> 
     async def one(seed: int) -> tuple[str, list[pg.Step]]:
         environment = factory(TEXT, seed=seed)
         try:
-            first = heard = str((await environment.reset()).content)
+            first = received = str((await environment.reset()).content)
             steps: list[pg.Step] = []
             while not steps or steps[-1].observation is not None:
-                steps.append(await environment.step(pg.Action(say(heard, len(steps)))))
-                heard = str(steps[-1].observation and steps[-1].observation.content)
+                steps.append(await environment.step(pg.Action(say(received, len(steps)))))
+                received = str(steps[-1].observation and steps[-1].observation.content)
             return first, steps
         finally:
             await environment.close()
@@ -74,16 +74,16 @@ def episodes(factory: Any, seeds: list[int], say: Callable[[str, int], str]) -> 
     return asyncio.run(all_of_them())
 
 
-def upwards(heard: str, turn: int) -> str:
+def upwards(received: str, turn: int) -> str:
     return f"Perhaps {turn}?"
 
 
 def test_episodes_side_by_side_are_sessions_with_seeds(address: str) -> None:
     factory = resolve_environment(f"openenv:{address}")
-    found = episodes(factory, [1, 2, 1, 3, 4, 5], upwards)
-    assert found[0] == found[2]
-    assert len({len(steps) for _, steps in found}) > 1
-    for first, steps in found:
+    result = episodes(factory, [1, 2, 1, 3, 4, 5], upwards)
+    assert result[0] == result[2]
+    assert len({len(steps) for _, steps in result}) > 1
+    for first, steps in result:
         number = len(steps) - 1
         assert first == f"Find a digit. Its parity is {number % 2}.\n"
         assert (steps[-1].reward, steps[-1].stop_reason) == (1.0, "terminated")
@@ -91,8 +91,8 @@ def test_episodes_side_by_side_are_sessions_with_seeds(address: str) -> None:
 
 
 def test_unreadable_and_refused_actions_are_reported_to_the_policy(address: str) -> None:
-    said = iter(["no number", "12", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9"])
-    ((_, steps),) = episodes(pg.OpenEnv(address), [1], lambda heard, turn: next(said))
+    message = iter(["no number", "12", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9"])
+    ((_, steps),) = episodes(pg.OpenEnv(address), [1], lambda received, turn: next(message))
     assert steps[0].observation.content == "\nerror: answer with a whole number\n"
     assert steps[1].observation.content == "\nerror: a digit is below ten\n"
     assert [step.metrics for step in steps[:3]] == [
@@ -115,7 +115,7 @@ def test_pings_are_answered_while_this_process_computes() -> None:
     """It hangs up after 0.3 seconds of silence, and the loop of the episode is held up by a program that takes longer."""
     beats = ("--ws-ping-interval", "0.1", "--ws-ping-timeout", "0.2")
 
-    def say(heard: str, turn: int) -> str:
+    def say(received: str, turn: int) -> str:
         subprocess.run([sys.executable, "-c", "import torch"], check=True)
         return str(turn)
 
@@ -129,7 +129,7 @@ def test_a_server_that_dies_is_reported() -> None:
         serving() as address,
         pytest.raises(pg.EngineError, match=rf"{address} closed the connection during a step .*in turn 1"),
     ):
-        episodes(pg.OpenEnv(address), [1], lambda heard, turn: "99")
+        episodes(pg.OpenEnv(address), [1], lambda received, turn: "99")
 
 
 def test_a_missing_server_is_reported(address: str) -> None:
@@ -153,14 +153,14 @@ def test_sessions_of_a_rollout_end_with_it(tmp_path: Path) -> None:
             checkpoint=pg.CheckpointConfig(every=1, keep=3),
             output=str(tmp_path / "whole"),
         )
-        whole = pg.train(run, display=False)
-        said = [row for row in rows(whole.output / "metrics.jsonl") if "environment/turns" in row]
-        assert len(said) == 2
-        assert all("environment/malformed" in row for row in said)
+        full = pg.train(run, display=False)
+        message = [row for row in rows(full.output / "metrics.jsonl") if "environment/turns" in row]
+        assert len(message) == 2
+        assert all("environment/malformed" in row for row in message)
         pieces = tmp_path / "pieces"
         pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
         with pytest.raises(pg.ConfigError, match=f"--allow-code {address}"):  # it is shown what the model writes
             pg.train(resume=pieces, display=False)
         pg.train(resume=pieces, allow_code=(address,), display=False)
-        assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-        assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+        assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+        assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

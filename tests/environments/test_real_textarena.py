@@ -31,15 +31,15 @@ class Game:
         self.first = asyncio.run(self.environment.reset()).content
 
     def say(self, text: str, truncated: bool = False) -> pg.Step:
-        found: pg.Step = asyncio.run(self.environment.step(pg.Action(text, truncated)))
-        return found
+        result: pg.Step = asyncio.run(self.environment.step(pg.Action(text, truncated)))
+        return result
 
 
 @pytest.fixture(scope="module")
 def number() -> pg.TextArena:
-    found = resolve_environment("textarena:GuessTheNumber-v0")
-    assert isinstance(found, pg.TextArena)
-    return found
+    result = resolve_environment("textarena:GuessTheNumber-v0")
+    assert isinstance(result, pg.TextArena)
+    return result
 
 
 def solved(game: Game) -> tuple[list[int], pg.Step]:
@@ -235,12 +235,12 @@ def test_a_run_resumes_bitwise(tmp_path: Path) -> None:
         checkpoint=pg.CheckpointConfig(every=1, keep=3),
         output=str(tmp_path / "whole"),
     )
-    whole = pg.train(run, display=False)
-    said = [row for row in rows(whole.output / "metrics.jsonl") if "environment/turns" in row]
+    full = pg.train(run, display=False)
+    said = [row for row in rows(full.output / "metrics.jsonl") if "environment/turns" in row]
     assert len(said) == 2
     assert all("environment/invalid" in row and row["environment/failed"] == 0 for row in said)
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     pg.train(resume=pieces, display=False)
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

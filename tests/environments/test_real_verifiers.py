@@ -220,11 +220,11 @@ def test_a_run_resumes_bitwise(taskset: Callable[[str, str], str], tmp_path: Pat
         checkpoint=pg.CheckpointConfig(every=1, keep=3),
         output=str(tmp_path / "runs" / "whole"),
     )
-    whole = pg.train(run, display=False)
-    said = [row for row in rows(whole.output / "metrics.jsonl") if "environment/reward_right" in row]
+    full = pg.train(run, display=False)
+    said = [row for row in rows(full.output / "metrics.jsonl") if "environment/reward_right" in row]
     assert len(said) == 2
     pieces = tmp_path / "runs" / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     pg.train(resume=pieces, display=False)
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

@@ -134,7 +134,7 @@ def test_tool_output_ends_no_turn(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answer", "why"),
+    ("message", "answer", "why"),
     [
         (call("add", a=4, b=5), "9", ""),
         ("<tool_call>add(4, 5)</tool_call>", "9", ""),
@@ -158,9 +158,9 @@ def test_tool_output_ends_no_turn(tokenizer: Tokenizer) -> None:
         (call("sleeps"), "error: sleeps took longer than 0.05 seconds", "slow"),
     ],
 )
-def test_results_of_calls(tokenizer: Tokenizer, said: str, answer: str, why: str) -> None:
+def test_results_of_calls(tokenizer: Tokenizer, message: str, answer: str, why: str) -> None:
     slow = {"timeout": 0.05} if why == "slow" else {}
-    trajectory, _ = played(tokenizer, said, "3", **slow)
+    trajectory, _ = played(tokenizer, message, "3", **slow)
     assert f"<tool_response>\n{answer}" in tokenizer.decode(trajectory.segments[1].tokens)
     failures = {name: count for name, count in trajectory.metrics.items() if name != "calls" and count}
     assert failures == ({f"calls_{why}": 1.0} if why else {})
@@ -180,28 +180,28 @@ def test_several_calls_are_answered_and_rewarded_in_order(tokenizer: Tokenizer) 
         return -0.5 if answer.failure else 0.1
 
     trajectory, _ = played(tokenizer, both, "4", call_reward=paid)
-    said = tokenizer.decode(trajectory.segments[1].tokens)
-    assert said.index("\n2\n") < said.index("error: add")
+    message = tokenizer.decode(trajectory.segments[1].tokens)
+    assert message.index("\n2\n") < message.index("error: add")
     assert trajectory.turn_rewards == (pytest.approx(-0.4), 0.0)
     assert trajectory.metrics["calls"] == 2.0
 
 
 def test_turns_and_tokens_limit_an_episode(tokenizer: Tokenizer) -> None:
-    again = call("add", a=1, b=2)
-    trajectory, _ = played(tokenizer, again, again, again, "3", max_turns=3)
+    rerun = call("add", a=1, b=2)
+    trajectory, _ = played(tokenizer, rerun, rerun, rerun, "3", max_turns=3)
     assert (trajectory.stop_reason, trajectory.reward, len(trajectory.turn_rewards)) == ("turns", 0.0, 3)
-    size = len(tokenizer.hf(again)["input_ids"]) + 1
-    cut, _ = played(tokenizer, again, again, "3", max_tokens=size + 5)
+    size = len(tokenizer.hf(rerun)["input_ids"]) + 1
+    cut, _ = played(tokenizer, rerun, rerun, "3", max_tokens=size + 5)
     assert (cut.stop_reason, cut.truncated, cut.reward, cut.num_sampled_tokens) == ("tokens", True, 0.0, size + 5)
-    full, _ = played(tokenizer, again, "3", max_tokens=size)  # nothing is left to say, so the answer is not heard
+    full, _ = played(tokenizer, rerun, "3", max_tokens=size)  # nothing is left to say, so the answer is not heard
     assert (full.stop_reason, full.truncated, len(full.segments)) == ("tokens", True, 1)
     assert full.reward == 0.0  # it ended without an answer
-    paid, _ = played(tokenizer, again, max_tokens=size, call_reward=lambda c, a: 0.25)
+    paid, _ = played(tokenizer, rerun, max_tokens=size, call_reward=lambda c, a: 0.25)
     assert (paid.turn_rewards, paid.reward) == ((0.25,), 0.25)
     narrow = Tokenizer(
         tokenizer.hf, tokenizer.end_ids, "narrow", len(tokenizer.hf("1 + 2 =\n")["input_ids"]) + size + 3
     )
-    short, _ = played(narrow, again, "3", max_tokens=size)
+    short, _ = played(narrow, rerun, "3", max_tokens=size)
     assert short.stop_reason == "tokens"
 
 
@@ -237,9 +237,9 @@ def test_the_context_limit_ends_an_episode(tokenizer: Tokenizer) -> None:
 
 
 def test_tool_metrics_are_recorded(tokenizer: Tokenizer) -> None:
-    again = call("add", a=1, b=2)
+    rerun = call("add", a=1, b=2)
     groups = []
-    for turns in ([again, "3"], [again, again, again]):
+    for turns in ([rerun, "3"], [rerun, rerun, rerun]):
         group, _ = conversation(tokenizer, pg.ToolUse((add,), right, max_turns=3, tools_in_prompt=False), ASKED, turns)
         groups.append(group)
     values = {name: metric.value for name, metric in measure_rollout([(groups, batch_groups(groups))]).items()}
@@ -258,10 +258,10 @@ def test_long_tool_outputs_are_shortened(tokenizer: Tokenizer) -> None:
         return " ".join(map(str, range(n)))
 
     trajectory, _ = played(tokenizer, call("counts", n=500), "3", tools=(counts,), max_output_chars=40)
-    said = tokenizer.decode(trajectory.segments[1].tokens)
-    assert said.startswith("\n<tool_response>\n0 1 2 3")
-    assert "characters" in said
-    assert len(said) < 120
+    message = tokenizer.decode(trajectory.segments[1].tokens)
+    assert message.startswith("\n<tool_response>\n0 1 2 3")
+    assert "characters" in message
+    assert len(message) < 120
 
 
 def test_tools_may_depend_on_the_example_and_the_group_s_seed(tokenizer: Tokenizer) -> None:

@@ -152,15 +152,15 @@ def test_json_holds_everything(run) -> None:
 
 
 def test_a_page_is_written_beside_the_json(run, tmp_path) -> None:
-    words = ("--algorithm", "rloo", "grpo", "--group-size", "2", "--experiment", "z_score")
-    code, out, err = run(*words, "--output", "lab.html", "--json")
+    argv = ("--algorithm", "rloo", "grpo", "--group-size", "2", "--experiment", "z_score")
+    code, out, err = run(*argv, "--output", "lab.html", "--json")
     assert code == 0, err
     text = (tmp_path / "lab.html").read_text(encoding="utf-8")
     assert json.loads(out)["findings"][0]["sentence"] in text
     assert err == "lab.html\n"
-    assert run(*words, "--output", "again.html")[1] == "again.html\n"
+    assert run(*argv, "--output", "again.html")[1] == "again.html\n"
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
-    code, out, err = run(*words, "--output", "absent/lab.html")
+    code, out, err = run(*argv, "--output", "absent/lab.html")
     assert code == 2
     assert "absent/lab.html" in err
 
@@ -201,9 +201,9 @@ def test_custom_parts_are_listed_with_the_others(run) -> None:
 
 def test_a_chain_of_parts_and_options_given_again(run) -> None:
     """`--part advantage=A,B` is one row; `--part` again is another; ours and one's own, from a module or a file, mix."""
-    words = ("--part", "advantage=GroupMean,own_part:Doubled", "--part=own_part.py:HalfGate", "--part", "GroupMean")
+    argv = ("--part", "advantage=GroupMean,own_part:Doubled", "--part=own_part.py:HalfGate", "--part", "GroupMean")
     small = ("--group-size", "2", "--experiment", "none", "--json")
-    code, out, err = run("--algorithm", "dr_grpo", *words, "--algorithm", "own_part.py:MINE", *small)
+    code, out, err = run("--algorithm", "dr_grpo", *argv, "--algorithm", "own_part.py:MINE", *small)
     assert code == 0, err
     rows = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
     assert list(rows) == ["dr_grpo", "dr_grpo+HalfGate", "GroupMean+Doubled", "HalfGate", "GroupMean"]
@@ -217,8 +217,8 @@ def test_a_part_in_a_custom_algorithm(run) -> None:
     small = ("--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "none", "--json")
     code, out, err = run("--part", "advantage=GroupMean,own_part:Doubled", "--base", "own_part:MINE", *small)
     assert code == 0, err
-    found = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
-    assert found["GroupMean+Doubled"] == pytest.approx(found["dr_grpo"])  # half the gate, twice the advantage
+    result = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
+    assert result["GroupMean+Doubled"] == pytest.approx(result["dr_grpo"])  # half the gate, twice the advantage
 
 
 def test_a_part_is_compared_with_its_base(run) -> None:
@@ -239,8 +239,8 @@ def test_a_part_is_compared_with_its_base(run) -> None:
 
 
 def test_all_measures_every_algorithm_with_a_part(run) -> None:
-    words = ("--part", "own_part:HalfGate", "--all", "--group-size", "2", "--experiment", "none", "--json")
-    rows = [row["name"] for row in json.loads(run(*words)[1])["algorithms"]]
+    argv = ("--part", "own_part:HalfGate", "--all", "--group-size", "2", "--experiment", "none", "--json")
+    rows = [row["name"] for row in json.loads(run(*argv)[1])["algorithms"]]
     assert rows[-1] == "HalfGate"
     assert {"grpo", "rloo", "dapo"} < set(rows)
 
@@ -278,7 +278,7 @@ def test_experiments_are_listed(run) -> None:
 
 
 def test_a_gate_without_a_hash_is_plotted(run, tmp_path) -> None:
-    words = (
+    argv = (
         "--part",
         "own_part:Unhashed",
         "--algorithm",
@@ -288,13 +288,13 @@ def test_a_gate_without_a_hash_is_plotted(run, tmp_path) -> None:
         "--experiment",
         "gate_weights",
     )
-    code, _, err = run(*words, "--output", "lab.html")
+    code, _, err = run(*argv, "--output", "lab.html")
     assert code == 0, err
     assert '"label":"Unhashed"' in (tmp_path / "lab.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "argv"),
     [
         (("--algorithm", "grop"), "did you mean 'grpo'"),
         (("--experiment", "adamm"), "did you mean 'adam'"),
@@ -330,10 +330,10 @@ def test_a_gate_without_a_hash_is_plotted(run, tmp_path) -> None:
         (("--part", "colour=own_part:Negated"), "no field 'colour'"),
     ],
 )
-def test_invalid_worlds_are_refused(run, args: tuple[str, ...], words: str) -> None:
+def test_invalid_worlds_are_refused(run, args: tuple[str, ...], argv: str) -> None:
     code, _, err = run(*args)
     assert code == 2
-    assert words in err
+    assert argv in err
 
 
 def test_the_lab_imports_no_model_library_and_leaves_the_threads_alone(run) -> None:

@@ -69,7 +69,7 @@ def test_probabilities_add_up_and_j_is_the_games() -> None:
 
 def trajectories() -> list[Trajectory]:
     """Every episode as a rollout would have played it."""
-    found = []
+    result = []
     for e in TREE.episodes:
         turns = [list(group) for _, group in itertools.groupby(range(len(e.actions)), key=lambda t: e.turn[t])]
         segments = []
@@ -78,7 +78,7 @@ def trajectories() -> list[Trajectory]:
             segments += [Segment(tokens, torch.zeros(len(tokens))), Segment(torch.tensor([0]))]
         rewards = tuple(e.reward[columns[-2]] for columns in turns)
         states = tuple(e.state[columns[0]] for columns in turns)
-        found.append(
+        result.append(
             Trajectory(
                 tuple(segments[:-1]),
                 "",
@@ -88,7 +88,7 @@ def trajectories() -> list[Trajectory]:
                 reward=sum(rewards) + e.outcome,
             )
         )
-    return found
+    return result
 
 
 def test_the_enumerated_batch_equals_a_rollout_s() -> None:

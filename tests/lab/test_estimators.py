@@ -69,16 +69,16 @@ def brute(algorithm: pg.Algorithm, setting: LabSetting, size: int) -> torch.Tens
 @pytest.mark.parametrize("name", list(supported_algorithms(pg.ALGORITHMS)))
 def test_the_expectation_is_that_of_ordered_groups(name: str, off: bool) -> None:
     algorithm, setting = pg.get_algorithm(name), small(off)
-    found = estimate_gradients(algorithm, setting, enumerate_steps(setting, 2)).mean
-    torch.testing.assert_close(found, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
+    result = estimate_gradients(algorithm, setting, enumerate_steps(setting, 2)).mean
+    torch.testing.assert_close(result, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("term", [ExactEntropy(0.3), ExactKLToOld(0.7), ExactKLToReference(0.7)])
 def test_exact_loss_terms(term) -> None:
     algorithm, setting = replace(pg.DR_GRPO, terms=(term,)), small(True)
-    found = estimate_gradients(algorithm, setting, enumerate_steps(setting, 2)).mean
-    torch.testing.assert_close(found, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
-    assert (found - estimate_gradients(pg.DR_GRPO, setting, enumerate_steps(setting, 2)).mean).abs().max() > 1e-4
+    result = estimate_gradients(algorithm, setting, enumerate_steps(setting, 2)).mean
+    torch.testing.assert_close(result, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
+    assert (result - estimate_gradients(pg.DR_GRPO, setting, enumerate_steps(setting, 2)).mean).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dapo"])
@@ -100,7 +100,7 @@ def test_steps_of_several_prompts_are_one_step() -> None:
     setting = make_table_settings(seed=2)[0]
     algorithm = replace(pg.DR_GRPO, aggregation=pg.TokenMean())
     steps = sample_steps(setting, 2, steps=3, prompts=2, seed=1)
-    found = estimate_gradients(algorithm, setting, steps).gradient
+    result = estimate_gradients(algorithm, setting, steps).gradient
     book = setting.enumerate_batch(algorithm)
     for m, rows in enumerate(steps.rows):
         batch = replace(book.select(rows), group=steps.group)
@@ -111,9 +111,9 @@ def test_steps_of_several_prompts_are_one_step() -> None:
             setting.prepare(algorithm).compute_advantages(batch),
             algorithm,
         )
-        torch.testing.assert_close(found[m], -torch.autograd.grad(loss, theta)[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(result[m], -torch.autograd.grad(loss, theta)[0], rtol=0, atol=1e-12)
     apart = estimate_gradients(replace(algorithm, aggregation=pg.GroupTokenMean()), setting, steps).gradient
-    assert (apart - found).abs().max() > 1e-4
+    assert (apart - result).abs().max() > 1e-4
 
 
 def test_probabilities_and_counts() -> None:
@@ -134,21 +134,21 @@ def test_probabilities_and_counts() -> None:
 def test_hand_numbers_of_a_coin() -> None:
     """p = ¼, G = 2, leave-one-out: g = ±1·(s₁ − s₀)/2 where the two differ, so E g = ∇p and Var g = p(1−p)/2·‖s₁ − s₀‖²/… ."""
     setting = two_answers(0.25)
-    found = measure_algorithm(replace(pg.RLOO, shaping=()), setting, enumerate_steps(setting, 2))
+    result = measure_algorithm(replace(pg.RLOO, shaping=()), setting, enumerate_steps(setting, 2))
     # ∇p = p(1−p)(−1, 1); a mixed pair (probability 2p(1−p) = 3/8) gives ½((1−p)+p)(−1, 1) = ½(−1, 1).
     truth = setting.true_gradient(pg.DR_GRPO)
     torch.testing.assert_close(truth, torch.tensor([-0.1875, 0.1875], dtype=torch.float64))
     second = 3 / 8 * 2 * 0.25
     square = 2 * 0.1875**2
-    assert found.figures.scale == pytest.approx(1)
-    assert found.figures.bias < 1e-12
-    assert found.figures.variance == pytest.approx((second - square) / square)
-    assert found.figures.mse == pytest.approx((second - square) / square)
-    assert found.figures.snr == pytest.approx(square / (second - square))
-    assert found.figures.best_mse == pytest.approx(1 - square / second)
-    assert found.difficulty[0]["p"] == pytest.approx(0.25)
-    assert found.length[0]["right"] == pytest.approx(0.75 / 2)  # P(the other is wrong)·1/G
-    assert found.length[0]["wrong"] == pytest.approx(-0.25 / 2)
+    assert result.figures.scale == pytest.approx(1)
+    assert result.figures.bias < 1e-12
+    assert result.figures.variance == pytest.approx((second - square) / square)
+    assert result.figures.mse == pytest.approx((second - square) / square)
+    assert result.figures.snr == pytest.approx(square / (second - square))
+    assert result.figures.best_mse == pytest.approx(1 - square / second)
+    assert result.difficulty[0]["p"] == pytest.approx(0.25)
+    assert result.length[0]["right"] == pytest.approx(0.75 / 2)  # P(the other is wrong)·1/G
+    assert result.length[0]["wrong"] == pytest.approx(-0.25 / 2)
 
 
 def test_the_truth_is_the_stated_objective() -> None:
@@ -238,6 +238,6 @@ def test_the_greedy_completion_is_the_one_of_the_most_probable_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["remax", "topr"])
 def test_baselines_from_outside_the_group_leave_the_estimate_unbiased(name: str, settings) -> None:
-    found = measure_algorithm(pg.get_algorithm(name), settings[0], enumerate_steps(settings[0], 2)).figures
-    assert found.bias < 1e-12
-    assert found.scale == pytest.approx(1)
+    result = measure_algorithm(pg.get_algorithm(name), settings[0], enumerate_steps(settings[0], 2)).figures
+    assert result.bias < 1e-12
+    assert result.scale == pytest.approx(1)

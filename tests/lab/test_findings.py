@@ -156,8 +156,8 @@ def test_chains_are_exact() -> None:
     assert float(chain.objective(theta, n)) == pytest.approx(total, abs=1e-12)
     assert chain.distance(theta, other, n) == pytest.approx(kl, abs=1e-12)
     states, tokens = chain.draw(theta, 20_000, n, 0)
-    found = chain.earns[states, tokens].sum(1) / math.sqrt(n)
-    assert float(found.mean()) == pytest.approx(total, abs=4 * float(found.std()) / 20_000**0.5)
+    result = chain.earns[states, tokens].sum(1) / math.sqrt(n)
+    assert float(result.mean()) == pytest.approx(total, abs=4 * float(result.std()) / 20_000**0.5)
 
 
 def test_unknown_experiments_are_refused_with_a_hint() -> None:

@@ -23,19 +23,19 @@ def rows_of(block: str) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> LabReport:
+def result() -> LabReport:
     return build_lab_report(
         {name: ALGORITHMS[name] for name in ("rloo", "grpo", "dapo")}, names=("z_score", "group_mean")
     )
 
 
-def test_the_table_is_that_of_the_matrix(found: LabReport) -> None:
+def test_the_table_is_that_of_the_matrix(result: LabReport) -> None:
     rows = rows_of("table")
     assert [name for name, _ in rows] == [*ALGORITHMS] * 2, "a row is missing or too many: python scripts/make_lab.py"
     half = len(ALGORITHMS)
     for side in (0, 1):
         written = {name: [float(x) for x in cells.split("|")] for name, cells in rows[side * half : (side + 1) * half]}
-        for pair in found.rows:
+        for pair in result.rows:
             f = pair[side].figures
             now = [f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse]
             assert written[pair[side].name] == pytest.approx(now, abs=6e-4), "python scripts/make_lab.py"
@@ -45,19 +45,19 @@ def test_the_table_is_that_of_the_matrix(found: LabReport) -> None:
 def test_the_figures_by_group_size_are_current(size: int) -> None:
     rows = rows_of("sizes")
     assert [name for name, _ in rows] == [*SIZED] * 2
-    found, half = build_lab_report({name: SIZED[name] for name in ("rloo", "ppo")}, size, names=()), len(SIZED)
+    result, half = build_lab_report({name: SIZED[name] for name in ("rloo", "ppo")}, size, names=()), len(SIZED)
     for side in (0, 1):
         written = {name: cells.split("|") for name, cells in rows[side * half : (side + 1) * half]}
-        for pair in found.rows:
+        for pair in result.rows:
             f, cells = pair[side].figures, written[pair[side].name]
             at = (2, 4, 8).index(size)
             assert [float(cells[at]), float(cells[3 + at])] == pytest.approx([f.bias, f.variance], abs=6e-4)
             assert ["±" in cell for cell in cells] == [False, False, True] * 2
 
 
-def test_the_page_has_every_finding(found: LabReport) -> None:
+def test_the_page_has_every_finding(result: LabReport) -> None:
     named = re.findall(r"`policygrad lab --experiment (\w+)`", TEXT)
     assert named == [*EXPERIMENTS]
-    for finding in found.findings:
+    for finding in result.findings:
         assert finding.claim in TEXT
-    assert found.findings[0].sentence in TEXT
+    assert result.findings[0].sentence in TEXT

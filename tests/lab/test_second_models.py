@@ -42,18 +42,18 @@ def test_learned_process_rewards_telescope(setting: LabSetting) -> None:
 def test_a_teachers_whole_kl_is_unbiased_and_its_tokens_are_not(setting: LabSetting) -> None:
     """Of ∇ −KL(π_θ‖π_T) of completions, what distillation states as its objective; a completion is one action."""
     steps = enumerate_steps(setting, 1)
-    whole = replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(discount=1.0),), aggregation=pg.SequenceSum())
-    tokens = replace(whole, advantage=(pg.TeacherLogRatio(),))
-    exact = replace(whole, advantage=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(),))
-    found = {
+    full = replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(discount=1.0),), aggregation=pg.SequenceSum())
+    tokens = replace(full, advantage=(pg.TeacherLogRatio(),))
+    exact = replace(full, advantage=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(),))
+    result = {
         name: measure_algorithm(a, setting, steps).figures
-        for name, a in (("whole", whole), ("tokens", tokens), ("exact", exact))
+        for name, a in (("whole", full), ("tokens", tokens), ("exact", exact))
     }
-    assert found["whole"].bias < 1e-12
-    assert found["tokens"].bias > 0.01
+    assert result["whole"].bias < 1e-12
+    assert result["tokens"].bias > 0.01
     gradients = [estimate_gradients(a, setting, steps).mean for a in (tokens, exact)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
-    assert found["exact"].variance < found["tokens"].variance
+    assert result["exact"].variance < result["tokens"].variance
 
 
 def test_rewards_are_not_part_of_a_distillation_s_objective(setting: LabSetting) -> None:
@@ -73,8 +73,8 @@ def test_process_rewards_that_say_the_truth_double_the_gradient_and_lengths_bias
         gate=pg.OnPolicy(),
         update_rule=pg.GradientSteps(),
     )
-    found = measure_algorithm(prime, setting, steps).figures
+    result = measure_algorithm(prime, setting, steps).figures
     rloo = measure_algorithm(replace(pg.RLOO, shaping=()), setting, steps).figures
     assert rloo.bias < 1e-12
-    assert found.cosine > 0.9
-    assert 1.2 < found.scale < 3
+    assert result.cosine > 0.9
+    assert 1.2 < result.scale < 3

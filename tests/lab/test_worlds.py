@@ -36,9 +36,9 @@ def logits(problem: TabularMDP, seed: int = 0) -> torch.Tensor:
 def test_the_theorem_is_the_derivative_of_the_linear_solve(name: str) -> None:
     problem = PROBLEMS[name]
     theta = logits(problem)
-    found = mdp.objective_gradient(problem, theta)
-    torch.testing.assert_close(mdp.policy_gradient_theorem(problem, theta), found, rtol=0, atol=1e-12)
-    assert found.abs().max() > 1e-4
+    result = mdp.objective_gradient(problem, theta)
+    torch.testing.assert_close(mdp.policy_gradient_theorem(problem, theta), result, rtol=0, atol=1e-12)
+    assert result.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -38,33 +38,33 @@ def before(batch: pg.Batch, row: int, token: int) -> tuple[int, ...]:
 
 def read(batch: pg.Batch, row: int) -> set[tuple[int, ...]]:
     """The texts of a completion, each up to the last token that is predicted there."""
-    found = set()
+    result = set()
     for first, end, _ in written(batch, row):
         if batch.mask[row, first:end].any():
-            found.add(before(batch, row, first + int(batch.mask[row, first:end].nonzero().max())))
-    return found
+            result.add(before(batch, row, first + int(batch.mask[row, first:end].nonzero().max())))
+    return result
 
 
 def spelt(part: Pack) -> dict[int, tuple[int, ...]]:
     """Each node, and the tokens up to it; behind a text its last one is repeated."""
-    found: dict[int, tuple[int, ...]] = {}
+    result: dict[int, tuple[int, ...]] = {}
     for path in part.paths:
         for i, node in enumerate(path.tolist()):
-            found.setdefault(node, tuple(part.ids[path[: i + 1]].tolist()))
-    return found
+            result.setdefault(node, tuple(part.ids[path[: i + 1]].tolist()))
+    return result
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
-def test_completions_are_not_split_and_prefixes_are_read_once(seed: int, budget: int, whole: bool) -> None:
+def test_completions_are_not_split_and_prefixes_are_read_once(seed: int, budget: int, full: bool) -> None:
     batch = branching(make_batch(seed), seed)
     rows = batch.mask.any(1).nonzero().squeeze(1)
-    packs = list(pack_micro_batches(batch, rows, budget, keep_groups=whole))
+    packs = list(pack_micro_batches(batch, rows, budget, keep_groups=full))
     assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
     for p in packs:
         assert torch.equal(p.mask, batch.mask[p.rows])
         held = set(batch.group[p.rows].tolist())
-        assert len(p.ids) <= budget or (len(held) == 1 if whole else len(p.rows) == 1)
+        assert len(p.ids) <= budget or (len(held) == 1 if full else len(p.rows) == 1)
         texts = set.union(*(read(batch, int(row)) for row in p.rows))
         assert len(p.ids) == len({text[: i + 1] for text in texts for i in range(len(text))})
         known = spelt(p)
@@ -82,9 +82,9 @@ def test_completions_are_not_split_and_prefixes_are_read_once(seed: int, budget:
 def test_given_positions_of_unbranched_texts_change_nothing() -> None:
     batch = make_batch(5)
     sizes = torch.tensor([len(p) for p in batch.prompts or ()])[batch.group]
-    said = replace(batch, positions=sizes[:, None] + torch.arange(batch.mask.shape[1]))
+    output = replace(batch, positions=sizes[:, None] + torch.arange(batch.mask.shape[1]))
     for one, other in zip(
-        pack_micro_batches(batch, torch.arange(12), 30), pack_micro_batches(said, torch.arange(12), 30), strict=True
+        pack_micro_batches(batch, torch.arange(12), 30), pack_micro_batches(output, torch.arange(12), 30), strict=True
     ):
         names = (
             "rows",
@@ -134,13 +134,13 @@ def test_a_node_has_the_experts_of_its_token() -> None:
 def test_a_score_norm_covers_all_texts_of_an_episode(model: nn.Module, together: bool) -> None:
     batch = branching(make_batch(5))
     norms = replace(ScoreNorms.of(build_evaluator(model, 1.0), LearnerConfig()), batched=together)
-    found = norms.evaluate(batch).grad_logp_sq_norm
+    result = norms.evaluate(batch).grad_logp_sq_norm
     total = torch.where(batch.mask, naive_logp(model, batch, 1.0), 0).sum(1)
     expected = torch.zeros(len(total), dtype=torch.float64)
     for i in batch.mask.any(1).nonzero().flatten().tolist():
         score = torch.autograd.grad(total[i], list(model.parameters()), retain_graph=True)
         expected[i] = sum(float(g.square().sum()) for g in score)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)  # the model normalises in float32
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)  # the model normalises in float32
 
 
 @pytest.mark.parametrize("backbone", ["separate", "policy"])
@@ -156,8 +156,8 @@ def test_a_truncated_episode_bootstraps_from_its_last_text(random_model: Path, b
     nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
     batch = branching(make_batch(4))
     batch = replace(batch, truncated=torch.ones(len(batch.mask), dtype=torch.bool), reward=batch.reward.float())
-    found = learner.evaluate(batch, algorithm.needs).bootstrap
-    assert found is not None
+    result = learner.evaluate(batch, algorithm.needs).bootstrap
+    assert result is not None
     trunk = learner.critic.network.backbone if backbone == "separate" else network.get_decoder()
     for row in range(len(batch.mask)):
         expected = torch.zeros(())
@@ -166,7 +166,7 @@ def test_a_truncated_episode_bootstraps_from_its_last_text(random_model: Path, b
             ids = torch.tensor([*before(batch, row, last), int(batch.tokens[row, last])])  # type: ignore[index]
             with torch.no_grad():
                 expected = head(trunk(input_ids=ids[None]).last_hidden_state[0, -1]).squeeze()
-        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result[row], expected, rtol=1e-4, atol=1e-5)
 
 
 TWO = pg.Batch(
@@ -195,8 +195,8 @@ def test_an_episode_of_two_texts_by_hand(model: nn.Module, name: str) -> None:
     algorithm = pg.Algorithm("by hand", (pg.GroupMean(),), ratio, pg.Importance(), parts.get(name, pg.SequenceMean()))
 
     def logp(*ids: int, last: int) -> Tensor:
-        found = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        return found.gather(1, torch.tensor(ids)[1:, None])[-last:, 0]
+        result = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return result.gather(1, torch.tensor(ids)[1:, None])[-last:, 0]
 
     first = torch.cat([logp(1, 2, 3, 4, last=2), logp(1, 2, 5, 6, 7, 8, last=2)])
     second = logp(1, 2, 9, 10, 11, last=3)

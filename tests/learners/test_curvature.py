@@ -77,13 +77,13 @@ def logits_of(model: nn.Module, batch: pg.Batch) -> tuple[Tensor, Tensor]:
     """[n, V] logits of the sampled tokens' states at the sampling temperature, and the tokens [n]: one completion at a time."""
     assert batch.tokens is not None
     assert batch.prompts is not None
-    found, taken = [], []
+    results, taken = [], []
     for row, group, mask in zip(batch.tokens, batch.group.tolist(), batch.mask, strict=True):
         prompt = batch.prompts[group]
         all_ = model(input_ids=torch.cat([prompt, row])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        found.append(all_[mask] / TEMPERATURE)
+        results.append(all_[mask] / TEMPERATURE)
         taken.append(row[mask])
-    return torch.cat(found), torch.cat(taken)
+    return torch.cat(results), torch.cat(taken)
 
 
 def fisher_matrix(model: nn.Module, batch: pg.Batch, sampled: bool) -> Tensor:
@@ -199,8 +199,8 @@ def test_forward_mode_equals_double_backward() -> None:
     tangents = {n: torch.randn_like(p) for n, p in learner.optimizer.parameters.items()}
     states, change = learner.curvature._jvp_states(part, tangents)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        again, other = learner.curvature._jvp_by_reverse(tangents, part)
-    assert torch.allclose(states, again, atol=1e-12)
+        rerun, other = learner.curvature._jvp_by_reverse(tangents, part)
+    assert torch.allclose(states, rerun, atol=1e-12)
     assert torch.allclose(change, other, atol=1e-12)
 
 
@@ -266,8 +266,8 @@ def test_a_state_followed_by_several_tokens_counts_for_each(sampled: bool) -> No
         expected[at] += w * curvature.output_hessian_product(
             logits[at], change[at], none, torch.tensor([a]), one, sampled
         )
-    found = curvature.output_hessian_product(logits, change, index, tokens, weight, sampled)
-    assert torch.allclose(found, expected, atol=1e-14)
+    results = curvature.output_hessian_product(logits, change, index, tokens, weight, sampled)
+    assert torch.allclose(results, expected, atol=1e-14)
 
 
 def test_a_table_of_logits_is_a_valid_problem() -> None:
@@ -349,9 +349,9 @@ def test_training_a_subset_leaves_other_parameters_unchanged() -> None:
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n in before if "layers.1." in n and n.endswith("proj.weight")}
     assert set(learner.publish().tensors) == set(before)
-    again = learner_for(small_model(dtype=torch.float32), CHEAP, trainable=r"layers\.1\..*proj")
-    again.restore(*learner.state())
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.model.parameters(), strict=True))
+    rerun = learner_for(small_model(dtype=torch.float32), CHEAP, trainable=r"layers\.1\..*proj")
+    rerun.restore(*learner.state())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), rerun.model.parameters(), strict=True))
     other = learner_for(small_model(dtype=torch.float32), CHEAP)
     with pytest.raises(RuntimeError, match="different trainable parameters"):
         other.restore(*learner.state())
@@ -439,7 +439,7 @@ def test_runs_respect_delta_and_resume_bitwise(small: Run, tmp_path: Path, name:
     algorithm = replace(pg.get_algorithm(name), critic=pg.Critic(lr=1e-3))
     run = replace(small, algorithm=algorithm, lr=None)
     record = Record()
-    whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
+    full = train(replace(run, output=str(tmp_path / "whole")), display=record)
     for _, metrics in record.steps:
         assert metrics["updates/taken"] == 1
         assert metrics["trust_region/kl"] > 0
@@ -448,9 +448,9 @@ def test_runs_respect_delta_and_resume_bitwise(small: Run, tmp_path: Path, name:
     result = train(replace(run, output=str(pieces)), stop_after=1)
     while result.steps < run.steps:
         result = train(resume=pieces, stop_after=1)
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
 def test_the_subset_of_groups_is_reproducible() -> None:

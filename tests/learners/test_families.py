@@ -94,10 +94,10 @@ def test_sampler_and_learner_agree_for_every_family(
             two_steps(path, lora)
         assert "ForCausalLM" in str(caught.value)
         return
-    found = two_steps(path, lora)
-    assert found.gap < 1e-5
-    assert found.moved
-    assert found.shares == family.shares
+    result = two_steps(path, lora)
+    assert result.gap < 1e-5
+    assert result.moved
+    assert result.shares == family.shares
 
 
 @pytest.mark.parametrize("family", [p for p in FAMILIES if p.values[0].left_out])  # type: ignore[attr-defined]

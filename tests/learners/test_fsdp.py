@@ -46,23 +46,25 @@ distributions, products with the Fisher matrix, a second model that learns. All 
 @pytest.fixture
 def ranks() -> Iterator[WorkerGroup]:
     """Two."""
-    with started(2) as found:
-        yield found
+    with started(2) as result:
+        yield result
 
 
 @pytest.mark.slow
 def test_two_processes_learn_as_one_does(ranks: WorkerGroup) -> None:
     """One start for all, since it takes seconds."""
     for name, algorithm in ALGORITHMS.items():
-        local, ranked, whole = pair(ranks, algorithm.with_max_tokens(6))
-        expected, found = (
+        local, ranked, uninterrupted = pair(ranks, algorithm.with_max_tokens(6))
+        expected, result = (
             values(learned(learner, local_algorithm)) for learner, local_algorithm in _both(local, ranked, algorithm)
         )
-        assert found == pytest.approx(expected, rel=1e-6 if algorithm.critic else 1e-9, abs=1e-12), name
+        assert result == pytest.approx(expected, rel=1e-6 if algorithm.critic else 1e-9, abs=1e-12), name
         agree(local, ranked)
         ranked.publish()
         state, _ = ranked.state()
-        assert all(torch.equal(parameter, state[f"weights/{key}"]) for key, parameter in whole.named_parameters())
+        assert all(
+            torch.equal(parameter, state[f"weights/{key}"]) for key, parameter in uninterrupted.named_parameters()
+        )
     _one_idles(*pair(ranks, pg.DR_GRPO)[:2])
     _goes_on_after_a_bad_gradient(*pair(ranks, pg.DR_GRPO)[:2])
     _takes_over_the_state_of_one_process(*pair(ranks, pg.DR_GRPO)[:2])
@@ -117,13 +119,13 @@ def _recomputes_activations(local: LocalLearner, ranked: FsdpController) -> None
 
 def _learns_in_bf16(ranks: WorkerGroup) -> None:
     """Masters in float32, passes in bfloat16: the published model is the masters', rounded."""
-    whole = model(torch.bfloat16)
-    ranked = FsdpController(ranks, whole, make_spec(pg.DR_GRPO))
+    uninterrupted = model(torch.bfloat16)
+    ranked = FsdpController(ranks, uninterrupted, make_spec(pg.DR_GRPO))
     batch = replace(BATCH, reward=BATCH.reward.float())
     learned(ranked, pg.DR_GRPO.with_max_tokens(6), batch)
     ranked.publish()
     state, _ = ranked.state()
-    for key, parameter in whole.named_parameters():
+    for key, parameter in uninterrupted.named_parameters():
         master = state[f"weights/{key}"]
         assert master.dtype == torch.float32
         assert parameter.dtype == torch.bfloat16
@@ -135,15 +137,15 @@ def _replays_experts(ranks: WorkerGroup) -> None:
     batch, algorithm = drawn(built("qwen3"), BATCH), pg.DR_GRPO.with_max_tokens(6)
 
     def moved() -> nn.Module:
-        found = built("qwen3")
-        shaken(found)
-        return found
+        result = built("qwen3")
+        shaken(result)
+        return result
 
     config = pg.LearnerConfig(micro_tokens=24, routing_replay=True)
     local, ranked, _ = pair(ranks, algorithm, moved, config=config)
-    expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert found["routing/changed"] > 0.01
+    expected, result = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+    assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert result["routing/changed"] > 0.01
     agree(local, ranked, 1e-6)
 
 
@@ -169,8 +171,8 @@ def test_micro_batches_are_distributed_over_ranks(size: int, budget: int) -> Non
 def test_one_rank_equals_one_process() -> None:
     ranks = WorkerGroup.start(1)
     local, ranked, _ = pair(ranks, pg.GSPO)
-    expected, found = (values(learned(learner, pg.GSPO)) for learner in (local, ranked))
-    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    expected, result = (values(learned(learner, pg.GSPO)) for learner in (local, ranked))
+    assert result == pytest.approx(expected, rel=1e-9, abs=1e-12)
     agree(local, ranked)
     ranked.close()
 
@@ -193,11 +195,11 @@ def test_deferred_signals_arrive_after_the_block() -> None:
 
 
 def test_weights_in_four_bits_are_refused() -> None:
-    whole = model()
-    check_shardable(whole)
-    whole.is_quantized = True  # type: ignore[assignment]
+    uninterrupted = model()
+    check_shardable(uninterrupted)
+    uninterrupted.is_quantized = True  # type: ignore[assignment]
     with pytest.raises(pg.ConfigError, match=r"quantised and cannot be sharded.*learner\.world_size=1"):
-        check_shardable(whole)
+        check_shardable(uninterrupted)
 
 
 def test_a_trust_region_of_a_model_without_forward_mode_is_refused() -> None:

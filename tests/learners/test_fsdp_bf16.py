@@ -26,9 +26,9 @@ def test_an_update_equals_one_process_up_to_rounding() -> None:
             before = {name: x.clone() for name, x in local.state()[0].items() if name.startswith("weights/")}
             for learner in (local, ranked):
                 learned(learner, chosen, SINGLE)
-            (expected, _), (found, _) = local.state(), ranked.state()
+            (expected, _), (result, _) = local.state(), ranked.state()
             moved = sum(float((expected[name] - x).square().sum()) for name, x in before.items())
-            apart = sum(float((expected[name] - found[name]).square().sum()) for name in before)
+            apart = sum(float((expected[name] - result[name]).square().sum()) for name in before)
             assert moved > 0
             assert apart <= COARSE**2 * moved, algorithm.name
-            assert all(found[name].dtype == expected[name].dtype == torch.float32 for name in before)
+            assert all(result[name].dtype == expected[name].dtype == torch.float32 for name in before)

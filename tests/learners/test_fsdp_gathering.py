@@ -27,8 +27,8 @@ def ranks() -> Iterator[WorkerGroup]:
     gc.collect()
     gc.freeze()  # what other tests have left is not looked through for each parameter
     try:
-        with started(2) as found:
-            yield found
+        with started(2) as result:
+            yield result
     finally:
         gc.unfreeze()
 
@@ -41,13 +41,13 @@ def counted(x: object) -> bool:
 def held(learner: FsdpLearner) -> list[int]:
     """In every process, bytes of floating-point tensors that somebody has, each memory once."""
     gc.collect()
-    found = {}
+    result = {}
     for x in gc.get_objects():
         if counted(x):
             local = getattr(x, "_local_tensor", x)
             if local.device.type == "cpu" and local.untyped_storage().nbytes():
-                found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return learner.workers.all_gather(sum(found.values()))
+                result[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return learner.workers.all_gather(sum(result.values()))
 
 
 @pytest.mark.slow
@@ -56,12 +56,12 @@ def test_a_process_holds_at_most_its_shard_and_one_parameter(
 ) -> None:
     """Counted while each matrix is there: what both have at most is less than the model, of which rank 0 has the structure."""
     sizes = {"n_embd": 60, "n_inner": 120}
-    whole, local = (model(torch.float32, **sizes) for _ in range(2))
-    total, largest = (f(p.nbytes for p in whole.parameters()) for f in (sum, max))
+    full, local = (model(torch.float32, **sizes) for _ in range(2))
+    total, largest = (f(p.nbytes for p in full.parameters()) for f in (sum, max))
     alone = LocalLearner(local, make_spec(ALGORITHM))
     before = held_here() - total  # beside the model that is spread now
-    ranked = FsdpController(ranks, whole, make_spec(ALGORITHM), stream_weights=True)
-    assert all(p.is_meta for p in whole.parameters())
+    ranked = FsdpController(ranks, full, make_spec(ALGORITHM), stream_weights=True)
+    assert all(p.is_meta for p in full.parameters())
     tensors, most = ranked.publish().tensors, [0, 0]
     assert isinstance(tensors, LazyStateDict)
     assert [*tensors] == [name for name, _ in local.named_parameters()]
@@ -101,8 +101,8 @@ def _follows_the_weights(alone: LocalLearner, ranked: FsdpController) -> None:
 
 def held_here() -> int:
     gc.collect()
-    found = {}
+    result = {}
     for x in gc.get_objects():
         if counted(x) and x.device.type == "cpu":
-            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(found.values())
+            result[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(result.values())

@@ -52,32 +52,32 @@ def compared(
 ) -> None:
     """Metrics, and all that a checkpoint holds, after some steps."""
     algorithm = algorithm.with_max_tokens(6).with_state(algorithm.with_max_tokens(6).init_state())
-    local, ranked, whole = pair(ranks, algorithm, make, **changes)
+    local, ranked, full = pair(ranks, algorithm, make, **changes)
     batch = branching(filled(algorithm, dtype)) if several else filled(algorithm, dtype)
     for _ in range(steps):
-        expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
-        assert found.pop("completions/computed", 0) >= expected.pop(
+        expected, result = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+        assert result.pop("completions/computed", 0) >= expected.pop(
             "completions/computed", 0
         )  # by smaller micro-batches
         coarse = max(1e-9, tolerance) if algorithm.critic is None else 1e-6
-        assert found == pytest.approx(expected, rel=coarse, abs=max(1e-12, tolerance))
-        assert any(found[name] for name in ("updates/taken", "value_pretraining") if name in found)
+        assert result == pytest.approx(expected, rel=coarse, abs=max(1e-12, tolerance))
+        assert any(result[name] for name in ("updates/taken", "value_pretraining") if name in result)
     agree(local, ranked, tolerance)
     ranked.publish()
     state, _ = ranked.state()
-    moved = {n: p for n, p in whole.named_parameters() if p.requires_grad}
+    moved = {n: p for n, p in full.named_parameters() if p.requires_grad}
     assert all(torch.equal(p, state[f"weights/{n}"].to(p.dtype)) for n, p in moved.items())
 
 
 def failures(cases: dict[str, Any]) -> dict[str, str]:
     """What each case complains of; none hides another."""
-    found = {}
+    result = {}
     for name, case in cases.items():
         try:
             case()
         except AssertionError as error:
-            found[name] = str(error)
-    return found
+            result[name] = str(error)
+    return result
 
 
 @pytest.mark.long
@@ -129,9 +129,9 @@ def close(ranks: WorkerGroup, algorithm: pg.Algorithm, tolerance: float) -> None
     local, ranked, _ = pair(ranks, algorithm, partial(model, torch.float32))
     for learner in (local, ranked):
         learned(learner, algorithm, filled(algorithm, torch.float32))
-    expected, found = direction(local), direction(ranked)
+    expected, result = direction(local), direction(ranked)
     assert float(expected.norm()) > 0
-    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+    assert float((result - expected).norm()) <= tolerance * float(expected.norm())
 
 
 @pytest.mark.long

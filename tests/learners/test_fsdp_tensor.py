@@ -37,17 +37,17 @@ def compared(
     """Metrics, and all that a checkpoint holds, after a step."""
     algorithm = algorithm.with_max_tokens(6).with_state(algorithm.with_max_tokens(6).init_state())
     config = pg.LearnerConfig(micro_tokens=24, world_size=ranks.size, tensor_parallel=2)
-    local, ranked, whole = pair(ranks, algorithm, make, **({"config": config} | changes))
+    local, ranked, full = pair(ranks, algorithm, make, **({"config": config} | changes))
     batch = branching(filled(algorithm, dtype)) if several else filled(algorithm, dtype)
-    expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
-    assert found.pop("completions/computed", 0) >= expected.pop("completions/computed", 0)
+    expected, result = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+    assert result.pop("completions/computed", 0) >= expected.pop("completions/computed", 0)
     coarse = max(1e-9, tolerance) if algorithm.critic is None else 1e-6
-    assert found == pytest.approx(expected, rel=coarse, abs=max(1e-12, tolerance))
+    assert result == pytest.approx(expected, rel=coarse, abs=max(1e-12, tolerance))
     agree(local, ranked, tolerance)
     ranked.publish()
     state, _ = ranked.state()
-    assert all(torch.equal(p, state[f"weights/{n}"].to(p.dtype)) for n, p in whole.named_parameters())
-    return local, ranked, whole
+    assert all(torch.equal(p, state[f"weights/{n}"].to(p.dtype)) for n, p in full.named_parameters())
+    return local, ranked, full
 
 
 @pytest.mark.slow
@@ -144,9 +144,9 @@ def test_adapters_are_not_split() -> None:
 
 
 def test_the_tensor_parallel_plan_covers_every_layer() -> None:
-    found = resolve_tp_plan(llama())
-    assert len(found) == 7 * 2
-    assert found["model.layers.1.self_attn.q_proj"] == "colwise"
-    assert found["model.layers.0.mlp.down_proj"] == "rowwise"
+    result = resolve_tp_plan(llama())
+    assert len(result) == 7 * 2
+    assert result["model.layers.1.self_attn.q_proj"] == "colwise"
+    assert result["model.layers.0.mlp.down_proj"] == "rowwise"
     assert resolve_tp_plan(qwen3())["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
     assert resolve_tp_plan(tf.GPT2LMHeadModel(tf.GPT2Config(**PLAIN, n_embd=8, n_layer=1, n_head=2))) == {}

@@ -45,10 +45,10 @@ def test_fused_head_equals_autograd(
     index = torch.cat([index, index + STATES, index + 2 * STATES])
     tokens = tokens.repeat(3)
     g, h = torch.randn(2, len(index), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found, seen = fused_log_probability(many, linear, index, tokens, tau, entropy=entropy)
+    result, seen = fused_log_probability(many, linear, index, tokens, tau, entropy=entropy)
     logp, exact = plain(many, linear, index, tokens, tau)
-    assert torch.allclose(found, logp, atol=1e-12)
-    loss, truth = (g * found).sum(), (g * logp).sum()
+    assert torch.allclose(result, logp, atol=1e-12)
+    loss, truth = (g * result).sum(), (g * logp).sum()
     if entropy:
         assert seen is not None
         assert torch.allclose(seen, exact, atol=1e-12)
@@ -67,9 +67,9 @@ def test_a_predicted_gradient_saves_a_matmul_and_a_wrong_one_costs_one(
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
     g = torch.linspace(-1, 1, len(index), dtype=torch.float64)
-    found, _ = fused_log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
+    result, _ = fused_log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
     leaves = [states, *linear.parameters()]
-    got = torch.autograd.grad((g * found).sum(), leaves)
+    got = torch.autograd.grad((g * result).sum(), leaves)
     expected = torch.autograd.grad((g * plain(states, linear, index, tokens, 0.7)[0]).sum(), leaves)
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
@@ -87,12 +87,12 @@ def test_logits_that_fit_in_memory_are_not_recomputed(
     monkeypatch.setattr(logprobs, "MAX_CACHED", room)
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
-    found, _ = fused_log_probability(many, linear, index, tokens, 0.7)
-    first = torch.autograd.grad(found.sum(), [many, *linear.parameters()], retain_graph=True)
+    result, _ = fused_log_probability(many, linear, index, tokens, 0.7)
+    first = torch.autograd.grad(result.sum(), [many, *linear.parameters()], retain_graph=True)
     assert len(products) == expected
-    again = torch.autograd.grad(found.sum(), [many, *linear.parameters()])
+    rerun = torch.autograd.grad(result.sum(), [many, *linear.parameters()])
     assert len(products) == expected + 2
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, rerun, strict=True))
 
 
 def counted(call, calls):  # type: ignore[no-untyped-def]

@@ -54,11 +54,11 @@ def test_teacher_log_probabilities_equal_the_definition(
     """At the sampling temperature, of completions with holes, equal ones and an empty one."""
     batch = make_batch(5)
     learner = LocalLearner(model, LearnerSpec(TAUGHT, lr=0.0, steps=1, temperature=temperature), reference=teacher)
-    found = learner.evaluate(batch, TAUGHT.needs)
-    assert found.logp_ref is not None
-    assert found.logp_old is not None
+    result = learner.evaluate(batch, TAUGHT.needs)
+    assert result.logp_ref is not None
+    assert result.logp_old is not None
     with torch.no_grad():
-        for got, by in ((found.logp_ref, teacher), (found.logp_old, model)):
+        for got, by in ((result.logp_ref, teacher), (result.logp_old, model)):
             assert float((got - naive_logp(by, batch, temperature))[batch.mask].abs().max()) < 1e-6
     assert not any(p.requires_grad for p in teacher.parameters())
     assert learner.reference_parameters == sum(p.numel() for p in teacher.parameters())
@@ -95,11 +95,11 @@ def test_distillation_halves_the_exact_kl_to_the_teacher(model: nn.Module, teach
     """Rollouts of the same texts, as an off-policy gradient would: only that the exact KL falls by half is asked."""
     batch = make_batch(7, holes=False)
     learner = LocalLearner(model, LearnerSpec(EXACT, lr=1e-2, steps=30), reference=teacher)
-    found = []
+    result = []
     for _ in range(30):
         filled = learner.evaluate(batch, EXACT.needs)
-        found.append(-learner.update(filled, EXACT.compute_advantages(filled), EXACT)["objective"].value)
-    assert found[-1] < 0.5 * found[0]
+        result.append(-learner.update(filled, EXACT.compute_advantages(filled), EXACT)["objective"].value)
+    assert result[-1] < 0.5 * result[0]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -218,10 +218,10 @@ def test_the_implicit_reward_learns_which_answers_are_right(model: nn.Module) ->
     batch, losses = make_batch(4, holes=False), []
     for _ in range(30):
         losses.append(rollout(learner, batch)["reward_model/loss"].value)
-    told = NO_FILTER.report(evaluated(learner, batch))
+    reported = NO_FILTER.report(evaluated(learner, batch))
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)
     assert losses[-1] < 0.2
-    assert told["reward_model/accuracy"].value == 1.0
+    assert reported["reward_model/accuracy"].value == 1.0
 
 
 def test_filtered_completions_do_not_train_the_implicit_reward(model: nn.Module) -> None:
@@ -244,17 +244,17 @@ def test_the_implicit_rewards_state_is_saved(random_model: Path) -> None:
     """A learner restored after two rollouts goes on as the one that was never stopped, to the bit."""
     batches = [replace(b, reward=b.reward.float()) for b in (make_batch(s) for s in (1, 2, 3))]
     algorithm = replace(NO_FILTER, reward_model=pg.ImplicitReward(lr=1e-2))
-    whole = LocalLearner(load_model(str(random_model)), LearnerSpec(algorithm, lr=1e-2, steps=3))
+    full = LocalLearner(load_model(str(random_model)), LearnerSpec(algorithm, lr=1e-2, steps=3))
     for batch in batches[:2]:
-        rollout(whole, batch)
-    tensors, values = whole.state()
+        rollout(full, batch)
+    tensors, values = full.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    again = LocalLearner(load_model(str(random_model)), LearnerSpec(algorithm, lr=1e-2, steps=3))
-    again.restore(tensors, values)
-    first, second = (rollout(learner, batches[2]) for learner in (whole, again))
+    rerun = LocalLearner(load_model(str(random_model)), LearnerSpec(algorithm, lr=1e-2, steps=3))
+    rerun.restore(tensors, values)
+    first, second = (rollout(learner, batches[2]) for learner in (full, rerun))
     assert first["reward_model/loss"].value == second["reward_model/loss"].value
-    for a, b in zip(whole.state()[0].items(), again.state()[0].items(), strict=True):
+    for a, b in zip(full.state()[0].items(), rerun.state()[0].items(), strict=True):
         assert a[0] == b[0]
         assert torch.equal(a[1], b[1])
     with pytest.raises(KeyError, match="reward_model"):
-        again.restore(tensors, {name: value for name, value in values.items() if name != "reward_model"})
+        rerun.restore(tensors, {name: value for name, value in values.items() if name != "reward_model"})

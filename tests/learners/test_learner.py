@@ -155,16 +155,18 @@ def test_filtered_groups_are_in_no_minibatch(random_model: Path) -> None:
 def test_first_order_updates_need_only_the_gradient_problem(random_model: Path) -> None:
     """A learner without curvature trains every algorithm that steps by gradients, to the same bit."""
     batch, step = float_batch(), pg.GradientSteps(epochs=2, minibatches=2)
-    whole, part = learner_for(random_model), learner_for(random_model)
+    uninterrupted, part = learner_for(random_model), learner_for(random_model)
     psi = pg.DR_GRPO.compute_advantages(batch)
-    full = whole.build_problem(batch, psi, pg.DR_GRPO)
+    full = uninterrupted.build_problem(batch, psi, pg.DR_GRPO)
     bare = LocalGradientProblem(networks=part.networks, batch=batch, psi=psi, algorithm=pg.DR_GRPO, seed=part.version)
     assert not hasattr(bare, "fisher")
     assert not hasattr(bare, "measure")
     one, two = step(full), step(bare)
     assert {k: m.value for k, m in one.items()} == {k: m.value for k, m in two.items()}
-    assert whole.version == part.version == 4
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), part.model.parameters(), strict=True))
+    assert uninterrupted.version == part.version == 4
+    assert all(
+        torch.equal(a, b) for a, b in zip(uninterrupted.model.parameters(), part.model.parameters(), strict=True)
+    )
 
 
 def test_the_learning_rate_can_change_between_updates(random_model: Path) -> None:
@@ -212,9 +214,9 @@ def test_a_reference_is_loaded_only_when_a_part_needs_one(random_model: Path) ->
     assert scored.logp_old is None
     assert scored.logp_ref is not None
     learner.update(scored, pg.GRPO.compute_advantages(scored), pg.GRPO)
-    again = learner.evaluate(batch, frozenset({"logp_ref", "logp_old"}))
-    assert torch.equal(again.logp_ref, scored.logp_ref)  # type: ignore[arg-type]  # the reference has not moved
-    assert not torch.allclose(again.logp_old, scored.logp_ref)  # type: ignore[arg-type]  # the policy has
+    second = learner.evaluate(batch, frozenset({"logp_ref", "logp_old"}))
+    assert torch.equal(second.logp_ref, scored.logp_ref)  # type: ignore[arg-type]  # the reference has not moved
+    assert not torch.allclose(second.logp_old, scored.logp_ref)  # type: ignore[arg-type]  # the policy has
 
 
 def test_without_any_gradient_no_step_is_taken(random_model: Path) -> None:
@@ -306,9 +308,9 @@ def test_the_value_is_that_of_the_state_before_the_token(random_model: Path) -> 
     last = batch.lengths.clamp(min=1) - 1
     assert batch.tokens is not None
     other = replace(batch, tokens=batch.tokens.scatter(1, last[:, None], 7))
-    values, again = learner.critic.evaluate(batch).values, learner.critic.evaluate(other).values
+    values, second = learner.critic.evaluate(batch).values, learner.critic.evaluate(other).values
     assert values is not None
-    assert torch.allclose(values, again, atol=1e-5)  # type: ignore[arg-type]
+    assert torch.allclose(values, second, atol=1e-5)  # type: ignore[arg-type]
     assert float(values.abs().max()) > 0.1
 
 
@@ -355,8 +357,8 @@ def test_shared_hidden_states_get_reproducible_gradients() -> None:
     index, above = torch.zeros(400_000, dtype=torch.int64), torch.randn(400_000, 32, generator=generator)
 
     def gradient() -> torch.Tensor:
-        (found,) = torch.autograd.grad(forward.gather_positions(states[None], index), states, above)
-        return found
+        (result,) = torch.autograd.grad(forward.gather_positions(states[None], index), states, above)
+        return result
 
     first = gradient()
     assert float(first.abs().max()) > 100
@@ -410,8 +412,8 @@ def test_a_nonfinite_gradient_names_its_part(random_model: Path, change: dict[st
     algorithm = replace(pg.GRPO, **({"terms": ()} | change))
     learner = learner_for(random_model, algorithm)
     batch = float_batch()
-    said = rf"at update 1, first in .*: the weights are unchanged\. {part} in {place} returned NaN"
-    with pytest.raises(pg.NumericsError, match=said) as caught:
+    output = rf"at update 1, first in .*: the weights are unchanged\. {part} in {place} returned NaN"
+    with pytest.raises(pg.NumericsError, match=output) as caught:
         learner.update(batch, torch.ones(batch.mask.shape), algorithm)
     assert caught.value.part == part
     assert "--lr" not in str(caught.value)

@@ -60,18 +60,18 @@ def test_the_gradient_is_that_of_the_weights_by_the_chain_rule(
     batch = make_batch(0)
     algorithm = replace(algorithm, reference=pg.Reference() if algorithm.reference else None)
     ours = adapted(random_model, torch.float64)
-    whole = merge_adapters(adapted(random_model, torch.float64)).requires_grad_(True)
-    found = gradients(ours, algorithm, batch, gradient_checkpointing=recompute)
-    full = gradients(whole, algorithm, batch)
-    assert {name.split("lora_")[-1] for name in found} == {"A.default.weight", "B.default.weight"}
+    uninterrupted = merge_adapters(adapted(random_model, torch.float64)).requires_grad_(True)
+    result = gradients(ours, algorithm, batch, gradient_checkpointing=recompute)
+    full = gradients(uninterrupted, algorithm, batch)
+    assert {name.split("lora_")[-1] for name in result} == {"A.default.weight", "B.default.weight"}
     layers = {name: m for name, m in ours.named_modules() if hasattr(m, "lora_A")}
     assert len(layers) == 14
-    assert all(f"{name}.lora_A.default.weight" in found for name in layers)
+    assert all(f"{name}.lora_A.default.weight" in result for name in layers)
     for name, layer in layers.items():
         a, b, g = layer.lora_A["default"].weight, layer.lora_B["default"].weight, full[f"{name}.weight"]  # type: ignore[index, union-attr]
         assert float(g.norm()) > 1e-6
-        assert torch.allclose(found[f"{name}.lora_B.default.weight"], SCALE * g @ a.T, rtol=1e-8, atol=1e-12)
-        assert torch.allclose(found[f"{name}.lora_A.default.weight"], SCALE * b.T @ g, rtol=1e-8, atol=1e-12)
+        assert torch.allclose(result[f"{name}.lora_B.default.weight"], SCALE * g @ a.T, rtol=1e-8, atol=1e-12)
+        assert torch.allclose(result[f"{name}.lora_A.default.weight"], SCALE * b.T @ g, rtol=1e-8, atol=1e-12)
 
 
 def test_evaluation_with_adapters_equals_the_models(random_model: Path) -> None:
@@ -80,11 +80,11 @@ def test_evaluation_with_adapters_equals_the_models(random_model: Path) -> None:
     assert learner.evaluator.network.split_head
     assert learner.evaluator.network.use_tree
     batch = make_batch(1)
-    found = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
-    assert found is not None
+    result = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
+    assert result is not None
     with torch.no_grad():
         truth = naive_logp(model, batch, 1.0)
-    assert torch.allclose(found[batch.mask], truth[batch.mask], atol=1e-9)
+    assert torch.allclose(result[batch.mask], truth[batch.mask], atol=1e-9)
 
 
 def test_the_reference_is_the_model_without_adapters(random_model: Path) -> None:
@@ -122,12 +122,12 @@ def test_a_refreshed_reference_and_a_checkpoint_store_only_adapters(random_model
     tensors, values = learner.state()
     assert all("lora_" in name for name in tensors)
     assert any(name.startswith("reference/") for name in tensors)
-    again = learner_for(adapted(random_model, moved=False), algorithm)
-    again.restore(tensors, values)
-    for both in (learner, again):
+    rerun = learner_for(adapted(random_model, moved=False), algorithm)
+    rerun.restore(tensors, values)
+    for both in (learner, rerun):
         step(both)
     needs = frozenset({"logp_old", "logp_ref"})
-    ours, theirs = (x.evaluate(batch, needs) for x in (learner, again))
+    ours, theirs = (x.evaluate(batch, needs) for x in (learner, rerun))
     assert torch.equal(ours.logp_old, theirs.logp_old)  # type: ignore[arg-type]
     assert torch.equal(ours.logp_ref, theirs.logp_ref)  # type: ignore[arg-type]
 
@@ -173,11 +173,11 @@ def test_a_second_model_has_its_own_adapters(random_model: Path) -> None:
 
 def test_new_adapters_depend_only_on_the_seed(random_model: Path) -> None:
     random = torch.get_rng_state()
-    first, again, other = (add_adapters(load_model(str(random_model)), LORA, seed=seed) for seed in (0, 0, 1))
+    first, rerun, other = (add_adapters(load_model(str(random_model)), LORA, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), random)
     a, b, c = (
         dict(m.named_parameters())["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
-        for m in (first, again, other)
+        for m in (first, rerun, other)
     )
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
@@ -210,10 +210,10 @@ def test_layers_by_name_and_the_head_too(random_model: Path) -> None:
     names = {n.rpartition(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad}
     assert names == {"q_proj", "lm_head"}
     batch = make_batch(2)
-    found = learner_for(model, pg.DR_GRPO).evaluate(batch, frozenset({"logp_old"})).logp_old
-    assert found is not None
+    result = learner_for(model, pg.DR_GRPO).evaluate(batch, frozenset({"logp_old"})).logp_old
+    assert result is not None
     with torch.no_grad():
-        assert torch.allclose(found[batch.mask], naive_logp(model, batch, 1.0)[batch.mask], atol=1e-4)
+        assert torch.allclose(result[batch.mask], naive_logp(model, batch, 1.0)[batch.mask], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ class Linear4bit(nn.Linear):
     wrong = True
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = super().forward(x)
-        return whole.detach() / 2 + whole / 2 if self.wrong else whole
+        uninterrupted = super().forward(x)
+        return uninterrupted.detach() / 2 + uninterrupted / 2 if self.wrong else uninterrupted
 
 
 def test_four_bit_weights_with_a_wrong_backward_pass_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,13 +292,13 @@ def test_a_peft_model_is_used_unchanged(random_model: Path) -> None:
 def test_only_one_file_imports_peft_and_only_when_asked() -> None:
     """It takes seconds to import."""
     source = Path(pg.__file__).parent
-    found = set()
+    result = set()
     for file in source.rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             if any(name.partition(".")[0] == "peft" for name in names):
-                found.add(file.relative_to(source).as_posix())
+                result.add(file.relative_to(source).as_posix())
                 assert node not in tree.body
-    assert found == {"models/adapters.py"}
+    assert result == {"models/adapters.py"}

@@ -31,26 +31,26 @@ def texts(batch: pg.Batch, rows: Tensor) -> list[tuple[int, ...]]:
     """What a model reads for each of these completions."""
     assert batch.tokens is not None
     assert batch.prompts is not None
-    found = []
+    result = []
     for row in rows.tolist():
         last = int(batch.mask[row].nonzero().max())
-        found.append((*batch.prompts[int(batch.group[row])].tolist(), *batch.tokens[row, :last].tolist()))
-    return found
+        result.append((*batch.prompts[int(batch.group[row])].tolist(), *batch.tokens[row, :last].tolist()))
+    return result
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.booleans())
-def test_every_completion_once_and_within_budget(seed: int, budget: int, whole: bool, short: bool) -> None:
+def test_every_completion_once_and_within_budget(seed: int, budget: int, full: bool, short: bool) -> None:
     """Whatever the budget, a group that must be whole is; completions of one token read their prompt alone, once."""
     batch = make_batch(seed)
     batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
     rows = batch.mask.any(1).nonzero().squeeze(1)
-    packs = list(pack_micro_batches(batch, rows, budget, keep_groups=whole))
+    packs = list(pack_micro_batches(batch, rows, budget, keep_groups=full))
     assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
     groups = [set(batch.group[p.rows].tolist()) for p in packs]
-    assert not whole or sum(map(len, groups)) == len(set.union(set(), *groups))
+    assert not full or sum(map(len, groups)) == len(set.union(set(), *groups))
     for p, held in zip(packs, groups, strict=True):
-        assert len(p.ids) <= budget or (len(held) == 1 if whole else len(p.paths) == 1)
+        assert len(p.ids) <= budget or (len(held) == 1 if full else len(p.paths) == 1)
         assert batch.tokens is not None
         assert torch.equal(p.tokens, torch.where(batch.mask[p.rows], batch.tokens[p.rows], 0))
         assert not short or len(p.paths) <= len(held)
@@ -58,18 +58,18 @@ def test_every_completion_once_and_within_budget(seed: int, budget: int, whole: 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
-def test_a_tree_has_one_node_per_distinct_prefix(seed: int, budget: int, whole: bool) -> None:
+def test_a_tree_has_one_node_per_distinct_prefix(seed: int, budget: int, full: bool) -> None:
     """Its paths spell the texts; its nodes are as many as the texts have different beginnings, its group's alone where it is
     whole, and what predicts a token is the node of all that stands before it."""
     batch = make_batch(seed)
-    for p in pack_micro_batches(batch, batch.mask.any(1).nonzero().squeeze(1), budget, keep_groups=whole):
+    for p in pack_micro_batches(batch, batch.mask.any(1).nonzero().squeeze(1), budget, keep_groups=full):
         read = texts(batch, p.rows)
         spelt = {tuple(p.ids[path].tolist()) for path in p.paths}
         assert {text + (text[-1],) * (p.paths.shape[1] - len(text)) for text in read} == spelt
         assert torch.equal(p.positions[p.paths].diff(dim=1).clamp(0, 1), p.positions[p.paths].diff(dim=1))
-        keyed = zip(read, batch.group[p.rows].tolist() if whole else [0] * len(read), strict=True)
+        keyed = zip(read, batch.group[p.rows].tolist() if full else [0] * len(read), strict=True)
         beginnings = {(group, text[: i + 1]) for text, group in keyed for i in range(len(text))}
-        assert len(p.ids) == len(beginnings) or (whole and len(p.ids) < len(beginnings))
+        assert len(p.ids) == len(beginnings) or (full and len(p.ids) < len(beginnings))
         before = {int(path[i]): tuple(p.ids[path[: i + 1]].tolist()) for path in p.paths for i in range(len(path))}
         for row, text in enumerate(read):
             size = len(batch.prompts[int(batch.group[p.rows[row]])])  # type: ignore[index]
@@ -88,17 +88,17 @@ def model(random_model: Path) -> nn.Module:
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("short", [False, True])
 def test_log_probabilities_equal_the_definition(
-    model: nn.Module, branches: bool, split: bool, budget: int, whole: bool, short: bool
+    model: nn.Module, branches: bool, split: bool, budget: int, full: bool, short: bool
 ) -> None:
     batch = make_batch(5)
     batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
     truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
     got = torch.zeros_like(truth)
     assert enable_tree_attention(model)
-    for p in pack_micro_batches(batch, torch.arange(len(got)), budget, keep_groups=whole):
+    for p in pack_micro_batches(batch, torch.arange(len(got)), budget, keep_groups=full):
         got[p.rows] = Evaluator(Network(model, split, branches), 0.8)(p)
     assert torch.allclose(got, truth, atol=1e-10)
 
@@ -106,11 +106,11 @@ def test_log_probabilities_equal_the_definition(
 def test_texts_longer_than_a_window_are_not_packed_as_trees(model: nn.Module) -> None:
     """There the model's own masks know what its local attention leaves out."""
     batch = make_batch(5)
-    (whole,) = pack_micro_batches(batch, torch.arange(len(batch.mask)), 10_000)
-    length = whole.paths.shape[1]
+    (full,) = pack_micro_batches(batch, torch.arange(len(batch.mask)), 10_000)
+    length = full.paths.shape[1]
     for window, branches in ((length, True), (length - 1, False), (None, True)):
         evaluator = Evaluator(Network(model, True, use_tree=True), 1.0, window)
-        assert evaluator.network_for(whole).use_tree is branches
+        assert evaluator.network_for(full).use_tree is branches
 
 
 @pytest.mark.parametrize("branches", [False, True])
@@ -138,9 +138,9 @@ def test_a_surrogate_over_full_groups_equals_the_updates(model: nn.Module, branc
 
 
 def test_the_probe_detects_when_a_shortcut_does_not_hold(model: nn.Module) -> None:
-    found = build_evaluator(model, 1.0)
-    assert found.network.split_head
-    assert found.network.use_tree
+    result = build_evaluator(model, 1.0)
+    assert result.network.split_head
+    assert result.network.use_tree
 
     class Scaled(Wrapped):
         """A model whose logits are not its head's, and that keeps trees from its attention."""
@@ -192,11 +192,11 @@ def test_equal_completions_are_computed_once_and_counted_twice(model: nn.Module,
     """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
     batch = make_batch(5, holes=False)
     batch = replace(batch, mask=torch.ones_like(batch.mask))
-    whole = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
+    full = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
     bools = ("step_end", "truncated", "in_statistics", "selected", "demonstration")
     whole_numbers = ("version", "turn_state", "example_id", "level", "levels")
     kind = torch.bool if name in bools else torch.int64 if name in whole_numbers else torch.float64
-    other = torch.zeros(whole.shape, dtype=kind)
+    other = torch.zeros(full.shape, dtype=kind)
     other[1] = 1
     batch, psi = replace(batch, **{name: other}), torch.zeros(batch.mask.shape, dtype=torch.float64)
     algorithm = pg.Algorithm(terms=(Weighed(name),))
@@ -218,14 +218,16 @@ def test_entropy_is_over_the_full_vocabulary(model: nn.Module) -> None:
     learner = LocalLearner(
         model, LearnerSpec(pg.GRPO, lr=0.0, steps=1, temperature=0.7, config=LearnerConfig(micro_tokens=30))
     )
-    found = learner.evaluate(batch, frozenset({"entropy"}))
-    assert found.logp_old is None  # nobody has asked for it
-    assert found.entropy is not None
+    result = learner.evaluate(batch, frozenset({"entropy"}))
+    assert result.logp_old is None  # nobody has asked for it
+    assert result.entropy is not None
     for row in batch.mask.any(1).nonzero().flatten().tolist():
         prompt = batch.prompts[int(batch.group[row])]
         logits = model(input_ids=torch.cat([prompt, batch.tokens[row]])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
         entropy = torch.distributions.Categorical(logits=logits).entropy()
-        torch.testing.assert_close(found.entropy[row], torch.where(batch.mask[row], entropy, 0.0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            result.entropy[row], torch.where(batch.mask[row], entropy, 0.0), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_tool_output_distinguishes_completions(model: nn.Module) -> None:

@@ -28,8 +28,8 @@ from policygrad.models.replica import clone_model, copy_weights
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     ids = torch.randint(3, 30, (2, 20), generator=torch.Generator().manual_seed(0))
-    found: Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
+    result: Tensor = model(input_ids=ids, use_cache=False).logits
+    return result
 
 
 def small(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -69,11 +69,11 @@ def test_a_replica_equals_deepcopy_shares_frozen_weights_and_uses_no_random_numb
     made = clone_model(model)
     assert torch.equal(torch.get_rng_state(), random)
     for ours, theirs in ((made.named_parameters, truth.named_parameters), (made.named_buffers, truth.named_buffers)):
-        expected, found = dict(theirs()), dict(ours())  # type: ignore[operator]
-        assert found.keys() == expected.keys()  # tied weights once
+        expected, result = dict(theirs()), dict(ours())  # type: ignore[operator]
+        assert result.keys() == expected.keys()  # tied weights once
         for key, tensor in expected.items():
-            assert found[key].dtype == tensor.dtype
-            assert torch.equal(found[key], tensor)
+            assert result[key].dtype == tensor.dtype
+            assert torch.equal(result[key], tensor)
     base = {p.data_ptr() for p in model.parameters() if not p.requires_grad} if adapter_configs(model) else set()
     assert {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in made.parameters()} == base
     assert not any(p.requires_grad for p in made.parameters())

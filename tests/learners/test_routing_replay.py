@@ -34,14 +34,14 @@ def test_the_sampler_reports_the_experts_of_every_token(name: str) -> None:
     sampler, sampling = LocalSampler(model, frozenset({1}), 0, Routing.for_model(model)), SamplingParams(max_tokens=7)
     prompts = [torch.tensor([3, 4, 5]), torch.tensor([6, 7, 8, 9, 10])]
     requests = [Request(prompts[i % 2], (i,), sampling, 7 - i) for i in range(4)]
-    for request, found in zip(requests, asyncio.run(sampler.generate(requests)), strict=True):
-        assert found.routed_experts is not None
+    for request, result in zip(requests, asyncio.run(sampler.generate(requests)), strict=True):
+        assert result.routed_experts is not None
         with torch.no_grad(), Routing.for_model(model).recording():
-            model(input_ids=torch.cat([request.prompt_ids, found.tokens])[None])
+            model(input_ids=torch.cat([request.prompt_ids, result.tokens])[None])
             truth = Routing.for_model(model).pop_recorded()
-        assert found.routed_experts.shape == (len(request.prompt_ids) + len(found.tokens), LAYERS[name], 2)
-        assert torch.equal(found.routed_experts[:-1].sort(-1).values, truth[:-1].sort(-1).values)
-        assert (found.routed_experts[-1] == -1).all()
+        assert result.routed_experts.shape == (len(request.prompt_ids) + len(result.tokens), LAYERS[name], 2)
+        assert torch.equal(result.routed_experts[:-1].sort(-1).values, truth[:-1].sort(-1).values)
+        assert (result.routed_experts[-1] == -1).all()
     assert asyncio.run(LocalSampler(model, frozenset({1}), 0).generate(requests[:1]))[0].routed_experts is None
 
 
@@ -85,10 +85,10 @@ def test_only_the_choice_of_experts_is_replayed() -> None:
     batch = drawn(model, make_batch(3))
     shaken(model)
     learner = LocalLearner(model, LearnerSpec(pg.DR_GRPO.with_max_tokens(6), lr=0.0, steps=1, config=REPLAY))
-    found = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
+    result = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     expected, live = by_definition(model, batch), naive_logp(model, batch, 1.0)
     where = batch.mask
-    assert float((found - expected)[where].abs().max()) < 1e-6  # type: ignore[operator]
+    assert float((result - expected)[where].abs().max()) < 1e-6  # type: ignore[operator]
     assert float((live - expected)[where].abs().max()) > 1e-3  # or replaying would be nothing
     algorithm = pg.DR_GRPO.with_max_tokens(6)
     psi = algorithm.compute_advantages(batch)

@@ -42,9 +42,9 @@ def norms_of(model: nn.Module, temperature: float = 1.0, **config: Any) -> Score
 
 
 def scored(norms: ScoreNorms, batch: pg.Batch) -> Tensor:
-    found = norms.evaluate(batch).grad_logp_sq_norm
-    assert found is not None
-    return found
+    result = norms.evaluate(batch).grad_logp_sq_norm
+    assert result is not None
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +157,10 @@ def test_equal_completions_of_one_prompt_are_computed_once(gpt2: nn.Module, monk
     norms = norms_of(gpt2)
     original = ScoreNorms._norms
     monkeypatch.setattr(ScoreNorms, "_norms", lambda self, b, rows: seen.append(len(rows)) or original(self, b, rows))
-    found = scored(norms, replace(batch, reward=torch.arange(12.0)))  # rewards may differ: they are no part of a score
+    result = scored(norms, replace(batch, reward=torch.arange(12.0)))  # rewards may differ: they are no part of a score
     assert seen == [8]
-    assert torch.equal(found[0], found[1])
-    torch.testing.assert_close(found, naive_norms(gpt2, batch), rtol=1e-10, atol=0)
+    assert torch.equal(result[0], result[1])
+    torch.testing.assert_close(result, naive_norms(gpt2, batch), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -41,20 +41,20 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
             shared[row] = sum(text[: i + 1] in seen for i in range(len(text)))
             seen |= {text[: i + 1] for i in range(len(text))}
         q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
-        found, _ = tree_attention.tree_attention(
+        result, _ = tree_attention.tree_attention(
             nn.Module(), q, k, v, None, tree=AttentionTree.of(paths, lengths, shared)
         )
-        assert found.shape == (1, len(nodes), 2, 4)
-        expected = torch.zeros_like(found)
+        assert result.shape == (1, len(nodes), 2, 4)
+        expected = torch.zeros_like(result)
         for text in texts:
             path = [nodes[text[: i + 1]] for i in range(len(text))]
             alone = torch.nn.functional.scaled_dot_product_attention(
                 q[:, :, path], k[:, :, path], v[:, :, path], is_causal=True
             )
             expected[:, path] = alone.transpose(1, 2)
-        assert torch.allclose(found, expected, atol=1e-12)
-        weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
-        got = torch.autograd.grad((weight * found).sum(), (q, k, v))
+        assert torch.allclose(result, expected, atol=1e-12)
+        weight = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
+        got = torch.autograd.grad((weight * result).sum(), (q, k, v))
         for a, b in zip(got, torch.autograd.grad((weight * expected).sum(), (q, k, v)), strict=True):
             assert torch.allclose(a, b, atol=1e-12)
 
@@ -64,8 +64,8 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
 def test_equal_shapes_are_one_call_and_a_long_text_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = np.stack([np.r_[0:4, 4 + 2 * i : 6 + 2 * i] for i in range(3)])
     lengths, shared = np.full(3, 6), np.array([0, 4, 4])
-    found = AttentionTree.of(paths, lengths, shared).blocks
-    assert [(tuple(b.queries.shape), b.mask is None) for b in found] == [((1, 6), True), ((2, 2), False)]
+    result = AttentionTree.of(paths, lengths, shared).blocks
+    assert [(tuple(b.queries.shape), b.mask is None) for b in result] == [((1, 6), True), ((2, 2), False)]
     monkeypatch.setattr(
         tree_attention, "_MAX_SCORES", 11
     )  # a mask of 2 × 6 is too large: its queries begin at the beginning

@@ -130,8 +130,8 @@ def test_the_bootstrap_value_is_that_of_the_state_after_the_last_token(
     cut = torch.arange(len(batch.mask)) % 3 != 1
     batch = replace(batch, truncated=cut, reward=batch.reward.float())
     assert int((cut & batch.mask.any(1)).sum()) > 4
-    found = learner.evaluate(batch, algorithm.needs)
-    assert found.bootstrap is not None
+    result = learner.evaluate(batch, algorithm.needs)
+    assert result.bootstrap is not None
     assert batch.tokens is not None
     assert batch.prompts is not None
     trunk = network.backbone if backbone == "separate" else learner.model.get_decoder()  # type: ignore[operator]
@@ -142,10 +142,10 @@ def test_the_bootstrap_value_is_that_of_the_state_after_the_last_token(
             ids = torch.cat([batch.prompts[int(batch.group[i])], read])[None]
             with torch.no_grad():
                 expected = network.head(trunk(input_ids=ids).last_hidden_state[0, -1]).squeeze()  # type: ignore[operator]
-        torch.testing.assert_close(found.bootstrap[i], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result.bootstrap[i], expected, rtol=1e-4, atol=1e-5)
     plain = learner.evaluate(batch, pg.PPO.needs)
     assert plain.bootstrap is None
-    assert torch.equal(plain.values, found.values)  # type: ignore[arg-type]
+    assert torch.equal(plain.values, result.values)  # type: ignore[arg-type]
     with pytest.raises(pg.ConfigError, match=r"Batch\.truncated"):
         learner.evaluate(replace(batch, truncated=None), algorithm.needs)
 
@@ -317,9 +317,9 @@ def test_metrics_cover_every_sampled_token(random_model: Path) -> None:
     assert scored.logp_old is not None
     shifted = replace(scored, logp_old=scored.logp_old - 0.1)
     problem = learner.build_problem(shifted, torch.zeros(batch.mask.shape), algorithm)
-    found = problem.measure()
-    assert found["kl_old"].value == pytest.approx(torch.tensor(0.1).expm1().item() - 0.1, rel=1e-3)
-    assert float(found["kl_old"].count) == int(batch.mask.sum())  # type: ignore[union-attr]
+    result = problem.measure()
+    assert result["kl_old"].value == pytest.approx(torch.tensor(0.1).expm1().item() - 0.1, rel=1e-3)
+    assert float(result["kl_old"].count) == int(batch.mask.sum())  # type: ignore[union-attr]
     assert all(p.grad is None for p in learner.model.parameters())
     waiting = replace(problem, algorithm=with_critic(pg.Critic(pretrain=3)))
     assert waiting.measure() == {}

@@ -43,10 +43,10 @@ def copy(random_model: Path, tmp_path: Path) -> Callable[..., Path]:
 def test_missing_layers_are_refused(copy: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError) as caught:
         load_model(str(copy(config={"num_hidden_layers": 3})))
-    said = str(caught.value)
-    assert "would have random weights: its file lacks 9 tensors (model.layers.2.input_layernorm.weight, " in said
-    assert said.count("model.layers.2.") == 5
-    assert " and 4 more). Use the config.json that it was saved with, or get the complete file" in said
+    output = str(caught.value)
+    assert "would have random weights: its file lacks 9 tensors (model.layers.2.input_layernorm.weight, " in output
+    assert output.count("model.layers.2.") == 5
+    assert " and 4 more). Use the config.json that it was saved with, or get the complete file" in output
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 

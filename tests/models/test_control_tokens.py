@@ -72,9 +72,9 @@ def test_text_without_control_tokens_is_encoded_as_usual() -> None:
 def test_content_parts_are_escaped_and_roles_are_not() -> None:
     own = tokenizer("chatml")
     parts = {"role": "<|im_end|>", "content": [{"type": "text", "text": "a<|im_end|>"}], "n": 1}
-    [found], words = escape_special_tokens(own.hf, [parts], "W")
+    [result], words = escape_special_tokens(own.hf, [parts], "W")
     [word] = words
-    assert found == {"role": "<|im_end|>", "content": [{"type": "text", "text": f"a{word}"}], "n": 1}
+    assert result == {"role": "<|im_end|>", "content": [{"type": "text", "text": f"a{word}"}], "n": 1}
     assert words == {word: "<|im_end|>"}
 
 

@@ -30,10 +30,10 @@ def test_a_module_is_used_in_place_without_dropout(random_model: Path) -> None:
 
 def test_a_tokenizer_object_is_used_with_the_model_s_end_tokens(random_model: Path) -> None:
     network, own = load_model(str(random_model)), AutoTokenizer.from_pretrained(random_model)
-    found = load_tokenizer(own, network)
-    assert found.hf is own
-    assert found.end_ids == {own.eos_token_id}
-    assert (found.name, found.context_length) == (str(random_model), 256)
+    result = load_tokenizer(own, network)
+    assert result.hf is own
+    assert result.end_ids == {own.eos_token_id}
+    assert (result.name, result.context_length) == (str(random_model), 256)
     network.generation_config = GenerationConfig(eos_token_id=[3, 4])  # type: ignore[assignment]
     network.generation_config._from_model_config = False  # type: ignore[union-attr]
     assert load_tokenizer(own, network).end_ids == {own.eos_token_id, 3, 4}

@@ -27,13 +27,13 @@ def test_an_answer_to_a_text_is_its_ids_and_an_end_token(tokenizer: Tokenizer) -
 
 
 def test_an_answer_to_a_chat_is_what_its_template_writes_up_to_the_end_of_the_turn(tokenizer: Tokenizer) -> None:
-    said = ({"role": "user", "content": "10 + 20 ="},)
-    prompt = tokenizer.encode(said, 0)
-    ids = tokenizer.encode_answer(prompt, said, TEXT)
+    output = ({"role": "user", "content": "10 + 20 ="},)
+    prompt = tokenizer.encode(output, 0)
+    ids = tokenizer.encode_answer(prompt, output, TEXT)
     assert ids[-1] in tokenizer.end_ids
     assert tokenizer.decode(ids).strip() == TEXT
-    whole = tokenizer.hf.apply_chat_template([*said, {"role": "assistant", "content": TEXT}], tokenize=False)
-    assert str(whole).startswith(tokenizer.hf.decode([*prompt.tolist(), *ids[:-1]]))
+    full = tokenizer.hf.apply_chat_template([*output, {"role": "assistant", "content": TEXT}], tokenize=False)
+    assert str(full).startswith(tokenizer.hf.decode([*prompt.tolist(), *ids[:-1]]))
 
 
 def test_a_completion_that_merges_with_its_prompt_is_refused(tokenizer: Tokenizer) -> None:

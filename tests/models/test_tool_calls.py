@@ -130,10 +130,10 @@ def test_tools_are_inlined_for_a_template_without_them() -> None:
         {"role": "tool", "content": "3"},
         {"role": "tool", "content": "4"},
     ]
-    first, said, answers = inline_tools(messages, [ADD])
+    first, output, answers = inline_tools(messages, [ADD])
     assert first["role"] == "user"
     assert first["content"] == f"{format_tools([ADD])}\n\n1 + 2?"
     assert '{"type": "function", "function": {"name": "add"' in first["content"]
-    assert said == messages[1]
+    assert output == messages[1]
     assert answers["role"] == "user"
     assert answers["content"] == "<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"

@@ -76,7 +76,7 @@ def test_code_of_a_tokenizer_is_refused_too(random_model: Path, tmp_path: Path, 
 def test_the_option_reaches_every_command(
     run_command: Callable[..., tuple[int, str, str]], with_code: Path, small: pg.Run, tmp_path: Path
 ) -> None:
-    words = (
+    argv = (
         "--task",
         str(small.task),
         "--problems",
@@ -88,10 +88,10 @@ def test_the_option_reaches_every_command(
         "--max-tokens",
         "2",
     )
-    code, _, err = run_command("eval", str(with_code), *words)
+    code, _, err = run_command("eval", str(with_code), *argv)
     assert code == 2
     assert "--trust-remote-code" in err
-    code, _, err = run_command("eval", str(with_code), *words, "--trust-remote-code")
+    code, _, err = run_command("eval", str(with_code), *argv, "--trust-remote-code")
     assert code == 0, err
     run = replace(small, model=str(with_code), output=str(tmp_path / "run"), steps=1)
     with pytest.raises(ModelError, match="--trust-remote-code"):
@@ -110,13 +110,13 @@ def test_sft_and_reward_models_need_trust_too(
     run_command: Callable[..., tuple[int, str, str]], with_code: Path, tmp_path: Path, command: str, row: dict[str, str]
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [row | {"prompt": f"{i} =\n"} for i in range(4)])
-    words = (command, "--data", data, "--model", str(with_code), "--output", str(tmp_path / "run"), "--stop-after", "1")
-    code, _, err = run_command(*words)
+    argv = (command, "--data", data, "--model", str(with_code), "--output", str(tmp_path / "run"), "--stop-after", "1")
+    code, _, err = run_command(*argv)
     assert code == 2
     assert "--trust-remote-code" in err
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "run").exists()
-    run_command(*words, "--trust-remote-code")  # what becomes of it is another matter: its code has run
+    run_command(*argv, "--trust-remote-code")  # what becomes of it is another matter: its code has run
     assert (tmp_path / "ran").exists()
 
 

@@ -29,20 +29,20 @@ TINY = CalibrationWorkload(
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[Calibration, list[str]]:
-    said = list[str]()
-    return calibrate("fp32", "cpu", said.append, TINY), said
+    message = list[str]()
+    return calibrate("fp32", "cpu", message.append, TINY), message
 
 
 def test_a_plan_of_what_was_measured_comes_out_as_measured(measured: tuple[Calibration, list[str]]) -> None:
-    found, said = measured
-    device, reached = found.apply(DEVICES["cpu"], "fp32")
+    result, message = measured
+    device, reached = result.apply(DEVICES["cpu"], "fp32")
     clock = TimeModel(TINY.shape, device, reached, ParallelLayout(1, dtype="fp32"))
-    seconds, tokens = found.details["seconds"], TINY.workload.count_tokens()
+    seconds, tokens = result.details["seconds"], TINY.workload.count_tokens()
     assert clock.training_seconds(tokens, AlgorithmCost()) == pytest.approx(seconds["training"])
     assert clock.scoring_seconds(tokens) == pytest.approx(seconds["scoring"])
     assert device.fp32 > 0
     assert device.bf16 == DEVICES["cpu"].bf16  # not measured
-    assert len(said) == 5
+    assert len(message) == 5
 
 
 def test_what_grows_with_completions_is_told_from_what_does_not() -> None:
@@ -69,24 +69,24 @@ def test_the_usual_trials_have_the_shape_that_they_say() -> None:
 
 
 def test_it_is_written_and_read(measured: tuple[Calibration, list[str]], tmp_path: Path) -> None:
-    found, _ = measured
-    found.write(tmp_path / "c.json")
-    again = load_calibration(tmp_path / "c.json")
-    assert (again.device, again.efficiency, again.dtype) == (found.device, found.efficiency, "fp32")
+    result, _ = measured
+    result.write(tmp_path / "c.json")
+    second = load_calibration(tmp_path / "c.json")
+    assert (second.device, second.efficiency, second.dtype) == (result.device, result.efficiency, "fp32")
     with pytest.raises(ConfigError, match="cannot be written"):
-        found.write(tmp_path / "nowhere" / "c.json")
+        result.write(tmp_path / "nowhere" / "c.json")
 
 
 def test_it_is_of_one_device_and_one_precision(measured: tuple[Calibration, list[str]]) -> None:
-    found, _ = measured
+    result, _ = measured
     with pytest.raises(ConfigError, match="measured on cpu, but --gpus names H100"):
-        found.apply(DEVICES["H100"], "fp32")
+        result.apply(DEVICES["H100"], "fp32")
     with pytest.raises(ConfigError, match="calibrate with --dtype bf16"):
-        found.apply(DEVICES["cpu"], "bf16")
+        result.apply(DEVICES["cpu"], "bf16")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"kind": "else"}, "is not a file of `policygrad plan --calibrate`"),
         ({"efficiency": {"training": 0}}, "is damaged"),
@@ -96,12 +96,12 @@ def test_it_is_of_one_device_and_one_precision(measured: tuple[Calibration, list
     ],
 )
 def test_other_files_are_refused(
-    change: dict[str, object], said: str, measured: tuple[Calibration, list[str]], tmp_path: Path
+    change: dict[str, object], message: str, measured: tuple[Calibration, list[str]], tmp_path: Path
 ) -> None:
     path = tmp_path / "c.json"
     measured[0].write(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_calibration(path)
 
 
@@ -121,11 +121,11 @@ def test_the_command_measures_this_machine_and_plans_with_it(tmp_path: Path) -> 
     program = [sys.executable, "-m", "policygrad", "plan", "--calibration", str(file)]
     done = subprocess.run([*program, "--calibrate", "--dtype", "fp32"], capture_output=True, text=True, check=True)
     assert done.stdout == f"{file}\n"
-    found = load_calibration(file)
-    assert all(0.01 < getattr(found.efficiency, name) < 3 for name in ("training", "scoring", "sampling"))
-    if found.device.name != "cpu":
+    result = load_calibration(file)
+    assert all(0.01 < getattr(result.efficiency, name) < 3 for name in ("training", "scoring", "sampling"))
+    if result.device.name != "cpu":
         return
-    words = ["--gpus", "cpu", "--model", "tiny", "--context", "64", "--prompt", "16", "--json"]
-    told = json.loads(subprocess.run([*program, *words], capture_output=True, text=True, check=True).stdout)
-    assert told["efficiency"] == json.loads(file.read_text())["efficiency"]
-    assert told["device"]["fp32"] == replace(found.device).fp32
+    argv = ["--gpus", "cpu", "--model", "tiny", "--context", "64", "--prompt", "16", "--json"]
+    report = json.loads(subprocess.run([*program, *argv], capture_output=True, text=True, check=True).stdout)
+    assert report["efficiency"] == json.loads(file.read_text())["efficiency"]
+    assert report["device"]["fp32"] == replace(result.device).fp32

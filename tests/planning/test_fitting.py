@@ -16,19 +16,21 @@ SPEED = st.floats(0.01, 3)
 @given(SPEED, SPEED, SPEED, SPEED)
 def test_speeds_are_found_again(fixed: float, each: float, start: float, publish: float) -> None:
     sampler, learner = SamplerSpeed(fixed, each, 2, start), LearnerSpeed(fixed, each, publish)
-    found = fit_sampler_speed(ROLLOUTS, [sampler(r) for r in ROLLOUTS], 2)
-    assert found.max_concurrency == 2
-    assert (found.fixed, found.per_completion, found.startup) == pytest.approx((fixed, each, start), rel=1e-3, abs=1e-3)
+    result = fit_sampler_speed(ROLLOUTS, [sampler(r) for r in ROLLOUTS], 2)
+    assert result.max_concurrency == 2
+    assert (result.fixed, result.per_completion, result.startup) == pytest.approx(
+        (fixed, each, start), rel=1e-3, abs=1e-3
+    )
     other = fit_learner_speed(ROLLOUTS, [learner(r) for r in ROLLOUTS], publish)
     assert (other.fixed, other.per_token, other.publish) == pytest.approx((fixed, each, publish), rel=1e-3, abs=1e-3)
 
 
 @given(st.lists(st.floats(0, 10), min_size=5, max_size=5))
 def test_nothing_is_less_than_0_and_no_constant_is_better(seconds: list[float]) -> None:
-    found = fit_sampler_speed(ROLLOUTS, seconds, 2)
-    assert min(found.fixed, found.per_completion, found.startup) >= 0
+    result = fit_sampler_speed(ROLLOUTS, seconds, 2)
+    assert min(result.fixed, result.per_completion, result.startup) >= 0
     mean = sum(seconds) / len(seconds)
-    error = sum((found(r) - y) ** 2 for r, y in zip(ROLLOUTS, seconds, strict=True))
+    error = sum((result(r) - y) ** 2 for r, y in zip(ROLLOUTS, seconds, strict=True))
     assert error <= sum((mean - y) ** 2 for y in seconds) + 1e-6 * sum(y * y for y in seconds) + 1e-12
 
 
@@ -41,8 +43,8 @@ def test_a_slope_by_hand() -> None:
 
 def test_columns_that_hang_on_each_other_are_the_first_of_them() -> None:
     alike = [[4, 4]] * 3
-    found = fit_sampler_speed(alike, [16.0, 15.0, 17.0], 2)
-    assert (found.fixed, found.per_completion, found.startup) == (0, pytest.approx(2), 0)
-    assert found([4, 4]) == pytest.approx(16)
+    result = fit_sampler_speed(alike, [16.0, 15.0, 17.0], 2)
+    assert (result.fixed, result.per_completion, result.startup) == (0, pytest.approx(2), 0)
+    assert result([4, 4]) == pytest.approx(16)
     with pytest.raises(ValueError, match="at least one measurement"):
         fit_sampler_speed([], [], 2)

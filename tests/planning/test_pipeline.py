@@ -23,21 +23,21 @@ def test_slots_are_refilled_as_completions_end() -> None:
 
 
 def test_lock_step_is_the_sum() -> None:
-    found = simulate([[2, 2], [5]], ONE, LearnerSpeed(1.0, 0.5, 0.25), 0)
-    assert found.rollout_ready == (4.0, 4.0 + 3.0 + 0.25 + 5.0)
-    assert found.step_ends == (7.25, 7.25 + 5.0 + 3.5 + 0.25)
-    assert found.learner_waits == (4.0, 5.0)
-    assert found.step_ends[-1] == 16.0
-    assert found.idle_fractions(slice(0, 2)) == (9 / 16, 7 / 16)
-    assert (found.steady_state, found.step_seconds) == (slice(1, 2), 8.75)
-    assert (found.learner_idle, found.sampler_idle) == found.idle_fractions() == (5 / 8.75, 1 - 5 / 8.75)
+    result = simulate([[2, 2], [5]], ONE, LearnerSpeed(1.0, 0.5, 0.25), 0)
+    assert result.rollout_ready == (4.0, 4.0 + 3.0 + 0.25 + 5.0)
+    assert result.step_ends == (7.25, 7.25 + 5.0 + 3.5 + 0.25)
+    assert result.learner_waits == (4.0, 5.0)
+    assert result.step_ends[-1] == 16.0
+    assert result.idle_fractions(slice(0, 2)) == (9 / 16, 7 / 16)
+    assert (result.steady_state, result.step_seconds) == (slice(1, 2), 8.75)
+    assert (result.learner_idle, result.sampler_idle) == result.idle_fractions() == (5 / 8.75, 1 - 5 / 8.75)
 
 
 def test_beside_an_update_a_step_takes_the_longer_of_both() -> None:
     rollouts, learner = [[4]] * 4, LearnerSpeed(3.0, 0.0, 1.0)
-    found = simulate(rollouts, ONE, learner, 1)
-    assert found.step_ends == (4.0 + 4.0 + 1.0, 14.0, 19.0, 19.0 + 3.0 + 1.0)  # nothing is drawn beside the last one
-    assert found.learner_waits == (4.0 + 1.0, 1.0, 1.0, 0.0)
+    result = simulate(rollouts, ONE, learner, 1)
+    assert result.step_ends == (4.0 + 4.0 + 1.0, 14.0, 19.0, 19.0 + 3.0 + 1.0)  # nothing is drawn beside the last one
+    assert result.learner_waits == (4.0 + 1.0, 1.0, 1.0, 0.0)
     deeper = simulate(rollouts, ONE, learner, 2)
     assert deeper.rollout_ready[0] == 8.0  # two are drawn first, by the same weights
     assert deeper.step_ends[-1] == 8.0 + 5.0 + 5.0 + 4.0 + 4.0
@@ -45,11 +45,11 @@ def test_beside_an_update_a_step_takes_the_longer_of_both() -> None:
 
 def test_a_sampler_that_takes_weights_in_flight_draws_on() -> None:
     rollouts, learner = [[4], [1], [7], [4]], LearnerSpeed(3.0, 0.0, 1.0)
-    found = simulate(rollouts, ONE, learner, 1, in_flight=True)
+    result = simulate(rollouts, ONE, learner, 1, in_flight=True)
     # 1: 0–4. 2: 4–5, taken at 8. 3: 8–16, resting 11–12. 4: 16–21, resting 19–20
-    assert found.rollout_ready == (4.0, 8.0, 16.0, 21.0)
-    assert found.step_ends == (8.0, 12.0, 20.0, 25.0)
-    assert found.learner_waits == (4.0, 0.0, 4.0, 1.0)
+    assert result.rollout_ready == (4.0, 8.0, 16.0, 21.0)
+    assert result.step_ends == (8.0, 12.0, 20.0, 25.0)
+    assert result.learner_waits == (4.0, 0.0, 4.0, 1.0)
     deeper = simulate(rollouts, ONE, learner, 2, in_flight=True)
     # 2: 4–5. 3: 5–14, resting 7–8 and 11–12. 4: 14–19, resting 17–18
     assert deeper.rollout_ready == (4.0, 8.0, 14.0, 19.0)
@@ -60,14 +60,14 @@ def test_no_run_is_faster_than_the_slower_of_both_nor_slower_than_lock_step(
     rollouts: list[list[int]], update: float, publish: float, staleness: int, in_flight: bool
 ) -> None:
     learner = LearnerSpeed(update, 0.0, publish)
-    found = simulate(rollouts, ONE, learner, staleness, in_flight=in_flight)
+    result = simulate(rollouts, ONE, learner, staleness, in_flight=in_flight)
     together = simulate(rollouts, ONE, learner, 0)
     learning, drawing = len(rollouts) * (update + publish), sum(map(sum, rollouts))
-    assert found.step_ends[-1] >= max(learning, drawing) - 1e-9
-    assert found.step_ends[-1] <= together.step_ends[-1] + 1e-9
-    assert found.step_ends[-1] == pytest.approx(learning + sum(found.learner_waits))
-    assert all(a <= b for a, b in zip(found.rollout_ready, found.step_ends, strict=True))
-    assert 0 <= found.sampler_idle <= 1
+    assert result.step_ends[-1] >= max(learning, drawing) - 1e-9
+    assert result.step_ends[-1] <= together.step_ends[-1] + 1e-9
+    assert result.step_ends[-1] == pytest.approx(learning + sum(result.learner_waits))
+    assert all(a <= b for a, b in zip(result.rollout_ready, result.step_ends, strict=True))
+    assert 0 <= result.sampler_idle <= 1
 
 
 @given(st.lists(lengths, min_size=2, max_size=8), st.floats(0, 5), st.integers(1, 4))
@@ -123,11 +123,11 @@ def test_without_an_end_to_staleness_nobody_waits_twice(draws: list[int], update
     """K → ∞, weights taken in no time: the sampler draws on without a pause; step i's rollout is there after d_1 + … + d_i, and its
     update ends at max over j ≤ i of (d_1 + … + d_j) + (i − j + 1) U, Lindley's recursion written out."""
     line = simulate([[d] for d in draws], ONE, LearnerSpeed(update, 0.0, 0.0), len(draws), in_flight=True)
-    whole = [float(sum(draws[: i + 1])) for i in range(len(draws))]
+    uninterrupted = [float(sum(draws[: i + 1])) for i in range(len(draws))]
     assert line.step_ends == pytest.approx(
-        [max(whole[j] + (i - j + 1) * update for j in range(i + 1)) for i in range(len(draws))]
+        [max(uninterrupted[j] + (i - j + 1) * update for j in range(i + 1)) for i in range(len(draws))]
     )
-    assert line.idle_fractions(slice(0, len(draws)))[1] == pytest.approx(1 - whole[-1] / line.step_ends[-1])
+    assert line.idle_fractions(slice(0, len(draws)))[1] == pytest.approx(1 - uninterrupted[-1] / line.step_ends[-1])
 
 
 def test_lengths_that_change_are_what_staleness_is_for() -> None:
@@ -165,12 +165,12 @@ def test_all_that_is_drawn_is_drawn_once_and_no_second_is_counted_twice(
 
 
 def test_a_rollout_that_rests_while_weights_are_taken_over_is_in_the_making() -> None:
-    found = simulate([[4], [1], [7], [4]], ONE, LearnerSpeed(3.0, 0.0, 1.0), 1, in_flight=True)
+    result = simulate([[4], [1], [7], [4]], ONE, LearnerSpeed(3.0, 0.0, 1.0), 1, in_flight=True)
     # 0–4 and 4–5 in the first step, 0–8; 8–16 in the second, 8–12, and the third, 12–20, with 16–21 after it
-    assert found.sampling_seconds == (5.0, 4.0, 8.0, 1.0)
-    assert found.idle_fractions(slice(0, 4)) == (9 / 25, 1 - 18 / 25)
-    assert found.steady_state == slice(1, 3)  # nothing is drawn beside the last
-    assert found.idle_fractions() == (4 / 12, 0.0)
+    assert result.sampling_seconds == (5.0, 4.0, 8.0, 1.0)
+    assert result.idle_fractions(slice(0, 4)) == (9 / 25, 1 - 18 / 25)
+    assert result.steady_state == slice(1, 3)  # nothing is drawn beside the last
+    assert result.idle_fractions() == (4 / 12, 0.0)
 
 
 # --- a server's places
@@ -195,13 +195,13 @@ def test_equal_completions_are_drawn_in_waves() -> None:
 
 
 def test_lengths_are_drawn_from_those_that_were_measured() -> None:
-    found = resample_lengths([1, 2, 2, 9], 500, 16, seed=3)
-    assert [len(rollout) for rollout in found] == [16] * 500
-    every = [n for rollout in found for n in rollout]
+    result = resample_lengths([1, 2, 2, 9], 500, 16, seed=3)
+    assert [len(rollout) for rollout in result] == [16] * 500
+    every = [n for rollout in result for n in rollout]
     assert {n: round(every.count(n) / len(every), 2) for n in (1, 2, 9)} == {
         n: pytest.approx(share, abs=0.02) for n, share in ((1, 0.25), (2, 0.5), (9, 0.25))
     }
-    assert found == resample_lengths([1, 2, 2, 9], 500, 16, seed=3) != resample_lengths([1, 2, 2, 9], 500, 16, seed=4)
+    assert result == resample_lengths([1, 2, 2, 9], 500, 16, seed=3) != resample_lengths([1, 2, 2, 9], 500, 16, seed=4)
 
 
 def test_the_first_that_is_fast_enough() -> None:

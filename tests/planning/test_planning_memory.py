@@ -81,18 +81,18 @@ def test_activations_are_what_the_library_counts(dtype: str, torch_dtype: torch.
 
 def test_eight_learners_by_hand() -> None:
     of, asks = KNOWN_SHAPES["Qwen3-8B"], AlgorithmCost(frozen_models=1)
-    found = learner_memory(of, WORK, asks, ParallelLayout(8), H100)
+    result = learner_memory(of, WORK, asks, ParallelLayout(8), H100)
     eighth = of.parameters / 8
-    assert found.static["weights"] == found.static["gradients"] == found.static["other models"] == 4 * eighth
-    assert found.static["optimizer"] == 8 * eighth
-    assert found.static["gathered layers"] == 2 * (2 * of.layer_parameters + 2 * of.embedding_parameters)
-    assert found.static["full policy"] == 2 * of.parameters
-    assert found.training["activations"] == activation_bytes(of, ParallelLayout(8), 16384)
+    assert result.static["weights"] == result.static["gradients"] == result.static["other models"] == 4 * eighth
+    assert result.static["optimizer"] == 8 * eighth
+    assert result.static["gathered layers"] == 2 * (2 * of.layer_parameters + 2 * of.embedding_parameters)
+    assert result.static["full policy"] == 2 * of.parameters
+    assert result.training["activations"] == activation_bytes(of, ParallelLayout(8), 16384)
     assert (
-        found.sampling["keys and values"] == 64 * 4096 * 2 * of.cache_numbers_per_token
+        result.sampling["keys and values"] == 64 * 4096 * 2 * of.cache_numbers_per_token
     )  # 512 completions, dealt to eight
-    static_bytes = sum(found.static.values())
-    assert found.peak_bytes == static_bytes + max(sum(found.training.values()), sum(found.sampling.values()))
+    static_bytes = sum(result.static.values())
+    assert result.peak_bytes == static_bytes + max(sum(result.training.values()), sum(result.sampling.values()))
 
 
 def test_a_sampler_draws_as_many_as_it_holds() -> None:
@@ -111,7 +111,8 @@ def test_under_an_engine_no_learner_has_the_whole_policy() -> None:
     of, asks = KNOWN_SHAPES["Qwen3-8B"], AlgorithmCost(frozen_models=1)
     for layout in (ParallelLayout(8), ParallelLayout(8, samplers=4)):
         own, engine = (
-            learner_memory(of, WORK, asks, replace(layout, keeps_full_policy=whole), H100) for whole in (True, False)
+            learner_memory(of, WORK, asks, replace(layout, keeps_full_policy=uninterrupted), H100)
+            for uninterrupted in (True, False)
         )
         assert sum(own.static.values()) - sum(engine.static.values()) == 2 * of.parameters
     in_turns = learner_memory(of, WORK, asks, ParallelLayout(8, tensor_parallel=2, keeps_full_policy=False), H100)
@@ -152,11 +153,11 @@ def test_more_devices_never_need_more_memory_each(
 @given(st.sampled_from(sorted(KNOWN_SHAPES)), st.integers(1, 2))
 def test_what_is_asked_for_more_takes_more(name: str, trained: int) -> None:
     layout = ParallelLayout(4)
-    found = [
+    result = [
         learner_memory(KNOWN_SHAPES[name], WORK, AlgorithmCost(trained_models=n), layout, H100).peak_bytes
         for n in (trained, trained + 1)
     ]
-    assert found[0] < found[1]
+    assert result[0] < result[1]
     longer = replace(WORK, max_completion_tokens=30000)
     assert (
         learner_memory(KNOWN_SHAPES[name], longer, AlgorithmCost(), layout, H100).peak_bytes

@@ -45,14 +45,14 @@ def test_pairs_are_those_that_attention_sees(
     prompts: int, samples: int, prompt: int, mean: float, shared: bool
 ) -> None:
     work = Workload(prompts, samples, prompt, mean, 9)
-    found = nodes = 0
+    result = nodes = 0
     for i, length in enumerate(work.lengths):
         first = 0 if not shared or i < prompts else prompt  # one completion of each prompt computes it
         for place in range(first, prompt + length - 1):
             nodes += 1
-            found += place + 1
+            result += place + 1
     assert work.count_tokens(shared).layer_tokens == nodes
-    assert work.count_tokens(shared).attention_pairs == found
+    assert work.count_tokens(shared).attention_pairs == result
 
 
 @given(st.floats(1, 4000), st.integers(500, 3000))
@@ -76,10 +76,10 @@ def test_operations_and_bytes_by_hand() -> None:
     forward = clock.operations(tokens, 1, 1) / 67e12 + clock.bytes_moved(tokens, 1, 1) / 3.35e12
     assert clock.scoring_seconds(tokens) == pytest.approx(forward)
     assert clock.training_seconds(tokens, AlgorithmCost()) == pytest.approx(3 * forward)
-    again = replace(clock, layout=replace(clock.layout, checkpointing=True)).training_seconds(
+    second = replace(clock, layout=replace(clock.layout, checkpointing=True)).training_seconds(
         tokens, AlgorithmCost(recomputes_head=True)
     )
-    assert again == pytest.approx(4 * forward)
+    assert second == pytest.approx(4 * forward)
 
 
 def test_six_operations_per_parameter_and_token() -> None:
@@ -117,18 +117,18 @@ def test_a_better_device_is_never_slower(figure: str, power: int, apart: bool) -
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))
 def test_what_is_asked_for_takes_time(scores: int, updates: int, epochs: int) -> None:
     asks = AlgorithmCost(scoring_passes=scores, updates=epochs * 2**updates, epochs=epochs)
-    found = CapacityPlan(question(asks=asks), ParallelLayout(8)).step_times
-    assert found.scoring == pytest.approx(
+    result = CapacityPlan(question(asks=asks), ParallelLayout(8)).step_times
+    assert result.scoring == pytest.approx(
         scores * CapacityPlan(question(asks=AlgorithmCost(scoring_passes=1)), ParallelLayout(8)).step_times.scoring
     )
-    assert found.learning >= epochs * CapacityPlan(question(), ParallelLayout(8)).step_times.learning * (1 - 1e-9)
+    assert result.learning >= epochs * CapacityPlan(question(), ParallelLayout(8)).step_times.learning * (1 - 1e-9)
 
 
 def test_checkpointing_takes_a_pass_more() -> None:
-    plain, again = (
+    plain, second = (
         CapacityPlan(question(), ParallelLayout(8, checkpointing=c)).step_times.learning for c in (False, True)
     )
-    assert 1.2 < again / plain < 1.34
+    assert 1.2 < second / plain < 1.34
 
 
 def test_in_turns_a_step_is_the_sum_and_apart_the_longer() -> None:
@@ -136,10 +136,10 @@ def test_in_turns_a_step_is_the_sum_and_apart_the_longer() -> None:
     assert alone.timeline is None
     assert alone.step_seconds == alone.step_times.total
     apart = CapacityPlan(question(), ParallelLayout(8, samplers=4, max_staleness=1))
-    found = apart.step_times
-    assert apart.step_seconds == pytest.approx(max(found.generation, found.update) + found.publishing, rel=0.05)
+    result = apart.step_times
+    assert apart.step_seconds == pytest.approx(max(result.generation, result.update) + result.publishing, rel=0.05)
     lock = CapacityPlan(question(), ParallelLayout(8, samplers=4))
-    assert lock.step_seconds == pytest.approx(found.total - found.scoring + lock.step_times.scoring, rel=0.01)
+    assert lock.step_seconds == pytest.approx(result.total - result.scoring + lock.step_times.scoring, rel=0.01)
 
 
 def test_samples_that_are_behind_are_read_once_more() -> None:
@@ -154,11 +154,11 @@ def test_samples_that_are_behind_are_read_once_more() -> None:
 
 def test_the_best_division_is_the_fastest_that_fits() -> None:
     asked, layout = question("Qwen3-1.7B"), ParallelLayout(16, samplers=1, max_staleness=1)
-    found = find_best_split(asked, layout)
+    result = find_best_split(asked, layout)
     every = [CapacityPlan(asked, replace(layout, samplers=n)) for n in range(1, 16)]
-    assert found.fits
-    assert found.step_seconds == min(plan.step_seconds for plan in every if plan.fits)
-    assert found.layout.samplers == next(p.layout.samplers for p in every if p.step_seconds == found.step_seconds)
+    assert result.fits
+    assert result.step_seconds == min(plan.step_seconds for plan in every if plan.fits)
+    assert result.layout.samplers == next(p.layout.samplers for p in every if p.step_seconds == result.step_seconds)
 
 
 def test_divisions_are_of_whole_samplers_and_few() -> None:
@@ -189,9 +189,9 @@ def test_over_numbers_of_devices() -> None:
 def test_hours_and_shares() -> None:
     plan = CapacityPlan(question(), ParallelLayout(8))
     assert plan.device_hours(1000) == pytest.approx(8 * plan.step_seconds * 1000 / 3600)
-    told = plan.to_dict(1000, 3.0)
-    assert told["cost"] == pytest.approx(3 * plan.device_hours(1000))
-    assert told["seconds"]["step"] == plan.step_seconds
+    report = plan.to_dict(1000, 3.0)
+    assert report["cost"] == pytest.approx(3 * plan.device_hours(1000))
+    assert report["seconds"]["step"] == plan.step_seconds
     assert 0 < plan.mfu < 0.5
     assert plan.tokens_per_second == plan.request.workload.sampled_tokens / plan.step_seconds
 
@@ -212,7 +212,7 @@ def test_devices_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"gpus": 0}, "--gpus must be at least 1"),
         ({"gpus": 4, "samplers": 4}, "leaves none to learn. Use at most 3"),
@@ -222,8 +222,8 @@ def test_devices_by_name() -> None:
         ({"gpus": 1, "micro_tokens": 0}, "--micro-tokens must be at least 1"),
     ],
 )
-def test_layouts_that_cannot_be(values: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_layouts_that_cannot_be(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ParallelLayout(**values)  # type: ignore[arg-type]
 
 

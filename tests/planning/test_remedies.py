@@ -28,9 +28,9 @@ def plan(model: str, layout: ParallelLayout, device: str = "H100", budget: int =
 
 
 def test_a_plan_that_fits_needs_none() -> None:
-    found = plan("Qwen3-0.6B", ParallelLayout(8))
-    assert found.fits
-    assert suggest_changes(found) == []
+    result = plan("Qwen3-0.6B", ParallelLayout(8))
+    assert result.fits
+    assert suggest_changes(result) == []
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_a_plan_that_fits_needs_none() -> None:
     ],
 )
 def test_every_change_takes_less_and_the_last_fits(model: str, layout: ParallelLayout, device: str) -> None:
-    found = plan(model, layout, device)
-    ways = suggest_changes(found)
-    assert not found.fits
+    result = plan(model, layout, device)
+    ways = suggest_changes(result)
+    assert not result.fits
     assert ways
     kept = [way for way in ways if not way.option.startswith("--gpus")]
     assert all(b.plan.peak_bytes < a.plan.peak_bytes for a, b in pairwise(kept))
-    assert not kept or kept[0].plan.peak_bytes < found.peak_bytes
+    assert not kept or kept[0].plan.peak_bytes < result.peak_bytes
     assert all(not way.plan.fits for way in kept[:-1])
     for way in ways:
         assert way.plan.fits or way in kept
@@ -66,9 +66,9 @@ def test_in_their_order() -> None:
 
 def test_what_does_not_fit_in_a_sampler_is_spread_over_several() -> None:
     layout = ParallelLayout(32, samplers=8, max_staleness=1, checkpointing=True, keeps_full_policy=False)
-    found = plan("Llama-3.1-70B", layout, "H200")
-    (way,) = suggest_changes(found)
-    assert found.learner.peak_bytes < found.usable_bytes < found.peak_bytes
+    result = plan("Llama-3.1-70B", layout, "H200")
+    (way,) = suggest_changes(result)
+    assert result.learner.peak_bytes < result.usable_bytes < result.peak_bytes
     assert way.option == "--tensor-parallel 2"
     assert way.plan.layout.tensor_parallel == 2
     assert way.plan.fits
@@ -77,8 +77,8 @@ def test_what_does_not_fit_in_a_sampler_is_spread_over_several() -> None:
 @pytest.mark.parametrize(("model", "gpus"), [("Llama-3.1-70B", 64), ("Qwen3-32B", 64), ("Qwen3-32B", 16)])
 def test_a_division_is_proposed_only_where_it_fits(model: str, gpus: int) -> None:
     """One sampler that held no completion was proposed here, with a step of hours."""
-    found = plan(model, ParallelLayout(gpus))
-    ways = suggest_changes(found)
+    result = plan(model, ParallelLayout(gpus))
+    ways = suggest_changes(result)
     divided = [way for way in ways if "--samplers" in way.option]
     assert divided
     assert all(way.plan.fits and way.plan.step_seconds < 1800 for way in divided)
@@ -87,13 +87,15 @@ def test_a_division_is_proposed_only_where_it_fits(model: str, gpus: int) -> Non
 
 
 def test_where_nothing_is_enough_it_says_so() -> None:
-    found = plan("Llama-3.1-70B", ParallelLayout(8))
-    ways = suggest_changes(found)
+    result = plan("Llama-3.1-70B", ParallelLayout(8))
+    ways = suggest_changes(result)
     assert ways
     assert not any(way.plan.fits for way in ways)  # the policy whole is more than an H100 has
-    told = next(
-        table for table in plan_tables(PlanReport(found, [found], ways, 1000, None)) if table.title == "What to change"
+    report = next(
+        table
+        for table in plan_tables(PlanReport(result, [result], ways, 1000, None))
+        if table.title == "What to change"
     )
-    assert "None of these is enough" in told.note
-    assert "It does not fit" in plan_summary(found, 1000, None)
-    assert any("keeps the full policy" in text for text in list_assumptions(found))
+    assert "None of these is enough" in report.note
+    assert "It does not fit" in plan_summary(result, 1000, None)
+    assert any("keeps the full policy" in text for text in list_assumptions(result))

@@ -108,7 +108,7 @@ def test_what_is_not_known_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"model_type": "qwen3_moe"}', "not qwen3_moe"),
         ('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}', "lacks .intermediate_size"),
@@ -117,8 +117,8 @@ def test_what_is_not_known_is_refused_with_the_nearest() -> None:
         ("{", "cannot be read as a configuration"),
     ],
 )
-def test_other_configurations_are_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_other_configurations_are_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_shape(file, "m")

@@ -22,9 +22,9 @@ def file(folder: Path, steps: int, many: int, length: int = 10) -> Path:
 
 
 def test_a_small_file_is_shown_in_full(tmp_path: Path) -> None:
-    found = excerpt_completions(file(tmp_path / "a", 3, 2))
-    assert found.is_complete
-    assert [r["step"] for r in found.rows] == [1, 1, 2, 2, 3, 3]
+    result = excerpt_completions(file(tmp_path / "a", 3, 2))
+    assert result.is_complete
+    assert [r["step"] for r in result.rows] == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_run_without_completions_has_none(tmp_path: Path) -> None:
@@ -34,11 +34,11 @@ def test_a_run_without_completions_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [1, 10, 200])
 def test_a_large_file_is_sampled_at_evenly_spaced_steps(tmp_path: Path, length: int) -> None:
     path = file(tmp_path / "a", 231, 8, length)
-    found = excerpt_completions(path, text=sum(map(count_chars, read_json_rows(path))) - 1)
-    steps = list(dict.fromkeys(r["step"] for r in found.rows))
-    assert not found.is_complete
+    result = excerpt_completions(path, text=sum(map(count_chars, read_json_rows(path))) - 1)
+    steps = list(dict.fromkeys(r["step"] for r in result.rows))
+    assert not result.is_complete
     assert steps == list(range(1, 232, 10))  # 24 of them
-    assert all(r["completion"].startswith(f"{r['step']}.") for r in found.rows)
+    assert all(r["completion"].startswith(f"{r['step']}.") for r in result.rows)
 
 
 def test_the_limit_counts_characters_not_bytes(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_turns_count_towards_the_limit(tmp_path: Path) -> None:
 
 def test_selection_respects_the_limit_and_prefers_repeated_prompts(tmp_path: Path) -> None:
     path = file(tmp_path / "a", 100, 6)
-    found = excerpt_completions(path, text=24 * 3 * 95)
+    result = excerpt_completions(path, text=24 * 3 * 95)
     by_step: dict[int, list[dict[str, Any]]] = {}
-    for r in found.rows:
+    for r in result.rows:
         by_step.setdefault(r["step"], []).append(r)
     assert all(1 <= len(rows) <= 3 for rows in by_step.values())
     first, second = list(by_step.values())[:2]
@@ -99,9 +99,9 @@ def test_page_rows_store_each_prompt_once_and_every_reward(tmp_path: Path) -> No
         row("plain", "x" * 9000, 0.0),
     ]
     folder = run_folder(tmp_path / "a", [], [(1, rows)])
-    found = embed_completions([excerpt_completions(folder / "completions.jsonl")])
-    assert found["prompts"] == [[["system", "Be brief."], ["user", "1+1?"]], [["", "plain"]]]
-    first, second, third = found["rows"]
+    result = embed_completions([excerpt_completions(folder / "completions.jsonl")])
+    assert result["prompts"] == [[["system", "Be brief."], ["user", "1+1?"]], [["", "plain"]]]
+    first, second, third = result["rows"]
     assert first == {
         "r": 0,
         "s": 1,

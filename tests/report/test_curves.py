@@ -16,9 +16,9 @@ def test_runs_that_differ_by_seed_are_one_series_and_others_name_the_difference(
         run_folder(tmp_path / "c", steps, seed=1),
         run_folder(tmp_path / "d", steps, name="gspo"),
     ]
-    found = group_runs([read_run(folder) for folder in made])
-    assert [group.label for group in found] == ["dapo lr=0.1", "dapo lr=0.2", "gspo"]
-    assert [run.folder.name for run in found[0].runs] == ["a", "c"]
+    result = group_runs([read_run(folder) for folder in made])
+    assert [group.label for group in result] == ["dapo lr=0.1", "dapo lr=0.2", "gspo"]
+    assert [run.folder.name for run in result[0].runs] == ["a", "c"]
 
 
 def test_a_point_is_the_mean_over_runs_and_the_band_their_range(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_costs_are_sums_over_steps_and_means_over_runs(tmp_path: Path) -> None:
     a = run_folder(tmp_path / "a", [(1, metrics), (2, metrics)], seed=0)
     b = run_folder(tmp_path / "b", [(1, metrics)], seed=1)
     (group,) = group_runs([read_run(folder) for folder in (a, b)])
-    found = compute_cost(group)
-    assert ("tokens/sampled", "tokens sampled", "1.5k") in found.sums
-    assert [(took, share) for _, took, share in found.times] == [("3 s", 0.75), ("1 s", 0.25)]
-    assert found.notes[0].startswith("1.50 completions were sampled")
-    assert found.notes[1].startswith("25% of the forward and backward passes were skipped")
+    result = compute_cost(group)
+    assert ("tokens/sampled", "tokens sampled", "1.5k") in result.sums
+    assert [(took, share) for _, took, share in result.times] == [("3 s", 0.75), ("1 s", 0.25)]
+    assert result.notes[0].startswith("1.50 completions were sampled")
+    assert result.notes[1].startswith("25% of the forward and backward passes were skipped")

@@ -25,14 +25,14 @@ NASTY = "</script><img src=x onerror=alert(1)>"
 
 
 def metrics(step: int, high: float) -> dict[str, float]:
-    found = {
+    result = {
         "reward": high * step / 8,
         "entropy": 1.0 / step,
         "grad_norm": 1.0,
         "time/rollout": 1.0,
         "time/update": 2.0,
     }
-    return found | {"completions/truncated_ratio": 0.0, "mine/own": float(step), "tokens/sampled": 100.0}
+    return result | {"completions/truncated_ratio": 0.0, "mine/own": float(step), "tokens/sampled": 100.0}
 
 
 def answers(step: int) -> list[dict[str, Any]]:
@@ -111,18 +111,18 @@ def test_every_metric_has_its_explanation(text: str) -> None:
 
 def test_omitted_completions_are_stated(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1500)
-    found = render_report([read_run(folders[0])])
-    data = embedded(found)["completions"]["rows"]
+    result = render_report([read_run(folders[0])])
+    data = embedded(result)["completions"]["rows"]
     assert 8 <= len(data) < 32
-    said = re.sub(r"\s+", " ", found)
+    said = re.sub(r"\s+", " ", result)
     assert f"{len(data)} completions from all 8 steps, which are not all that the runs have logged" in said
 
 
 def test_omitted_steps_are_counted(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1500)
     monkeypatch.setattr("policygrad.report.completions.SAMPLED_STEPS", 4)
-    found = re.sub(r"\s+", " ", render_report([read_run(folders[0])]))
-    assert "completions from 4 of the 8 steps, which are not all" in found
+    result = re.sub(r"\s+", " ", render_report([read_run(folders[0])]))
+    assert "completions from 4 of the 8 steps, which are not all" in result
 
 
 def test_folders_of_a_glob_that_are_not_runs_are_skipped_with_a_note(
@@ -133,8 +133,8 @@ def test_folders_of_a_glob_that_are_not_runs_are_skipped_with_a_note(
     (tmp_path / "plots").mkdir()
     begun = run_folder(tmp_path / "begun", [])
     file = tmp_path / "out.html"
-    words = [str(path) for path in (*folders, begun, tmp_path / "notes.txt", tmp_path / "plots")]
-    assert main(["report", *words, "--output", str(file)]) == 0
+    argv = [str(path) for path in (*folders, begun, tmp_path / "notes.txt", tmp_path / "plots")]
+    assert main(["report", *argv, "--output", str(file)]) == 0
     assert capsys.readouterr().err == f"skipped, not runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
     assert "<h1>dapo and gspo</h1>" in file.read_text(encoding="utf-8")
 
@@ -164,7 +164,7 @@ def test_the_command_writes_the_page_and_errors_have_a_remedy(folders: list[Path
     assert main(["report", str(folders[0])]) == 0
     assert (folders[0] / "report.html").is_file()
     empty = run_folder(tmp_path / "empty", [])
-    for words, said in (
+    for argv, said in (
         ([], "name the folder of a run"),
         ([str(tmp_path)], "holds no run: give the --output folder"),
         ([str(tmp_path / "no")], "is not a folder"),
@@ -176,7 +176,7 @@ def test_the_command_writes_the_page_and_errors_have_a_remedy(folders: list[Path
         ([str(folders[0]), "--watch", "--output", "x.html"], "give only one of them"),
         ([str(folders[0]), "--output", str(tmp_path / "no" / "x.html")], "create it first"),
     ):
-        assert main(["report", *words]) == 2
+        assert main(["report", *argv]) == 2
         assert said in capsys.readouterr().err
 
 

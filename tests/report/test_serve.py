@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def serving(*folders: Path) -> Iterator[ReportServer]:
-    with create_server(folders) as found:
-        thread = Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    with create_server(folders) as result:
+        thread = Thread(target=result.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield found
+            yield result
         finally:
-            found.shutdown()
+            result.shutdown()
             thread.join()
 
 
-def ask(found: ReportServer, path: str) -> tuple[int, str]:
-    host, port = found.server_address[:2]
+def ask(result: ReportServer, path: str) -> tuple[int, str]:
+    host, port = result.server_address[:2]
     line = HTTPConnection(str(host), int(port), timeout=30)
     line.request("GET", path)
     answer = line.getresponse()
@@ -50,43 +50,43 @@ def ask(found: ReportServer, path: str) -> tuple[int, str]:
 
 def test_requests_without_the_token_are_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [(1, {"reward": 0.5})])
-    with serving(folder) as found:
-        assert found.server_address[0] == "127.0.0.1"
-        assert len(found.token) >= 32
+    with serving(folder) as result:
+        assert result.server_address[0] == "127.0.0.1"
+        assert len(result.token) >= 32
         for path in (
             "/",
             "/stamp",
             "/?token=",
-            f"/?token={found.token[:-1]}",
+            f"/?token={result.token[:-1]}",
             "/?token=%F0%9F%94%91",
-            f"/{found.token}",
+            f"/{result.token}",
         ):
-            status, text = ask(found, path)
+            status, text = ask(result, path)
             assert status == 403
-            assert found.token not in text
+            assert result.token not in text
             assert "dapo" not in text
-        assert ask(found, f"/run.toml?token={found.token}")[0] == 404
-        assert ask(found, f"/../run.toml?token={found.token}")[0] == 404
-        status, text = ask(found, f"/?token={found.token}")
+        assert ask(result, f"/run.toml?token={result.token}")[0] == 404
+        assert ask(result, f"/../run.toml?token={result.token}")[0] == 404
+        status, text = ask(result, f"/?token={result.token}")
         assert status == 200
         assert "<h1>dapo on embedded</h1>" in text
         assert "connect-src 'self'" in text
-        assert found.token not in text
+        assert result.token not in text
 
 
 def test_the_page_is_rebuilt_only_when_the_run_changes(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [])  # not a step is done
-    with serving(folder) as found:
-        stamp, before = ask(found, f"/stamp?token={found.token}")[1], found.text()
+    with serving(folder) as result:
+        stamp, before = ask(result, f"/stamp?token={result.token}")[1], result.text()
         assert "0 steps" in before
-        assert found.text() is before
-        assert ask(found, f"/stamp?token={found.token}")[1] == stamp
+        assert result.text() is before
+        assert ask(result, f"/stamp?token={result.token}")[1] == stamp
         with JsonlTracker(folder) as files:
             files.log(1, {"reward": 0.5}, [row("1+1=", "2", 1.0)])
-        assert ask(found, f"/stamp?token={found.token}")[1] != stamp
-        assert "1 step." in ask(found, f"/?token={found.token}")[1]
+        assert ask(result, f"/stamp?token={result.token}")[1] != stamp
+        assert "1 step." in ask(result, f"/?token={result.token}")[1]
         (folder / "run.toml").unlink()
-        status, text = ask(found, f"/?token={found.token}")
+        status, text = ask(result, f"/?token={result.token}")
         assert (status, "holds no run" in text) == (503, True)
 
 
@@ -94,14 +94,14 @@ def test_a_report_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no run"):
         create_server([tmp_path])
     folder = run_folder(tmp_path / "a", [])
-    with create_server([folder]) as found, pytest.raises(ConfigError, match="choose another --port"):
-        create_server([folder], port=int(found.server_address[1]))
+    with create_server([folder]) as result, pytest.raises(ConfigError, match="choose another --port"):
+        create_server([folder], port=int(result.server_address[1]))
 
 
 def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [(1, {"reward": 0.5})])
-    words = [sys.executable, "-m", "policygrad", "report", str(folder), "--watch"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
+    argv = [sys.executable, "-m", "policygrad", "report", str(folder), "--watch"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
         assert process.stdout is not None
         url = urlsplit(process.stdout.readline().strip())
         assert re.fullmatch(r"127\.0\.0\.1:\d+", url.netloc)
@@ -115,13 +115,13 @@ def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path) -> No
 
 def test_a_browser_shows_new_steps_and_keeps_its_filters(tmp_path: Path, chromium: Browser) -> None:
     folder = run_folder(tmp_path / "a", [])
-    with serving(folder) as found:
+    with serving(folder) as result:
         tab = chromium.new_page()
         wrong: list[str] = []
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         with tab.expect_response(re.compile("stamp")):
-            tab.goto(found.url)
+            tab.goto(result.url)
         assert "No step is done yet" in tab.locator("#first").inner_text()
         with JsonlTracker(folder) as files:
             for step in (1, 2):

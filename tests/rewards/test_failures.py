@@ -83,9 +83,9 @@ def test_lost_calls_are_counted_per_function() -> None:
 
 def test_failed_steps_in_a_row_stop_the_run() -> None:
     rule = FailedStepTracker(0.5, 3)
-    said = ["reward 'x' raised A", "dynamic sampling: …", "reward 'x' raised B"]
+    output = ["reward 'x' raised A", "dynamic sampling: …", "reward 'x' raised B"]
     assert rule.record_step(0.0, ()) is None
-    assert [rule.record_step(f, said) for f in (0.6, 1.0, 0.5, 0.9, 1.0)] == [
+    assert [rule.record_step(f, output) for f in (0.6, 1.0, 0.5, 0.9, 1.0)] == [
         None
     ] * 5  # a half is not more than a half
     assert rule.record_step(0.51, ["reward 'x' raised C", "reward 'x' raised D"]) == (
@@ -143,35 +143,35 @@ def slot(name: str, *, ready: bool, deadline: float) -> WorkerSlot:
 
 
 def test_slow_calls_are_reported_after_seconds_and_then_every_second() -> None:
-    now, told = [0.0], list[tuple[str, int, int]]()
-    waits = SlowCallReporter(lambda *words: told.append(words), 512, clock=lambda: now[0])
+    now, report = [0.0], list[tuple[str, int, int]]()
+    waits = SlowCallReporter(lambda *words: report.append(words), 512, clock=lambda: now[0])
     busy = [slot("x", ready=True, deadline=9.0), slot("x", ready=False, deadline=99.0)]
     for now[0] in (0.0, 3.9):
         waits.report_if_due(busy)
-    assert told == []
+    assert report == []
     waits.num_results = 3
     for now[0] in (4.0, 4.5, 5.0):
         waits.report_if_due(busy)
     waiting_for_x = "waiting for reward 'x' (each call has up to 10 s)"
-    assert told == [(waiting_for_x, 3, 512)] * 2
+    assert report == [(waiting_for_x, 3, 512)] * 2
     now[0] = 6.0
     waits.report_if_due(busy[1:])
-    assert told[2] == ("waiting for a reward worker to load x", 3, 512)
+    assert report[2] == ("waiting for a reward worker to load x", 3, 512)
     waits.close()
-    assert told[3:] == [("", 0, 0)]
+    assert report[3:] == [("", 0, 0)]
 
 
 def test_only_slow_scoring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = list[tuple[str, int, int]]()
-    with RewardPool([hangs], num_workers=1, progress=lambda *words: told.append(words)) as pool:
+    report = list[tuple[str, int, int]]()
+    with RewardPool([hangs], num_workers=1, progress=lambda *words: report.append(words)) as pool:
         pool.score(["p"], ["fine"], {})
-    assert [words for words in told if not words[0].startswith("waiting for a reward worker to load")] in (
+    assert [words for words in report if not words[0].startswith("waiting for a reward worker to load")] in (
         [],
         [("", 0, 0)],
     )
     monkeypatch.setattr(waiting, "REPORT_AFTER_SECONDS", 0.0)
-    told.clear()
-    with RewardPool([hangs], num_workers=1, timeout=2.5, progress=lambda *words: told.append(words)) as pool:
+    report.clear()
+    with RewardPool([hangs], num_workers=1, timeout=2.5, progress=lambda *words: report.append(words)) as pool:
         pool.score(["p"] * 2, ["fine", "x"], {})
-    assert ("waiting for reward 'hangs' (each call has up to 2.5 s)", 1, 2) in told
-    assert told[-1] == ("", 0, 0)
+    assert ("waiting for reward 'hangs' (each call has up to 2.5 s)", 1, 2) in report
+    assert report[-1] == ("", 0, 0)

@@ -49,9 +49,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def total(name: str, prompts: list[object], texts: list[str], **columns: list[object]) -> list[float | None]:
     with RewardPool([name], num_workers=1) as pool:
-        found = pool.score(prompts, texts, columns)
-    assert None in found.total or not found.messages
-    return found.total
+        result = pool.score(prompts, texts, columns)
+    assert None in result.total or not result.messages
+    return result.total
 
 
 def test_verl(here: Path) -> None:

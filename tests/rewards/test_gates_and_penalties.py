@@ -76,8 +76,8 @@ def scores(*rewards: str, texts: list[str], **columns: list[object]) -> list[flo
     ],
 )
 def test_a_weight_is_never_part_of_a_pattern(text: str, name: str, weight: float) -> None:
-    found = resolve_reward(text)
-    assert (found.name, found.weight) == (name, pytest.approx(weight))
+    result = resolve_reward(text)
+    assert (result.name, result.weight) == (name, pytest.approx(weight))
 
 
 def test_weight_before_or_after_is_equivalent() -> None:
@@ -128,8 +128,8 @@ def test_spec_titles() -> None:
 def test_gates_are_called_first_and_bounds_clip(mine: str) -> None:
     texts = ["ok", "okay", "no", "ok ok"]
     label: list[object] = [1] * 4
-    found = scores(f"{mine}:asked within ..3 if format:\\Aok", texts=texts, label=label)
-    assert found == [2.0, 3.0, 0.0, 3.0]  # not asked about "no", and not more than 3
+    result = scores(f"{mine}:asked within ..3 if format:\\Aok", texts=texts, label=label)
+    assert result == [2.0, 3.0, 0.0, 3.0]  # not asked about "no", and not more than 3
     both = scores(f"0.5*{mine}:asked if format:\\Aok and format:ay", "format:n*2", texts=texts, label=label)
     assert both == [0.0, 2.0, 2.0, 0.0]
 
@@ -148,14 +148,14 @@ def test_batched_parts_get_one_call_with_what_passes(mine: str) -> None:
 def test_a_failing_part_fails_the_sample_with_its_reason(mine: str) -> None:
     texts = ["a", "b"]
     with RewardPool([f"{mine}:nan if format:a"], num_workers=1) as pool:
-        found = pool.score(["", ""], texts, {})
-    assert found.total == [None, 0.0]
-    assert found.failures == {"nan": 1}
+        result = pool.score(["", ""], texts, {})
+    assert result.total == [None, 0.0]
+    assert result.failures == {"nan": 1}
     with RewardPool([f"format if {mine}:broken"], num_workers=1) as pool:
-        found = pool.score(["", ""], texts, {})
-    assert found.total == [None, None]
-    assert found.failures == {"raised": 2}
-    assert "KeyError: 'gone'" in found.messages[0]
+        result = pool.score(["", ""], texts, {})
+    assert result.total == [None, None]
+    assert result.failures == {"raised": 2}
+    assert "KeyError: 'gone'" in result.messages[0]
 
 
 def test_columns_of_every_part_are_required(mine: str) -> None:
@@ -168,7 +168,7 @@ def test_columns_of_every_part_are_required(mine: str) -> None:
 
 def test_gated_rewards_work_inside_a_running_loop() -> None:
     async def inside() -> list[float | None]:
-        return [said.value for said in resolve_reward("format:a if format:b").function([""], ["ab"])]  # type: ignore[union-attr]
+        return [message.value for message in resolve_reward("format:a if format:b").function([""], ["ab"])]  # type: ignore[union-attr]
 
     assert asyncio.run(inside()) == [1.0]
 
@@ -180,16 +180,16 @@ def test_a_run_logs_each_reward(small: pg.Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = replace(small, reward=(names[0], names[1], f"{names[2]}*2"), steps=1, output=str(folder))
     pg.train(run, display=False)
-    (metrics,), told = rows(folder / "metrics.jsonl"), rows(folder / "completions.jsonl")
-    found = (names[0], "format:[0-9]", names[2])
-    assert [row["group"] for row in told] == [i // 8 for i in range(4 * 8)]
-    for row in told:
-        assert tuple(row["rewards"]) == found
+    (metrics,), report = rows(folder / "metrics.jsonl"), rows(folder / "completions.jsonl")
+    result = (names[0], "format:[0-9]", names[2])
+    assert [row["group"] for row in report] == [i // 8 for i in range(4 * 8)]
+    for row in report:
+        assert tuple(row["rewards"]) == result
         gated, digits, repeated = row["rewards"].values()
         assert gated == float(row["completion"][:1].isdigit() and len(row["completion"]) > 1)
         assert row["reward"] == pytest.approx(gated + 0.5 * digits + 2 * repeated, abs=1e-6)
-    for name in found:
-        assert metrics[f"rewards/{name}"] == pytest.approx(sum(row["rewards"][name] for row in told) / len(told))
+    for name in result:
+        assert metrics[f"rewards/{name}"] == pytest.approx(sum(row["rewards"][name] for row in report) / len(report))
 
 
 # --- penalties
@@ -197,8 +197,8 @@ def test_a_run_logs_each_reward(small: pg.Run, tmp_path: Path) -> None:
 
 def test_length_penalty_by_hand() -> None:
     """L_max 10, L_cache 4: nothing up to 6, a quarter more for each word, all of it at 10 and beyond."""
-    found = LengthPenalty.from_options("max_length=10,ramp=4")
-    assert found("", ["w " * n for n in (0, 6, 7, 9, 10, 99)]) == [0, 0, -0.25, -0.75, -1, -1]
+    result = LengthPenalty.from_options("max_length=10,ramp=4")
+    assert result("", ["w " * n for n in (0, 6, 7, 9, 10, 99)]) == [0, 0, -0.25, -0.75, -1, -1]
     assert LengthPenalty.from_options("max_length=10,unit=characters")("", ["w" * 9]) == [-0.5]  # a ramp of a fifth, 2
 
 

@@ -104,8 +104,8 @@ def test_a_hanging_call_costs_its_sample_and_no_call_is_repeated(tmp_path: Path)
 
     completions = ["a", "hang", "bb", "none", "exit", "a"]
     with RewardPool([unruly, counted], num_workers=2, timeout=TIMEOUT) as pool:
-        whole = at_once(pool, completions)
-        assert whole.failures == {"timeout": 1, "crashed": 1}
+        full = at_once(pool, completions)
+        assert full.failures == {"timeout": 1, "crashed": 1}
         (tmp_path / "calls").unlink()
         prompts, columns = asked(completions)
         with pool.score_incrementally(prompts, columns) as begun:
@@ -114,17 +114,17 @@ def test_a_hanging_call_costs_its_sample_and_no_call_is_repeated(tmp_path: Path)
                 begun, 4
             )  # two functions, two samples: the one that hangs has been given up while others were drawn
             begun.add_completions({5: "a", 4: "exit"})
-            assert pool.score(prompts, completions, columns, begun) == whole
+            assert pool.score(prompts, completions, columns, begun) == full
         assert sorted((tmp_path / "calls").read_text().split()) == ["p0", "p1", "p2", "p3", "p4", "p5"]
 
 
 def test_changed_completions_are_scored_again(pool: RewardPool) -> None:
     prompts, columns = asked(["a", "bb"])
-    whole = at_once(pool, ["a", "bb"])
+    full = at_once(pool, ["a", "bb"])
     with pool.score_incrementally(prompts, columns) as begun:
         begun.add_completions({0: "raise", 1: "bb"})
         answered(begun, 1)
-        assert pool.score(prompts, ["a", "bb"], columns, begun) == whole
+        assert pool.score(prompts, ["a", "bb"], columns, begun) == full
 
 
 def test_errors_are_raised_by_score_and_not_while_sampling() -> None:
@@ -139,26 +139,26 @@ def test_errors_are_raised_by_score_and_not_while_sampling() -> None:
 
 
 def test_progress_counts_results_that_arrived_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[tuple[str, int, int]]()
-    with RewardPool([unruly], num_workers=1, timeout=TIMEOUT, progress=lambda *words: said.append(words)) as pool:
+    message = list[tuple[str, int, int]]()
+    with RewardPool([unruly], num_workers=1, timeout=TIMEOUT, progress=lambda *words: message.append(words)) as pool:
         at_once(pool, ["a"])
         monkeypatch.setattr("policygrad.rewards.workers.pool.REPORT_AFTER_SECONDS", 0.0)
-        said.clear()
+        message.clear()
         with pool.score_incrementally(["p"] * 3, {}) as begun:
             begun.add_completions({0: "a"})
             answered(begun, 1)
-            assert said == []
+            assert message == []
             pool.score(["p"] * 3, ["a", "hang", "a"], {}, begun)
-    assert ("waiting for reward 'unruly' (each call has up to 0.5 s)", 1, 3) in said
-    assert said[-1] == ("", 0, 0)
+    assert ("waiting for reward 'unruly' (each call has up to 0.5 s)", 1, 3) in message
+    assert message[-1] == ("", 0, 0)
 
 
 # --- interruption
 
 
-def break_off(pool: RewardPool, found: list[IncrementalScoring], error: type[BaseException]) -> None:
+def break_off(pool: RewardPool, result: list[IncrementalScoring], error: type[BaseException]) -> None:
     with pool.score_incrementally(["p"] * 3, {}) as begun:
-        found.append(begun)
+        result.append(begun)
         begun.add_completions({0: "hang", 2: "a"})
         raise error
 
@@ -168,10 +168,10 @@ def test_an_interrupted_scoring_leaves_the_pool_usable(error: type[BaseException
     threads = {thread.name for thread in threading.enumerate()}
     with RewardPool([unruly], num_workers=2, timeout=60.0) as pool:
         at_once(pool, ["a", "bb"])
-        found: list[IncrementalScoring] = []
+        result: list[IncrementalScoring] = []
         with pytest.raises(error):
-            break_off(pool, found, error)
-        (begun,) = found
+            break_off(pool, result, error)
+        (begun,) = result
         begun.add_completions({1: "exit"})  # ignored: sampling may continue in a thread of its own
         assert [slot.work for slot in pool._slots] == [None, None]
         assert at_once(pool, ["a", "bb"]).parts == {"unruly": [1.0, 2.0]}
@@ -180,15 +180,15 @@ def test_an_interrupted_scoring_leaves_the_pool_usable(error: type[BaseException
 
 
 def test_another_scoring_waits_for_its_turn() -> None:
-    found: list[RewardScores] = []
+    result: list[RewardScores] = []
     with RewardPool([unruly], num_workers=1) as pool:
         with pool.score_incrementally(["p"] * 2, {}) as begun:
             begun.add_completions({0: "a"})
-            other = threading.Thread(target=lambda: found.append(pool.score(["p"], ["ccc"], {})))
+            other = threading.Thread(target=lambda: result.append(pool.score(["p"], ["ccc"], {})))
             other.start()
             assert pool.score(["p"] * 2, ["a", "bb"], {}, begun).total == [1.0, 2.0]
         other.join(60)
-    assert [scores.total for scores in found] == [[3.0]]
+    assert [scores.total for scores in result] == [[3.0]]
 
 
 # --- when overlap is worthwhile

@@ -75,8 +75,8 @@ def test_a_pickle_in_the_pipe_is_not_executed(tmp_path: Path) -> None:
     assert not mark.exists()
     assert scores.total == [1.0, None, 1.0, None, 1.0]
     assert scores.failures == {"crashed": 2}
-    (said,) = {re.sub(r" \(completion.*", "", message) for message in scores.messages}
-    assert said.startswith("reward 'throws' sent an invalid reply (wrong nonce)")
+    (output,) = {re.sub(r" \(completion.*", "", message) for message in scores.messages}
+    assert output.startswith("reward 'throws' sent an invalid reply (wrong nonce)")
     pickle.loads(bomb)  # which is one
     assert mark.exists()
 
@@ -114,10 +114,10 @@ def test_a_forged_reply_counts_for_its_own_call_only() -> None:
 @linux
 def test_child_programs_do_not_inherit_the_pipes() -> None:
     def looks(prompts: Any, completions: Any, **_: Any) -> list[float]:
-        found = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
+        result = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
         own = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
         assert any(fd > 500 for fd in own)  # the pipes have high numbers
-        return [float(max(map(int, found.stdout.split())))]
+        return [float(max(map(int, result.stdout.split())))]
 
     assert 0 < score([looks], ["a"]).total[0] < 100
 
@@ -152,10 +152,10 @@ def test_a_missing_variable_is_explained(monkeypatch: pytest.MonkeyPatch) -> Non
     def needs(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(len(os.environ["MY_API_KEY"]))]
 
-    (said,) = score([needs], ["a"]).messages
-    assert "raised KeyError: 'MY_API_KEY'" in said
-    assert "do not get the environment variable MY_API_KEY: add --rewards.environment MY_API_KEY" in said
-    assert "secret" not in said
+    (output,) = score([needs], ["a"]).messages
+    assert "raised KeyError: 'MY_API_KEY'" in output
+    assert "do not get the environment variable MY_API_KEY: add --rewards.environment MY_API_KEY" in output
+    assert "secret" not in output
 
     @reward(prepare=lambda: os.environ["MY_API_KEY"])
     def loads(prompts: Any, completions: Any, **_: Any) -> list[float]:

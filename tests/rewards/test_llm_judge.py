@@ -32,8 +32,8 @@ def said(score: Any, **more: Any) -> str:
 
 
 def spec(rubric: Path, asked: Asked, *options: str) -> str:
-    words = (str(rubric), "model=m", f"url={asked.url}", "wait=0", f"cache={rubric.parent / 'cache'}", *options)
-    return f"judge:{','.join(words)}"
+    argv = (str(rubric), "model=m", f"url={asked.url}", "wait=0", f"cache={rubric.parent / 'cache'}", *options)
+    return f"judge:{','.join(argv)}"
 
 
 def score(name: str, texts: Sequence[str], environment: Sequence[str] = (), **columns: list[Any]) -> RewardScores:
@@ -45,16 +45,16 @@ def test_scores_are_cached(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(KEY, "s3cret")
     with judging(lambda text, before: (200, said(len(text)), {})) as asked:
         name = spec(rubric, asked, f"key={KEY}", "columns=answer", "temperature=0.5")
-        found = score(name, ["a", "bbbb"], [KEY], answer=["x", "y"])
-        assert found.total == [0.1, 0.4]  # of the scale 0..10
+        result = score(name, ["a", "bbbb"], [KEY], answer=["x", "y"])
+        assert result.total == [0.1, 0.4]  # of the scale 0..10
         assert asked.paths == ["/v1/chat/completions"] * 2
         assert {header["authorization"] for header in asked.headers} == {"Bearer s3cret"}
         body = next(body for body in asked.bodies if shown(body)["completion"] == "a")
         assert shown(body) == {"prompt": "about a", "answer": "x", "completion": "a"}
         assert (body["model"], body["temperature"]) == ("m", 0.5)
         assert body["messages"][0]["content"].startswith("Good is what is short.\n\nAnswer with one JSON object")
-        again = score(name, ["a", "bbbb", "a"], [KEY], answer=["x", "y", "z"])  # other workers; one new question
-        assert again.total == [0.1, 0.4, 0.1]
+        second = score(name, ["a", "bbbb", "a"], [KEY], answer=["x", "y", "z"])  # other workers; one new question
+        assert second.total == [0.1, 0.4, 0.1]
         assert len(asked.bodies) == 3
 
 
@@ -87,9 +87,9 @@ def test_a_failed_judgement_is_a_failed_sample_not_zero(rubric: Path) -> None:
         "other": (200, b'{"choices": []}', {}),
     }
     with judging(lambda text, before: says[text]) as asked:
-        found = score(spec(rubric, asked), list(says))
-    assert found.total == [1.0, 0.0, None, None, None, None, None]
-    assert found.failures == {"raised": 5}
+        result = score(spec(rubric, asked), list(says))
+    assert result.total == [1.0, 0.0, None, None, None, None, None]
+    assert result.failures == {"raised": 5}
     assert all(asked.about(text) == 1 for text in says), "what was said is not asked for again"
 
 
@@ -100,13 +100,13 @@ def test_temporary_failures_are_retried(rubric: Path) -> None:
         return (429, b"slow down", {"Retry-After": "0"}) if before < 2 else (200, said(10), {})
 
     with judging(says) as asked:
-        found = score(spec(rubric, asked, "retries=3"), ["busy", "down"])
-        assert found.total == [1.0, None]
+        result = score(spec(rubric, asked, "retries=3"), ["busy", "down"])
+        assert result.total == [1.0, None]
         assert (asked.about("busy"), asked.about("down")) == (3, 4)
-        assert "has not answered in 4 tries: 503" in found.messages[0]
-    found = score(spec(rubric, asked, "retries=1"), ["gone"])  # the server is gone
-    assert found.total == [None]
-    assert "has not answered in 2 tries: ConnectError" in found.messages[0]
+        assert "has not answered in 4 tries: 503" in result.messages[0]
+    result = score(spec(rubric, asked, "retries=1"), ["gone"])  # the server is gone
+    assert result.total == [None]
+    assert "has not answered in 2 tries: ConnectError" in result.messages[0]
 
 
 def test_max_calls_is_shared_by_workers(rubric: Path) -> None:
@@ -115,28 +115,28 @@ def test_max_calls_is_shared_by_workers(rubric: Path) -> None:
         with RewardPool([reward], num_workers=1) as pool:
             assert pool.score([""], ["a"], {}).total == [1.0]
         with RewardPool([reward], num_workers=1) as pool:  # a worker that takes another's place has no more
-            found = pool.score([""] * 3, ["a", "b", "c"], {})
-        assert found.total[0] == 1.0, "what is known costs nothing"
-        assert sorted(map(str, found.total)) == ["1.0", "1.0", "None"]
+            result = pool.score([""] * 3, ["a", "b", "c"], {})
+        assert result.total[0] == 1.0, "what is known costs nothing"
+        assert sorted(map(str, result.total)) == ["1.0", "1.0", "None"]
         assert len(asked.bodies) == 2
-        assert "was called 2 times, the maximum" in found.messages[0]
+        assert "was called 2 times, the maximum" in result.messages[0]
 
 
 def test_a_withheld_or_wrong_key(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "s3cret")
     with judging(lambda text, before: (401, b'{"error": "s3cret is no key"}', {})) as asked:
-        found = score(spec(rubric, asked, f"key={KEY}"), ["a"])
+        result = score(spec(rubric, asked, f"key={KEY}"), ["a"])
         assert "authorization" not in asked.headers[0]
-        assert f"--rewards.environment {KEY}" in found.messages[0]
-        found = score(spec(rubric, asked, f"key={KEY}"), ["a"], [KEY])
-        assert f"its key is the environment variable {KEY}" in found.messages[0]
-        assert "s3cret" not in found.messages[0]
+        assert f"--rewards.environment {KEY}" in result.messages[0]
+        result = score(spec(rubric, asked, f"key={KEY}"), ["a"], [KEY])
+        assert f"its key is the environment variable {KEY}" in result.messages[0]
+        assert "s3cret" not in result.messages[0]
 
 
 def test_a_closed_gate_sends_no_request(rubric: Path) -> None:
     with judging(lambda text, before: (200, said(10), {})) as asked:
-        found = score(f"0.5*{spec(rubric, asked)} if format:\\Aok", ["ok", "no"])
-        assert found.total == [0.5, 0.0]
+        result = score(f"0.5*{spec(rubric, asked)} if format:\\Aok", ["ok", "no"])
+        assert result.total == [0.5, 0.0]
         assert asked.about("no") == 0
 
 
@@ -170,7 +170,7 @@ def test_invalid_responses(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "says"),
     [
         ("no-such.md,model=m", "the rubric no-such.md cannot be read"),
         ("{rubric}", "needs model"),
@@ -182,9 +182,9 @@ def test_invalid_responses(text: str) -> None:
         ("{rubric},model=m,timeout=nan", "timeout above 0"),
     ],
 )
-def test_invalid_options(rubric: Path, words: str, says: str) -> None:
+def test_invalid_options(rubric: Path, argv: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        resolve_reward(f"judge:{words.format(rubric=rubric)}")
+        resolve_reward(f"judge:{argv.format(rubric=rubric)}")
 
 
 def test_files_need_permission_for_remote_judges(tmp_path: Path) -> None:
@@ -201,6 +201,10 @@ def test_files_need_permission_for_remote_judges(tmp_path: Path) -> None:
 
 
 def test_defaults(rubric: Path) -> None:
-    found = resolve_reward(f"judge:{rubric},model=m")
-    assert isinstance(found.function, LLMJudge)
-    assert (found.batched, found.function.url, found.function.scale) == (True, "https://api.openai.com/v1", (0.0, 10.0))
+    result = resolve_reward(f"judge:{rubric},model=m")
+    assert isinstance(result.function, LLMJudge)
+    assert (result.batched, result.function.url, result.function.scale) == (
+        True,
+        "https://api.openai.com/v1",
+        (0.0, 10.0),
+    )

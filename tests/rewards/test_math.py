@@ -50,7 +50,7 @@ def test_docs_list_policies_and_defaults():
 
 
 @pytest.mark.parametrize(
-    ("text", "policy", "found"),
+    ("text", "policy", "result"),
     [
         ("a <answer>1</answer> <answer> 2 </answer>", "answer", "2"),
         ("<answer><answer>4</answer>", "answer", "4"),
@@ -77,8 +77,8 @@ def test_docs_list_policies_and_defaults():
         ("it is a sentence", "line", None),
     ],
 )
-def test_extraction_policies(text, policy, found):
-    assert extract(text, [policy]) == found
+def test_extraction_policies(text, policy, result):
+    assert extract(text, [policy]) == result
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_extraction_policies(text, policy, found):
     ],
 )
 def test_parse_quantity(text, number):
-    found = parse_quantity(text)
-    assert (found and found.value) == (number and Fraction(number))
+    result = parse_quantity(text)
+    assert (result and result.value) == (number and Fraction(number))
 
 
 @given(st.fractions(-(10**9), 10**9, max_denominator=10**4))
@@ -118,9 +118,9 @@ def test_equal_numbers_in_every_notation(number):
     forms = [f"{n}/{d}", rf"\frac{{{n}}}{{{d}}}", rf"$\dfrac{{{n}}}{{{d}}}$", f"{n:,}/{d}"]
     if d == 1:
         forms += [f"{n}", f"{n:,}", f"{n}.00", f"${n:,}", f"{n:,}".replace(",", "{,}"), f"{n} eggs"]
-    whole, rest = divmod(abs(n), d)
-    if whole and rest:
-        forms += [f"{'-' * (n < 0)}{whole} {rest}/{d}", rf"{'-' * (n < 0)}{whole}\frac{{{rest}}}{{{d}}}"]
+    full, rest = divmod(abs(n), d)
+    if full and rest:
+        forms += [f"{'-' * (n < 0)}{full} {rest}/{d}", rf"{'-' * (n < 0)}{full}\frac{{{rest}}}{{{d}}}"]
     for form in forms:
         for frame in ("#### {}", "<answer>{}</answer>", r"\boxed{{{}}}", "{}", "The answer is {}."):
             if frame == "{}" and "{,}" in form:
@@ -242,8 +242,8 @@ def test_reference_solutions_of_gsm8k_score_one_and_changed_ones_zero(function):
     assert len(rows) == 1319
     assert function(rows, rows, answer=rows) == [1.0] * 1319
 
-    def raised(found):
-        return f"#### {int(found[1].replace(',', '')) + 1}"
+    def raised(result):
+        return f"#### {int(result[1].replace(',', '')) + 1}"
 
     changed = [re.sub(r"#### *(-?[\d,]+)", raised, row) for row in rows]
     assert all(a != b for a, b in zip(rows, changed, strict=True))
@@ -341,5 +341,5 @@ def test_gsm8k_needs_neither_math_verify_nor_sympy():
         "from policygrad.rewards.math import gsm8k\n"
         "print(gsm8k([''], ['#### 1,000'], answer=['1000']), 'torch' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[1.0] False\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[1.0] False\n"

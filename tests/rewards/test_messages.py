@@ -49,27 +49,27 @@ def read(data: bytes, asked: PendingCall = ASKED) -> object:
 
 
 @given(st.lists(values, max_size=8), st.booleans(), st.data())
-def test_results_round_trip_exactly_in_any_pieces(said: list[SampleResult], last: bool, data: st.DataObject) -> None:
-    asked = PendingCall(12, (0,) * len(said))
-    whole, inbox = encode_reply(OURS, asked, said, last), ReplyParser(OURS)
-    cut = data.draw(st.integers(0, len(whole) - 1))
-    inbox.feed(whole[:cut])
+def test_results_round_trip_exactly_in_any_pieces(output: list[SampleResult], last: bool, data: st.DataObject) -> None:
+    asked = PendingCall(12, (0,) * len(output))
+    full, inbox = encode_reply(OURS, asked, output, last), ReplyParser(OURS)
+    cut = data.draw(st.integers(0, len(full) - 1))
+    inbox.feed(full[:cut])
     assert inbox.parse_reply(asked) is None
-    inbox.feed(whole[cut:])
+    inbox.feed(full[cut:])
     found = inbox.parse_reply(asked)
     assert found is not None
     assert found.last is last
-    assert [repr(j.value) for j in found.results] == [repr(j.value) for j in said]
-    assert [j.reason for j in found.results] == [j.reason for j in said]
-    printable = [(j.message, k.message) for j, k in zip(found.results, said, strict=True) if k.message.isprintable()]
+    assert [repr(j.value) for j in found.results] == [repr(j.value) for j in output]
+    assert [j.reason for j in found.results] == [j.reason for j in output]
+    printable = [(j.message, k.message) for j, k in zip(found.results, output, strict=True) if k.message.isprintable()]
     assert all(shown == meant[:1000] for shown, meant in printable)
 
 
 @given(st.lists(scored, min_size=1, max_size=4))
-def test_steps_round_trip(said: list[SampleResult]) -> None:
-    asked = PendingCall(0, (40,) * len(said), process_reward=True)
-    found = read(encode_reply(OURS, asked, said), asked)
-    assert found.results == said  # type: ignore[attr-defined]
+def test_steps_round_trip(output: list[SampleResult]) -> None:
+    asked = PendingCall(0, (40,) * len(output), process_reward=True)
+    found = read(encode_reply(OURS, asked, output), asked)
+    assert found.results == output  # type: ignore[attr-defined]
 
 
 def test_first_message_round_trips() -> None:
@@ -80,8 +80,8 @@ def test_first_message_round_trips() -> None:
 
 
 def test_messages_are_truncated_without_control_characters() -> None:
-    said = SampleResult(None, "raised", "\x1b[2J" + "\ud800" + "x" * 5000, "E" * 500)
-    found = read(encode_reply(OURS, replace(ASKED, lengths=(5,)), [said]), replace(ASKED, lengths=(5,)))
+    output = SampleResult(None, "raised", "\x1b[2J" + "\ud800" + "x" * 5000, "E" * 500)
+    found = read(encode_reply(OURS, replace(ASKED, lengths=(5,)), [output]), replace(ASKED, lengths=(5,)))
     (judgement,) = found.results  # type: ignore[attr-defined]
     assert judgement.message.startswith("\ufffd[2J?xxx")
     assert (len(judgement.message), len(judgement.kind)) == (1000, 100)

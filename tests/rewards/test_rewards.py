@@ -184,9 +184,9 @@ def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "exploding.py").write_text("1 / 0\n")
     (tmp_path / "needs.py").write_text("import a_missing_dependency\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    found = resolve_reward(f"{tmp_path}/my_rewards.py:mine*2")
-    assert (found.weight, found.batched, found.timeout) == (2.0, True, 7)
-    assert found.function(["a"], ["b"]) == [0.25]
+    result = resolve_reward(f"{tmp_path}/my_rewards.py:mine*2")
+    assert (result.weight, result.batched, result.timeout) == (2.0, True, 7)
+    assert result.function(["a"], ["b"]) == [0.25]
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
     monkeypatch.chdir(tmp_path)
     assert resolve_reward("my_rewards.mine").function(["a"], ["b"]) == [0.25]

@@ -30,9 +30,9 @@ WORD = ("spell_backward", {"answer": "tap", "metadata": {"word": "pat"}})
 
 def steps(problem: tuple[str, dict[str, Any]], text: str) -> list[tuple[str, float]]:
     """(the text up to a step's end, its score)."""
-    (found,) = worked_steps(["?"], [text], [problem[0]], [problem[1]])
-    assert found is not None
-    return [(text[:end], score) for end, score in found]
+    (result,) = worked_steps(["?"], [text], [problem[0]], [problem[1]])
+    assert result is not None
+    return [(text[:end], score) for end, score in result]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def steps(problem: tuple[str, dict[str, Any]], text: str) -> list[tuple[str, flo
     ],
 )
 def test_worked_steps_of_each_dataset(problem: Any, text: str, ends: list[tuple[str, float]]) -> None:
-    found = steps(problem, text)
-    assert [score for _, score in found] == [score for _, score in ends]
-    for (upto, _), (end, _) in zip(found, ends, strict=True):
+    result = steps(problem, text)
+    assert [score for _, score in result] == [score for _, score in ends]
+    for (upto, _), (end, _) in zip(result, ends, strict=True):
         assert upto.endswith(end)
 
 
@@ -82,8 +82,8 @@ def test_demonstrations_score_one_at_every_step(task: str) -> None:
             work, count = "-".join(entry["answer"]), 1
         text = f"Step by step: {work}. <answer>{entry['answer']}</answer>"
         assert columns["demonstration"] == text  # what the task shows to who learns from demonstrations
-        found = steps((columns["dataset"], entry), text)
-        assert [score for _, score in found] == [1.0] * count, (text, entry)
+        result = steps((columns["dataset"], entry), text)
+        assert [score for _, score in result] == [1.0] * count, (text, entry)
     assert len(kinds) == (3 if task == "embedded" else 2)
 
 
@@ -192,10 +192,10 @@ def pool() -> Iterator[RewardPool]:
     ],
 )
 def test_steps_are_sorted_by_their_end_and_weighted(pool: RewardPool, deed: str, expected: Any) -> None:
-    found = pool.score_steps(["p"], [deed], {})
-    assert found.steps == [tuple((end, 2 * score) for end, score in expected)]
-    assert found.parts == {"unruly": [score for _, score in expected]}
-    assert (found.failures, found.messages) == ({}, [])
+    result = pool.score_steps(["p"], [deed], {})
+    assert result.steps == [tuple((end, 2 * score) for end, score in expected)]
+    assert result.parts == {"unruly": [score for _, score in expected]}
+    assert (result.failures, result.messages) == ({}, [])
     scores = pool.score(["p"], [deed], {})  # the outcome's reward alone
     assert scores.total == [1.0]
     assert list(scores.parts) == ["outcome"]
@@ -218,20 +218,20 @@ def test_steps_are_sorted_by_their_end_and_weighted(pool: RewardPool, deed: str,
     ],
 )
 def test_a_failure_costs_its_sample_only(pool: RewardPool, deed: str, reason: str, message: str) -> None:
-    found = pool.score_steps(["p"] * 3, ["good", deed, "good"], {})
-    assert found.steps == [((2, 2.0), (4, 1.0)), None, ((2, 2.0), (4, 1.0))]
-    assert found.failures == {reason: 1}
-    assert len(found.messages) == 1
-    assert re.search(message, found.messages[0]), found.messages[0]
-    assert "unruly" in found.messages[0]
+    result = pool.score_steps(["p"] * 3, ["good", deed, "good"], {})
+    assert result.steps == [((2, 2.0), (4, 1.0)), None, ((2, 2.0), (4, 1.0))]
+    assert result.failures == {reason: 1}
+    assert len(result.messages) == 1
+    assert re.search(message, result.messages[0]), result.messages[0]
+    assert "unruly" in result.messages[0]
 
 
 def test_a_process_reward_that_hangs_is_stopped() -> None:
     with RewardPool([*functions()], num_workers=1, timeout=3.0) as pool:
-        found = pool.score_steps(["p"] * 2, ["hang", "good"], {})
-    assert found.steps == [None, ((2, 1.0), (4, 0.5))]
-    assert found.failures == {"timeout": 1}
-    assert "more than its timeout" in found.messages[0]
+        result = pool.score_steps(["p"] * 2, ["hang", "good"], {})
+    assert result.steps == [None, ((2, 1.0), (4, 0.5))]
+    assert result.failures == {"timeout": 1}
+    assert "more than its timeout" in result.messages[0]
 
 
 def test_several_process_rewards_add_up_and_too_large_a_sum_is_none() -> None:
@@ -245,8 +245,8 @@ def test_several_process_rewards_add_up_and_too_large_a_sum_is_none() -> None:
     ) as pool:
         assert pool.score_steps(["p"], ["xyz"], {}).steps == [((2, 0.5), (2, -1.5))]
     with RewardPool([outcome, Reward("a", halves, 1e19, process_reward=True)]) as pool:
-        found = pool.score_steps(["p"], ["xyz"], {})
-        assert (found.steps, found.failures) == ([None], {"inf": 1})
+        result = pool.score_steps(["p"], ["xyz"], {})
+        assert (result.steps, result.failures) == ([None], {"inf": 1})
 
 
 def test_a_pattern_ends_steps() -> None:

@@ -46,14 +46,14 @@ def reaches(prompts, completions):
         lambda: read("/etc/shadow"),
         lambda: read(os.__file__, "a"),
     )
-    found = 0
+    result = 0
     for place, attempt in enumerate(tries):
         try:
             attempt()
-            found |= 1 << place
+            result |= 1 << place
         except OSError:
             pass
-    return [float(found)]
+    return [float(result)]
 
 
 def works(prompts, completions):

@@ -62,8 +62,8 @@ def test_the_spread_of_each_reward_is_that_within_its_groups() -> None:
     rollout = run(pg.GDPO)
     rewards = rollout.batch.rewards
     assert rewards is not None
-    found = rollout.metrics["rewards/ones/std"].value
-    assert found == pytest.approx(float(rewards[:, 0].view(3, 4).double().std(1).mean()), rel=1e-6)
+    result = rollout.metrics["rewards/ones/std"].value
+    assert result == pytest.approx(float(rewards[:, 0].view(3, 4).double().std(1).mean()), rel=1e-6)
     brief = float(rewards[:8, 1].view(2, 4).double().std(1).mean())
     assert rollout.metrics["rewards/brief/std"].value == pytest.approx(brief, rel=1e-6)
 
@@ -110,18 +110,18 @@ class Unnamed(Rooms):
 
 def turns(rollout: Rollout) -> list[tuple[int, int, int, Any, float]]:
     """(row, first token, last token, state, reward) of every turn, from the trajectories."""
-    found, row = [], 0
+    result, row = [], 0
     for group in rollout.groups:
         for t in group.trajectories:
             at, turn = 0, 0
             for segment in t.segments:
                 end = at + len(segment.tokens)
                 if segment.is_sampled:
-                    found.append((row, at, end - 1, t.turn_states[turn], t.turn_rewards[turn] or 0.0))
+                    result.append((row, at, end - 1, t.turn_states[turn], t.turn_rewards[turn] or 0.0))
                     turn += 1
                 at = end
             row += 1
-    return found
+    return result
 
 
 @pytest.mark.parametrize("environment", [Rooms, Unnamed])
@@ -318,8 +318,8 @@ def test_an_environment_has_no_demonstrations() -> None:
 @pytest.mark.parametrize("long", [0, 1, 3])
 def test_a_demonstration_longer_than_an_answer_is_left_out_and_counted(long: int) -> None:
     """With the end token "1 1" has 3 of the 3 tokens that an answer may have, "1 1 1" one more. The step goes on without it."""
-    said = [pg.Example(str(i), {"demonstration": "1 1 1" if i < long else "1 1"}) for i in range(3)]
-    rollout = run(pg.LUFFY, example=lambda i: said[i % 3])
+    output = [pg.Example(str(i), {"demonstration": "1 1 1" if i < long else "1 1"}) for i in range(3)]
+    rollout = run(pg.LUFFY, example=lambda i: output[i % 3])
     batch = rollout.batch
     assert batch.demonstration is not None
     assert batch.demonstration.tolist() == [False] * 4 * long + ([False] * 4 + [True]) * (3 - long)
@@ -328,5 +328,5 @@ def test_a_demonstration_longer_than_an_answer_is_left_out_and_counted(long: int
     assert (counted.value if counted else 0) == long
     assert rollout.metrics["demonstrations/count"].value == 3 - long
     assert ("demonstrations/mean_length" in rollout.metrics) is (long < 3)
-    told = [m for m in rollout.messages if "of more than 3 tokens are left out" in m and "--max-tokens" in m]
-    assert len(told) == (long > 0)
+    report = [m for m in rollout.messages if "of more than 3 tokens are left out" in m and "--max-tokens" in m]
+    assert len(report) == (long > 0)

@@ -84,13 +84,13 @@ def test_a_round_takes_at_least_what_is_missing_and_at_most_a_step(missing: int,
 
 def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
     """6 of 8 prompts have spread: 2 are missing, 2/0.75 + √0.5/0.75 = 3.6 are sampled, where 8 were."""
-    found = collect(refilled(), flat=0, position=0)
-    assert found.position == PROMPTS  # nothing to refill
-    found = collect(refilled())
-    assert found.position == PROMPTS + 4  # prompts 0 to 3 again, two of them flat
-    assert [int(p[0]) for p in found.batch.prompts or ()] == [2, 3, 4, 5, 6, 7, 2, 3]
-    assert found.leftover_groups == ()
-    assert found.metrics["completions/sampled_per_trained"].value == 12 / 8
+    results = collect(refilled(), flat=0, position=0)
+    assert results.position == PROMPTS  # nothing to refill
+    results = collect(refilled())
+    assert results.position == PROMPTS + 4  # prompts 0 to 3 again, two of them flat
+    assert [int(p[0]) for p in results.batch.prompts or ()] == [2, 3, 4, 5, 6, 7, 2, 3]
+    assert results.leftover_groups == ()
+    assert results.metrics["completions/sampled_per_trained"].value == 12 / 8
     other = collect(refilled(), position=2)  # 2 … 7, 0, 1 and then 2, 3, 4, 5, of which two are over
     assert [int(g.prompt_ids) for g in other.leftover_groups] == [4, 5]
     assert {name: other.metrics[f"dynamic/{name}"].value for name in ("unfilled", "leftover", "discarded")} == {
@@ -112,19 +112,19 @@ def test_what_is_carried_goes_first_and_less_is_sampled() -> None:
 
 
 def test_without_carrying_what_is_over_is_thrown_away_and_counted() -> None:
-    found = collect(refilled(keep_leftovers=False), position=2)
-    assert found.leftover_groups == ()
-    assert found.metrics["dynamic/discarded"].value == 2
+    results = collect(refilled(keep_leftovers=False), position=2)
+    assert results.leftover_groups == ()
+    assert results.metrics["dynamic/discarded"].value == 2
     given_some = collect(
         refilled(keep_leftovers=False), position=2, leftover_groups=collect(refilled(), position=2).leftover_groups
     )
-    assert torch.equal(given_some.batch.tokens, found.batch.tokens)
+    assert torch.equal(given_some.batch.tokens, results.batch.tokens)
 
 
 def test_a_step_samples_at_most_its_rounds_and_at_least_a_prompt() -> None:
-    found = collect(refilled(max_rounds=3), flat=PROMPTS)
-    assert found.position == 3 * PROMPTS
-    assert found.metrics["dynamic/unfilled"].value == PROMPTS
+    results = collect(refilled(max_rounds=3), flat=PROMPTS)
+    assert results.position == 3 * PROMPTS
+    assert results.metrics["dynamic/unfilled"].value == PROMPTS
     waiting = collect(refilled(), flat=0).groups
     full = collect(refilled(), flat=0, leftover_groups=waiting, step=2)
     assert full.groups[:-1] == waiting[:-1]
@@ -132,11 +132,11 @@ def test_a_step_samples_at_most_its_rounds_and_at_least_a_prompt() -> None:
 
 
 def test_other_algorithms_are_as_they_were() -> None:
-    found = collect(pg.GRPO)
-    assert found.position == PROMPTS
-    assert not [name for name in found.metrics if name.startswith("dynamic/")]
-    assert found.metrics["completions/sampled_per_trained"].value == 1.0
-    assert collect(pg.GRPO, leftover_groups=found.groups).groups[0] is not found.groups[0]
+    results = collect(pg.GRPO)
+    assert results.position == PROMPTS
+    assert not [name for name in results.metrics if name.startswith("dynamic/")]
+    assert results.metrics["completions/sampled_per_trained"].value == 1.0
+    assert collect(pg.GRPO, leftover_groups=results.groups).groups[0] is not results.groups[0]
 
 
 # --- one step stale
@@ -234,20 +234,20 @@ def test_the_samplers_word_makes_their_own_policy_the_ratios() -> None:
 
 
 def test_what_is_carried_through_a_checkpoint_is_the_same_to_the_bit() -> None:
-    for whole, piece in zip(run(refilled(), 5), run(refilled(), 5, pieces=True), strict=True):
+    for uninterrupted, piece in zip(run(refilled(), 5), run(refilled(), 5, pieces=True), strict=True):
         for name in ("tokens", "logp_sampler", "version", "reward", "mask", "truncated"):
-            assert torch.equal(getattr(whole.batch, name), getattr(piece.batch, name)), name
-        assert torch.equal(whole.psi, piece.psi)
-        assert whole.rollout.completions == piece.rollout.completions
+            assert torch.equal(getattr(uninterrupted.batch, name), getattr(piece.batch, name)), name
+        assert torch.equal(uninterrupted.psi, piece.psi)
+        assert uninterrupted.rollout.completions == piece.rollout.completions
 
 
 def test_every_field_of_a_group_comes_back() -> None:
     drawn = Segment(torch.tensor([3, 1]), torch.tensor([-0.1, -1 / 3]), torch.tensor([4, 5]))
-    said = Segment(torch.tensor([7, 7, 7]))
+    output = Segment(torch.tensor([7, 7, 7]))
     routes = torch.arange(16, dtype=torch.int16).view(8, 1, 2)  # the prompt's 2 tokens and these 6, a layer, 2 experts
     plain = Segment(torch.tensor([2]), torch.tensor([-2.5]), 6, routes)
     one = Trajectory(
-        (drawn, said, plain),
+        (drawn, output, plain),
         "a “b”",
         True,
         (0.1, None),
@@ -271,14 +271,14 @@ def test_every_field_of_a_group_comes_back() -> None:
     mine, rest = serialization.split_tensors(tensors | {"weights/a": torch.ones(1)})
     assert list(rest) == ["weights/a"]
     values = decode_json(json.loads(json.dumps(encode_json(values, "leftover_groups"))))
-    found, ahead = serialization.unpack_rollouts(mine, values, lambda i: Example(str(i), {"a": 1}))
+    results, ahead = serialization.unpack_rollouts(mine, values, lambda i: Example(str(i), {"a": 1}))
     assert ahead == ()
-    assert [g.spec.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
-    assert found[0].spec.prefix is None
-    assert found[1].spec.prefix is not None
-    assert found[1].spec.prefix.tolist() == [1, 2, 3]
-    assert found[1].spec.example.prompt == "8"
-    back = found[0].trajectories[0]
+    assert [g.spec.key for g in results] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
+    assert results[0].spec.prefix is None
+    assert results[1].spec.prefix is not None
+    assert results[1].spec.prefix.tolist() == [1, 2, 3]
+    assert results[1].spec.example.prompt == "8"
+    back = results[0].trajectories[0]
     assert (back.text, back.truncated, back.turn_rewards, back.reward, back.metrics) == (
         one.text,
         True,
@@ -288,15 +288,15 @@ def test_every_field_of_a_group_comes_back() -> None:
     )
     assert back.step_marks == one.step_marks
     assert back.reward_parts == one.reward_parts
-    assert found[0].reward_weights == group.reward_weights
+    assert results[0].reward_weights == group.reward_weights
     assert len(set(back.turn_states)) == 2  # numbers that tell them apart
     assert torch.equal(back.routed_experts, one.routed_experts)
-    assert found[0].trajectories[1].routed_experts is None
+    assert results[0].trajectories[1].routed_experts is None
     for name in ("tokens", "mask", "logp", "version"):
         assert torch.equal(getattr(back, name), getattr(one, name))
     assert [s.is_sampled for s in back.segments] == [True, False, True]
     assert back.segments[2].version == 6
-    assert found[0].trajectories[1].reward is None
+    assert results[0].trajectories[1].reward is None
     assert back.demonstration is True
     assert serialization.unpack_rollouts(*serialization.pack_rollouts((), ()), lambda i: Example("")) == ((), ())  # type: ignore[arg-type]
 

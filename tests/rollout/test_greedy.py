@@ -38,10 +38,10 @@ def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, S
 
 
 def sampler() -> Listening:
-    found = Listening(4, 3, 4)
+    result = Listening(4, 3, 4)
     for prompt in range(4):
-        found.table[prompt, 0, prompt] += 0.5  # the most probable first token is the prompt's own number
-    return found
+        result.table[prompt, 0, prompt] += 0.5  # the most probable first token is the prompt's own number
+    return result
 
 
 def collect(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
@@ -52,25 +52,25 @@ def collect(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solve
 
 def test_one_greedy_episode_for_each_prompt_beside_the_batch() -> None:
     listening = sampler()
-    found, plain = collect(REMAX, listening), collect(pg.REINFORCE, sampler())
+    result, plain = collect(REMAX, listening), collect(pg.REINFORCE, sampler())
     greedy = [request for request in listening.asked if request.sampling.temperature == 0]
     assert len(greedy) == 4
     assert len({request.key for request in listening.asked}) == len(listening.asked), "random numbers of its own"
-    assert found.position == plain.position == 4
-    assert found.completions == plain.completions
-    assert torch.equal(found.batch.logp_sampler, plain.batch.logp_sampler)
-    first = [int(prompt[0]) if prompt[0] else 0 for prompt in found.batch.prompts]
-    assert found.batch.baseline.tolist() == pytest.approx([p / 10 for p in first for _ in range(3)])
+    assert result.position == plain.position == 4
+    assert result.completions == plain.completions
+    assert torch.equal(result.batch.logp_sampler, plain.batch.logp_sampler)
+    first = [int(prompt[0]) if prompt[0] else 0 for prompt in result.batch.prompts]
+    assert result.batch.baseline.tolist() == pytest.approx([p / 10 for p in first for _ in range(3)])
     assert plain.batch.baseline is None
 
 
 def test_what_it_costs_is_counted_and_what_it_is_worth_is_measured() -> None:
-    found, plain = collect(REMAX, sampler()), collect(pg.REINFORCE, sampler())
-    more = found.metrics["tokens/sampled"].value - plain.metrics["tokens/sampled"].value
-    assert more == found.metrics["tokens/greedy"].value > 0
-    assert found.metrics["reward/greedy"].value == pytest.approx(0.15)
+    result, plain = collect(REMAX, sampler()), collect(pg.REINFORCE, sampler())
+    more = result.metrics["tokens/sampled"].value - plain.metrics["tokens/sampled"].value
+    assert more == result.metrics["tokens/greedy"].value > 0
+    assert result.metrics["reward/greedy"].value == pytest.approx(0.15)
     for name in ("reward", "entropy", "completions/mean_length"):
-        assert found.metrics[name].value == plain.metrics[name].value
+        assert result.metrics[name].value == plain.metrics[name].value
 
 
 def test_a_greedy_completion_without_a_reward_is_said_and_its_prompt_teaches_nothing() -> None:
@@ -79,14 +79,14 @@ def test_a_greedy_completion_without_a_reward_is_said_and_its_prompt_teaches_not
             return solved(prompts, texts, columns)
         return RewardScores([None, 0.2, None, 0.2], {}, {"raised": 2}, messages=["boom"])
 
-    found = collect(REMAX, sampler(), score)
-    assert found.metrics["rewards/failed_raised"].value == 2
-    assert found.messages == ("boom", "a greedy completion has no reward; its prompt is not learned from")
-    assert found.batch.baseline.isnan().tolist() == [p in (0, 2) for p in range(4) for _ in range(3)]
-    psi = REMAX.compute_advantages(found.batch)
+    result = collect(REMAX, sampler(), score)
+    assert result.metrics["rewards/failed_raised"].value == 2
+    assert result.messages == ("boom", "a greedy completion has no reward; its prompt is not learned from")
+    assert result.batch.baseline.isnan().tolist() == [p in (0, 2) for p in range(4) for _ in range(3)]
+    psi = REMAX.compute_advantages(result.batch)
     assert psi.isfinite().all()
-    assert (psi[found.batch.group == 0] == 0).all()
-    assert psi[found.batch.group == 1].abs().sum() > 0
+    assert (psi[result.batch.group == 0] == 0).all()
+    assert psi[result.batch.group == 1].abs().sum() > 0
 
 
 def test_prompts_that_take_no_part_are_not_asked_about() -> None:
@@ -96,9 +96,9 @@ def test_prompts_that_take_no_part_are_not_asked_about() -> None:
         return solved(prompts, texts, columns)
 
     listening = sampler()
-    found = collect(REMAX, listening, score)
+    result = collect(REMAX, listening, score)
     assert sum(request.sampling.temperature == 0 for request in listening.asked) == 1
-    assert found.batch.baseline.isnan().sum() == 9
+    assert result.batch.baseline.isnan().sum() == 9
     nothing = collect(REMAX, sampler(), lambda p, t, c: RewardScores([None] * len(t), {}, {"raised": len(t)}))
     assert "tokens/greedy" not in nothing.metrics
     assert (REMAX.compute_advantages(nothing.batch) == 0).all()

@@ -103,8 +103,8 @@ def test_a_rollout_asks_for_the_level_and_goes_on_behind_its_prompts() -> None:
         assert [g.spec.key[3] // LEVEL_STRIDE for g in rollout.groups] == [int(p) for p in rollout.prompts[::2]]
         assert [g.spec.key[3] % LEVEL_STRIDE for g in rollout.groups] == [position, position + 1]
         seen.append(int(rollout.prompts[0]))
-        said = MOVING.with_state(state).report(rollout.batch)
-        assert said["prompts/level"].value == seen[-1]
+        message = MOVING.with_state(state).report(rollout.batch)
+        assert message["prompts/level"].value == seen[-1]
         state, position = MOVING.update_state(state, rollout.batch), rollout.position
     assert seen == [0, 0, 1, 1, 2, 2, 1]  # levels 0 and 1 are solved always, 2 never
     assert position == 14
@@ -128,20 +128,20 @@ def run(random_model: Path, tmp_path: Path) -> pg.Run:
 
 
 def test_a_run_remembers_its_level(run: pg.Run, tmp_path: Path) -> None:
-    whole = pg.train(run, display=False)
-    assert [row["prompts/level"] for row in rows(whole.output / "metrics.jsonl")] == [0, 1, 2, 3]
+    uninterrupted = pg.train(run, display=False)
+    assert [row["prompts/level"] for row in rows(uninterrupted.output / "metrics.jsonl")] == [0, 1, 2, 3]
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=2, display=False)
     pg.train(resume=pieces, display=False)
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert untimed(uninterrupted.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(uninterrupted.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
 def test_rollouts_drawn_before_the_level_moved_do_not_count(run: pg.Run) -> None:
     """With one step of staleness every second rollout is of the level before."""
     ahead = replace(run, max_staleness=1, steps=6)
-    whole = pg.train(ahead, display=False)
-    levels = [row["prompts/level"] for row in rows(whole.output / "metrics.jsonl")]
+    uninterrupted = pg.train(ahead, display=False)
+    levels = [row["prompts/level"] for row in rows(uninterrupted.output / "metrics.jsonl")]
     assert levels == sorted(levels)
     assert levels[0] == levels[1] == 0
     assert max(levels) >= 2

@@ -222,8 +222,8 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
     many, options = 200, {"prompts": 1, "samples": 24, "step": 1, "position": 0}
     algorithm = replace(pg.VINEPPO, advantage=(pg.PrefixValue(many),))
     stepped = rollouter(sampler, score_steps=steps_by_token)
-    found = collect_rollout(stepped, algorithm, SAMPLING, **options)
-    batch, checked = found.batch, 0
+    result = collect_rollout(stepped, algorithm, SAMPLING, **options)
+    batch, checked = result.batch, 0
     assert batch.values is not None
     assert batch.tokens is not None
     assert batch.step_end is not None
@@ -240,12 +240,12 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
             else:
                 assert batch.values[row, t] == batch.values[row, t - 1]
     assert checked > 20
-    assert found.metrics["tokens/sampled"].value == found.metrics["tokens/values"].value + float(batch.mask.sum())
+    assert result.metrics["tokens/sampled"].value == result.metrics["tokens/values"].value + float(batch.mask.sum())
     few = replace(pg.VINEPPO, advantage=(pg.PrefixValue(5),))
-    first, again, other = (
+    first, second, other = (
         collect_rollout(stepped, few, SAMPLING, **options | {"step": step}).batch.values for step in (1, 1, 2)
     )
-    assert torch.equal(first, again)
+    assert torch.equal(first, second)
     assert not torch.equal(first, other)
 
 

@@ -88,16 +88,16 @@ def test_refusals() -> None:
 
 def test_those_that_rest_are_passed_over() -> None:
     resting = frozenset({hash_prompt(prompt(1)), hash_prompt(prompt(2))})
-    found, again = next_examples(prompt, 4, 1, resting)
-    assert [i for i, _ in found] == [3, 4, 7, 8]
-    assert not again
+    result, rerun = next_examples(prompt, 4, 1, resting)
+    assert [i for i, _ in result] == [3, 4, 7, 8]
+    assert not rerun
     assert next_examples(prompt, 3, 5, frozenset()) == ([(i, prompt(i)) for i in (5, 6, 7)], False)
 
 
 def test_where_all_rest_they_are_taken_as_they_come() -> None:
-    found, again = next_examples(prompt, 3, 0, frozenset(hash_prompt(prompt(i)) for i in range(4)))
-    assert again
-    assert [i for i, _ in found] == [8 + EXTRA_LOOKAHEAD + 1 + i for i in range(3)]
+    result, rerun = next_examples(prompt, 3, 0, frozenset(hash_prompt(prompt(i)) for i in range(4)))
+    assert rerun
+    assert [i for i, _ in result] == [8 + EXTRA_LOOKAHEAD + 1 + i for i in range(3)]
 
 
 def test_a_prompt_has_the_same_number_in_every_epoch() -> None:
@@ -153,14 +153,14 @@ def test_a_run_remembers_and_goes_on_where_it_was(
         output=str(tmp_path / "whole"),
     )
     display = Record()
-    whole = train(run, display=display)
-    assert [row["prompts/excluded"] for row in rows(whole.output / "metrics.jsonl")] == resting
-    prompts = [row["prompt"] for row in rows(whole.output / "completions.jsonl")][::2]
+    full = train(run, display=display)
+    assert [row["prompts/excluded"] for row in rows(full.output / "metrics.jsonl")] == resting
+    prompts = [row["prompt"] for row in rows(full.output / "completions.jsonl")][::2]
     assert len(set(prompts[:4])) == 4
     assert set(prompts[:4]) | set(prompts[4:6]) == {f"{i} =\n" for i in range(6)}
     assert display.said.count(ALL_EXCLUDED_NOTE) >= 1
     pieces = tmp_path / "pieces"
     train(replace(run, output=str(pieces)), stop_after=1)
     train(resume=pieces)
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

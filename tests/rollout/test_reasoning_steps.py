@@ -53,14 +53,14 @@ def test_a_character_of_several_tokens_is_there_with_its_last_one() -> None:
 
 def test_white_space_and_the_end_token_are_no_step() -> None:
     pieces = [b"a\n", b"b\n", b" ", b""]  # the last decodes to nothing, as an end token does
-    found = locate_steps(decoder(pieces), ids(pieces), "a\nb\n ", ((2, 1.0), (4, 0.5)))
-    assert (found.ends, found.scores) == ((0, 3), (1.0, 0.5))
+    result = locate_steps(decoder(pieces), ids(pieces), "a\nb\n ", ((2, 1.0), (4, 0.5)))
+    assert (result.ends, result.scores) == ((0, 3), (1.0, 0.5))
 
 
 def test_steps_within_one_token_add_up_and_the_last_token_always_ends_one() -> None:
     pieces = [b"ab", b"cd", b"ef"]
-    found = locate_steps(decoder(pieces), ids(pieces), "abcdef", ((1, 1.0), (2, 0.25), (3, -1.0)))
-    assert (found.ends, found.scores) == ((0, 1, 2), (1.25, -1.0, 0.0))
+    result = locate_steps(decoder(pieces), ids(pieces), "abcdef", ((1, 1.0), (2, 0.25), (3, -1.0)))
+    assert (result.ends, result.scores) == ((0, 1, 2), (1.25, -1.0, 0.0))
     assert locate_steps(decoder(pieces), ids(pieces), "abcdef", ()).ends == (2,)
 
 
@@ -88,9 +88,9 @@ def outcome(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
 
 def steps(prompts: Any, texts: Sequence[str], columns: Any) -> ProcessScores:
     """A step of one half per token; "3" cannot be scored."""
-    found = [None if "3" in t else tuple((2 * i + 1, 0.5) for i in range(len(t.split()))) for t in texts]
-    parts = {"half": [score for each in found if each for _, score in each]}
-    return ProcessScores(found, parts, {"raised": found.count(None)}, ["boom"])
+    result = [None if "3" in t else tuple((2 * i + 1, 0.5) for i in range(len(t.split()))) for t in texts]
+    parts = {"half": [score for each in result if each for _, score in each]}
+    return ProcessScores(result, parts, {"raised": result.count(None)}, ["boom"])
 
 
 def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:

@@ -53,8 +53,8 @@ def model() -> LlamaForCausalLM:
 def logp_of(ids: torch.Tensor, count: int) -> torch.Tensor:
     """Of the last tokens."""
     with torch.no_grad():
-        found = model()(ids[None]).logits[0, :-1].double().log_softmax(-1)
-    return found.gather(1, ids[1:, None])[-count:, 0]
+        result = model()(ids[None]).logits[0, :-1].double().log_softmax(-1)
+    return result.gather(1, ids[1:, None])[-count:, 0]
 
 
 class Says:
@@ -279,9 +279,9 @@ def made_up(routes: bool = True) -> Trajectory:
     """Prompt of 2 tokens, a turn of 3, a history written anew behind the first of the prompt, a turn of 2, the third of one."""
 
     def read(length: int, number: int) -> torch.Tensor | None:
-        found = 100 * number + torch.arange(length, dtype=torch.int16).view(-1, 1, 1)
-        found[-1] = -1
-        return found if routes else None
+        result = 100 * number + torch.arange(length, dtype=torch.int16).view(-1, 1, 1)
+        result[-1] = -1
+        return result if routes else None
 
     anew = Segment(torch.tensor([7, 8]), prefix_length=1, new_tokens=torch.tensor([8]))
     segments = (
@@ -312,8 +312,8 @@ def test_it_comes_back_from_a_checkpoint() -> None:
     group = EpisodeGroup(start, torch.tensor([9, 9]), (made_up(), plain, made_up()))
     tensors, values = serialization.pack_rollouts([group], [])
     values = decode_json(json.loads(json.dumps(encode_json(values, "leftover_groups"))))
-    (found,), _ = serialization.unpack_rollouts(tensors, values, lambda i: pg.Example(str(i)))
-    for one, other in zip(group.trajectories, found.trajectories, strict=True):
+    (result,), _ = serialization.unpack_rollouts(tensors, values, lambda i: pg.Example(str(i)))
+    for one, other in zip(group.trajectories, result.trajectories, strict=True):
         assert one.num_branches == other.num_branches
         assert torch.equal(one.positions(2), other.positions(2))
         assert torch.equal(one.visible_tokens, other.visible_tokens)

@@ -75,9 +75,9 @@ def collected(rollouter: Rollouter, algorithm: pg.Algorithm = pg.DR_GRPO) -> Rol
 
 def equal(a: Rollout, b: Rollout) -> bool:
     """Everything that a checkpoint holds of it, and what goes to the files."""
-    (tensors, values), (others, said) = (serialization.pack_rollouts((), [rollout]) for rollout in (a, b))
+    (tensors, values), (others, output) = (serialization.pack_rollouts((), [rollout]) for rollout in (a, b))
     same = tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
-    return same and values == said and (a.completions, a.prompts, a.lengths) == (b.completions, b.prompts, b.lengths)
+    return same and values == output and (a.completions, a.prompts, a.lengths) == (b.completions, b.prompts, b.lengths)
 
 
 def test_a_rollout_is_identical_when_scored_while_sampling(made: Rollouter, pool: Early) -> None:
@@ -121,9 +121,9 @@ class Plain:
 
 
 def test_environments_and_samplers_that_do_not_say_are_judged_at_the_end(made: Rollouter, pool: Early) -> None:
-    before, whole = pool.completions, collected(with_pool(made, pool, early=False))
+    before, full = pool.completions, collected(with_pool(made, pool, early=False))
     for changes in ({"environment": Say}, {"sampler": Plain(made.sampler)}):
-        assert equal(whole, collected(with_pool(made, pool, **changes)))
+        assert equal(full, collected(with_pool(made, pool, **changes)))
     assert pool.completions == before
 
 
@@ -131,8 +131,8 @@ class Reversed(LocalSampler):
     """Asks in another order, in two parts, and cuts what it gets."""
 
     async def generate(self, requests: Sequence[Request]) -> Any:
-        found = [*await super().generate(requests[:5:-1]), *await super().generate(requests[5::-1])]
-        return [self._cut(generation) for generation in reversed(found)]
+        result = [*await super().generate(requests[:5:-1]), *await super().generate(requests[5::-1])]
+        return [self._cut(generation) for generation in reversed(result)]
 
     def _cut(self, generation: Any) -> Any:
         n = max(1, len(generation.tokens) - 1)

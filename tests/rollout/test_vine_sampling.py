@@ -61,15 +61,15 @@ def written(tokens: Tensor) -> tuple[int, ...]:
 
 def test_a_group_is_a_state_and_a_row_a_token() -> None:
     sampler = Listening()
-    found = collect(sampler)
-    batch = found.batch
+    result = collect(sampler)
+    batch = result.batch
     assert batch.mask.shape[1] == 1
     assert batch.mask.all()
-    assert len(found.groups) == len(batch.prompts) == int(batch.group.max()) + 1
+    assert len(result.groups) == len(batch.prompts) == int(batch.group.max()) + 1
     first = {
         written(r.prompt_ids) for r in sampler.asked[:6]
     }  # the prompts of the completions that the states are chosen from
-    for g, group in enumerate(found.groups):
+    for g, group in enumerate(result.groups):
         rows = batch.group == g
         tokens, prompt = batch.tokens[rows, 0], batch.prompts[g]
         assert len(set(written(tokens))) == len(tokens) in (2, 3)
@@ -79,16 +79,16 @@ def test_a_group_is_a_state_and_a_row_a_token() -> None:
         share = batch.weight[rows, 0].double()
         torch.testing.assert_close(share / share.sum(), logp.exp() / logp.exp().sum(), rtol=0, atol=1e-6)
         for t, reward, text in zip(tokens.tolist(), batch.reward[rows].tolist(), range(len(tokens)), strict=True):
-            said = group.trajectories[text].text
-            assert reward == pytest.approx(worth(said))  # one completion each
-            assert said.split()[: len(prompt)] == [str(int(x)) for x in (*prompt[1:], t) if x]
-    assert found.prompts == tuple(g.spec.example.prompt for g in found.groups for _ in g.trajectories)
-    assert len(found.completions) == len(found.lengths) == len(batch.mask)
+            output = group.trajectories[text].text
+            assert reward == pytest.approx(worth(output))  # one completion each
+            assert output.split()[: len(prompt)] == [str(int(x)) for x in (*prompt[1:], t) if x]
+    assert result.prompts == tuple(g.spec.example.prompt for g in result.groups for _ in g.trajectories)
+    assert len(result.completions) == len(result.lengths) == len(batch.mask)
 
 
 def test_the_tokens_of_a_state_share_their_random_numbers_and_states_do_not() -> None:
     sampler = Listening()
-    found = collect(sampler, pg.Vine(states=3, actions=3, samples=2))
+    result = collect(sampler, pg.Vine(states=3, actions=3, samples=2))
     vine = [r for r in sampler.asked if r.key[1] == VINE]
     draws = [r for r in vine if r.max_tokens == 1 and len({written(q.prompt_ids) for q in vine if q.key == r.key}) == 1]
     assert len({r.key for r in draws}) == len(draws)
@@ -104,11 +104,11 @@ def test_the_tokens_of_a_state_share_their_random_numbers_and_states_do_not() ->
     )
     assert all(int(r.prompt_ids[-1]) != 0 or len(r.prompt_ids) == 1 for r in vine), "an end token is not gone on from"
     spent = sum(len(g.tokens) for g in drawn_again(sampler, vine))
-    assert found.metrics["tokens/vine"].value == spent
+    assert result.metrics["tokens/vine"].value == spent
     plain = collect_plain(Listening())
-    assert found.metrics["tokens/sampled"].value == plain.metrics["tokens/sampled"].value + spent
-    assert found.metrics["reward"].value == plain.metrics["reward"].value  # of the completions, not of what was tried
-    assert found.position == plain.position
+    assert result.metrics["tokens/sampled"].value == plain.metrics["tokens/sampled"].value + spent
+    assert result.metrics["reward"].value == plain.metrics["reward"].value  # of the completions, not of what was tried
+    assert result.position == plain.position
 
 
 def drawn_again(sampler: TabularSampler, requests: list[Request]) -> list[Any]:
@@ -129,7 +129,7 @@ def test_the_same_every_time_and_another_at_another_step() -> None:
 
 def differences(apart: bool, steps: int) -> Tensor:
     """Q̂ of token 2 less Q̂ of token 1 after nothing, at each step where both were tried and neither ends the answer."""
-    found = []
+    result = []
     sampler = Listening(prompts=2, apart=apart)
     sampler.table[:, :, 0] = -torch.inf  # nothing ends before the budget does
     for step in range(1, steps + 1):
@@ -142,9 +142,9 @@ def differences(apart: bool, steps: int) -> Tensor:
                     )
                 )
                 if {1, 2} <= set(q):
-                    found.append(q[2] - q[1])
-    assert len(found) > steps / 4
-    return torch.tensor(found)
+                    result.append(q[2] - q[1])
+    assert len(result) > steps / 4
+    return torch.tensor(result)
 
 
 def test_common_random_numbers_take_the_noise_off_the_differences() -> None:
@@ -158,14 +158,14 @@ def test_common_random_numbers_take_the_noise_off_the_differences() -> None:
 def test_states_are_those_the_policy_visits_and_equal_ones_are_one() -> None:
     """Every token of three completions is chosen: the empty prefix, before each, counts three times."""
     sampler = Listening(prompts=1)
-    found = collect(sampler, pg.Vine(states=100, actions=2), prompts=1)
+    result = collect(sampler, pg.Vine(states=100, actions=2), prompts=1)
     plain = collect_plain_of(Listening(prompts=1))
     rows = [plain.batch.tokens[i][plain.batch.mask[i]] for i in range(3)]
     prefixes = [written(row[:t]) for row in rows for t in range(len(row))]
-    total = found.batch.weight.sum()
+    total = result.batch.weight.sum()
     counted = {
-        written(p[1:]): float(found.batch.weight[found.batch.group == g].sum() / 2)
-        for g, p in enumerate(found.batch.prompts)
+        written(p[1:]): float(result.batch.weight[result.batch.group == g].sum() / 2)
+        for g, p in enumerate(result.batch.prompts)
     }
     assert set(counted) <= set(prefixes)
     kept = [p for p in prefixes if p in counted]
@@ -173,7 +173,7 @@ def test_states_are_those_the_policy_visits_and_equal_ones_are_one() -> None:
         assert share == pytest.approx(prefixes.count(prefix) * len(counted) / len(prefixes), rel=1e-5)
     assert counted[()] == pytest.approx(3 * len(counted) / len(prefixes), rel=1e-5)
     assert float(total) == pytest.approx(2 * len(counted) * len(kept) / len(prefixes), rel=1e-5)
-    c = pg.TRPO_VINE.coefficients(found.batch)
+    c = pg.TRPO_VINE.coefficients(result.batch)
     assert float(c.sum()) == pytest.approx(len(kept) / len(prefixes), rel=1e-5)  # a mean over all that were chosen
 
 
@@ -184,8 +184,8 @@ def collect_plain_of(sampler: TabularSampler) -> Any:
 
 def test_independent_draws_weigh_by_how_often_they_came() -> None:
     sampler = Listening()
-    found = collect(sampler, pg.Vine(states=4, actions=8, distinct=False))
-    batch = found.batch
+    result = collect(sampler, pg.Vine(states=4, actions=8, distinct=False))
+    batch = result.batch
     draws: dict[tuple[int, ...], list[int]] = {}
     for request in (r for r in sampler.asked if r.key[1] == VINE and len(r.key) == 8 and r.key[6] == 0):
         (token,) = sampler._one(request).tokens.tolist()
@@ -205,18 +205,18 @@ def test_a_token_whose_reward_failed_is_not_compared() -> None:
         values = [None if text.endswith("3") else worth(text) for text in texts]
         return RewardScores(values, {}, {"raised": values.count(None)}, messages=["boom"])
 
-    found, whole = collect(Listening(), scored=some_fail), collect(Listening())
-    failed = sum(t.text.endswith("3") for g in whole.groups for t in g.trajectories)
+    result, full = collect(Listening(), scored=some_fail), collect(Listening())
+    failed = sum(t.text.endswith("3") for g in full.groups for t in g.trajectories)
     assert failed > 0
-    assert found.metrics["vine/failed"].value == found.metrics["rewards/failed_raised"].value == failed
-    assert len(found.batch.mask) <= len(whole.batch.mask) - failed
-    assert found.messages == (
+    assert result.metrics["vine/failed"].value == result.metrics["rewards/failed_raised"].value == failed
+    assert len(result.batch.mask) <= len(full.batch.mask) - failed
+    assert result.messages == (
         "boom",
         "a vine's token has no reward; it is not compared with the other tokens of its state",
     )
-    assert pg.TRPO_VINE.compute_advantages(found.batch).isfinite().all()
-    for g in range(len(found.batch.prompts)):
-        assert int((found.batch.group == g).sum()) > 1
+    assert pg.TRPO_VINE.compute_advantages(result.batch).isfinite().all()
+    for g in range(len(result.batch.prompts)):
+        assert int((result.batch.group == g).sum()) > 1
 
 
 @pytest.mark.parametrize("why", ["sure", "failed", "none"])
@@ -231,14 +231,14 @@ def test_nothing_to_compare_teaches_nothing(why: str) -> None:
         ),
         "none": lambda p, t, c: RewardScores([None] * len(t), {}, {"raised": len(t)}),
     }[why]
-    found = collect(sampler, scored=nothing)
-    assert not found.batch.mask.any()
-    assert len(found.batch.mask) == len(found.completions) == 6
-    assert any("no vine state has two tokens to compare" in message for message in found.messages)
-    assert found.metrics["vine/states"].value == 0
-    assert (pg.TRPO_VINE.compute_advantages(found.batch) == 0).all()
+    result = collect(sampler, scored=nothing)
+    assert not result.batch.mask.any()
+    assert len(result.batch.mask) == len(result.completions) == 6
+    assert any("no vine state has two tokens to compare" in message for message in result.messages)
+    assert result.metrics["vine/states"].value == 0
+    assert (pg.TRPO_VINE.compute_advantages(result.batch) == 0).all()
     if why == "none":
-        assert found.metrics["tokens/vine"].value == 0
+        assert result.metrics["tokens/vine"].value == 0
 
 
 def test_an_environment_cannot_be_set_back() -> None:

@@ -59,7 +59,7 @@ class Process:
         assert self.process.stdout is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        return [base64.b64decode(said) for said in json.loads(self.process.stdout.readline())]
+        return [base64.b64decode(output) for output in json.loads(self.process.stdout.readline())]
 
     def end(self) -> None:
         self.process.kill()

@@ -480,16 +480,16 @@ def test_a_right_program_passes(wall):
 
 @behind
 def test_two_sandboxes_at_once(wall):
-    found = []
+    results = []
     threads = [
-        threading.Thread(target=lambda i=i: found.append(run_program(f"print({i})", backend=wall).stdout))
+        threading.Thread(target=lambda i=i: results.append(run_program(f"print({i})", backend=wall).stdout))
         for i in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found) == [f"{i}\n" for i in range(4)]
+    assert sorted(results) == [f"{i}\n" for i in range(4)]
 
 
 def test_nothing_runs_without_a_sandbox(monkeypatch):

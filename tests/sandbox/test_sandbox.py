@@ -234,18 +234,18 @@ class Stops(StopIteration):
     ids=repr,
 )
 def test_exceptions_keep_their_class_or_become_runtime_errors(error, kind, text):
-    found = there_and_back(error)
-    assert isinstance(found, kind)
-    assert text in str(found)
-    assert not isinstance(found, (StopIteration, StopAsyncIteration, unittest.SkipTest))
-    assert type(found).__name__ == (
+    result = there_and_back(error)
+    assert isinstance(result, kind)
+    assert text in str(result)
+    assert not isinstance(result, (StopIteration, StopAsyncIteration, unittest.SkipTest))
+    assert type(result).__name__ == (
         type(error).__name__ if kind is not RuntimeError or isinstance(error, Stops) else "RuntimeError"
     )
 
 
 def test_custom_exceptions_keep_their_attributes():
-    found = there_and_back(Short(3, 1))
-    assert (type(found).__name__, found.args, found.need) == ("Short", (3, 1), 3)
+    result = there_and_back(Short(3, 1))
+    assert (type(result).__name__, result.args, result.need) == ("Short", (3, 1), 3)
 
 
 def test_compare_output_ignores_trailing_blanks():

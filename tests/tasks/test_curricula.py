@@ -35,20 +35,20 @@ def test_levels_are_reasoning_gym_s(task: CurriculumTask) -> None:
     """chain_sum: 2 to 12 terms in 11 levels, 1 to 10 digits in 10."""
     assert task.levels == 11
     for level in (0, 3, 10, 99):
-        found = [task.train_example(encode_level_index(i, level)) for i in range(60)]
+        result = [task.train_example(encode_level_index(i, level)) for i in range(60)]
         here = min(level, 10)
-        assert {(e.columns["level"], e.columns["levels"]) for e in found} == {(here, 11)}
-        terms, digits = {len(numbers(e)) for e in found}, {len(n) for e in found for n in numbers(e)}
+        assert {(e.columns["level"], e.columns["levels"]) for e in result} == {(here, 11)}
+        terms, digits = {len(numbers(e)) for e in result}, {len(n) for e in result for n in numbers(e)}
         assert max(terms) <= 2 + here
         assert max(digits) <= min(1 + here, 10)
         assert (max(terms) > 2) is (here > 0)
 
 
 def test_a_training_example_is_a_pure_function_of_its_index_and_never_an_eval_prompt(task: CurriculumTask) -> None:
-    again = pg.load_task(NAME)
+    second = pg.load_task(NAME)
     for place in (0, 5, encode_level_index(5, 4)):
-        assert again.train_example(place) == task.train_example(place)
-        assert again.train_example(place).columns == task.train_example(place).columns
+        assert second.train_example(place) == task.train_example(place)
+        assert second.train_example(place).columns == task.train_example(place).columns
     assert task.train_example(5) != task.train_example(encode_level_index(5, 4))
     assert not any(
         is_eval_prompt(task.train_example(encode_level_index(i, 2)).columns["entry"]["question"]) for i in range(200)
@@ -61,11 +61,11 @@ def test_a_training_example_is_a_pure_function_of_its_index_and_never_an_eval_pr
 
 
 def test_eval_examples_cycle_through_all_levels_and_are_the_same_for_every_seed(task: CurriculumTask) -> None:
-    found = task.eval_examples(44)
-    assert [e.columns["level"] for e in found[:11]] == list(range(11))
-    assert len({e.prompt for e in found}) == 44
-    assert all(is_eval_prompt(e.columns["entry"]["question"]) for e in found)
-    assert pg.load_task(NAME, seed=5).eval_examples(11) == found[:11]
+    result = task.eval_examples(44)
+    assert [e.columns["level"] for e in result[:11]] == list(range(11))
+    assert len({e.prompt for e in result}) == 44
+    assert all(is_eval_prompt(e.columns["entry"]["question"]) for e in result)
+    assert pg.load_task(NAME, seed=5).eval_examples(11) == result[:11]
     many = task.eval_examples(400)  # the first level has about twelve
     assert len({e.prompt for e in many}) == 400
     assert sum(e.columns["level"] == 0 for e in many) < 400 // 11
@@ -74,9 +74,9 @@ def test_eval_examples_cycle_through_all_levels_and_are_the_same_for_every_seed(
 def test_a_mix_has_the_most_levels_of_its_parts_and_keeps_settings() -> None:
     mix = pg.load_task("curriculum:gcd+chain_sum:allow_negation=true")
     assert mix.levels == 11
-    found = [mix.train_example(encode_level_index(i, 10)) for i in range(40)]
-    assert {e.columns["dataset"] for e in found} == {"gcd", "chain_sum"}
-    assert any("-" in str(e.columns["answer"]) for e in found)
+    result = [mix.train_example(encode_level_index(i, 10)) for i in range(40)]
+    assert {e.columns["dataset"] for e in result} == {"gcd", "chain_sum"}
+    assert any("-" in str(e.columns["answer"]) for e in result)
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,10 @@ def test_an_invalid_row_is_reported_with_file_and_line(files: tuple[str, str], t
 
 def test_a_training_example_is_a_pure_function_of_seed_and_index(files: tuple[str, str]) -> None:
     name = f"0.8*{files[0]}+0.2*{files[1]}"
-    first, again, other = load_task(name, seed=3), load_task(name, seed=3), load_task(name, seed=4)
+    first, second, other = load_task(name, seed=3), load_task(name, seed=3), load_task(name, seed=4)
     indices = [*range(50), BLOCK - 1, BLOCK, 3 * BLOCK + 5, 7 * BLOCK]
     forward = {i: first.train_example(i) for i in indices}
-    assert {i: again.train_example(i) for i in reversed(indices)} == forward
+    assert {i: second.train_example(i) for i in reversed(indices)} == forward
     assert [other.train_example(i) for i in indices] != list(forward.values())
     with pytest.raises(IndexError):
         first.train_example(-1)
@@ -103,10 +103,10 @@ def test_weights_and_epochs_of_each_part(files: tuple[str, str]) -> None:
     """A part's rows come in the same order as without the other parts."""
     task = load_task(f"0.8*{files[0]}+0.2*{files[1]}", seed=1)
     for part, name, share in zip(("sums.jsonl", "code.jsonl"), files, (0.8, 0.2), strict=True):
-        found = sampled(task, 4 * BLOCK, part)
-        assert abs(len(found) / (4 * BLOCK) - share) < 0.03  # four standard deviations
+        result = sampled(task, 4 * BLOCK, part)
+        assert abs(len(result) / (4 * BLOCK) - share) < 0.03  # four standard deviations
         alone = load_task(name, seed=1)
-        assert found == [alone.train_example(i).prompt for i in range(len(found))]
+        assert result == [alone.train_example(i).prompt for i in range(len(result))]
 
 
 def test_rows_have_all_columns_with_none_for_missing_ones(files: tuple[str, str]) -> None:
@@ -203,23 +203,23 @@ def test_a_run_logs_each_part_and_resumes_bitwise(small: pg.Run, tmp_path: Path)
     a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(40, name)) for name in "cf")
     measured = pg.EvaluationConfig(problems=8, samples_per_prompt=2)
     run = replace(small, task=f"0.6*{a}+0.4*{b}", steps=4, evaluation=measured)
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=2, display=False)
     pg.train(resume=pieces, allow_code=("/",), display=False)
-    assert whole is not None
-    assert same(weights(whole), weights(pieces))
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    every = rows(whole / "metrics.jsonl")
+    assert full is not None
+    assert same(weights(full), weights(pieces))
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    every = rows(full / "metrics.jsonl")
     before = next(row for row in every if "eval/reward" in row)
     counts = Counter(example.part for example in load_task(run.task).eval_examples(8))
     assert set(counts) == {"c.jsonl", "f.jsonl"}
     whole_mean = sum(before[f"eval/from/{part}"] * count for part, count in counts.items()) / counts.total()
     assert before["eval/reward"] == pytest.approx(whole_mean)
-    told = [row for row in every if "reward" in row]
-    parts = {name for row in told for name in row if name.startswith("reward/from/")}
+    report = [row for row in every if "reward" in row]
+    parts = {name for row in report for name in row if name.startswith("reward/from/")}
     assert parts == {"reward/from/c.jsonl", "reward/from/f.jsonl"}
-    both = [row for row in told if parts <= row.keys()]
+    both = [row for row in report if parts <= row.keys()]
     assert both
     for row in both:
         assert min(row[name] for name in parts) <= row["reward"] + 1e-9
@@ -234,8 +234,8 @@ def test_it_is_an_option_of_train_and_eval(files: tuple[str, str], run_command: 
     name = f"0.7*{files[0]}+0.3*{files[1]}"
     code, out, _ = run_command("train", "--task", name, "--reward", "exact_match", "--dry-run")
     assert (code, f'task = "{name}"' in out) == (0, True)
-    words = ("--reward", "exact_match", "--problems", "4", "--samples", "1", "--temperature", "0", "--max-tokens", "4")
-    code, _, err = run_command("eval", "tiny", "--task", name, *words)
+    argv = ("--reward", "exact_match", "--problems", "4", "--samples", "1", "--temperature", "0", "--max-tokens", "4")
+    code, _, err = run_command("eval", "tiny", "--task", name, *argv)
     assert code == 0, err
 
 
@@ -243,5 +243,5 @@ def test_weights_apply_to_samples_not_to_rows(tmp_path: Path) -> None:
     """A part of one row with weight 3 is sampled three times as often."""
     a, b = write_rows(tmp_path / "a.jsonl", sums(1, "a")), write_rows(tmp_path / "b.jsonl", sums(30, "b"))
     task = load_task(f"3*{a}+{b}")
-    found = Counter(e.part for e in itertools.islice(map(task.train_example, itertools.count()), 2000))
-    assert 1400 < found["a.jsonl"] < 1600
+    result = Counter(e.part for e in itertools.islice(map(task.train_example, itertools.count()), 2000))
+    assert 1400 < result["a.jsonl"] < 1600

@@ -29,10 +29,10 @@ def question(example):
     "name", ["embedded", "gcd+2*chain_sum:max_digits=2", "list_functions", "gsm_symbolic", "pool_matrix"]
 )
 def test_training_is_a_pure_function_of_seed_and_index(name):
-    first, again, other = load_task(name, seed=3), load_task(name, seed=3), load_task(name, seed=4)
+    first, second, other = load_task(name, seed=3), load_task(name, seed=3), load_task(name, seed=4)
     indices = [*range(12), 100_000]
     forward = {i: first.train_example(i) for i in indices}
-    backward = {i: again.train_example(i) for i in reversed(indices)}
+    backward = {i: second.train_example(i) for i in reversed(indices)}
     assert forward == backward
     assert [other.train_example(i).prompt for i in indices] != [forward[i].prompt for i in indices]
     assert pickle.loads(pickle.dumps(forward)) == forward

@@ -77,8 +77,8 @@ def test_trackers_close_in_reverse_order():
 @pytest.mark.parametrize("method", CALLS)
 def test_a_failing_tracker_is_dropped_with_a_warning(method):
     before, failing, after = Listener(), Listener(method), Listener()
-    said = rf"Listener\.{method} failed \(OSError: no connection\); the run continues without"
-    with pytest.warns(UserWarning, match=said):
+    output = rf"Listener\.{method} failed \(OSError: no connection\); the run continues without"
+    with pytest.warns(UserWarning, match=output):
         every_call(CompositeTracker([before, failing, after]))
     assert failing.names().count(method) == 1  # asked no more
     assert failing.names().count("close") == 1
@@ -86,10 +86,10 @@ def test_a_failing_tracker_is_dropped_with_a_warning(method):
     alone = Listener()
     every_call(alone)
     for other in (before, after):
-        told = [args[0] for name, args in other.calls if name == "note" and args != ("a remark",)]
-        assert len(told) == 1
-        assert "Listener" in told[0]
-        assert [call for call in other.calls if call != ("note", (told[0],))] == alone.calls
+        report = [args[0] for name, args in other.calls if name == "note" and args != ("a remark",)]
+        assert len(report) == 1
+        assert "Listener" in report[0]
+        assert [call for call in other.calls if call != ("note", (report[0],))] == alone.calls
 
 
 def test_all_trackers_may_fail_even_on_the_note_about_another():

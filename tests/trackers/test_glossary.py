@@ -52,7 +52,7 @@ def test_every_described_metric_exists() -> None:
 
 
 def test_exact_names_match_before_patterns_and_patterns_in_order() -> None:
-    for name, found in (
+    for name, result in (
         ("kl_old/last", "kl_old/last"),
         ("rewards/math/std", "rewards/*/std"),
         ("rewards/failed_timeout", "rewards/failed_*"),
@@ -62,7 +62,7 @@ def test_exact_names_match_before_patterns_and_patterns_in_order() -> None:
     ):
         known = find_metric_doc(name)
         assert known is not None
-        assert known.name == found
+        assert known.name == result
     assert find_metric_doc("no such metric") is None
     names = [m.name for m in described()]
     assert len(names) == len({*names})
@@ -70,9 +70,9 @@ def test_exact_names_match_before_patterns_and_patterns_in_order() -> None:
 
 def test_show_explains_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
     assert show(["entropy"]) == 0
-    said = capsys.readouterr().out
-    assert "nats per token" in said
-    assert "Moves" in said
+    message = capsys.readouterr().out
+    assert "nats per token" in message
+    assert "Moves" in message
     with pytest.raises(pg.ConfigError, match="there is no algorithm, part or metric 'entropi'"):
         show(["entropi"])
 
@@ -95,9 +95,11 @@ class Heard(pg.Tracker):
 def test_every_metric_of_a_run_is_described(name: str, tmp_path: Path) -> None:
     task = "embedded_steps" if name == "vineppo" else "embedded"
     run = pg.Run(algorithm=pg.get_algorithm(name), task=task, steps=1, prompts_per_step=4, output=str(tmp_path / "run"))
-    heard = Heard()
+    received = Heard()
     pg.train(
-        replace(run, evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1)), display=False, trackers=[heard]
+        replace(run, evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1)),
+        display=False,
+        trackers=[received],
     )
-    assert len(heard.names) > 25
-    assert {n for n in heard.names if find_metric_doc(n) is None} == set()
+    assert len(received.names) > 25
+    assert {n for n in received.names if find_metric_doc(n) is None} == set()

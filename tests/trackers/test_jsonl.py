@@ -80,13 +80,13 @@ def test_a_log_cut_anywhere_and_resumed_equals_an_uninterrupted_one(tmp_path_fac
     unbroken, broken = tmp_path_factory.mktemp("unbroken"), tmp_path_factory.mktemp("broken")
     write(unbroken, range(1, 7))
     write(broken, range(1, 6))
-    whole = 5
+    uninterrupted = 5
     for (name, text), cut in zip(sorted(contents(broken).items()), cuts, strict=True):
         size = round(cut * len(text))
         os.truncate(broken / name, size)
         per_step = 3 if name == "completions.jsonl" else 1
-        whole = min(whole, text[:size].count(b"\n") // per_step)
-    step = data.draw(st.integers(0, whole)) if data else 5
+        uninterrupted = min(uninterrupted, text[:size].count(b"\n") // per_step)
+    step = data.draw(st.integers(0, uninterrupted)) if data else 5
     with JsonlTracker(broken) as files:
         files.truncate_after(step)
     write(broken, range(step + 1, 7))

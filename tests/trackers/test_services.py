@@ -67,14 +67,14 @@ def test_tensorboard_has_every_step_once(folder: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tell("tensorboard", folder, 1, 3)  # killed after step 3, its checkpoint of step 1
     tell("tensorboard", folder, 2, 3)
-    found = accumulators.EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
-    assert [(e.step, e.value) for e in found.Scalars("reward")] == [(1, 1.25), (2, 2.5), (3, 2.75)]
-    assert [(e.step, e.value) for e in found.Scalars("eval/accuracy")] == [(0, 0.25)]
-    assert set(found.Tags()["scalars"]) == {"reward", "eval/accuracy"}
-    said = found.Tensors("completion/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "1 + 1 =" in said
-    assert "reward 1" in said
+    result = accumulators.EventAccumulator(str(folder / "tensorboard"))
+    result.Reload()
+    assert [(e.step, e.value) for e in result.Scalars("reward")] == [(1, 1.25), (2, 2.5), (3, 2.75)]
+    assert [(e.step, e.value) for e in result.Scalars("eval/accuracy")] == [(0, 0.25)]
+    assert set(result.Tags()["scalars"]) == {"reward", "eval/accuracy"}
+    message = result.Tensors("completion/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "1 + 1 =" in message
+    assert "reward 1" in message
 
 
 @pytest.mark.slow
@@ -87,16 +87,16 @@ def test_wandb_is_offline_without_a_key_and_resumes_its_id(folder: Path) -> None
     parts = sorted(folder.glob("wandb/offline-run-*"))
     assert len(parts) == 2
     assert all(part.name.endswith(f"-{known}") for part in parts)
-    told = [record for part in parts for record in records(next(part.glob("*.wandb")))]
-    history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in told]
+    report = [record for part in parts for record in records(next(part.glob("*.wandb")))]
+    history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in report]
     steps = [row["step"] for row in history if "reward" in row]
     assert steps == [1, 2, 2, 3]
     assert [row["eval/accuracy"] for row in history if "eval/accuracy" in row] == [0.25]
     assert all("kl" not in row for row in history)
     assert any("completions" in key for row in history for key in row)
-    run = next(r.run for r in told if r.WhichOneof("record_type") == "run")
+    run = next(r.run for r in report if r.WhichOneof("record_type") == "run")
     assert (run.project, run.display_name) == ("policygrad", "dapo-1")
-    assert sum(r.WhichOneof("record_type") == "exit" and r.exit.exit_code == 0 for r in told) == 2
+    assert sum(r.WhichOneof("record_type") == "exit" and r.exit.exit_code == 0 for r in report) == 2
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -205,11 +205,11 @@ def test_a_run_is_tracked_by_every_service(folder: Path) -> None:
         evaluation=pg.EvaluationConfig(problems=4, samples_per_prompt=1),
     )
     pg.train(run, display=False)
-    found = accumulators.EventAccumulator(str(folder.parent / "real" / "tensorboard"))
-    found.Reload()
-    assert [e.step for e in found.Scalars("reward")] == [1, 2]
-    measured = next(tag for tag in found.Tags()["scalars"] if tag.startswith("eval/reward"))
-    assert [e.step for e in found.Scalars(measured)] == [0, 2]
+    result = accumulators.EventAccumulator(str(folder.parent / "real" / "tensorboard"))
+    result.Reload()
+    assert [e.step for e in result.Scalars("reward")] == [1, 2]
+    measured = next(tag for tag in result.Tags()["scalars"] if tag.startswith("eval/reward"))
+    assert [e.step for e in result.Scalars(measured)] == [0, 2]
 
 
 def test_services_get_finite_metrics_flat_configuration_and_a_stable_run_id(tmp_path: Path) -> None:
@@ -224,11 +224,11 @@ def test_services_get_finite_metrics_flat_configuration_and_a_stable_run_id(tmp_
     assert len(rows) <= MAX_COMPLETIONS
     assert rows[0][:3] == [3, "1 + 1 =", "2"]
     assert rows[-1][5] >= 90
-    again = RunInfo("t", first_step=2, folder=tmp_path)
-    assert load_run_id(again, "wandb") is None
+    second = RunInfo("t", first_step=2, folder=tmp_path)
+    assert load_run_id(second, "wandb") is None
     save_run_id(tmp_path, "wandb", "abc")
     save_run_id(tmp_path, "mlflow", "def")
-    assert (load_run_id(again, "wandb"), load_run_id(again, "mlflow")) == ("abc", "def")
+    assert (load_run_id(second, "wandb"), load_run_id(second, "mlflow")) == ("abc", "def")
     assert load_run_id(RunInfo("t", folder=tmp_path), "wandb") is None  # a run that begins is another
 
 

@@ -64,19 +64,21 @@ def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, 
 
 
 def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> None:
-    said = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
-    assert "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16" in said
-    assert "no longer bit for bit" in said
+    message = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    assert (
+        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16" in message
+    )
+    assert "no longer bit for bit" in message
     mine = tmp_path / "mine.py"
     mine.write_text(mine.read_text() + "\n# mended\n")
     changed = replace(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
-    said = go_on(changed)
-    assert f"{mine} changed since the checkpoint" in said
-    assert "set otherwise" not in said
+    message = go_on(changed)
+    assert f"{mine} changed since the checkpoint" in message
+    assert "set otherwise" not in message
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"lr": 0.5}, "lr 0.01 -> 0.5; the run continues, but no longer bit for bit"),
         ({"optimizer": pg.OptimizerConfig(clip=0.5)}, "optimizer.clip 1.0 -> 0.5; the run continues"),
@@ -89,12 +91,12 @@ def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> 
         ({"rewards": pg.RewardConfig(num_workers=2)}, "rewards.num_workers 1 -> 2"),
     ],
 )
-def test_every_changed_option_is_noted(run: pg.Run, change: dict[str, Any], said: str) -> None:
+def test_every_changed_option_is_noted(run: pg.Run, change: dict[str, Any], message: str) -> None:
     run = replace(run, algorithm=pg.DAPO, lr=0.01, output=f"{run.output}-dapo")
     pg.train(run, stop_after=1, display=False)
-    found = go_on(run, **change)
-    assert f"changed since the checkpoint: {said}" in found
-    assert ("bit for bit" in found) is (not {"steps", "checkpoint", "rewards"} & set(change))
+    result = go_on(run, **change)
+    assert f"changed since the checkpoint: {message}" in result
+    assert ("bit for bit" in result) is (not {"steps", "checkpoint", "rewards"} & set(change))
 
 
 def test_card_and_report_list_changed_options_by_step(run: pg.Run) -> None:
@@ -126,10 +128,10 @@ def test_a_changed_rubric_is_noted(run: pg.Run, tmp_path: Path) -> None:
 def test_changed_versions_and_device_are_noted(run: pg.Run, tmp_path: Path) -> None:
     before = fingerprint_run(run, "cuda")
     old = {**before, "versions": {**before["versions"], "torch": "1.0", "gone": "2"}}
-    (said,) = compare_fingerprints(old, fingerprint_run(run, "cpu"), run, tmp_path)
-    assert "versions changed since the checkpoint: torch 1.0 -> " in said
-    assert "device cuda -> cpu" in said
-    assert "gone" not in said
+    (message,) = compare_fingerprints(old, fingerprint_run(run, "cpu"), run, tmp_path)
+    assert "versions changed since the checkpoint: torch 1.0 -> " in message
+    assert "device cuda -> cpu" in message
+    assert "gone" not in message
     assert compare_fingerprints(before, fingerprint_run(run, "cuda"), run, tmp_path) == []
 
 

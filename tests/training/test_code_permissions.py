@@ -82,20 +82,20 @@ def test_foreign_code_is_refused_and_not_imported(run_command: Command, here: Pa
     run = "bundle/runs/x" if place == "bundle" else "runs/x"
     file = code(here / place)
     run_file(here / run, ways(file)[way])
-    said, _, err = run_command("train", "--resume", run, "--dry-run")
-    assert said == 2
+    message, _, err = run_command("train", "--resume", run, "--dry-run")
+    assert message == 2
     assert f"--allow-code {file}" in err
     assert "is a program" in err
-    said, _, err = run_command("train", "--config", f"{run}/run.toml", "--dry-run")
-    assert (said, f"--allow-code {file}" in err) == (2, True)
+    message, _, err = run_command("train", "--config", f"{run}/run.toml", "--dry-run")
+    assert (message, f"--allow-code {file}" in err) == (2, True)
     assert not (file.parent / "ran").exists()
 
 
 def test_custom_parts_in_the_current_folder_need_no_permission(run_command: Command, here: Path) -> None:
     for file in (code(here), code(here / "parts", "stranger_too.py")):
         run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{file.relative_to(here)}:Gate'\n")
-        said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
-        assert said == 0, err
+        message, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+        assert message == 0, err
         assert (file.parent / "ran").exists()
     run_file(here / "runs" / "x", "[algorithm.gate]\npart = 'stranger:Gate'\n")
     assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
@@ -121,8 +121,8 @@ def test_allowed_code_is_imported(run_command: Command, here: Path, allowed: str
     run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{file}:Gate'\n")
     assert run_command("train", "--resume", "runs/x", "--allow-code", "nobody", "--dry-run")[0] == 2
     assert not (file.parent / "ran").exists()
-    said, out, err = run_command("train", "--resume", "runs/x", "--allow-code", "nobody", allowed, "--dry-run")
-    assert said == 0, err
+    message, out, err = run_command("train", "--resume", "runs/x", "--allow-code", "nobody", allowed, "--dry-run")
+    assert message == 0, err
     assert "stranger.py:Gate" in out
 
 
@@ -157,8 +157,8 @@ def test_imported_modules_need_no_permission(here: Path) -> None:
 
 def test_a_file_cannot_allow_remote_code(run_command: Command, here: Path) -> None:
     run_file(here / "runs" / "x", "trust_remote_code = true\n")
-    said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
-    assert (said, "which a file cannot allow" in err) == (2, True)
+    message, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+    assert (message, "which a file cannot allow" in err) == (2, True)
     assert run_command("train", "--resume", "runs/x", "--trust-remote-code", "--dry-run")[0] == 0
 
 
@@ -169,9 +169,9 @@ SAMPLER = "[sampler]\nengine = 'vllm'\nurls = ['http://{}']\n"
 def test_a_file_cannot_send_prompts_to_a_remote_server(run_command: Command, here: Path, server: str) -> None:
     urls = f"['http://127.0.0.1:1', 'http://{server}']"
     run_file(here / "runs" / "x", f"[sampler]\nengine = 'vllm'\nurls = {urls}\n")
-    for words in (("--resume", "runs/x"), ("--config", "runs/x/run.toml")):
-        said, _, err = run_command("train", *words, "--dry-run")
-        assert (said, "servers on another machine" in err) == (2, True), err
+    for argv in (("--resume", "runs/x"), ("--config", "runs/x/run.toml")):
+        message, _, err = run_command("train", *argv, "--dry-run")
+        assert (message, "servers on another machine" in err) == (2, True), err
         assert "127.0.0.1:1" not in err
     with pytest.raises(ConfigError, match="servers on another machine"):
         pg.train(resume="runs/x", display=False)
@@ -181,8 +181,8 @@ def test_a_file_cannot_write_weights_outside_its_folder(run_command: Command, he
     run, other = here / "runs" / "x", here.parent / "other"
     for folder in (str(other), "../other", "weights", ".", f"{run}/../y", "~/weights"):
         run_file(run, f"[sampler]\nengine = 'llama_cpp'\nfolder = '{folder}'\n")
-        said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
-        assert (said, f"--allow-code {shlex.quote(folder)}" in err) == (2, True), err
+        message, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+        assert (message, f"--allow-code {shlex.quote(folder)}" in err) == (2, True), err
         assert run_command("train", "--resume", "runs/x", "--allow-code", folder, "--dry-run")[0] == 0
     for folder in (f"{run}/weights", "runs/x/deeper/weights"):
         run_file(run, f"[sampler]\nengine = 'llama_cpp'\nfolder = '{folder}'\n")
@@ -194,18 +194,18 @@ def test_local_servers_and_those_of_the_command_line_need_no_permission(run_comm
     run_file(here / "runs" / "x", SAMPLER.format("localhost:8000"))
     assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
     run_file(here / "runs" / "x", SAMPLER.format("gpu-1:8000"))
-    for words in (
+    for argv in (
         ("--allow-code", "http://gpu-1:8000"),
         ("--sampler.urls", "http://gpu-2:8000"),
         ("--sampler.urls=http://b",),
     ):
-        said, out, err = run_command("train", "--resume", "runs/x", *words, "--dry-run")
-        assert said == 0, err
-        assert (words[0] == "--allow-code") == ("gpu-1" in out)
-    said, _, err = run_command("train", "--resume", "runs/x", "--sampler.folder", "elsewhere", "--dry-run")
-    assert (said, "--allow-code http://gpu-1:8000" in err) == (2, True), err
-    words = ("train", "grpo", "--sampler.engine", "vllm", "--sampler.urls", "http://gpu-1:8000", "--dry-run")
-    assert run_command(*words)[0] == 0
+        message, out, err = run_command("train", "--resume", "runs/x", *argv, "--dry-run")
+        assert message == 0, err
+        assert (argv[0] == "--allow-code") == ("gpu-1" in out)
+    message, _, err = run_command("train", "--resume", "runs/x", "--sampler.folder", "elsewhere", "--dry-run")
+    assert (message, "--allow-code http://gpu-1:8000" in err) == (2, True), err
+    argv = ("train", "grpo", "--sampler.engine", "vllm", "--sampler.urls", "http://gpu-1:8000", "--dry-run")
+    assert run_command(*argv)[0] == 0
 
 
 def test_an_evaluation_ignores_the_runs_servers(here: Path) -> None:
@@ -226,8 +226,8 @@ def test_the_resume_command_allows_remote_servers_and_folders(small: pg.Run, tmp
 def test_missing_code_is_reported_as_missing(run_command: Command, here: Path) -> None:
     for name, says in (("nobody:Gate", "there is no module 'nobody'"), ("nobody.py:Gate", "there is no file")):
         run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{name}'\n")
-        said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
-        assert (said, says in err) == (2, True), err
+        message, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+        assert (message, says in err) == (2, True), err
 
 
 def test_the_resume_command_allows_custom_code(small: pg.Run, tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ def test_the_resume_command_allows_custom_code(small: pg.Run, tmp_path: Path) ->
 
 
 def test_a_comparison_allows_code_of_its_own_command_line() -> None:
-    words = ["train", "a/b.py:X", "--algorithm.gate", "mine:Gate", "--reward", "exact_match", "pkg.mod.f", "format:a:b"]
-    assert code_in_argv(words) == ["a/b.py", "mine", "pkg.mod"]
+    argv = ["train", "a/b.py:X", "--algorithm.gate", "mine:Gate", "--reward", "exact_match", "pkg.mod.f", "format:a:b"]
+    assert code_in_argv(argv) == ["a/b.py", "mine", "pkg.mod"]
     assert code_in_argv(["train", "--sampler.urls", "http://a:8000", "http://localhost:1"]) == ["http://a:8000"]
     assert code_in_argv(["--reward=a.b.f", "--algorithm.terms=KL,c.py:T", "--directory", "d"]) == [
         "a.b",

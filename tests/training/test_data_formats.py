@@ -53,10 +53,10 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
 
 
 def test_a_run_on_parquet_resumes_bit_for_bit_and_refuses_another_file(run: pg.Run, tmp_path: Path) -> None:
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
-    said = {row["prompt"] for row in rows(whole / "completions.jsonl")}
-    assert len(said) > 4
-    assert all(prompt.endswith(" + 1 =\n") and int(prompt.split()[0]) % 2 == 0 for prompt in said)
+    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    message = {row["prompt"] for row in rows(full / "completions.jsonl")}
+    assert len(message) > 4
+    assert all(prompt.endswith(" + 1 =\n") and int(prompt.split()[0]) % 2 == 0 for prompt in message)
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     pg.train(resume=pieces, allow_code=("/",), stop_after=1, display=False)
@@ -64,13 +64,13 @@ def test_a_run_on_parquet_resumes_bit_for_bit_and_refuses_another_file(run: pg.R
     (tmp_path / "mapping.py").write_text(MAP + "\n# edited\n")
     pg.train(resume=pieces, allow_code=("/",), display=record)
     assert "mapping.py changed since the checkpoint" in record.said
-    assert same(weights(whole), weights(pieces))
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    again = replace(run, output=str(tmp_path / "other"))
-    pg.train(again, stop_after=1, display=False)
+    assert same(weights(full), weights(pieces))
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    second = replace(run, output=str(tmp_path / "other"))
+    pg.train(second, stop_after=1, display=False)
     pq.write_table(pa.Table.from_pylist(VERL[1:]), tmp_path / "train.parquet")
     with pytest.raises(RunError, match=r"train\.parquet is not what the run in .* started with"):
-        pg.train(again, resume=again.output, display=False)
+        pg.train(second, resume=second.output, display=False)
 
 
 def test_the_command_applies_a_row_map_and_skips_bad_rows(
@@ -79,8 +79,8 @@ def test_the_command_applies_a_row_map_and_skips_bad_rows(
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({**row, "question": "?"}) for row in VERL]
     Path("some.jsonl").write_text("\n".join([*lines[:3], "{", *lines[3:]]))
-    words = ("train", "dr_grpo", "--model", str(run.model), "--task", "some.jsonl", "--row-map", "mapping.py:shorter")
-    words += (
+    argv = ("train", "dr_grpo", "--model", str(run.model), "--task", "some.jsonl", "--row-map", "mapping.py:shorter")
+    argv += (
         "--reward",
         "exact_match",
         "--steps",
@@ -92,26 +92,26 @@ def test_the_command_applies_a_row_map_and_skips_bad_rows(
         "--output",
         "out",
     )
-    words += ("--evaluation.problems", "0")
-    code, _, err = run_command(*words)
+    argv += ("--evaluation.problems", "0")
+    code, _, err = run_command(*argv)
     assert (code, "some.jsonl:4: not JSON" in err) == (2, True)
-    code, _, err = run_command(*words, "--task.skip-bad-rows")
+    code, _, err = run_command(*argv, "--task.skip-bad-rows")
     assert code == 0
     assert "1 of 41 rows skipped, the first: some.jsonl:4" in err
-    told = (Path("out") / "run.toml").read_text()
-    assert 'map = "mapping.py:shorter"' in told
-    assert "skip_bad_rows = true" in told
+    report = (Path("out") / "run.toml").read_text()
+    assert 'map = "mapping.py:shorter"' in report
+    assert "skip_bad_rows = true" in report
     code, _, err = run_command("train", "--resume", "out", "--row-map", "other.py:f")
     assert code == 2
     assert "with another --row-map would make evaluations before and after incomparable" in err
-    for flag, words in (("--task.decontaminate", ("8",)), ("--no-task.skip-bad-rows", ())):
-        code, _, err = run_command("train", "--resume", "out", flag, *words)
+    for flag, argv in (("--task.decontaminate", ("8",)), ("--no-task.skip-bad-rows", ())):
+        code, _, err = run_command("train", "--resume", "out", flag, *argv)
         assert (
             code,
             f"another {flag.replace('--no-', '--')} would make evaluations before and after incomparable" in err,
         ) == (2, True), err
-    words = "--row-map mapping.py:shorter --reward exact_match --problems 2 --samples 1 --max-tokens 4"
-    assert run_command("eval", str(run.model), "--task", str(run.task), *words.split())[0] == 0
+    argv = "--row-map mapping.py:shorter --reward exact_match --problems 2 --samples 1 --max-tokens 4"
+    assert run_command("eval", str(run.model), "--task", str(run.task), *argv.split())[0] == 0
 
 
 def test_an_invalid_row_map_is_refused(run: pg.Run, tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_python_takes_a_dataset_and_a_function(run: pg.Run, tmp_path: Path) -> N
     record = Record()
     data = datasets.Dataset.from_list(plain)
     given = replace(run, task=data, row_map=text, steps=1, output=str(tmp_path / "run"))
-    found = pg.train(given, display=record).output
+    result = pg.train(given, display=record).output
     assert "task and row_map given as objects" in record.said
-    assert rows(found / "completions.jsonl")[0]["prompt"].endswith(" + 1")
+    assert rows(result / "completions.jsonl")[0]["prompt"].endswith(" + 1")
     with pytest.raises(ConfigError, match=r"'(task|map)' was a .* object given in Python"):
-        pg.train(resume=found, allow_code=("/",), display=False)
+        pg.train(resume=result, allow_code=("/",), display=False)
 
 
 def test_fine_tuning_on_parquet_refuses_another_file(run: pg.Run, tmp_path: Path) -> None:

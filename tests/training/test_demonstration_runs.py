@@ -72,14 +72,14 @@ def test_demonstrations_teach_answers_that_are_never_sampled(run: pg.Run, name: 
 
 
 def test_displayed_samples_are_the_policys() -> None:
-    told = [
+    report = [
         {"completion": "mine"},
         {"completion": "shown", "demonstration": True},
         {"completion": "too", "demonstration": False},
     ]
-    found = [choose_sample(step, told) for step in range(4)]
-    assert [sample.completion for sample in found if sample] == ["mine", "too", "mine", "too"]
-    assert choose_sample(0, told[1:2]) is None
+    results = [choose_sample(step, report) for step in range(4)]
+    assert [sample.completion for sample in results if sample] == ["mine", "too", "mine", "too"]
+    assert choose_sample(0, report[1:2]) is None
 
 
 def test_a_task_without_demonstrations_is_refused_before_anything_is_sampled(run: pg.Run) -> None:

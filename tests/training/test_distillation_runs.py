@@ -27,8 +27,8 @@ def test_distillation_reduces_the_kl(small: Run, tmp_path: Path) -> None:
     result = train(replace(small, algorithm=TAUGHT, steps=12, lr=1e-2, output=output), display=record)
     kl = [metrics["teacher/kl"] for _, metrics in record.steps]
     assert kl[-1] < 0.9 * kl[0]
-    again = load_config(result.output / "run.toml", Run())
-    assert again.algorithm.reference == pg.Reference(model="tiny")
+    rerun = load_config(result.output / "run.toml", Run())
+    assert rerun.algorithm.reference == pg.Reference(model="tiny")
     assert record.info.facts["reference"].startswith("tiny (0.70M")
 
 
@@ -45,10 +45,10 @@ def test_distillation_needs_no_rewards(small: Run, tmp_path: Path) -> None:
     assert all(row["updates/taken"] == 1 for row in measured if "step" in row and "teacher/kl" in row)
     assert not {"reward", "reward_std", "frac_reward_zero_std"} & set().union(*measured)
     assert all(row["reward"] is None for row in rows(result.output / "completions.jsonl"))
-    said = [summarise_metrics(metrics) for _, metrics in record.steps]
-    assert [words[0][0] for words in said] == ["teacher kl"] * 2
-    assert said[0][0][1] == f"teacher kl {format_number(record.steps[0][1]['teacher/kl'])}"
-    assert "reward" not in dict(said[0])
+    message = [summarise_metrics(metrics) for _, metrics in record.steps]
+    assert [argv[0][0] for argv in message] == ["teacher kl"] * 2
+    assert message[0][0][1] == f"teacher kl {format_number(record.steps[0][1]['teacher/kl'])}"
+    assert "reward" not in dict(message[0])
     with pytest.raises(pg.PolicygradError, match="has no reward of its own"):
         train(replace(run, algorithm=pg.GRPO, output=str(tmp_path / "grpo")), display=False)
 
@@ -60,11 +60,11 @@ def test_an_implicit_reward_model_is_trained(small: Run, tmp_path: Path) -> None
     algorithm = replace(pg.PRIME, filters=(), reward_model=pg.ImplicitReward(0.5, lr=3e-3))
     run = replace(small, algorithm=algorithm, reward=(f"{tmp_path / 'first.py'}:letter",), steps=4, lr=1e-4)
     result = train(replace(run, output=str(tmp_path / "run")), display=False)
-    found = rows(result.output / "metrics.jsonl")
-    assert found[0]["reward_model/reward"] == 0
-    assert found[0]["reward_model/accuracy"] == 0.5
-    assert all(abs(row["reward_model/reward"]) > 1e-4 and row["reward_model/accuracy"] != 0.5 for row in found[1:])
-    assert all({"reward_model/loss", "reward_model/grad_norm"} <= row.keys() for row in found)
+    results = rows(result.output / "metrics.jsonl")
+    assert results[0]["reward_model/reward"] == 0
+    assert results[0]["reward_model/accuracy"] == 0.5
+    assert all(abs(row["reward_model/reward"]) > 1e-4 and row["reward_model/accuracy"] != 0.5 for row in results[1:])
+    assert all({"reward_model/loss", "reward_model/grad_norm"} <= row.keys() for row in results)
 
 
 def test_outcomes_outside_0_to_1_are_refused(small: Run, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "says"),
     [
         (("distill",), "distill learns from a teacher: set --teacher"),
         (("dapo", "--teacher", "tiny"), "reference.model is 'tiny', but no part of dapo uses a reference"),
@@ -102,8 +102,8 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
         ),
     ],
 )
-def test_invalid_teacher_options_are_refused(run_command: Command, words: tuple[str, ...], says: str) -> None:
-    code, _, error = run_command("train", *words, "--dry-run")
+def test_invalid_teacher_options_are_refused(run_command: Command, argv: tuple[str, ...], says: str) -> None:
+    code, _, error = run_command("train", *argv, "--dry-run")
     assert code != 0
     assert says in " ".join(error.split())
 

@@ -26,14 +26,14 @@ GUARD = GuardConfig(window=2)
 def judged(
     steps: list[dict[str, float]], flat: bool = False, guard: GuardConfig | SupervisedGuardConfig = GUARD
 ) -> tuple[list[GuardDecision], GuardHistory]:
-    watched, found = GuardHistory(), []
+    watched, result = GuardHistory(), []
     for values in steps:
         verdict, watched = assess_step(watched, values, flat, guard)
-        found.append(verdict)
+        result.append(verdict)
         assert assess_step(GuardHistory(**json.loads(json.dumps(asdict(watched)))), {}, flat, guard) == assess_step(
             watched, {}, flat, guard
         )
-    return found, watched
+    return result, watched
 
 
 @pytest.mark.parametrize(
@@ -54,34 +54,34 @@ def judged(
     ],
 )
 def test_spikes(name: str, values: list[float], spike: bool) -> None:
-    found, _ = judged([{name: value} for value in values])
-    assert [bool(v.spikes) for v in found] == [False] * (len(values) - 1) + [spike]
-    assert found[-1].metrics == {"guard/alarms": float(spike)} | ({f"guard/{name}": 1.0} if spike else {})
+    result, _ = judged([{name: value} for value in values])
+    assert [bool(v.spikes) for v in result] == [False] * (len(values) - 1) + [spike]
+    assert result[-1].metrics == {"guard/alarms": float(spike)} | ({f"guard/{name}": 1.0} if spike else {})
 
 
 def test_the_supervised_guard_watches_the_loss() -> None:
     guard = SupervisedGuardConfig(window=2)
     for last, spike in ((1.3, True), (1.1, False), (0.9, False)):  # above 3 times 0.4, and above 1 nat
-        found, _ = judged([{"loss": x, "entropy": x, "kl": x} for x in (0.4, 0.4, last)], guard=guard)
-        assert [v.metrics for v in found[2:]] == [
+        result, _ = judged([{"loss": x, "entropy": x, "kl": x} for x in (0.4, 0.4, last)], guard=guard)
+        assert [v.metrics for v in result[2:]] == [
             {"guard/alarms": float(spike)} | ({"guard/loss": 1.0} if spike else {})
         ]
-    found, _ = judged([{"loss": x} for x in (0.4, 0.4, 90.0)])  # reinforcement has no such number
-    assert not found[-1].spikes
+    result, _ = judged([{"loss": x} for x in (0.4, 0.4, 90.0)])  # reinforcement has no such number
+    assert not result[-1].spikes
     with pytest.raises(ConfigError, match=r"guard\.loss must be above 1"):
         SupervisedGuardConfig(loss=0.5)
 
 
 def test_a_new_level_stops_being_a_spike() -> None:
-    found, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)])
-    assert [bool(v.spikes) for v in found] == [False, False, True, False, False]  # median of (1, 50) is 25.5
+    result, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)])
+    assert [bool(v.spikes) for v in result] == [False, False, True, False, False]  # median of (1, 50) is 25.5
     assert watched.recent == {"grad_norm": [50.0, 50.0]}
 
 
 def test_undone_values_are_forgotten_and_consecutive_alarms_stop() -> None:
     guard = replace(GUARD, action="rollback", max_consecutive_alarms=3)
-    found, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)], guard=guard)
-    assert [v.action for v in found] == ["warn", "warn", "rollback", "rollback", "stop"]
+    result, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)], guard=guard)
+    assert [v.action for v in result] == ["warn", "warn", "rollback", "rollback", "stop"]
     assert watched == GuardHistory({"grad_norm": [1.0, 1.0]}, alarm_streak=0, lr_factor=0.25)
 
 
@@ -89,9 +89,9 @@ def test_constant_rewards_are_skipped_and_finally_stop() -> None:
     steps = [{"grad_norm": 1.0, "updates/taken": 1.0}] * 3
     assert [v.action for v in judged(steps, True)[0]] == ["warn"] * 3
     for action, first in (("skip", "skip"), ("rollback", "skip"), ("stop", "warn")):
-        found, _ = judged(steps, True, GuardConfig(action=action, max_consecutive_alarms=3))
-        assert [v.action for v in found] == [first, first, "stop"]
-    assert found[0].metrics == {"guard/alarms": 1.0, "guard/constant_rewards": 1.0}
+        result, _ = judged(steps, True, GuardConfig(action=action, max_consecutive_alarms=3))
+        assert [v.action for v in result] == [first, first, "stop"]
+    assert result[0].metrics == {"guard/alarms": 1.0, "guard/constant_rewards": 1.0}
     idle, _ = judged(
         [{"grad_norm": 1.0}] * 3, True, GuardConfig(action="skip", max_consecutive_alarms=3)
     )  # no update was taken
@@ -152,16 +152,16 @@ def test_a_skipped_step_is_undone_and_resume_is_bitwise(run: pg.Run, tmp_path: P
     run = replace(run, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     record = Record()
     pg.train(run, learner=spiking(4), display=record)
-    whole, pieces = tmp_path / "run", tmp_path / "pieces"
+    full, pieces = tmp_path / "run", tmp_path / "pieces"
     assert "(its updates are undone)" in record.said
-    assert same(learned(whole, 3), learned(whole, 4))
-    assert not same(learned(whole, 4), learned(whole, 5))
-    assert rows(whole / "metrics.jsonl")[3]["guard/undone"] == 1
+    assert same(learned(full, 3), learned(full, 4))
+    assert not same(learned(full, 4), learned(full, 5))
+    assert rows(full / "metrics.jsonl")[3]["guard/undone"] == 1
     pg.train(replace(run, output=str(pieces)), stop_after=3, display=False)
     pg.train(run, resume=pieces, learner=spiking(1), stop_after=1, display=False)
     pg.train(run, resume=pieces, display=False)
-    assert same(weights(whole), weights(pieces))
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert same(weights(full), weights(pieces))
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -182,17 +182,17 @@ def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwis
         )
     record = Record()
     pg.train(run, learner=spiking(4), display=record)
-    whole, pieces = tmp_path / "run", tmp_path / "pieces"
+    full, pieces = tmp_path / "run", tmp_path / "pieces"
     assert "step 4: restored the weights of step 2, at a lower learning rate" in record.said
-    assert same(learned(whole, 2), learned(whole, 4))
-    assert bool(saved(whole, 2).state["leftover_groups"]) is waits
-    assert not saved(whole, 4).state["leftover_groups"]
-    rates = [row["lr"] for row in rows(whole / "metrics.jsonl")]
+    assert same(learned(full, 2), learned(full, 4))
+    assert bool(saved(full, 2).state["leftover_groups"]) is waits
+    assert not saved(full, 4).state["leftover_groups"]
+    rates = [row["lr"] for row in rows(full / "metrics.jsonl")]
     assert rates == pytest.approx([3e-3] * 4 + [0.75e-3] * 2)
     pg.train(replace(run, output=str(pieces)), learner=spiking(4), stop_after=4, display=False)
     pg.train(run, resume=pieces, display=False)
-    assert same(weights(whole), weights(pieces))
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert same(weights(full), weights(pieces))
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
 def test_a_stop_undoes_the_updates_and_is_resumable(run: pg.Run, tmp_path: Path) -> None:
@@ -213,5 +213,5 @@ def test_constant_rewards_are_reported_for_any_algorithm(run: pg.Run, tmp_path: 
     pg.train(replace(run, algorithm=algorithm, reward=(f"{tmp_path / 'equal.py'}:one",), steps=2), display=record)
     metrics = rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["guard/constant_rewards"] for row in metrics] == [1, 1]
-    said = [note for note in record.notes if "reward" in note and note.startswith("step 1: ")]
-    assert len(said) == 1, record.notes
+    message = [note for note in record.notes if "reward" in note and note.startswith("step 1: ")]
+    assert len(message) == 1, record.notes

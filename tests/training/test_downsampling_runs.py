@@ -24,19 +24,19 @@ def test_resume_is_bitwise_with_downsampling(small: Run, tmp_path: Path, statist
     part = pg.Downsample(3, "random", statistics)
     algorithm = replace(pg.DR_GRPO, filters=(part,), update_rule=pg.GradientSteps(minibatches=2))
     run = replace(small, algorithm=algorithm, steps=3)
-    whole = train(replace(run, output=str(tmp_path / "whole")), display=False)
+    full = train(replace(run, output=str(tmp_path / "whole")), display=False)
     pieces = tmp_path / "pieces"
     result = train(replace(run, output=str(pieces)), stop_after=1, display=False)
     while result.steps < run.steps:
         result = train(resume=pieces, stop_after=1, display=False)
-    assert same(weights(whole.output), weights(pieces))
-    metrics = untimed(whole.output / "metrics.jsonl")
+    assert same(weights(full.output), weights(pieces))
+    metrics = untimed(full.output / "metrics.jsonl")
     assert metrics == untimed(pieces / "metrics.jsonl")
     assert [m["completions/sampled_per_trained"] for m in metrics] == pytest.approx([8 / 3] * 3)
     everyone = train(
         replace(run, algorithm=replace(algorithm, filters=()), output=str(tmp_path / "all")), display=False
     )
-    assert not same(weights(whole.output), weights(everyone.output))
+    assert not same(weights(full.output), weights(everyone.output))
 
 
 def test_keeping_all_samples_changes_nothing(small: Run, tmp_path: Path) -> None:
@@ -84,5 +84,5 @@ def test_the_downsampling_option_on_the_command_line(small: Run, tmp_path: Path,
     code, _, errors = run_command("train", "dr_grpo", *options, "--samples-per-prompt", "1", "--plain")
     assert code == 2
     assert "Downsample trains on 2 samples per prompt, and there are 1" in errors
-    code, said, _ = run_command("train", "dr_grpo", *options, "--dry-run")
-    assert "of the largest variance of R" in said
+    code, message, _ = run_command("train", "dr_grpo", *options, "--dry-run")
+    assert "of the largest variance of R" in message

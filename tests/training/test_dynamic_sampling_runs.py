@@ -43,15 +43,15 @@ def refilling(small: Run, tmp_path: Path) -> Run:
 
 @pytest.mark.slow
 def test_resume_is_bitwise_with_leftover_groups(refilling: Run, tmp_path: Path) -> None:
-    whole = train(replace(refilling, output=str(tmp_path / "whole")), display=False)
+    full = train(replace(refilling, output=str(tmp_path / "whole")), display=False)
     pieces = tmp_path / "pieces"
     result = train(replace(refilling, output=str(pieces)), stop_after=1, display=False)
     while result.steps < refilling.steps:
         result = train(resume=pieces, stop_after=1, display=False)
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert (whole.output / "completions.jsonl").read_text() == (pieces / "completions.jsonl").read_text()
-    carried = [m["dynamic/leftover"] for m in rows(whole.output / "metrics.jsonl")]
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert (full.output / "completions.jsonl").read_text() == (pieces / "completions.jsonl").read_text()
+    carried = [m["dynamic/leftover"] for m in rows(full.output / "metrics.jsonl")]
     assert carried[0] == 0
     assert any(carried)
 

@@ -87,38 +87,38 @@ def test_resume_is_bitwise_with_an_environment(
     """Stopped after every step; the world's draws, tools in threads of their own, and credit along turns from a critic change
     nothing of that."""
     run = replace(run, environment=f"{tmp_path / 'mine.py'}:{name}", algorithm=algorithm or run.algorithm)
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
+    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
     pieces = tmp_path / "pieces"
     result = pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     while result.steps < run.steps:
         result = pg.train(resume=pieces, stop_after=1, display=False, allow_code=[str(tmp_path)])
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    told = rows(whole.output / "completions.jsonl")
-    assert told == rows(pieces / "completions.jsonl")
-    assert max(sum(who == "policy" for who, _ in row.get("turns", ())) for row in told) == 3
-    assert ("guessed" if name == "Guess" else "turns") in {row["stop_reason"] for row in told}
-    measured = rows(whole.output / "metrics.jsonl")
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    report = rows(full.output / "completions.jsonl")
+    assert report == rows(pieces / "completions.jsonl")
+    assert max(sum(who == "policy" for who, _ in row.get("turns", ())) for row in report) == 3
+    assert ("guessed" if name == "Guess" else "turns") in {row["stop_reason"] for row in report}
+    measured = rows(full.output / "metrics.jsonl")
     assert all(row["environment/turns"] > 1 for row in measured)
 
 
 def test_a_groups_environments_share_a_seed(run: pg.Run) -> None:
-    first, again = (pg.collect(run, step=1) for _ in range(2))
+    first, second = (pg.collect(run, step=1) for _ in range(2))
     later = pg.collect(run, step=2)
-    assert first.completions == again.completions
-    said = [tuple(g.prompt_ids.tolist()) for g in first.groups]
-    assert said != [tuple(g.prompt_ids.tolist()) for g in later.groups]
+    assert first.completions == second.completions
+    message = [tuple(g.prompt_ids.tolist()) for g in first.groups]
+    assert message != [tuple(g.prompt_ids.tolist()) for g in later.groups]
     columns = [g.spec.example.columns["answer"] for g in first.groups]
-    assert len({*said}) == len({*columns}) == len(said)
+    assert len({*message}) == len({*columns}) == len(message)
 
 
 def test_the_command_takes_an_environment_by_name(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ("--task", str(run.task), "--environment", "mine.py:Guess", "--max-tokens", "48", "--steps", "2")
+    argv = ("--task", str(run.task), "--environment", "mine.py:Guess", "--max-tokens", "48", "--steps", "2")
     small = ("--prompts-per-step", "2", "--samples-per-prompt", "2", "--evaluation.problems", "0", "--output", "out")
-    code, _, err = run_command("train", "dr_grpo", "--model", str(run.model), *words, *small, "--stop-after", "1")
+    code, _, err = run_command("train", "dr_grpo", "--model", str(run.model), *argv, *small, "--stop-after", "1")
     assert code in (0, 3), err
     assert tomllib.loads(Path("out/run.toml").read_text())["environment"] == "mine.py:Guess"
     code, _, err = run_command("train", "--resume", "out", "--environment", "mine.py:LOOKS")

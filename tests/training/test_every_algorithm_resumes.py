@@ -52,13 +52,13 @@ def test_resume_is_bitwise_for_every_algorithm(run: pg.Run, tmp_path: Path, name
     )
     if name in ("vineppo", "trpo_vine", "gdpo"):  # which refuse scores of steps
         run = replace(run, reward=run.reward[:1], step_end="[a-z ]" if name == "vineppo" else None)
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     assert pg.train(resume=pieces, allow_code=("/",), display=False).steps == 3
-    assert same(weights(whole), weights(pieces))
-    last = [checkpoint.load_checkpoint(folder / "checkpoints" / "step-000003").tensors for folder in (whole, pieces)]
+    assert same(weights(full), weights(pieces))
+    last = [checkpoint.load_checkpoint(folder / "checkpoints" / "step-000003").tensors for folder in (full, pieces)]
     assert same(*last)  # the optimiser's moments, the critic, the reference, the random state
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert all(math.isfinite(value) for row in untimed(whole / "metrics.jsonl") for value in row.values())
-    assert rows(whole / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert all(math.isfinite(value) for row in untimed(full / "metrics.jsonl") for value in row.values())
+    assert rows(full / "completions.jsonl") == rows(pieces / "completions.jsonl")

@@ -52,7 +52,7 @@ def served(file: Path) -> Iterator[Callable[..., Any]]:
         "--context-length=512",
         "--threads=1",
     )
-    words = [sys.executable, "-P", llama_server.__file__, "serve", *options, f"--parent={os.getpid()}"]
+    argv = [sys.executable, "-P", llama_server.__file__, "serve", *options, f"--parent={os.getpid()}"]
     plain = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def asked(path: str, **body: Any) -> Any:
@@ -61,7 +61,7 @@ def served(file: Path) -> Iterator[Callable[..., Any]]:
         with plain.open(request, timeout=60) as answer:
             return json.loads(answer.read())
 
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             assert any(" serves " in line for line in server.stdout)
@@ -100,8 +100,8 @@ def test_llama_cpp_tokenises_like_the_tokenizer(cut: str, begins: bool, tmp_path
             )  # which Qwen's does, and llama.cpp not
             expected = hf(text, add_special_tokens=False)["input_ids"]
             assert asked("/tokenize", content=text)["tokens"] == expected, text
-            whole = asked("/tokenize", content=text, add_special=True)["tokens"]
-            assert whole == hf(text)["input_ids"], text
+            full = asked("/tokenize", content=text, add_special=True)["tokens"]
+            assert full == hf(text)["input_ids"], text
             assert asked("/detokenize", tokens=expected)["content"] == text
         assert asked("/props")["chat_template"].strip() == TEMPLATE.strip()
 
@@ -140,24 +140,24 @@ def test_the_file_has_weights_vocabulary_and_template(tmp_path: Path) -> None:
     own = tokenizer("smollm")
     model = saved(own, tmp_path / "mine" / "model")
     file = export_gguf(str(model), str(tmp_path / "half.gguf"), dtype="bf16")
-    found = gguf.GGUFReader(file)
-    assert found.fields["general.name"].contents() == "mine"
-    assert found.fields["general.file_type"].contents() == int(gguf.LlamaFileType.MOSTLY_BF16)
-    assert found.fields["tokenizer.ggml.eos_token_id"].contents() == own.hf.eos_token_id
-    assert found.fields["tokenizer.ggml.bos_token_id"].contents() == own.hf.bos_token_id
-    assert found.fields["tokenizer.ggml.tokens"].contents()[: len(own.hf)] == own.hf.convert_ids_to_tokens(
+    result = gguf.GGUFReader(file)
+    assert result.fields["general.name"].contents() == "mine"
+    assert result.fields["general.file_type"].contents() == int(gguf.LlamaFileType.MOSTLY_BF16)
+    assert result.fields["tokenizer.ggml.eos_token_id"].contents() == own.hf.eos_token_id
+    assert result.fields["tokenizer.ggml.bos_token_id"].contents() == own.hf.bos_token_id
+    assert result.fields["tokenizer.ggml.tokens"].contents()[: len(own.hf)] == own.hf.convert_ids_to_tokens(
         list(range(len(own.hf)))
     )
-    kinds = found.fields["tokenizer.ggml.token_type"].contents()
+    kinds = result.fields["tokenizer.ggml.token_type"].contents()
     assert kinds[own.hf.convert_tokens_to_ids(END)] == CONTROL
     assert kinds[own.hf.convert_tokens_to_ids("<tool_call>")] == USER_DEFINED
     assert kinds[-5:] == [UNUSED] * 5
-    whole = load_model(str(model)).get_parameter("model.layers.0.mlp.down_proj.weight").detach()
-    tensors = {tensor.name: tensor for tensor in found.tensors}
+    full = load_model(str(model)).get_parameter("model.layers.0.mlp.down_proj.weight").detach()
+    tensors = {tensor.name: tensor for tensor in result.tensors}
     matrix, vector = tensors["blk.0.ffn_down.weight"], tensors["blk.0.ffn_norm.weight"]
     assert (matrix.tensor_type.name, vector.tensor_type.name) == ("BF16", "F32")
     rounded = gguf.quants.dequantize(matrix.data, matrix.tensor_type)
-    assert np.array_equal(rounded, whole.bfloat16().float().numpy())
+    assert np.array_equal(rounded, full.bfloat16().float().numpy())
     assert oct(file.stat().st_mode & 0o777) == oct((model / "config.json").stat().st_mode & 0o777)
     with pytest.raises(RunError, match=r"half\.gguf exists: choose another --output"):
         export_gguf(str(model), str(file))
@@ -175,8 +175,8 @@ def test_adapters_are_merged_in_the_file(small: pg.Run, tmp_path: Path, run_comm
     name = "model.layers.1.mlp.up_proj.weight"
     merged = load_model(str(folder / "merged")).get_parameter(name).detach()
     before = load_model(str(run.model)).get_parameter(name).detach()
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / "model.gguf").tensors}["blk.1.ffn_up.weight"]
-    assert np.array_equal(found.data, merged.numpy())
+    result = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / "model.gguf").tensors}["blk.1.ffn_up.weight"]
+    assert np.array_equal(result.data, merged.numpy())
     assert not torch.equal(merged, before)
 
 
@@ -266,7 +266,7 @@ def test_an_unsupported_model_is_refused(random_model: Path, tmp_path: Path, run
     )
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.toml").write_text("seed = 0\n")
-    for words, said in (
+    for argv, message in (
         ((other,), "this one is a gpt2: use llama.cpp's own convert_hf_to_gguf.py"),
         ((scores,), "scores texts and writes none"),
         (("tiny",), "add --output FILE.gguf"),
@@ -274,7 +274,7 @@ def test_an_unsupported_model_is_refused(random_model: Path, tmp_path: Path, run
         (("tiny", "--merge"), "leave --merge and --push away"),
         ((tmp_path / "begun",), "has no model yet: finish it"),
     ):
-        code, _, err = run_command("export", *map(str, words), "--format", "gguf")
-        assert (code, " ".join(said.split()) in " ".join(err.split())) == (2, True), err
+        code, _, err = run_command("export", *map(str, argv), "--format", "gguf")
+        assert (code, " ".join(message.split()) in " ".join(err.split())) == (2, True), err
     code, _, err = run_command("export", "tiny", "--format", "onnx")
     assert (code, "--format must be gguf" in err) == (2, True), err

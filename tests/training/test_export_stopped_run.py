@@ -30,13 +30,13 @@ def test_the_export_equals_a_run_of_that_many_steps(run: pg.Run, tmp_path: Path,
     code, out, err = run_command("export", str(stopped))
     assert (code, out.strip()) == (0, str(stopped / "model-step-2")), err
     two = pg.train(replace(run, steps=2, output=str(tmp_path / "two")), display=False)
-    found = load_model(out.strip()).state_dict()
-    assert same(found, load_model(str(two.output)).state_dict())
+    result = load_model(out.strip()).state_dict()
+    assert same(result, load_model(str(two.output)).state_dict())
     card = (stopped / "model-step-2" / "README.md").read_text()
     assert "| steps | 2 |" in card
     assert "The model was not evaluated." in card
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
-    assert same(weights(pg.train(resume=stopped, allow_code=("/",), display=False).output), weights(whole.output))
+    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
+    assert same(weights(pg.train(resume=stopped, allow_code=("/",), display=False).output), weights(full.output))
     code, _, err = run_command("export", str(stopped))  # which is over now
     assert code == 2
     assert "what a run has trained is in" in err
@@ -45,9 +45,9 @@ def test_the_export_equals_a_run_of_that_many_steps(run: pg.Run, tmp_path: Path,
 def test_export_needs_permission_for_remote_code(run: pg.Run) -> None:
     stopped = pg.train(run, stop_after=1, display=False).output
     file = stopped / "run.toml"
-    said = file.read_text()
-    assert "trust_remote_code = false" in said
-    file.write_text(said.replace("trust_remote_code = false", "trust_remote_code = true"))
+    message = file.read_text()
+    assert "trust_remote_code = false" in message
+    file.write_text(message.replace("trust_remote_code = false", "trust_remote_code = true"))
     with pytest.raises(ConfigError, match=r"run\.toml: .* which a file cannot allow: add --trust-remote-code"):
         export_stopped(stopped)
     assert export_stopped(stopped, trust_remote_code=True).is_dir()

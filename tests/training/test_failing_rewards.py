@@ -53,12 +53,12 @@ def named(run: pg.Run, function: str, **changes: object) -> pg.Run:
 def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.Run) -> None:
     with pytest.raises(pg.RewardError) as caught:
         pg.train(named(run, "broken"), display=False)
-    said = str(caught.value)
-    assert said.startswith("no sample of the first step has a reward: reward ")
-    assert "ValueError: the judge is away" in said
+    message = str(caught.value)
+    assert message.startswith("no sample of the first step has a reward: reward ")
+    assert "ValueError: the judge is away" in message
     assert (
         f"Step 1 is saved: policygrad train --resume {run.output} --allow-code {mine(run)} resumes once the reward works"
-        in said
+        in message
     )
     (Path(str(run.output)).parent / "mended").touch()
     assert pg.train(resume=run.output, display=False).steps == run.steps  # type: ignore[arg-type]

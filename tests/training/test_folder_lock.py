@@ -67,8 +67,8 @@ def process(how: str, config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]
 
 def ends(child: subprocess.Popen[str]) -> tuple[int, str]:
     """Lets it go on; its exit code and what it said at its end."""
-    _, said = child.communicate("\n", timeout=300)
-    return child.returncode, said
+    _, message = child.communicate("\n", timeout=300)
+    return child.returncode, message
 
 
 @pytest.fixture
@@ -100,10 +100,10 @@ def test_a_second_run_in_the_same_folder_is_refused(config: Callable[..., Path],
         assert first.stdout is not None
         assert first.stdout.readline() == "mine\n"  # it has written its pid into the lock
         with process("new", path, tmp_path) as second:
-            code, said = ends(second)
+            code, message = ends(second)
         assert code == 1
-        assert "RunError: another process is at work on mine" in said
-        assert f"(pid {first.pid} on " in said
+        assert "RunError: another process is at work on mine" in message
+        assert f"(pid {first.pid} on " in message
         assert ends(first) == (0, "")
     assert [row["step"] for row in rows(tmp_path / "mine" / "metrics.jsonl")] == [1]
 
@@ -113,14 +113,19 @@ def test_an_active_run_cannot_be_resumed(config: Callable[..., Path], tmp_path: 
     with process("new", config("mine"), tmp_path) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "mine\n"
-        said = json.loads((folder / LOCK_FILE).read_text())
+        message = json.loads((folder / LOCK_FILE).read_text())
         with pytest.raises(RunError, match="another process is at work on") as caught:
             pg.train(resume=folder, allow_code=("/",), display=False)
-        for part in (f"pid {child.pid}", said["host"], said["since"], "wait for its end, or stop it, then --resume"):
+        for part in (
+            f"pid {child.pid}",
+            message["host"],
+            message["since"],
+            "wait for its end, or stop it, then --resume",
+        ):
             assert part in str(caught.value)
         child.send_signal(signal.SIGKILL)
         child.wait()
-    assert json.loads((folder / LOCK_FILE).read_text()) == said  # it means nothing now
+    assert json.loads((folder / LOCK_FILE).read_text()) == message  # it means nothing now
     assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
     assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
 

@@ -73,10 +73,10 @@ def test_a_failed_step_saves_the_state_before_it(run: pg.Run, tmp_path: Path, na
     record, folder = Record(), tmp_path / "run"
     with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device") as caught:
         pg.train(run, display=record, callbacks=[Full(2, name)])
-    (said,) = caught.value.__notes__
-    assert said.startswith(f"step 3 failed; step 2 is saved: policygrad train --resume {folder} --allow-code ")
-    assert said.endswith(" resumes from step 2")
-    assert said in record.said
+    (message,) = caught.value.__notes__
+    assert message.startswith(f"step 3 failed; step 2 is saved: policygrad train --resume {folder} --allow-code ")
+    assert message.endswith(" resumes from step 2")
+    assert message in record.said
     two = tmp_path / "two"
     pg.train(replace(run, output=str(two)), stop_after=2, display=False)
     assert same(state(folder, 2), state(two, 2))  # the weights, AdamW's moments, the random state
@@ -84,11 +84,11 @@ def test_a_failed_step_saves_the_state_before_it(run: pg.Run, tmp_path: Path, na
     assert {k: v for k, v in saved.items() if k != "seconds"} == {
         k: v for k, v in never_failed.items() if k != "seconds"
     }
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    uninterrupted = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pg.train(resume=folder, display=False)
-    assert same(weights(whole), weights(folder))
-    assert untimed(whole / METRICS) == untimed(folder / METRICS)
-    assert rows(whole / COMPLETIONS) == rows(folder / COMPLETIONS)
+    assert same(weights(uninterrupted), weights(folder))
+    assert untimed(uninterrupted / METRICS) == untimed(folder / METRICS)
+    assert rows(uninterrupted / COMPLETIONS) == rows(folder / COMPLETIONS)
 
 
 def test_without_a_snapshot_the_last_checkpoint_is_resumed(
@@ -103,6 +103,6 @@ def test_without_a_snapshot_the_last_checkpoint_is_resumed(
         pg.train(replace(run, checkpoint=pg.CheckpointConfig(every=2)), callbacks=[Full(3, METRICS)], display=False)
     assert "step 3 could not be saved (the weights have changed since" in caught.value.__notes__[0]
     assert "resumes from step 2" in caught.value.__notes__[0]
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    uninterrupted = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pg.train(resume=tmp_path / "run", display=False)
-    assert same(weights(whole), weights(tmp_path / "run"))
+    assert same(weights(uninterrupted), weights(tmp_path / "run"))

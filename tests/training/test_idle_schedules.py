@@ -35,20 +35,20 @@ from policygrad.training.trainer import train
     ],
 )
 def test_presets_report_idle_schedules(changes: dict[str, object], says: list[str]) -> None:
-    found = describe_idle_schedules(Run(**changes))  # type: ignore[arg-type]
-    assert len(found) == bool(says)
-    assert all(word in found[0] for word in says)
+    result = describe_idle_schedules(Run(**changes))  # type: ignore[arg-type]
+    assert len(result) == bool(says)
+    assert all(word in result[0] for word in says)
 
 
 @pytest.mark.parametrize(("steps", "acts"), [(8, True), (7, False), (1, False)])
 def test_refresh_after_stall_that_never_acts(steps: int, acts: bool) -> None:
     """Scores after steps 2, 4 and 6, the second and third no better: anew with step 7, and compared with from step 8 on."""
     algorithm = replace(pg.GRPO, reference=pg.Reference(refresh_after_stall=2))
-    found = describe_idle_schedules(Run(algorithm=algorithm, steps=steps, evaluation=pg.EvaluationConfig(every=2)))
-    assert (not found) is acts
+    result = describe_idle_schedules(Run(algorithm=algorithm, steps=steps, evaluation=pg.EvaluationConfig(every=2)))
+    assert (not result) is acts
     if not acts:
-        assert "after step 7 at the earliest" in found[0]
-        assert "Set --steps above 7" in found[0]
+        assert "after step 7 at the earliest" in result[0]
+        assert "Set --steps above 7" in result[0]
 
 
 @pytest.mark.slow
@@ -60,18 +60,18 @@ def test_the_report_is_correct(small: Run, tmp_path: Path, every: int, acts: boo
     never = train(replace(run, output=str(tmp_path / "never")), display=False)
     record = Record()
     refreshed = replace(run, algorithm=replace(algorithm, reference=pg.Reference(refresh_every=every)))
-    found = train(replace(refreshed, output=str(tmp_path / "anew")), display=record)
-    metrics = rows(found.output / "metrics.jsonl")
+    result = train(replace(refreshed, output=str(tmp_path / "anew")), display=record)
+    metrics = rows(result.output / "metrics.jsonl")
     assert [m["step"] for m in metrics if m.get("reference/refreshed")] == [every]
-    assert same(weights(never.output), weights(found.output)) is not acts
+    assert same(weights(never.output), weights(result.output)) is not acts
     assert any("never takes effect in this run" in note for note in record.notes) is not acts
 
 
 def test_a_dry_run_reports_idle_schedules(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    code, said, _ = run_command("train", "prorl", "--dry-run")
+    code, message, _ = run_command("train", "prorl", "--dry-run")
     assert code == 0
-    assert "# Note: Reference.refresh_every = 200 never takes effect" in said
-    (tmp_path / "run.toml").write_text(said)
-    code, again, _ = run_command("train", "--config", str(tmp_path / "run.toml"), "--steps", "300", "--dry-run")
+    assert "# Note: Reference.refresh_every = 200 never takes effect" in message
+    (tmp_path / "run.toml").write_text(message)
+    code, rerun, _ = run_command("train", "--config", str(tmp_path / "run.toml"), "--steps", "300", "--dry-run")
     assert code == 0
-    assert "Note:" not in again
+    assert "Note:" not in rerun

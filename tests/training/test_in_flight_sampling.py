@@ -88,7 +88,7 @@ class Waiting(pg.Callback):
 
 
 @pytest.fixture(scope="module")
-def whole(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, InFlight]:
+def full(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, InFlight]:
     """A run that nothing has happened to, and its sampler."""
     made: list[InFlight] = []
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -97,15 +97,15 @@ def whole(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder, made[0]
 
 
-def test_each_rollout_and_completion_is_sampled_once(whole: tuple[Path, InFlight]) -> None:
-    folder, sampler = whole
+def test_each_rollout_and_completion_is_sampled_once(full: tuple[Path, InFlight]) -> None:
+    folder, sampler = full
     assert sorted(sampler.asked) == [*range(1, STEPS + 1)]
     assert all(len(keys) == len(set(keys)) == PROMPTS * SAMPLES for keys in sampler.asked.values())
     told = [row["staleness/max"] for row in rows(folder / "metrics.jsonl")]
     assert told == [0] + [1] * (STEPS - 1)
 
 
-def test_resume_amid_a_weight_change_repeats_nothing(run: pg.Run, whole: tuple[Path, InFlight], tmp_path: Path) -> None:
+def test_resume_amid_a_weight_change_repeats_nothing(run: pg.Run, full: tuple[Path, InFlight], tmp_path: Path) -> None:
     folder, made = tmp_path / "run", list[InFlight]()
     stopped = replace(run, output=str(folder))
     before, result = trained(stopped, sampler=drawing(made), callbacks=[Waiting(made, 2)], stop_after=2)
@@ -136,7 +136,7 @@ def test_resume_amid_a_weight_change_repeats_nothing(run: pg.Run, whole: tuple[P
         assert set(versions[PIECE:].tolist()) <= {2}
     assert mixed > PROMPTS
 
-    unbroken, _ = whole
+    unbroken, _ = full
     assert same(weights(unbroken), weights(folder))
     assert untimed(unbroken / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
     assert rows(unbroken / "completions.jsonl") == rows(folder / "completions.jsonl")
@@ -149,8 +149,8 @@ def when(what: str, number: int, sent: signal.Signals) -> Callable[[str, int], N
     """Sends the signal when the sampler tells this, once."""
     left = [True]
 
-    def told(said: str, at: int) -> None:
-        if (said, at) == (what, number) and left[0]:
+    def told(message: str, at: int) -> None:
+        if (message, at) == (what, number) and left[0]:
             left[0] = False
             send(sent)
 

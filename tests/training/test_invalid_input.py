@@ -308,14 +308,14 @@ def test_a_hub_id_without_a_network_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_a_damaged_model_is_refused(bench: Bench, changed_model: Callable[..., str]) -> None:
     model = Path(changed_model())
     weights = model / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:1000])
+    full = weights.read_bytes()
+    weights.write_bytes(full[:1000])
     with pytest.raises(ModelError, match="cannot load the model"):
         bench.go(model=str(model))
     weights.unlink()
     with pytest.raises(ModelError, match="cannot load the model"):
         bench.go(model=str(model))
-    weights.write_bytes(whole)
+    weights.write_bytes(full)
     (model / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json is not JSON"):
         bench.go(model=str(model))

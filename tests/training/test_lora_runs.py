@@ -39,8 +39,8 @@ IDS = torch.arange(4, 14)[None]
 
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
-    found: Tensor = model(input_ids=IDS).logits
-    return found
+    result: Tensor = model(input_ids=IDS).logits
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def trained(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resumed(run: pg.Run, folder: Path) -> Path:
     """The folder of the run, which equals, to the bit, the one that is stopped after its first step."""
-    whole = pg.train(replace(run, output=str(folder / "whole")), display=False).output
+    full = pg.train(replace(run, output=str(folder / "whole")), display=False).output
     pieces = folder / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     pg.train(resume=pieces, allow_code=("/",), display=False)
-    assert same(weights(whole), weights(pieces))
-    last = [checkpoint.load_checkpoint(f / "checkpoints" / "step-000003").tensors for f in (whole, pieces)]
+    assert same(weights(full), weights(pieces))
+    last = [checkpoint.load_checkpoint(f / "checkpoints" / "step-000003").tensors for f in (full, pieces)]
     assert same(*last)
     assert all("lora_" in name or not name.startswith(("weights/", "adam/")) for name in last[0])
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    return whole
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    return full
 
 
 def test_resume_is_bitwise_and_sampler_agrees_with_learner(run: pg.Run, tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_resume_is_bitwise_with_other_models(run: pg.Run, tmp_path: Path, name: 
 def test_sampling_ahead_uses_separate_adapters(run: pg.Run, tmp_path: Path) -> None:
     ahead = replace(run, max_staleness=1)
     folder = resumed(ahead, tmp_path)
-    told = rows(folder / "metrics.jsonl")
-    assert [row["staleness/max"] for row in told] == [0, 1, 1]
+    report = rows(folder / "metrics.jsonl")
+    assert [row["staleness/max"] for row in report] == [0, 1, 1]
     assert not same(
         weights(folder), weights(pg.train(replace(run, output=str(tmp_path / "at once")), display=False).output)
     )
@@ -115,13 +115,15 @@ def test_an_adapters_folder_is_trained_further(run: pg.Run, trained: Path, tmp_p
     assert {n for n, p in policy.named_parameters() if p.requires_grad} == {
         n for n, _ in policy.named_parameters() if "lora_" in n
     }
-    again = replace(run, model=str(trained), learner=pg.LearnerConfig(), algorithm=pg.GRPO, output=str(tmp_path / "on"))
-    found = pg.train(again, display=False).output
-    assert rows(found / "metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-9)
-    assert rows(found / "metrics.jsonl")[-1]["kl"] > 0
-    assert weights(found).keys() == weights(trained).keys()
-    assert not same(weights(found), weights(trained))
-    config = json.loads((found / "model" / "adapter_config.json").read_text())
+    second = replace(
+        run, model=str(trained), learner=pg.LearnerConfig(), algorithm=pg.GRPO, output=str(tmp_path / "on")
+    )
+    result = pg.train(second, display=False).output
+    assert rows(result / "metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert rows(result / "metrics.jsonl")[-1]["kl"] > 0
+    assert weights(result).keys() == weights(trained).keys()
+    assert not same(weights(result), weights(trained))
+    config = json.loads((result / "model" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(Path(run.model).resolve())
     with pytest.raises(ConfigError, match=r"rank=16, but .* is an adapter with rank=4.*export .* --merge"):
         load_model(str(trained), lora=Lora(rank=16))
@@ -134,10 +136,10 @@ def test_peft_and_the_merged_model_agree(trained: Path, run: pg.Run, tmp_path: P
     assert not torch.allclose(ours, logits(base), atol=1e-3)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(base, trained / "model").eval()), ours)
     merged = export_merged(str(trained), str(tmp_path / "merged"))
-    whole = tf.AutoModelForCausalLM.from_pretrained(merged)
-    assert torch.allclose(logits(whole), ours, atol=1e-4)
+    full = tf.AutoModelForCausalLM.from_pretrained(merged)
+    assert torch.allclose(logits(full), ours, atol=1e-4)
     assert not any("lora" in name for name in load_file(merged / "model.safetensors"))
-    assert torch.equal(logits(load_model(str(merged))), logits(whole.eval()))
+    assert torch.equal(logits(load_model(str(merged))), logits(full.eval()))
 
 
 def test_the_export_command_merges(
@@ -173,8 +175,8 @@ def test_an_adapter_without_its_base_is_refused(trained: Path, tmp_path: Path, m
         (folder / name).unlink()
     sizes = pg.EvaluationConfig(problems=2, samples_per_prompt=1)
     options = pg.RunOptions(model=str(folder), evaluation=sizes, sampling=pg.SamplingParams(max_tokens=4))
-    found = pg.evaluate(options)  # with its base's tokenizer
-    assert found.num_tokens > 0
+    result = pg.evaluate(options)  # with its base's tokenizer
+    assert result.num_tokens > 0
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")})
@@ -216,12 +218,12 @@ def test_fine_tuning_trains_adapters_and_resumes(run: pg.Run, tmp_path: Path) ->
     config = SFTConfig(
         data=data, model=str(run.model), learner=LORA, batch_size=8, lr=1e-2, output=str(tmp_path / "whole")
     )
-    whole = pg.train_sft(config, display=False)
-    assert whole.after["eval/loss"] < whole.before["eval/loss"]  # type: ignore[index]
+    full = pg.train_sft(config, display=False)
+    assert full.after["eval/loss"] < full.before["eval/loss"]  # type: ignore[index]
     pieces = tmp_path / "pieces"
     pg.train_sft(replace(config, output=str(pieces)), stop_after=2, display=False)
     pg.train_sft(resume=pieces, display=False)
-    assert same(weights(whole.output), weights(pieces))
+    assert same(weights(full.output), weights(pieces))
     assert all("lora_" in name for name in weights(pieces))
     assert replace(config, lr=None).resolve().lr == pytest.approx(1e-4)
 
@@ -235,18 +237,20 @@ def test_a_reward_model_trains_adapters_and_its_head(run: pg.Run, tmp_path: Path
         data=data, model=str(run.model), learner=learner, batch_size=8, lr=1e-2, output=str(tmp_path / "rm")
     )
     record = Record()
-    found = pg.train_reward_model(config, display=record)
-    file = weights(found.output)
+    result = pg.train_reward_model(config, display=record)
+    file = weights(result.output)
     assert {name.rpartition("model.")[2] for name in file if "lora_" not in name} == {"score.weight"}
     texts = [[5, 6, 7, 8], [9, 4]]
-    model = load_classifier(str(found.output / "model"))
-    merged = load_classifier(str(export_merged(str(found.output))))
+    model = load_classifier(str(result.output / "model"))
+    merged = load_classifier(str(export_merged(str(result.output))))
     assert torch.allclose(score(model, texts), score(merged, texts), atol=1e-4 if dtype == "fp32" else 0.05)
     assert model.config.pad_token_id == merged.config.pad_token_id
-    reward = (f"model:{found.output}",)
+    reward = (f"model:{result.output}",)
     pg.train(replace(run, reward=reward, steps=1, output=str(tmp_path / "rl")), display=False)
-    again = pg.train_reward_model(replace(config, model=str(found.output), output=str(tmp_path / "on")), display=False)
-    assert weights(again.output).keys() == file.keys()
+    second = pg.train_reward_model(
+        replace(config, model=str(result.output), output=str(tmp_path / "on")), display=False
+    )
+    assert weights(second.output).keys() == file.keys()
 
 
 def test_a_new_head_needs_a_complete_model(run: pg.Run, trained: Path, tmp_path: Path) -> None:
@@ -271,10 +275,10 @@ def test_four_bits_have_right_gradients_and_resume(run: pg.Run, tmp_path: Path) 
             nn.init.normal_(parameter, std=0.1, generator=generator)
 
     def loss() -> Tensor:
-        found: Tensor = model(input_ids=IDS).logits.logsumexp(-1).sum()
-        return found
+        result: Tensor = model(input_ids=IDS).logits.logsumexp(-1).sum()
+        return result
 
-    found = torch.autograd.grad(loss(), list(trained.values()))
+    result = torch.autograd.grad(loss(), list(trained.values()))
     along = [torch.randn(p.shape, generator=generator) for p in trained.values()]
     sides = []
     for step in (1e-3, -2e-3):
@@ -283,7 +287,7 @@ def test_four_bits_have_right_gradients_and_resume(run: pg.Run, tmp_path: Path) 
                 parameter.add_(step * x)
             sides.append(float(loss()))
     expected = (sides[0] - sides[1]) / 2e-3
-    assert float(sum((g * x).sum() for g, x in zip(found, along, strict=True))) == pytest.approx(expected, rel=0.01)
+    assert float(sum((g * x).sum() for g, x in zip(result, along, strict=True))) == pytest.approx(expected, rel=0.01)
     made = clone_model(model)
     assert unshared_parameters(made, model).keys() == trained.keys()
     assert torch.equal(logits(made), logits(model))
@@ -298,8 +302,8 @@ def test_saved_activations_under_adapters_are_counted(name: str) -> None:
     part, held = activation_memory.make_synthetic_pack(140, 12, 3, 4), dict[int, int]()
     with activation_memory.count_saved_tensors(held, model):
         states = evaluator.network.hidden(part)
-    found = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, 3, 4, lora)
-    assert found == pytest.approx(sum(held.values()), rel=0.02)
+    result = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, 3, 4, lora)
+    assert result == pytest.approx(sum(held.values()), rel=0.02)
     assert states.requires_grad
 
 
@@ -309,9 +313,9 @@ def test_the_memory_estimate_counts_one_base_and_all_adapters(trained: Path, run
             replace(run, algorithm=pg.get_algorithm(name), learner=learner, **options).resolve()
         ).fixed  # type: ignore[arg-type]
 
-    plain, whole = static("dr_grpo"), static("dr_grpo", pg.LearnerConfig())
+    plain, full = static("dr_grpo"), static("dr_grpo", pg.LearnerConfig())
     count = sum(t.numel() for t in weights(trained).values())
-    assert plain["weights"] == whole["weights"]
+    assert plain["weights"] == full["weights"]
     assert plain["adapters"] == plain["gradients"] == count * 4
     assert plain["optimizer"] == count * 8
     assert static("grpo")["other models"] == count * 4

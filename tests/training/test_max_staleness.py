@@ -55,11 +55,11 @@ def test_max_staleness_equals_a_sampler_with_late_weights(small: Run, tmp_path: 
     assert untimed(late.output / "metrics.jsonl") == untimed(ahead.output / "metrics.jsonl")
     assert rows(late.output / "completions.jsonl") == rows(ahead.output / "completions.jsonl")
     assert not same(weights(prompt.output), weights(ahead.output))
-    told = [row["staleness/max"] for row in rows(ahead.output / "metrics.jsonl")]
+    report = [row["staleness/max"] for row in rows(ahead.output / "metrics.jsonl")]
     each = run.resolve().algorithm.update_rule.updates
     if name == "dr_grpo":  # which carries nothing over
-        assert told == [each * min(step, lag) for step in range(run.steps)]
-    assert max(told) >= lag
+        assert report == [each * min(step, lag) for step in range(run.steps)]
+    assert max(report) >= lag
 
 
 @pytest.mark.parametrize("name", ["dapo", "trpo_vine"])
@@ -69,19 +69,19 @@ def test_resume_is_bitwise_with_queued_rollouts(small: Run, tmp_path: Path, name
 
 
 def _bitwise(run: Run, folder: Path) -> None:
-    whole = train(replace(run, output=str(folder / "whole"), checkpoint=CheckpointConfig(every=9)), display=False)
+    full = train(replace(run, output=str(folder / "whole"), checkpoint=CheckpointConfig(every=9)), display=False)
     pieces = folder / "pieces"
     result = train(replace(run, output=str(pieces)), stop_after=1, display=False)
     while result.model is None:
         result = train(resume=pieces, stop_after=1, display=False)
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
 def test_a_background_failure_fails_the_step_and_resumes(small: Run, tmp_path: Path) -> None:
     run = replace(small, max_staleness=1)
-    whole = train(replace(run, output=str(tmp_path / "whole")), display=False)
+    full = train(replace(run, output=str(tmp_path / "whole")), display=False)
     for where, given in {
         "rollout": {"sampler": lambda m, t: FailingSampler(m, t, 3, OSError("no room"))},
         "update": {"learner": lambda m, r: learner_cut_short(m, r, 3)},
@@ -91,7 +91,7 @@ def test_a_background_failure_fails_the_step_and_resumes(small: Run, tmp_path: P
             train(replace(run, output=str(folder)), display=False, **given)  # type: ignore[arg-type]
         assert not [t for t in threading.enumerate() if t.name == "rollout"]
         train(resume=folder, display=False)
-        assert same(weights(whole.output), weights(folder))
+        assert same(weights(full.output), weights(folder))
 
 
 def test_a_filter_that_needs_the_learner_is_refused(small: Run) -> None:

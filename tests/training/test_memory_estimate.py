@@ -32,37 +32,37 @@ def test_saved_activations_are_counted_without_weights(name: str, completion: in
     part, held = activation_memory.make_synthetic_pack(140, 12, completion, 4), dict[int, int]()
     with activation_memory.count_saved_tensors(held, model):
         states = evaluator.network.hidden(part)
-    found = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, completion, 4)
-    assert found == pytest.approx(sum(held.values()), rel=0.02)
+    results = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, completion, 4)
+    assert results == pytest.approx(sum(held.values()), rel=0.02)
     assert 100 < len(part.ids) < 200
     assert states.requires_grad
 
 
 def test_the_dry_run_prints_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["ppo", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "# memory: about" in said
-    assert "2,048 tokens" in said.replace("\n# ", " ")
+    message = capsys.readouterr().out
+    assert "# memory: about" in message
+    assert "2,048 tokens" in message.replace("\n# ", " ")
     assert train(["grpo", "--dry-run", "--task", "nowhere.jsonl"]) == 0
     assert "# memory: unknown, nowhere.jsonl" in capsys.readouterr().out
 
 
 def test_every_model_of_a_run_is_counted() -> None:
-    found = {
+    results = {
         name: estimate_memory(pg.Run(algorithm=pg.get_algorithm(name)).resolve())
         for name in ("dr_grpo", "grpo", "ppo", "trpo")
     }
-    plain = found["dr_grpo"].fixed
-    assert found["grpo"].fixed["other models"] == plain["weights"]  # its reference
-    assert found["ppo"].fixed["weights"] == 2 * plain["weights"]  # its critic
-    assert found["ppo"].fixed["optimizer"] == 2 * plain["optimizer"]
-    assert found["trpo"].fixed["optimizer"] > plain["optimizer"]
+    plain = results["dr_grpo"].fixed
+    assert results["grpo"].fixed["other models"] == plain["weights"]  # its reference
+    assert results["ppo"].fixed["weights"] == 2 * plain["weights"]  # its critic
+    assert results["ppo"].fixed["optimizer"] == 2 * plain["optimizer"]
+    assert results["trpo"].fixed["optimizer"] > plain["optimizer"]
     half = estimate_memory(pg.Run(algorithm=pg.DR_GRPO, learner=pg.LearnerConfig(dtype="bf16")).resolve())
     assert half.fixed["weights"] == plain["weights"] * 3 // 2  # and their masters
     assert (
         half.fixed["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
     )  # masters and two moments
-    assert half.training < found["dr_grpo"].training
+    assert half.training < results["dr_grpo"].training
 
 
 def test_an_evaluation_with_more_rows_than_a_step_is_counted() -> None:
@@ -84,10 +84,10 @@ def test_the_peak_is_the_larger_of_training_and_sampling() -> None:
 
 
 def test_the_upper_bound_counts_unreleased_memory() -> None:
-    found = MemoryEstimate({"weights": 2**30}, training=2**30, sampling=2**29, micro_tokens=1)
-    assert found.upper_bound > found.peak + found.sampling  # sampling's memory stays beside learning's
-    assert "at most 3." in str(found)
-    on_gpu = replace(found, releases_memory=True)
+    results = MemoryEstimate({"weights": 2**30}, training=2**30, sampling=2**29, micro_tokens=1)
+    assert results.upper_bound > results.peak + results.sampling  # sampling's memory stays beside learning's
+    assert "at most 3." in str(results)
+    on_gpu = replace(results, releases_memory=True)
     assert on_gpu.upper_bound == on_gpu.peak
     assert "at most" not in str(on_gpu)
 
@@ -120,7 +120,7 @@ def test_the_estimate_is_within_a_fifth_of_the_measured_memory(tmp_path: Path, t
         "from policygrad.training.cost_estimate import estimate_memory; "
         "found = estimate_memory(parse_run(sys.argv[1:])[0].resolve()); print(found.peak, found.upper_bound)"
     )
-    said = subprocess.run([sys.executable, "-c", program, *options], check=True, capture_output=True, text=True)
-    about, most = map(int, said.stdout.split())
+    message = subprocess.run([sys.executable, "-c", program, *options], check=True, capture_output=True, text=True)
+    about, most = map(int, message.stdout.split())
     assert about == pytest.approx(taken, rel=0.2)
     assert taken <= most

@@ -61,8 +61,8 @@ def test_a_stop_while_loading_leaves_the_old_run(run: pg.Run, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "build", stopped)
-        found = pg.train(replace(run, seed=1), overwrite=True, display=record)
-    assert found.interrupted
+        result = pg.train(replace(run, seed=1), overwrite=True, display=record)
+    assert result.interrupted
     assert f"the earlier run in {old} is unchanged" in record.said
     assert files(old) == before
     assert pg.train(resume=old, allow_code=("/",), display=False).steps == 2
@@ -129,10 +129,10 @@ def test_overwrite_needs_output_and_excludes_resume(
     with pytest.raises(ConfigError, match="leave one of them out"):
         pg.train(run, resume=tmp_path, overwrite=True, display=False)
     sizes = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --max-tokens 4 --evaluation.problems 0"
-    words = ["train", "--output", str(tmp_path / "run"), *sizes.split()]
-    assert run_command(*words)[0] == 0
-    assert run_command(*words)[0] == 2
-    assert run_command(*words, "--overwrite")[0] == 0
+    argv = ["train", "--output", str(tmp_path / "run"), *sizes.split()]
+    assert run_command(*argv)[0] == 0
+    assert run_command(*argv)[0] == 2
+    assert run_command(*argv, "--overwrite")[0] == 0
     code, _, err = run_command("train", "--resume", str(tmp_path / "run"), "--overwrite")
     assert code == 2
     assert "--resume continues a run and --overwrite replaces it" in err

@@ -55,7 +55,7 @@ def test_a_run_of_objects_equals_the_run_of_names(run: pg.Run, tmp_path: Path) -
 
 
 def test_a_run_of_objects_resumes_from_python_only(run: pg.Run, tmp_path: Path) -> None:
-    whole = pg.train(replace(objects(run), output=str(tmp_path / "whole")), display=False)
+    full = pg.train(replace(objects(run), output=str(tmp_path / "whole")), display=False)
     record = Record()
     pg.train(objects(run), stop_after=1, display=record)
     folder = tmp_path / "run"
@@ -65,7 +65,7 @@ def test_a_run_of_objects_resumes_from_python_only(run: pg.Run, tmp_path: Path) 
     with pytest.raises(pg.ConfigError, match=r"pg\.train\(run, resume=folder\) with the same object"):
         pg.train(resume=folder, display=False)
     pg.train(objects(run), resume=folder, display=False)
-    assert same(weights(whole.output), weights(folder))
+    assert same(weights(full.output), weights(folder))
 
 
 def test_progress_shows_by_default(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,16 +146,16 @@ def test_a_conversation_is_one_trajectory_of_the_sampled_ids(run: pg.Run, random
         assert "said the tool" in tokenizer.decode(tool.tokens)
         assert trajectory.turn_rewards[0] == 0.25
         assert trajectory.reward == pytest.approx(sum(r for r in trajectory.turn_rewards if r is not None))
-        whole = [
+        full = [
             {"role": "user", "content": str(group.spec.example.prompt)},
             {"role": "assistant", "content": tokenizer.decode(first.tokens)},
             {"role": "tool", "content": "said the tool"},
             {"role": "assistant", "content": tokenizer.decode(second.tokens)},
         ]
-        rendered = tokenizer.hf.apply_chat_template(whole, tokenize=False)
+        rendered = tokenizer.hf.apply_chat_template(full, tokenize=False)
         ids = torch.cat([group.prompt_ids, trajectory.tokens])
-        said = str(tokenizer.hf.decode(ids, clean_up_tokenization_spaces=False))
-        assert rendered.startswith(said) or said == rendered
+        message = str(tokenizer.hf.decode(ids, clean_up_tokenization_spaces=False))
+        assert rendered.startswith(message) or message == rendered
     batch = rollout.batch
     assert batch.version is not None
     assert set(batch.version[batch.mask].tolist()) == {0}
@@ -239,12 +239,12 @@ def test_objects_without_required_methods_are_refused(run: pg.Run) -> None:
         async def step(self, action: pg.Action) -> Any:
             return None
 
-    for environment, said in (
+    for environment, message in (
         (Says, r"Says\.reset returned str: return an Observation"),
         (Waits, r"Waits\.reset is not async: write `async def reset`"),
         (Ends, r"Ends\.step returned NoneType: return a Step"),
     ):
-        with pytest.raises(pg.EngineError, match=said):
+        with pytest.raises(pg.EngineError, match=message):
             pg.collect(replace(run, model="tiny", task="embedded"), environment=environment)
 
 
@@ -274,8 +274,8 @@ def test_the_saved_model_has_the_learners_weights(run: pg.Run, tmp_path: Path) -
     apart = pg.train(run, learner=Apart.beside, display=record)
     assert same(weights(named.output), weights(apart.output))
     assert all(metrics["staleness/max"] == 0 for _, metrics in record.steps)
-    again = pg.train(run, learner=Apart.beside, resume=apart.output, display=False)  # over already: saved once more
-    assert same(weights(named.output), weights(again.output))
+    rerun = pg.train(run, learner=Apart.beside, resume=apart.output, display=False)  # over already: saved once more
+    assert same(weights(named.output), weights(rerun.output))
 
 
 def test_an_evaluation_after_resume_uses_the_checkpoints_weights(run: pg.Run) -> None:
@@ -290,14 +290,14 @@ def test_an_evaluation_after_resume_uses_the_checkpoints_weights(run: pg.Run) ->
     def sampler(model: Any, tokenizer: Any) -> pg.LocalSampler:
         return Watched.from_tokenizer(model, tokenizer)
 
-    whole = pg.train(run, sampler=sampler, display=False)
-    lines = (whole.output / "metrics.jsonl").read_text().splitlines()
-    (whole.output / "metrics.jsonl").write_text(
+    full = pg.train(run, sampler=sampler, display=False)
+    lines = (full.output / "metrics.jsonl").read_text().splitlines()
+    (full.output / "metrics.jsonl").write_text(
         "\n".join(line for line in lines if "eval/reward_stderr" not in line) + "\n"
     )
     seen.clear()
-    again = pg.train(run, resume=whole.output, sampler=sampler, display=False)
-    assert again.after == whole.after
+    rerun = pg.train(run, resume=full.output, sampler=sampler, display=False)
+    assert rerun.after == full.after
     assert set(seen) == {3}
 
 
@@ -312,8 +312,8 @@ def test_a_class_is_a_factory(run: pg.Run) -> None:
 def test_a_sampler_whose_lengths_do_not_agree_is_refused(run: pg.Run) -> None:
     class Short(pg.LocalSampler):
         async def generate(self, requests: Any) -> Any:
-            found = await super().generate(requests)
-            return [replace(g, logp=g.logp[:-1]) for g in found]
+            results = await super().generate(requests)
+            return [replace(g, logp=g.logp[:-1]) for g in results]
 
     with pytest.raises(pg.EngineError, match=r"Short\.generate returned \d+ tokens, \d+ log-probabilities"):
         pg.collect(run, sampler=lambda model, tokenizer: Short.from_tokenizer(model, tokenizer))

@@ -49,8 +49,8 @@ def check_same(unbroken: Path, folder: Path) -> None:
 
 
 def check_alike(unbroken: Path, folder: Path) -> None:
-    expected, found = weights(unbroken), weights(folder)
-    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+    expected, results = weights(unbroken), weights(folder)
+    assert all(torch.allclose(expected[name], results[name], atol=LOOSE) for name in expected)
 
 
 def gathers(learner: FsdpController) -> None:
@@ -92,9 +92,9 @@ def test_what_one_process_has_saved_is_gone_on_with_and_what_two_have_is_exporte
     model = export_stopped(folder)
     saved = checkpoints.load_checkpoint(folder / "checkpoints" / "step-000002").tensors
     expected = {name.removeprefix("weights/"): x for name, x in saved.items() if name.startswith("weights/")}
-    found = load_file(model / "model.safetensors")
-    assert all(torch.equal(found[name], x) for name, x in expected.items() if name in found)
-    assert len(found) > 10
+    results = load_file(model / "model.safetensors")
+    assert all(torch.equal(results[name], x) for name, x in expected.items() if name in results)
+    assert len(results) > 10
 
 
 def with_wrong(rank: int, how: str, at: int) -> Callable[[nn.Module, pg.Run], Any]:

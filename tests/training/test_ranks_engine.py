@@ -51,12 +51,12 @@ def test_a_run_with_an_engine_is_that_of_one_process(
         callbacks=[watch],
     )
     assert watch.seen == 2
-    said = [[row["completion"] for row in rows(r.output / "completions.jsonl")] for r in (one, two)]
-    assert said[0] == said[1]
-    expected, found = weights(one.output), weights(two.output)
-    assert expected.keys() == found.keys()
-    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+    message = [[row["completion"] for row in rows(r.output / "completions.jsonl")] for r in (one, two)]
+    assert message[0] == message[1]
+    expected, result = weights(one.output), weights(two.output)
+    assert expected.keys() == result.keys()
+    assert all(torch.allclose(expected[name], result[name], atol=LOOSE) for name in expected)
     files = [sorted(path.name for path in (r.output / "model").iterdir()) for r in (one, two)]
     assert files[0] == files[1]
-    again = pg.train(replace(run, steps=3), resume=two.output, display=False)  # by one process
-    assert again.steps == 3
+    second = pg.train(replace(run, steps=3), resume=two.output, display=False)  # by one process
+    assert second.steps == 3

@@ -58,9 +58,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def check_named(done: subprocess.CompletedProcess[str], folder: Path, said: str, stack: str) -> None:
+def check_named(done: subprocess.CompletedProcess[str], folder: Path, message: str, stack: str) -> None:
     """Who hung, and where; that the run can be gone on with; that nobody is left."""
-    assert said in done.stderr
+    assert message in done.stderr
     assert "resume from the last checkpoint with --resume run" in done.stderr
     shown = (folder / "run" / "stacks.txt").read_text()
     assert re.findall(r"^rank (\d) ", shown, re.MULTILINE) == ["0", "1"]

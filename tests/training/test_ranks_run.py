@@ -49,9 +49,9 @@ def check_alike(alone: Path, folder: Path) -> None:
     ]
     for one, other in zip(untimed(alone / "metrics.jsonl"), untimed(folder / "metrics.jsonl"), strict=True):
         assert other == pytest.approx(one, rel=LOOSE, abs=LOOSE)
-    expected, found = weights(alone), weights(folder)
-    assert expected.keys() == found.keys()
-    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+    expected, results = weights(alone), weights(folder)
+    assert expected.keys() == results.keys()
+    assert all(torch.allclose(expected[name], results[name], atol=LOOSE) for name in expected)
 
 
 class Killing(pg.Callback):
@@ -111,9 +111,9 @@ def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) 
         "c10d",
         "--rdzv-endpoint",
     ]
-    words = ["localhost:0", "-m", "policygrad", "train", "--config", "run.toml", "--output", str(folder), "--plain"]
+    argv = ["localhost:0", "-m", "policygrad", "train", "--config", "run.toml", "--output", str(folder), "--plain"]
     done = subprocess.run(
-        [*start, *words, "--allow-code", run.reward[0].rpartition(":")[0]],
+        [*start, *argv, "--allow-code", run.reward[0].rpartition(":")[0]],
         cwd=tmp_path,
         env=os.environ,
         capture_output=True,
@@ -154,8 +154,8 @@ def test_what_one_process_cannot_draw_is_raised_in_all_of_them() -> None:
     answer = Generation(torch.tensor([1]), torch.zeros(1), "stop", 0)
     wrong = NumericsError("no number")
     asked = [Request(torch.tensor([1]), (0, 0), pg.SamplingParams(), 1)] * 2
-    whole = _Two(([answer], None))
-    assert asyncio.run(_sample_together(_Draws([answer]), asked, whole)) == [answer, answer]  # type: ignore[arg-type]
+    full = _Two(([answer], None))
+    assert asyncio.run(_sample_together(_Draws([answer]), asked, full)) == [answer, answer]  # type: ignore[arg-type]
     for said, other in ((wrong, ([answer], None)), ([answer], ([], wrong))):
         ranks = _Two(other)
         with pytest.raises(NumericsError, match="no number"):

@@ -21,7 +21,7 @@ LOOSE = 2e-4
 def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, then: int) -> None:
     """Begun by one process, gone on with by such as share layers, ended by others again."""
     run = replace(small, algorithm=pg.GRPO, steps=4, learner=pg.LearnerConfig(micro_tokens=64))
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
+    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
     folder = tmp_path / "run"
     pg.train(replace(run, output=str(folder)), stop_after=1, display=False)
     cut = replace(run.learner, world_size=ranks, tensor_parallel=2)
@@ -29,7 +29,7 @@ def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, 
     spread = replace(run.learner, world_size=then)
     ended = pg.train(replace(run, learner=spread), resume=folder, display=False)
     assert ended.steps == 4
-    said = [[row["completion"] for row in rows(r.output / "completions.jsonl")] for r in (whole, ended)]
-    assert said[0] == said[1]
-    expected, found = weights(whole.output), weights(ended.output)
-    assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
+    message = [[row["completion"] for row in rows(r.output / "completions.jsonl")] for r in (full, ended)]
+    assert message[0] == message[1]
+    expected, result = weights(full.output), weights(ended.output)
+    assert all(torch.allclose(expected[name], result[name], atol=LOOSE) for name in expected)

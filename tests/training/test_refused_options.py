@@ -31,7 +31,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "says"),
     [
         (("--rewards.timeout", "inf"), "rewards.timeout above 0 and finite"),
         (("--rewards.timeout", "nan"), "rewards.timeout above 0 and finite"),
@@ -56,21 +56,21 @@ Command = Callable[..., tuple[int, str, str]]
         (("--allow-code",), "--allow-code needs at least one value"),
     ],
 )
-def test_invalid_words_are_refused(run_command: Command, words: tuple[str, ...], says: str) -> None:
-    code, _, err = run_command("train", *words, "--dry-run")
+def test_invalid_words_are_refused(run_command: Command, argv: tuple[str, ...], says: str) -> None:
+    code, _, err = run_command("train", *argv, "--dry-run")
     assert code == 2
     assert says in " ".join(err.replace("│", "").split())  # which the parser may have put into a box
 
 
 def test_other_commands_refuse_invalid_words(run_command: Command) -> None:
-    for words in (
+    for argv in (
         ("--reward",),
         ("--budget", "inf"),
         ("--seed", str(2**63)),
         ("--threshold", "nan"),
         ("--problems", "1000000000000"),
     ):
-        code, _, err = run_command("eval", "tiny", *words)
+        code, _, err = run_command("eval", "tiny", *argv)
         assert code == 2
         assert err.strip()
     assert run_command("sft", "--data", "x", "--seed", str(2**63), "--dry-run")[0] == 2
@@ -97,8 +97,8 @@ def test_a_name_that_is_too_long_is_refused(
     run_command: Command, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in (("--model", name), ("--reward", f"model:{name}")):
-        code, _, err = run_command("train", *words)
+    for argv in (("--model", name), ("--reward", f"model:{name}")):
+        code, _, err = run_command("train", *argv)
         assert code == 2
         assert "a name has at most 255 bytes" in err
     assert run_command("train", "--output", name)[0] == 2
@@ -106,19 +106,19 @@ def test_a_name_that_is_too_long_is_refused(
 
 
 @pytest.mark.parametrize(
-    "words", [("train",), ("sft", "--data", "x"), ("reward-model", "--data", "x"), ("compare", "grpo")]
+    "argv", [("train",), ("sft", "--data", "x"), ("reward-model", "--data", "x"), ("compare", "grpo")]
 )
 def test_an_empty_output_is_refused(
-    run_command: Command, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: Command, argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, err = run_command(*words, "--output", "")
+    code, _, err = run_command(*argv, "--output", "")
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert "output must name a folder, not ''" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "says"),
     [
         (
             ("plan", "--gpus", "cpu:1", "--model", "tiny", "--output", "x" * 300),
@@ -130,10 +130,10 @@ def test_an_empty_output_is_refused(
     ],
 )
 def test_options_of_other_commands_are_checked(
-    run_command: Command, words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: Command, argv: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, err = run_command(*words)
+    code, _, err = run_command(*argv)
     assert code == 2
     assert says in err
 
@@ -206,8 +206,8 @@ def test_an_encoder_decoder_reward_model_is_refused(tmp_path: Path) -> None:
 def test_an_encoder_decoder_on_the_hub_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which transformers would load the decoder as a causal model."""
     (tmp_path / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
-    told = SimpleNamespace(siblings=[])
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: told)
+    report = SimpleNamespace(siblings=[])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: report)
     monkeypatch.setattr(hub, "cached_file", lambda path, name, **options: str(tmp_path / name))
     with pytest.raises(ModelError, match=r"'org/bart' \(bart\) is an encoder-decoder"):
         load_model("org/bart")

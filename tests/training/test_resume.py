@@ -42,16 +42,16 @@ def test_resume_at_every_step_is_bitwise(small: Run, tmp_path: Path, name: str) 
         algorithm = replace(algorithm, filters=(), reference=pg.Reference(refresh_every=2, reset_optimizer=True))
     if name == "ppo":
         algorithm = replace(algorithm, critic=pg.Critic(pretrain=2, pretrain_until=1.0))
-    whole = train(replace(small, algorithm=algorithm, output=str(tmp_path / "whole")))
+    full = train(replace(small, algorithm=algorithm, output=str(tmp_path / "whole")))
     pieces = tmp_path / "pieces"
     result = train(replace(small, algorithm=algorithm, output=str(pieces)), stop_after=1)
     while result.steps < small.steps:
         assert result.model is None
         result = train(resume=pieces, stop_after=1)
     assert result.steps == small.steps
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
 CHILD = """
@@ -90,7 +90,7 @@ def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path
 
     (test_interrupted_save.py kills a save at 20 random moments; here the whole run is taken up again.)
     """
-    whole = train(replace(small, output=str(tmp_path / "whole")))
+    full = train(replace(small, output=str(tmp_path / "whole")))
     killed = tmp_path / "killed"
     train(replace(small, output=str(killed)), stop_after=2)
     moments = random.Random(0).sample(range(1, 12), 2)
@@ -104,8 +104,8 @@ def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path
         assert child.returncode == -signal.SIGKILL, child.stderr
         assert not (killed / "model").exists()
     train(resume=killed)
-    assert same(weights(whole.output), weights(killed))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(killed / "metrics.jsonl")
+    assert same(weights(full.output), weights(killed))
+    assert untimed(full.output / "metrics.jsonl") == untimed(killed / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -116,8 +116,8 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
     assert 2 <= result.steps <= 3
     assert "--resume" in record.summary["resume with"]
     assert train(resume=tmp_path / "run").steps == small.steps
-    whole = train(replace(small, output=str(tmp_path / "whole")))
-    assert same(weights(whole.output), weights(tmp_path / "run"))
+    full = train(replace(small, output=str(tmp_path / "whole")))
+    assert same(weights(full.output), weights(tmp_path / "run"))
 
 
 def failing(where: str, at: int) -> dict[str, Any]:
@@ -139,15 +139,15 @@ def test_a_failed_step_leaves_the_checkpoint_before_it(
     record = Record()
     with pytest.raises(error) as caught:
         train(run, display=record, **failing(where, 4))
-    (said,) = [note for note in record.notes if "failed" in note]
-    assert said.startswith("step 4 failed")
-    assert f"resume={str(tmp_path / 'run')!r}) resumes from step 3" in said
-    assert ("lower --lr or change --seed" in said) is (where == "gradient")
-    assert caught.value.__notes__ == [said]
+    (message,) = [note for note in record.notes if "failed" in note]
+    assert message.startswith("step 4 failed")
+    assert f"resume={str(tmp_path / 'run')!r}) resumes from step 3" in message
+    assert ("lower --lr or change --seed" in message) is (where == "gradient")
+    assert caught.value.__notes__ == [message]
     train(resume=tmp_path / "run")
-    whole = train(replace(run, output=str(tmp_path / "whole")))
-    assert same(weights(whole.output), weights(tmp_path / "run"))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
+    full = train(replace(run, output=str(tmp_path / "whole")))
+    assert same(weights(full.output), weights(tmp_path / "run"))
+    assert untimed(full.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -164,17 +164,17 @@ def test_a_failure_between_updates_reports_the_saved_step(small: Run, tmp_path: 
     record = Record()
     with pytest.raises(FloatingPointError):
         train(resume=tmp_path / "run", display=record, **failing("gradient", 4 + 2))  # the second of step 3's four
-    (said,) = [note for note in record.notes if "step 3 failed" in note]
-    assert "step 2 is saved: " in said
-    assert "resume=" in said
+    (message,) = [note for note in record.notes if "step 3 failed" in note]
+    assert "step 2 is saved: " in message
+    assert "resume=" in message
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
     saved = checkpoint.load_latest(tmp_path / "run" / "checkpoints", warn=pytest.fail)
     assert saved is not None
     assert saved.state["learner"]["optimizer"]["taken"] == 2 * 4
     assert all(tensor.isfinite().all() for name, tensor in saved.tensors.items() if name.startswith("weights/"))
     assert train(resume=tmp_path / "run").steps == 3
-    whole = train(replace(run, output=str(tmp_path / "whole")))
-    assert same(weights(whole.output), weights(tmp_path / "run"))
+    full = train(replace(run, output=str(tmp_path / "whole")))
+    assert same(weights(full.output), weights(tmp_path / "run"))
 
 
 def test_an_interrupted_update_leaves_the_step_before_it(small: Run, tmp_path: Path) -> None:
@@ -183,12 +183,12 @@ def test_an_interrupted_update_leaves_the_step_before_it(small: Run, tmp_path: P
     run = replace(small, checkpoint=CheckpointConfig(every=100), output=str(tmp_path / "run"))
     with pytest.raises(RuntimeError):
         train(run, display=record, **failing("midst", 3))
-    (said,) = [note for note in record.notes if "failed" in note]
-    assert said.startswith("step 4 failed; step 3 is saved: ")
+    (message,) = [note for note in record.notes if "failed" in note]
+    assert message.startswith("step 4 failed; step 3 is saved: ")
     train(resume=tmp_path / "run")
-    whole = train(replace(run, output=str(tmp_path / "whole")))
-    assert same(weights(whole.output), weights(tmp_path / "run"))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
+    full = train(replace(run, output=str(tmp_path / "whole")))
+    assert same(weights(full.output), weights(tmp_path / "run"))
+    assert untimed(full.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
 
 
 def test_a_partial_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +199,9 @@ def test_a_partial_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: py
     with pytest.raises(RuntimeError):
         train(run, display=record, **failing("midst", 2))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
-    (said,) = [note for note in record.notes if "failed" in note]
-    assert "step 1 could not be saved (the weights have changed since" in said
-    assert said.endswith("resumes from step 0")
+    (message,) = [note for note in record.notes if "failed" in note]
+    assert "step 1 could not be saved (the weights have changed since" in message
+    assert message.endswith("resumes from step 0")
 
 
 def test_a_second_ctrl_c_ends_at_once(small: Run, tmp_path: Path) -> None:
@@ -215,33 +215,33 @@ def test_a_second_ctrl_c_ends_at_once(small: Run, tmp_path: Path) -> None:
 def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: Path) -> None:
     run = replace(small, steps=50, tokens=600, evaluation=EvaluationConfig(problems=2, samples_per_prompt=2))
     record = Record()
-    whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
-    sampled = [m["tokens/sampled"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
-    assert 1 < whole.steps == len(sampled) < 50
+    full = train(replace(run, output=str(tmp_path / "whole")), display=record)
+    sampled = [m["tokens/sampled"] for m in rows(full.output / "metrics.jsonl") if "reward" in m]
+    assert 1 < full.steps == len(sampled) < 50
     assert sum(sampled[:-1]) < 600 <= sum(sampled)
-    assert whole.model is not None
-    numbers = json.loads((whole.output / "result.json").read_text())
+    assert full.model is not None
+    numbers = json.loads((full.output / "result.json").read_text())
     assert numbers["tokens"] == sum(sampled)
-    assert numbers["eval_reward_after"] == whole.after is not None
+    assert numbers["eval_reward_after"] == full.after is not None
     assert 50 < numbers["peak_memory_mib"] < 50_000
-    clocks = [m["time/rollout"] + m["time/update"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
+    clocks = [m["time/rollout"] + m["time/update"] for m in rows(full.output / "metrics.jsonl") if "reward" in m]
     assert numbers["seconds"] == pytest.approx(sum(clocks))
 
     pieces = tmp_path / "pieces"
     result = train(replace(run, output=str(pieces)), stop_after=1)
     while result.model is None:
         result = train(resume=pieces, stop_after=1)
-    assert result.steps == whole.steps
-    assert same(weights(whole.output), weights(pieces))
-    again = json.loads((pieces / "result.json").read_text())
+    assert result.steps == full.steps
+    assert same(weights(full.output), weights(pieces))
+    rerun = json.loads((pieces / "result.json").read_text())
     clocks = [m["time/rollout"] + m["time/update"] for m in rows(pieces / "metrics.jsonl") if "reward" in m]
-    assert again["tokens"] == numbers["tokens"]
-    assert again["seconds"] == pytest.approx(sum(clocks))
+    assert rerun["tokens"] == numbers["tokens"]
+    assert rerun["seconds"] == pytest.approx(sum(clocks))
 
     more = train(
         replace(load_config(pieces / "run.toml", Run()), tokens=sum(sampled) + 1), resume=pieces
     )  # a larger budget goes on
-    assert more.steps == whole.steps + 1
+    assert more.steps == full.steps + 1
 
 
 @pytest.mark.slow
@@ -263,15 +263,15 @@ def test_resume_is_bitwise_with_refresh_after_stall(small: Run, tmp_path: Path) 
         evaluation=EvaluationConfig(problems=1, samples_per_prompt=2, every=1),
         steps=8,
     )
-    whole = train(replace(run, output=str(tmp_path / "whole")))
-    metrics = rows(whole.output / "metrics.jsonl")
+    full = train(replace(run, output=str(tmp_path / "whole")))
+    metrics = rows(full.output / "metrics.jsonl")
     assert [m["step"] for m in metrics if m.get("reference/refreshed")] == [4, 7]
     pieces = tmp_path / "pieces"
     result = train(replace(run, output=str(pieces)), stop_after=1)
     while result.model is None:
         result = train(resume=pieces, stop_after=1)
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
 def test_fewer_steps_than_completed_are_refused(small: Run, tmp_path: Path) -> None:

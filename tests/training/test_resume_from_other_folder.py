@@ -55,9 +55,9 @@ def project(tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch)
     return folder
 
 
-def done(run_command: Command, *words: object) -> str:
+def done(run_command: Command, *argv: object) -> str:
     """What the command prints."""
-    code, out, err = run_command(*map(str, words))
+    code, out, err = run_command(*map(str, argv))
     assert code == 0, err
     return out
 
@@ -74,21 +74,21 @@ def test_resume_from_another_folder_is_bitwise(
 ) -> None:
     done(run_command, *RUN, "--steps", "3", "--output", "runs/whole")
     done(run_command, *RUN, "--steps", "3", "--output", "runs/pieces", "--stop-after", "1")
-    whole, pieces = project / "runs" / "whole", project / "runs" / "pieces"
+    full, pieces = project / "runs" / "whole", project / "runs" / "pieces"
     monkeypatch.chdir(project.parent / "elsewhere")
     done(run_command, "train", "--resume", "../project/runs/pieces", "--allow-code", project, "--plain")
-    assert same(weights(whole), weights(pieces))
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert same(weights(full), weights(pieces))
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full / "completions.jsonl") == rows(pieces / "completions.jsonl")
     assert {"mine.py:digit", "exact_match if mine.py:digit"} == set(rows(pieces / "completions.jsonl")[0]["rewards"])
-    assert settings(whole) == settings(pieces)
+    assert settings(full) == settings(pieces)
     assert settings(pieces)["directory"] == "../.."
-    for folder in (whole, pieces):
+    for folder in (full, pieces):
         card = (folder / "model" / "README.md").read_text()
         assert str(project.parent) not in card
         assert "| task | 0.5*data/a.jsonl+0.5*data/b.jsonl |" in card
-    told = done(run_command, "eval", pieces, "--samples", "1", "--allow-code", project)
-    assert "2 problems × 1 samples" in told
+    report = done(run_command, "eval", pieces, "--samples", "1", "--allow-code", project)
+    assert "2 problems × 1 samples" in report
     (project / "runs").rename(project.parent / "kept")  # without its data, so from where that is
     monkeypatch.chdir(project)
     done(run_command, "train", "--resume", project.parent / "kept" / "pieces", "--steps", "4", "--plain")
@@ -99,7 +99,7 @@ def test_resume_from_another_folder_is_bitwise(
 def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     done(run_command, *RUN, "--steps", "3", "--output", "runs/whole")
     done(run_command, *RUN, "--steps", "3", "--output", "runs/pieces", "--stop-after", "1")
-    whole = weights(project / "runs" / "whole")
+    full = weights(project / "runs" / "whole")
     moved = project.parent / "moved"
     monkeypatch.chdir(project.parent)
     project.rename(moved)
@@ -109,7 +109,7 @@ def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypa
     assert model == str(moved / "runs" / "pieces" / "model-step-2")
     assert str(moved) not in (Path(model) / "README.md").read_text()
     pg.train(resume=moved / "runs" / "pieces", allow_code=(str(moved),), display=False)
-    assert same(whole, weights(moved / "runs" / "pieces"))
+    assert same(full, weights(moved / "runs" / "pieces"))
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_fine_tuning_and_reward_models_resume_from_another_folder(
     pairs = [{"prompt": f"{i} + 1 =", "chosen": str(i + 1), "rejected": "no"} for i in range(40)]
     data = "data/pairs.jsonl" if kind == "sft" else "data/preferences.jsonl"
     write_rows(project / "data" / "preferences.jsonl", pairs)
-    words = (
+    argv = (
         kind,
         "--data",
         data,
@@ -132,15 +132,15 @@ def test_fine_tuning_and_reward_models_resume_from_another_folder(
         "8",
         "--plain",
     )
-    done(run_command, *words, "--output", "runs/whole")
-    done(run_command, *words, "--output", "runs/pieces", "--stop-after", "2")
+    done(run_command, *argv, "--output", "runs/whole")
+    done(run_command, *argv, "--output", "runs/pieces", "--stop-after", "2")
     monkeypatch.chdir(project.parent / "elsewhere")
     pieces = project / "runs" / "pieces"
     there = f"{project / 'mine.py'}:kept"
     done(run_command, kind, "--resume", pieces, "--row-map", there, "--plain")  # named again: leave to import it
     assert same(weights(project / "runs" / "whole"), weights(pieces))
-    whole = settings(project / "runs" / "whole", f"{kind}.toml")
-    assert settings(pieces, f"{kind}.toml") == whole | {"row_map": there}
+    full = settings(project / "runs" / "whole", f"{kind}.toml")
+    assert settings(pieces, f"{kind}.toml") == full | {"row_map": there}
 
 
 def test_missing_files_are_reported_with_the_directory_option(
@@ -176,8 +176,8 @@ def test_code_in_another_folder_needs_permission(
     monkeypatch.chdir(project.parent / "elsewhere")
     for line in ("reward = ['0.5*strange.py:f']", "row_map = 'strange.py:f'", "environment = 'strange.py:F'"):
         (folder / "run.toml").write_text(text.format(line))
-        for words in (("--resume", folder), ("--config", folder / "run.toml")):
-            code, _, err = run_command("train", *map(str, words), "--dry-run")
+        for argv in (("--resume", folder), ("--config", folder / "run.toml")):
+            code, _, err = run_command("train", *map(str, argv), "--dry-run")
             assert code == 2
             assert f"--allow-code {project / 'strange.py'}" in err
     monkeypatch.chdir(project)
@@ -191,9 +191,9 @@ def test_a_run_can_be_repeated_from_another_folder(
     done(run_command, *RUN, "--steps", "1", "--output", "runs/x", "--stop-after", "1")
     monkeypatch.chdir(project.parent / "elsewhere")
     out = done(run_command, "train", "--config", "../project/runs/x/run.toml", "--allow-code", project, "--dry-run")
-    again = tomllib.loads(out)
-    assert "output" not in again
-    assert (again["directory"], again["task"]) == (str(project), NAMED[3])
+    second = tomllib.loads(out)
+    assert "output" not in second
+    assert (second["directory"], second["task"]) == (str(project), NAMED[3])
 
 
 @pytest.mark.parametrize(

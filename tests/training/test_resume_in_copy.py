@@ -26,8 +26,8 @@ def stopped(small: pg.Run, tmp_path: Path) -> Path:
     return folder
 
 
-def typed(run_command: Command, *words: object) -> tuple[int, str, str]:
-    return run_command(*map(str, words))
+def typed(run_command: Command, *argv: object) -> tuple[int, str, str]:
+    return run_command(*map(str, argv))
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -40,16 +40,16 @@ def content(folder: Path) -> dict[str, str]:
 def test_resume_in_a_copy_is_bitwise_and_leaves_the_run_unchanged(
     small: pg.Run, stopped: Path, tmp_path: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, copy, before = tmp_path / "whole", tmp_path / "deep" / "er" / "copy", content(stopped)
-    pg.train(replace(small, steps=4, output=str(whole)), display=False)
+    uninterrupted, copy, before = tmp_path / "whole", tmp_path / "deep" / "er" / "copy", content(stopped)
+    pg.train(replace(small, steps=4, output=str(uninterrupted)), display=False)
     (stopped / "result.json").write_text("{}")  # as an end has left it
     folder = str(Path(str(small.task)).parent)
     code, _, err = typed(run_command, "train", "--resume", stopped, "--output", copy, "--allow-code", folder, "--plain")
     assert code == 0, err
     assert content(stopped) == before | {"result.json": hashlib.sha256(b"{}").hexdigest()}
-    assert same(weights(copy), weights(whole))
-    assert untimed(copy / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
-    assert rows(copy / "completions.jsonl") == rows(whole / "completions.jsonl")
+    assert same(weights(copy), weights(uninterrupted))
+    assert untimed(copy / "metrics.jsonl") == untimed(uninterrupted / "metrics.jsonl")
+    assert rows(copy / "completions.jsonl") == rows(uninterrupted / "completions.jsonl")
     monkeypatch.chdir(tmp_path)
     code, _, err = typed(run_command, "train", "--resume", copy, "--steps", "5", "--allow-code", folder, "--plain")
     assert code == 0, err
@@ -60,9 +60,9 @@ def test_resume_in_a_copy_is_bitwise_and_leaves_the_run_unchanged(
 @pytest.mark.slow
 def test_fine_tuning_resumes_in_a_copy(random_model: Path, tmp_path: Path, run_command: Command) -> None:
     data = write_rows(tmp_path / "sums.jsonl", [{"prompt": f"{i} + 1 =", "completion": str(i + 1)} for i in range(40)])
-    words = ("sft", "--data", data, "--model", random_model, "--batch-size", "8", "--plain")
-    assert typed(run_command, *words, "--output", tmp_path / "whole")[0] == 0
-    assert typed(run_command, *words, "--output", tmp_path / "begun", "--stop-after", "2")[0] == 0
+    argv = ("sft", "--data", data, "--model", random_model, "--batch-size", "8", "--plain")
+    assert typed(run_command, *argv, "--output", tmp_path / "whole")[0] == 0
+    assert typed(run_command, *argv, "--output", tmp_path / "begun", "--stop-after", "2")[0] == 0
     code, _, err = typed(run_command, "sft", "--resume", tmp_path / "begun", "--output", tmp_path / "copy", "--plain")
     assert code == 0, err
     assert same(weights(tmp_path / "copy"), weights(tmp_path / "whole"))

@@ -114,5 +114,5 @@ def test_files_have_the_umasks_modes(small: pg.Run, tmp_path: Path, umask: int) 
         os.umask(before)
     paths = [result.output, *result.output.rglob("*")]
     assert {"tensors.safetensors", "model.safetensors", "tokenizer.json", "lock"} <= {path.name for path in paths}
-    found = {(path.is_dir(), oct(path.stat().st_mode & 0o777)) for path in paths}
-    assert found == {(False, oct(0o666 & ~umask)), (True, oct(0o777 & ~umask))}
+    results = {(path.is_dir(), oct(path.stat().st_mode & 0o777)) for path in paths}
+    assert results == {(False, oct(0o666 & ~umask)), (True, oct(0o777 & ~umask))}

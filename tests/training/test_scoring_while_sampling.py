@@ -98,11 +98,11 @@ def test_scoring_while_sampling_leaves_the_run_unchanged(
 def test_resume_after_a_stop_during_scoring_is_bitwise(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = trained(run, tmp_path / "whole", NONE, monkeypatch)
+    full = trained(run, tmp_path / "whole", NONE, monkeypatch)
     looks = Looks(monkeypatch)
     sampler = lambda model, tokenizer: AtDecoding(model, tokenizer, 4, signal.SIGTERM)  # noqa: E731
     broken = trained(run, tmp_path / "broken", ANY, monkeypatch, sampler=sampler)
     assert not (broken / "model").exists()
     assert looks.scorings > 0
     pg.train(resume=broken, allow_code=[str(tmp_path / "mine.py")], display=False)
-    assert equal(whole, broken)
+    assert equal(full, broken)

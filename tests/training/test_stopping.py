@@ -45,7 +45,7 @@ def run(small: pg.Run) -> pg.Run:
 
 
 @pytest.fixture(scope="module")
-def whole(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pg.train(replace(run, output=str(tmp_path_factory.mktemp("whole") / "run")), display=False).output
 
 
@@ -82,7 +82,7 @@ CASES = [(phase, s) for i, phase in enumerate(PHASES) for s in (ALL if phase == 
 
 @pytest.mark.parametrize(("phase", "number"), CASES)
 def test_a_signal_in_any_phase_is_resumable(
-    run: pg.Run, whole: Path, tmp_path: Path, phase: str, number: signal.Signals
+    run: pg.Run, uninterrupted: Path, tmp_path: Path, phase: str, number: signal.Signals
 ) -> None:
     make, done = PHASES[phase]
     record = Record()
@@ -92,25 +92,25 @@ def test_a_signal_in_any_phase_is_resumable(
     result = pg.train(replace(run, output=str(folder)), **given)
     assert [signal.getsignal(s) for s in ALL] == handlers
     assert (result.steps, result.model, result.interrupted) == (done, None, True)
-    said = given["display"]
-    assert "resume with" in said.summary or "resume with: " in said.said
+    message = given["display"]
+    assert "resume with" in message.summary or "resume with: " in message.said
     assert (folder / "run.toml").exists()
     assert newest_step(folder / "checkpoints") == done  # else it would begin anew, and come to the same later
-    again = pg.train(run, resume=folder, display=False)
-    assert (again.steps, again.interrupted) == (4, False)
-    assert same(weights(whole), weights(folder))
-    assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
-    assert rows(whole / "completions.jsonl") == rows(folder / "completions.jsonl")
+    rerun = pg.train(run, resume=folder, display=False)
+    assert (rerun.steps, rerun.interrupted) == (4, False)
+    assert same(weights(uninterrupted), weights(folder))
+    assert untimed(uninterrupted / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
+    assert rows(uninterrupted / "completions.jsonl") == rows(folder / "completions.jsonl")
 
 
-def test_a_signal_while_saving_finishes_the_checkpoint(run: pg.Run, whole: Path, tmp_path: Path) -> None:
+def test_a_signal_while_saving_finishes_the_checkpoint(run: pg.Run, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     every = replace(run, output=str(folder), checkpoint=pg.CheckpointConfig(every=1))
     result = pg.train(every, display=False, **learning(signal.SIGTERM, "state", 2))
     assert result.interrupted
     assert result.steps == 1  # the second time it is packed: for its first checkpoint
     pg.train(run, resume=folder, display=False)
-    assert same(weights(whole), weights(folder))
+    assert same(weights(uninterrupted), weights(folder))
 
 
 class Here:
@@ -131,14 +131,14 @@ class Here:
 def test_a_signal_while_rewards_are_computed(run: pg.Run, tmp_path: Path) -> None:
     run = replace(run, evaluation=pg.EvaluationConfig(problems=0), steps=3)
     alone = Here()
-    whole = pg.train(replace(run, reward=(alone,), output=str(tmp_path / "whole")), display=False).output
+    uninterrupted = pg.train(replace(run, reward=(alone,), output=str(tmp_path / "whole")), display=False).output
     each, folder = -alone.left // 3, tmp_path / "run"
     assert each >= 1
     stopped = pg.train(replace(run, reward=(Here(each + 1),), output=str(folder)), display=False)
     assert (stopped.steps, stopped.model, stopped.interrupted) == (1, None, True)
     pg.train(replace(run, reward=(Here(),)), resume=folder, display=False)
-    assert same(weights(whole), weights(folder))
-    assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
+    assert same(weights(uninterrupted), weights(folder))
+    assert untimed(uninterrupted / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
 def test_sampling_stops_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
@@ -157,14 +157,14 @@ def test_an_evaluation_that_parts_need_is_finished(run: pg.Run, tmp_path: Path) 
     """A reference that waits for better scores counts evaluations: that one is finished first."""
     algorithm = replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(refresh_after_stall=1))
     run = replace(run, algorithm=algorithm)
-    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    uninterrupted = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     folder = tmp_path / "run"
     stopped = pg.train(replace(run, output=str(folder)), display=AtPhase("evaluating at step 2", signal.SIGTERM))
     assert (stopped.steps, stopped.interrupted) == (2, True)
     assert [m["step"] for m in rows(folder / "metrics.jsonl") if "eval/reward" in m] == [0, 2]
     pg.train(resume=folder, display=False)
-    assert same(weights(whole), weights(folder))
-    assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
+    assert same(weights(uninterrupted), weights(folder))
+    assert untimed(uninterrupted / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
 def test_a_time_limit_stops_a_run_in_time(run: pg.Run, tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
     (tmp_path / "config.toml").write_text(dump_config(config))
 
     def start(*more: str, **streams: Any) -> subprocess.Popen[bytes]:
-        words = [
+        argv = [
             sys.executable,
             "-m",
             "policygrad",
@@ -397,27 +397,27 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
             *more,
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests run below nohup
+        received = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests run below nohup
         return subprocess.Popen(
-            words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, preexec_fn=heard, **streams
+            argv, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, preexec_fn=received, **streams
         )
 
     return start
 
 
-@pytest.mark.parametrize(("words", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
+@pytest.mark.parametrize(("argv", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
 def test_the_command_exits_with_75_and_prints_the_resume_command(
-    command: Callable[..., subprocess.Popen[bytes]], words: tuple[str, ...], number: signal.Signals
+    command: Callable[..., subprocess.Popen[bytes]], argv: tuple[str, ...], number: signal.Signals
 ) -> None:
-    child = command("--steps", "100000", "--plain", *words, stdout=subprocess.PIPE)
+    child = command("--steps", "100000", "--plain", *argv, stdout=subprocess.PIPE)
     assert child.stdout is not None
     for line in child.stdout:
         if line.startswith(b"step "):
             break
     child.send_signal(number)
-    said, _ = child.communicate(timeout=300)
+    message, _ = child.communicate(timeout=300)
     assert child.returncode == STOPPED == 75
-    assert b"resume with    policygrad train --resume" in said
+    assert b"resume with    policygrad train --resume" in message
 
 
 def test_a_closed_pipe_does_not_end_the_run(command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
@@ -475,12 +475,12 @@ def test_fine_tuning_and_reward_models_stop_resumably(
     stopped = train(config, display=AtPhase(phase, number), **given)
     assert (stopped.steps, stopped.model, stopped.interrupted) == (steps, None, True)
     train(resume=tmp_path / "run", display=False)
-    whole = train(replace(config, output=str(tmp_path / "whole")), display=False)
-    assert same(weights(whole.output), weights(tmp_path / "run"))
+    uninterrupted = train(replace(config, output=str(tmp_path / "whole")), display=False)
+    assert same(weights(uninterrupted.output), weights(tmp_path / "run"))
 
 
 def test_a_signal_while_the_model_is_saved_is_ignored(
-    run: pg.Run, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: pg.Run, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is done, and says so."""
     from policygrad.training import base_trainer
@@ -493,4 +493,4 @@ def test_a_signal_while_the_model_is_saved_is_ignored(
     monkeypatch.setattr(base_trainer, "save_model", save)
     result = pg.train(replace(run, output=str(tmp_path / "run")), display=False)
     assert (result.steps, result.interrupted) == (4, False)
-    assert same(weights(whole), weights(tmp_path / "run"))
+    assert same(weights(uninterrupted), weights(tmp_path / "run"))

@@ -78,9 +78,9 @@ def test_a_spike_is_noted_and_training_continues(kind: tuple[Any, Train], tmp_pa
     record = Record()
     assert train(config, display=record, callbacks=[Spoiling(4, 1e6)]).steps == 6
     assert "step 4: grad_norm is " in record.said
-    told = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in row]
-    assert [row["guard/alarms"] for row in told] == [0, 0, 0, 1, 0, 0]
-    assert told[3]["guard/grad_norm"] == 1
+    report = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in row]
+    assert [row["guard/alarms"] for row in report] == [0, 0, 0, 1, 0, 0]
+    assert report[3]["guard/grad_norm"] == 1
     away = replace(config, guard=replace(GUARD, grad_norm=0), output=str(tmp_path / "away"))
     record = Record()
     train(away, display=record, callbacks=[Spoiling(4, 1e6)])
@@ -91,17 +91,17 @@ def test_a_spike_is_noted_and_training_continues(kind: tuple[Any, Train], tmp_pa
 def test_a_skipped_step_is_undone_and_resume_is_bitwise(kind: tuple[Any, Train], tmp_path: Path) -> None:
     config, train = kind
     config = replace(config, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
-    whole, pieces = tmp_path / "run", tmp_path / "pieces"
+    full, pieces = tmp_path / "run", tmp_path / "pieces"
     train(config, display=False, callbacks=[Spoiling(4, 1e6)])
-    assert same(learned(whole, 3), learned(whole, 4))
-    assert not same(learned(whole, 4), learned(whole, 5))
-    told = [row for row in rows(whole / "metrics.jsonl") if "grad_norm" in row]
-    assert [row.get("guard/undone", 0) for row in told] == [0, 0, 0, 1, 0, 0]
+    assert same(learned(full, 3), learned(full, 4))
+    assert not same(learned(full, 4), learned(full, 5))
+    report = [row for row in rows(full / "metrics.jsonl") if "grad_norm" in row]
+    assert [row.get("guard/undone", 0) for row in report] == [0, 0, 0, 1, 0, 0]
     train(replace(config, output=str(pieces)), stop_after=3, display=False)
     train(resume=pieces, stop_after=1, display=False, callbacks=[Spoiling(4, 1e6)])
     train(resume=pieces, display=False)
-    assert same(weights(whole), weights(pieces))
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert same(weights(full), weights(pieces))
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
 def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwise(
@@ -109,16 +109,16 @@ def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwis
 ) -> None:
     config, train = kind
     config = replace(config, guard=replace(GUARD, action="rollback", lr_factor=0.25))
-    whole, pieces = tmp_path / "run", tmp_path / "pieces"
+    full, pieces = tmp_path / "run", tmp_path / "pieces"
     record, spoiling = Record(), Spoiling(4, 1e6)
     train(config, display=record, callbacks=[spoiling])
     assert "step 4: restored the weights of step 2, at a lower learning rate" in record.said
-    assert same(learned(whole, 2), learned(whole, 4))
+    assert same(learned(full, 2), learned(full, 4))
     assert spoiling.rates == pytest.approx([1e-3] * 4 + [0.25e-3] * 2)
     train(replace(config, output=str(pieces)), stop_after=4, display=False, callbacks=[Spoiling(4, 1e6)])
     train(resume=pieces, display=False)
-    assert same(weights(whole), weights(pieces))
-    assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert same(weights(full), weights(pieces))
+    assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
 def test_a_stop_undoes_the_update_and_is_resumable(kind: tuple[Any, Train], tmp_path: Path) -> None:

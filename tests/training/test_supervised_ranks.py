@@ -77,11 +77,11 @@ def both(
 ) -> tuple[LocalSupervisedLearner, FsdpController]:
     """A learner in this process, and one in all."""
     causal = kind == "sft"
-    one, whole = (model(weights) if causal else judge(weights) for _ in range(2))
+    one, full = (model(weights) if causal else judge(weights) for _ in range(2))
     config = replace(CONFIG, learner=replace(CONFIG.learner, **learner))
-    skeleton = None if causal else ModelSkeleton.without_shortcuts(whole)
+    skeleton = None if causal else ModelSkeleton.without_shortcuts(full)
     spec = pg.LearnerSpec(NULL_ALGORITHM, config.lr, 4, config=config.learner, optimizer=config.optimizer)
-    return LocalSupervisedLearner(one, config, 4, causal), FsdpController(ranks, whole, spec, skeleton=skeleton)
+    return LocalSupervisedLearner(one, config, 4, causal), FsdpController(ranks, full, spec, skeleton=skeleton)
 
 
 DATA: dict[str, Any] = {"sft": replace(BATCH, reward=BATCH.reward), "reward-model": TEXTS}
@@ -99,27 +99,27 @@ def gradients(share: LearnerShard) -> dict[str, Tensor]:
 
 
 def check_equal(alone: LocalSupervisedLearner, ranked: FsdpController, tolerance: float = 1e-12) -> None:
-    (expected, values), (found, said) = alone.state(), ranked.state()
-    assert values["optimizer"] == said["optimizer"]
-    assert expected.keys() == found.keys()
+    (expected, values), (results, message) = alone.state(), ranked.state()
+    assert values["optimizer"] == message["optimizer"]
+    assert expected.keys() == results.keys()
     for name, tensor in expected.items():
-        assert float((found[name] - tensor).abs().max()) <= tolerance * max(1e-30, float(tensor.abs().max())), name
+        assert float((results[name] - tensor).abs().max()) <= tolerance * max(1e-30, float(tensor.abs().max())), name
 
 
 def check_learns_as_one(ranks: WorkerGroup, kind: str, **learner: Any) -> None:
     """Two updates of all rows, one of a single row, which others idle at; and what is measured."""
     alone, ranked = both(ranks, kind, **learner)
-    whole, function = DATA[kind], GRADIENT[kind]
-    one = whole.select(torch.tensor([1])) if kind == "sft" else reward_model.PreferenceBatch(TEXTS.pairs[:1], [1.0])
-    for data in (whole, whole, one):
+    full, function = DATA[kind], GRADIENT[kind]
+    one = full.select(torch.tensor([1])) if kind == "sft" else reward_model.PreferenceBatch(TEXTS.pairs[:1], [1.0])
+    for data in (full, full, one):
         assert ranked.run_on_all(function, data) == pytest.approx(alone.run_on_all(function, data), rel=1e-12)
-        expected, found = alone.run_on_all(step_optimizer), ranked.run_on_all(step_optimizer)
-        assert found == pytest.approx(expected, rel=1e-12)
+        expected, results = alone.run_on_all(step_optimizer), ranked.run_on_all(step_optimizer)
+        assert results == pytest.approx(expected, rel=1e-12)
     assert alone.version == ranked.version == 3
     check_equal(alone, ranked)
     assert torch.allclose(
-        torch.as_tensor(ranked.run_on_all(MEASURED[kind], whole)),
-        torch.as_tensor(alone.run_on_all(MEASURED[kind], whole)),
+        torch.as_tensor(ranked.run_on_all(MEASURED[kind], full)),
+        torch.as_tensor(alone.run_on_all(MEASURED[kind], full)),
         rtol=1e-12,
         atol=0,
     )
@@ -133,10 +133,10 @@ def check_bf16(ranks: WorkerGroup, kind: str) -> None:
     alone, ranked = both(ranks, kind, torch.bfloat16, dtype="bf16")
     for learner in (alone, ranked):
         learner.run_on_all(GRADIENT[kind], DATA[kind])
-    expected, found = alone.run_on_all(gradients), ranked.run_on_all(gradients)
-    assert expected.keys() == found.keys()
+    expected, results = alone.run_on_all(gradients), ranked.run_on_all(gradients)
+    assert expected.keys() == results.keys()
     square = lambda x: sum(float(t.square().sum()) for t in x.values())  # noqa: E731
-    apart = {name: found[name] - expected[name] for name in expected}
+    apart = {name: results[name] - expected[name] for name in expected}
     assert square(expected) > 0
     assert square(apart) <= COARSE**2 * square(expected)
     assert all(master.dtype == torch.float32 for master in ranked._learner.optimizer.masters.values())
@@ -183,8 +183,8 @@ def configured(kind: str, random_model: Path, folder: Path, ranks: int, name: st
 
 def check_alike(one: Path, other: Path) -> None:
     """Numbers that differ by rounding."""
-    for expected, found in zip(untimed(one / "metrics.jsonl"), untimed(other / "metrics.jsonl"), strict=True):
-        assert found == pytest.approx(expected, rel=LOOSE, abs=LOOSE)
+    for expected, results in zip(untimed(one / "metrics.jsonl"), untimed(other / "metrics.jsonl"), strict=True):
+        assert results == pytest.approx(expected, rel=LOOSE, abs=LOOSE)
     before, after = weights(one), weights(other)
     assert before.keys() == after.keys()
     assert all(torch.allclose(before[name], after[name], atol=LOOSE) for name in before)
@@ -211,9 +211,9 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
     """As many go on to the bit. A process that is killed ends the run, which then goes on from its last checkpoint."""
     train = TRAIN[kind]
     alone = train(configured(kind, random_model, tmp_path, 1, "one"), display=False)
-    whole = train(configured(kind, random_model, tmp_path, 2, "two"), display=False)
-    check_alike(alone.output, whole.output)
-    assert whole.after == pytest.approx(alone.after, rel=LOOSE, abs=LOOSE)
+    full = train(configured(kind, random_model, tmp_path, 2, "two"), display=False)
+    check_alike(alone.output, full.output)
+    assert full.after == pytest.approx(alone.after, rel=LOOSE, abs=LOOSE)
     killed = configured(kind, random_model, tmp_path, 2, "killed")
     with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), in the midst of") as raised:
         train(killed, display=False, callbacks=[Killing(3)])
@@ -228,8 +228,8 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
         train(replace(killed, learner=replace(killed.learner, ranks=ranks)), resume=copy, display=False)
         check_alike(alone.output, copy)
     train(killed, resume=folder, display=False)
-    assert same(weights(whole.output), weights(folder))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
+    assert same(weights(full.output), weights(folder))
+    assert untimed(full.output / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -303,9 +303,9 @@ def test_a_model_without_padding_needs_one_process(
 def test_torchrun_starts_fine_tuning(random_model: Path, tmp_path: Path) -> None:
     alone = pg.train_sft(configured("sft", random_model, tmp_path, 1, "one"), display=False)
     start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    words = ["localhost:0", "-m", "policygrad", "sft", "--config", str(alone.output / "sft.toml"), "--output", "two"]
+    argv = ["localhost:0", "-m", "policygrad", "sft", "--config", str(alone.output / "sft.toml"), "--output", "two"]
     done = subprocess.run(
-        [sys.executable, *start, *words, "--plain"], cwd=tmp_path, env=os.environ, capture_output=True, text=True
+        [sys.executable, *start, *argv, "--plain"], cwd=tmp_path, env=os.environ, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stdout

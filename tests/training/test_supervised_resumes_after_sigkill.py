@@ -56,8 +56,8 @@ def test_resume_is_bitwise_after_sigkill(random_model: Path, tmp_path: Path, kin
         config, train = pg.RewardModelConfig(data=data, batch_size=2, checkpoint=every), pg.train_reward_model
     config = replace(config, model=str(random_model), epochs=1)
     one = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums are split among threads
-    whole, killed = (replace(config, output=str(tmp_path / name)) for name in ("whole", "killed"))
-    result = train(whole, display=False)
+    full, killed = (replace(config, output=str(tmp_path / name)) for name in ("whole", "killed"))
+    result = train(full, display=False)
     train(killed, stop_after=1, display=False)
     for moment, at in (("logged", 3), ("saved", 1)):
         child = subprocess.run(

@@ -154,18 +154,18 @@ def test_the_reward_model_scores_in_a_dedicated_worker(changed: Callable[..., Pa
         loads = [tuple(code is not None for _, code, _ in slot.start.functions) for slot in pool._slots]
         assert loads == [(True, False), (False, True), (False, True)]
         scores = pool.score(prompts, completions, {})
-        again = pool.score(prompts, completions, {})
-    found = scores.parts[f"model:{judge}"]
-    assert found[6] is scores.total[6] is None
+        rerun = pool.score(prompts, completions, {})
+    results = scores.parts[f"model:{judge}"]
+    assert results[6] is scores.total[6] is None
     assert scores.failures == {"raised": 1}
     assert "tokens, and the reward model reads 40: lower --max-tokens" in scores.messages[0]
-    assert scores.parts == again.parts
-    known = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
+    assert scores.parts == rerun.parts
+    known = [(x, y) for x, y in zip(results, expected, strict=True) if x is not None and y is not None]
     assert len(known) == 8
     assert all(x == pytest.approx(y, abs=1e-5) for x, y in known)
     assert max(y for _, y in known) - min(y for _, y in known) > 0.01
-    assert found[4] is not None
-    assert scores.total[4] == pytest.approx(0.5 * found[4] + 1.0)
+    assert results[4] is not None
+    assert scores.total[4] == pytest.approx(0.5 * results[4] + 1.0)
     assert resolve_reward(f"0.25*model:{judge}").weight == 0.25
     assert resolve_reward(f"model:{judge}").batched
 
@@ -230,7 +230,7 @@ def test_the_gradient_counts_every_prompt_once_whatever_the_micro_batches(
     calls = counted(learner.optimizer)
     metrics = objective.accumulate(learner, rows)
     assert len(calls) > 1
-    found = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
+    results = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
     objective.model.zero_grad()
     tokenizer = objective.tokenizer.hf
 
@@ -248,7 +248,7 @@ def test_the_gradient_counts_every_prompt_once_whatever_the_micro_batches(
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
     for name, parameter in objective.model.named_parameters():
         assert parameter.grad is not None, name
-        assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
+        assert torch.allclose(results[name], parameter.grad, atol=1e-6), name
 
 
 def test_the_pairs_of_a_prompt_stay_together(config: pg.RewardModelConfig) -> None:
@@ -272,35 +272,35 @@ def test_the_pairs_of_a_prompt_stay_together(config: pg.RewardModelConfig) -> No
 
 def test_training_learns_resumes_bitwise_and_loads_elsewhere(config: pg.RewardModelConfig, tmp_path: Path) -> None:
     """Stopped after every second step and taken up again; and the saved model scores as the trained one."""
-    whole = pg.train_reward_model(replace(config, epochs=4, output=str(tmp_path / "whole")))
-    assert whole.after is not None
-    assert whole.model is not None
-    assert whole.after["eval/loss"] < whole.before["eval/loss"]
+    uninterrupted = pg.train_reward_model(replace(config, epochs=4, output=str(tmp_path / "whole")))
+    assert uninterrupted.after is not None
+    assert uninterrupted.model is not None
+    assert uninterrupted.after["eval/loss"] < uninterrupted.before["eval/loss"]
     pieces = tmp_path / "pieces"
     result = pg.train_reward_model(replace(config, epochs=4, output=str(pieces)), stop_after=5)
     while result.model is None:
         result = pg.train_reward_model(resume=pieces, stop_after=7)
-    assert result.steps == whole.steps
-    assert result.after == whole.after
-    one, other = (load_file(run / "model" / "model.safetensors") for run in (whole.output, pieces))
+    assert result.steps == uninterrupted.steps
+    assert result.after == uninterrupted.after
+    one, other = (load_file(run / "model" / "model.safetensors") for run in (uninterrupted.output, pieces))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     first, second = (
         [{k: v for k, v in json.loads(line).items() if "time" not in k and "per_second" not in k} for line in file]
-        for file in ((run / "metrics.jsonl").read_text().splitlines() for run in (whole.output, pieces))
+        for file in ((run / "metrics.jsonl").read_text().splitlines() for run in (uninterrupted.output, pieces))
     )
     assert first == second
     assert {"loss", "accuracy", "margin", "grad_norm", "lr"} <= first[1].keys()
-    saved = AutoModelForSequenceClassification.from_pretrained(whole.model)
+    saved = AutoModelForSequenceClassification.from_pretrained(uninterrupted.model)
     assert saved.config.num_labels == 1
     assert saved.config.pad_token_id == 0
-    again = pg.train_reward_model(resume=whole.output)  # a finished run says the same, once
-    assert again.after == whole.after
-    assert len((whole.output / "metrics.jsonl").read_text().splitlines()) == len(first)
+    rerun = pg.train_reward_model(resume=uninterrupted.output)  # a finished run says the same, once
+    assert rerun.after == uninterrupted.after
+    assert len((uninterrupted.output / "metrics.jsonl").read_text().splitlines()) == len(first)
     more = pg.train_reward_model(  # from the reward model itself: its head is kept
-        replace(config, model=str(whole.output), epochs=1, lr=0.0, output=str(tmp_path / "more"))
+        replace(config, model=str(uninterrupted.output), epochs=1, lr=0.0, output=str(tmp_path / "more"))
     )
-    assert more.before["eval/loss"] == pytest.approx(whole.after["eval/loss"], abs=1e-6)
+    assert more.before["eval/loss"] == pytest.approx(uninterrupted.after["eval/loss"], abs=1e-6)
 
 
 def test_eval_data_prompts_are_excluded_from_training(config: pg.RewardModelConfig, tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def read(tmp_path: Path, row: Any) -> Demonstration:
 
 def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
     """The runs of tokens that carry a loss, as text."""
-    found = tokenise_demonstration(row, tokenizer)
+    results = tokenise_demonstration(row, tokenizer)
     runs: list[list[int]] = []
-    for i, (token, said) in enumerate(zip(found.tokens.tolist(), found.loss_mask.tolist(), strict=True)):
-        if said and (i == 0 or not found.loss_mask[i - 1]):
+    for i, (token, said) in enumerate(zip(results.tokens.tolist(), results.loss_mask.tolist(), strict=True)):
+        if said and (i == 0 or not results.loss_mask[i - 1]):
             runs.append([])
         if said:
             runs[-1].append(token)
@@ -79,8 +79,8 @@ def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
 def test_text_trains_completion_and_end_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
     row = read(tmp_path, ROWS[9])
     assert learnt(row, tokenizer) == ["<answer>4</answer><eos>"]
-    found = tokenise_demonstration(row, tokenizer)
-    assert found.prompt_ids.tolist() == tokenizer.encode(row.prompt, 0).tolist()
+    results = tokenise_demonstration(row, tokenizer)
+    assert results.prompt_ids.tolist() == tokenizer.encode(row.prompt, 0).tolist()
     assert learnt(read(tmp_path, {"prompt": "1 + 1 =\n", "completion": ""}), tokenizer) == ["<eos>"]
 
 
@@ -89,11 +89,11 @@ def test_chats_train_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, 
     """With their end tokens, without what the template writes behind those; the prompt is what sampling would see."""
     tokenizer.hf.chat_template = template or tokenizer.hf.chat_template
     row = read(tmp_path, {"messages": CHAT})
-    found = tokenise_demonstration(row, tokenizer)
+    results = tokenise_demonstration(row, tokenizer)
     assert learnt(row, tokenizer) == ["2<eos>", "4<eos>"]
-    assert found.prompt_ids.tolist() == tokenizer.encode(CHAT[:2], 0).tolist()
+    assert results.prompt_ids.tolist() == tokenizer.encode(CHAT[:2], 0).tolist()
     text = tokenizer.hf.apply_chat_template(CHAT[:5], tokenize=False)
-    assert tokenizer.hf.decode([*found.prompt_ids, *found.tokens]) == text
+    assert tokenizer.hf.decode([*results.prompt_ids, *results.tokens]) == text
     equal = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})
     assert learnt(equal, tokenizer) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
     equal = read(tmp_path, {"prompt": CHAT[:2], "completion": [CHAT[2]]})
@@ -146,7 +146,7 @@ def test_the_loss_is_independent_of_micro_batches(config: SFTConfig) -> None:
     calls = counted(learner.optimizer)
     metrics = objective.accumulate(learner, range(len(rows)))
     assert len(calls) > 1
-    found = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
+    results = {n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None}
     objective.model.zero_grad()
     total, tokens = torch.zeros(()), 0
     for row in objective.rows:
@@ -158,7 +158,7 @@ def test_the_loss_is_independent_of_micro_batches(config: SFTConfig) -> None:
     assert metrics == {"loss": pytest.approx((total / tokens).item(), abs=1e-5), "tokens": tokens}
     for name, parameter in objective.model.named_parameters():
         assert parameter.grad is not None, name
-        assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
+        assert torch.allclose(results[name], parameter.grad, atol=1e-6), name
     measured = objective.evaluate(learner, lambda done, total: None)  # too few rows to hold any out: these
     assert measured["eval/loss"] == pytest.approx((total / tokens).item(), abs=1e-5)
     assert measured["eval/perplexity"] == pytest.approx(math.exp((total / tokens).item()), rel=1e-4)
@@ -179,10 +179,10 @@ def test_training_learns_and_resumes_bitwise(config: SFTConfig, tmp_path: Path, 
         checkpoint=CheckpointConfig(2),
     )
     record = Record()
-    whole = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=record)
-    assert [step for step, _ in record.steps] == list(range(1, whole.steps + 1))
-    assert whole.after is not None
-    assert whole.after["eval/loss"] < 0.8 * whole.before["eval/loss"]
+    full = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=record)
+    assert [step for step, _ in record.steps] == list(range(1, full.steps + 1))
+    assert full.after is not None
+    assert full.after["eval/loss"] < 0.8 * full.before["eval/loss"]
     assert "nats per token" in record.summary["held-out loss"]
     pieces = tmp_path / "pieces"
     stopped = pg.train_sft(replace(config, output=str(pieces)), display=Interrupting(3))
@@ -191,12 +191,12 @@ def test_training_learns_and_resumes_bitwise(config: SFTConfig, tmp_path: Path, 
     for path in (pieces / "checkpoints" / "step-000005").iterdir():  # the newest is lost, as after a kill at step 5
         path.unlink()
     result = pg.train_sft(resume=pieces)
-    assert result.after == whole.after
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert json.loads((pieces / "result.json").read_text())["after"] == whole.after
+    assert result.after == full.after
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert json.loads((pieces / "result.json").read_text())["after"] == full.after
     assert load_config(pieces / "sft.toml", SFTConfig()) == replace(config, output=str(pieces)).resolve()
-    AutoModelForCausalLM.from_pretrained(whole.model)
+    AutoModelForCausalLM.from_pretrained(full.model)
 
 
 def test_only_trainable_parameters_change(config: SFTConfig, tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], comm
     file.write_text('data = "a.jsonl"\nepochs = 3\n[optimizer]\nschedule = "linear"\n')
     code, out = run(command, "--config", str(file), "--epochs", "2", "--dry-run")
     assert code == 0
-    for words in ('data = "a.jsonl"', "epochs = 2", 'schedule = "linear"', "lr = 0.001"):
-        assert words in out
+    for argv in ('data = "a.jsonl"', "epochs = 2", 'schedule = "linear"', "lr = 0.001"):
+        assert argv in out
     assert "lr = 1e-05" in run(command, "--data", "a", "--model", "big", "--dry-run")[1]
     (tmp_path / f"{command}.toml").write_text(file.read_text())
     code, out = run(command, "--resume", str(tmp_path), "--dry-run")

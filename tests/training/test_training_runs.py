@@ -129,10 +129,10 @@ def test_value_pretraining_is_noted_at_start_and_end(small: Run, tmp_path: Path)
     critic = pg.Critic(pretrain=2, pretrain_until=2.0)  # more than there is to explain: both rollouts go into the fit
     algorithm = replace(pg.VAPO, critic=critic)
     train(replace(small, algorithm=algorithm, steps=4, output=str(tmp_path / "run")), display=record)
-    told = [note for note in record.notes if "value pre-training" in note]
-    assert [note.partition(",")[0].partition(": only")[0] for note in told] == [
+    report = [note for note in record.notes if "value pre-training" in note]
+    assert [note.partition(",")[0].partition(": only")[0] for note in report] == [
         "step 1: value pre-training",
         "step 3: value pre-training is finished",
     ]
     explained = record.steps[2][1]["explained_variance"]
-    assert f"{explained:.0%} of the returns' variance" in told[1]
+    assert f"{explained:.0%} of the returns' variance" in report[1]

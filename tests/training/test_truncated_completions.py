@@ -50,5 +50,5 @@ def test_the_bootstrap_option_on_the_command_line(small: Run, tmp_path: Path, ru
     code, _, errors = run_command("train", "ppo", *options)  # type: ignore[operator]
     assert code == 0, errors
     assert "bootstrap = true" in (tmp_path / "run" / "run.toml").read_text()
-    code, said, _ = run_command("train", "ppo", "--algorithm.advantage.gae.bootstrap", "--dry-run")  # type: ignore[operator]
-    assert "where truncated" in said
+    code, message, _ = run_command("train", "ppo", "--algorithm.advantage.gae.bootstrap", "--dry-run")  # type: ignore[operator]
+    assert "where truncated" in message

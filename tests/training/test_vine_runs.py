@@ -27,7 +27,7 @@ def test_a_run_respects_delta_and_resume_is_bitwise(small: Run, tmp_path: Path, 
     own.write_text("def variety(prompts, completions, **columns):\n    return [len(set(c)) / 8 for c in completions]\n")
     run = replace(small, algorithm=algorithm, lr=None, steps=3, samples_per_prompt=2, reward=(f"{own}:variety",))
     record = Record()
-    whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
+    full = train(replace(run, output=str(tmp_path / "whole")), display=record)
     for _, metrics in record.steps:
         assert metrics["updates/taken"] == 1
         assert 0 < metrics["trust_region/kl"] <= 0.01
@@ -39,9 +39,9 @@ def test_a_run_respects_delta_and_resume_is_bitwise(small: Run, tmp_path: Path, 
     result = train(replace(run, output=str(pieces)), stop_after=1)
     while result.steps < run.steps:
         result = train(resume=pieces, stop_after=1)
-    assert same(weights(whole.output), weights(pieces))
-    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+    assert same(weights(full.output), weights(pieces))
+    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
 def test_lab_and_control_refuse_vine() -> None:

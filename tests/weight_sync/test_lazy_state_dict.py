@@ -45,10 +45,10 @@ class Source:
 
         def gather(name: str) -> Tensor:
             self.asked.append(name)
-            found = make(name)
-            made.append((weakref.ref(found), found.nbytes))
+            results = make(name)
+            made.append((weakref.ref(results), results.nbytes))
             self.most = max(self.most, sum(size for tensor, size in made if tensor() is not None))
-            return found
+            return results
 
         self.tensors = LazyStateDict(likes, gather)
 

@@ -43,13 +43,13 @@ def multi_turn_gae(o: Completion, gamma: float, lam: float, turn_gamma: float) -
     r, last = token_rewards(o), {turn[-1] for turn in turns_of(o)}
     rate = [gamma * turn_gamma if t in last else gamma for t in range(len(o))]
     delta = [r[t] + (rate[t] * o.value[t + 1] if t + 1 < len(o) else 0) - o.value[t] for t in range(len(o))]
-    found = []
+    result = []
     for t in range(len(o)):
         total, weight = o.reward * 0, 1.0
         for k in range(t, len(o)):
             total, weight = total + weight * delta[k], weight * lam * rate[k]
-        found.append(total)
-    return found
+        result.append(total)
+    return result
 
 
 def bi_level_gae(o: Completion, gamma: float, lam: float, turn_gamma: float, turn_lam: float) -> list[Tensor]:

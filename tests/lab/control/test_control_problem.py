@@ -83,8 +83,8 @@ def outputs(p: ControlProblem, theta: Tensor) -> Tensor:
     """[n, K] logits, or means and log standard deviations, as a function of θ."""
     shares = theta.split([x.numel() for x in p.policy.network.parameters()])
     named = {n: s.view_as(x) for (n, x), s in zip(p.policy.network.named_parameters(), shares, strict=True)}
-    found = functional_call(p.policy.network, named, (p.states,))
-    return found.logits if isinstance(found, Categorical) else torch.cat([found.mean, found.log_std], 1)
+    result = functional_call(p.policy.network, named, (p.states,))
+    return result.logits if isinstance(result, Categorical) else torch.cat([result.mean, result.log_std], 1)
 
 
 @pytest.mark.parametrize("spaces", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
@@ -92,12 +92,12 @@ def test_fisher_products_are_those_of_the_explicit_matrix(spaces: Spaces) -> Non
     p = problem(spaces, find_preset("trpo").algorithm)
     theta = parameters(p)
     jacobian = torch.autograd.functional.jacobian(lambda x: outputs(p, x), theta)  # [n, K, P]
-    found = p.policy.network(p.states)
-    if isinstance(found, Categorical):
-        probability = found.logits.softmax(-1)
+    result = p.policy.network(p.states)
+    if isinstance(result, Categorical):
+        probability = result.logits.softmax(-1)
         middle = torch.diag_embed(probability) - probability[:, :, None] * probability[:, None, :]
     else:  # of a Gaussian: 1/σ² for a mean, 2 for a log σ
-        middle = torch.diag_embed(torch.cat([(-2 * found.log_std).exp(), torch.full_like(found.mean, 2)], 1))
+        middle = torch.diag_embed(torch.cat([(-2 * result.log_std).exp(), torch.full_like(result.mean, 2)], 1))
     explicit = torch.einsum("nkp,nkl,nlq->pq", jacobian, middle, jacobian) / 6
     logp = torch.autograd.functional.jacobian(lambda x: scored(p, x), theta)  # [n, P]
     sampled = logp.T @ logp / 6
@@ -110,8 +110,8 @@ def test_fisher_products_are_those_of_the_explicit_matrix(spaces: Spaces) -> Non
 def scored(p: ControlProblem, theta: Tensor) -> Tensor:
     out = outputs(p, theta)
     k = p.policy.network.body[-1].out_features  # type: ignore[union-attr]
-    found = Categorical(out) if p.policy.network.log_std is None else Gaussian(out[:, :k], out[:, k:])
-    return found.logp(p.action)
+    result = Categorical(out) if p.policy.network.log_std is None else Gaussian(out[:, :k], out[:, k:])
+    return result.logp(p.action)
 
 
 @pytest.mark.parametrize("spaces", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
@@ -123,14 +123,14 @@ def test_the_gradient_is_that_of_the_literal_clipped_loss(spaces: Spaces) -> Non
     assert not all(part.states.equal(p.states[2 * i : 2 * i + 2]) for i, part in enumerate(parts))
     for part in [p, *parts]:
         part.accumulate()
-        found = torch.cat([x.grad.flatten() for x in part.policy.network.parameters() if x.grad is not None])
+        result = torch.cat([x.grad.flatten() for x in part.policy.network.parameters() if x.grad is not None])
         part.policy.adam.zero_grad(set_to_none=True)
         theta = parameters(part).requires_grad_()
         ratio = (scored(part, theta) - part.batch.logp_old[part.batch.mask]).exp()  # type: ignore[index]
         psi = part.psi[part.batch.mask]
         loss = -torch.minimum(ratio * psi, ratio.clamp(0.8, 1.2) * psi).mean()
         (expected,) = torch.autograd.grad(loss, theta)
-        assert torch.allclose(found, expected, atol=1e-7)  # coefficients are in the reward's float32
+        assert torch.allclose(result, expected, atol=1e-7)  # coefficients are in the reward's float32
         assert expected.abs().max() > 1e-3
 
 

@@ -26,17 +26,17 @@ from policygrad.lab.control.train import (
 
 
 def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settings: object) -> ControlResult:
-    found = find_preset(name)
-    chosen = replace(found.settings, **settings)  # type: ignore[arg-type]
-    return train_control(GymEnvironments(env, chosen.environments), found.algorithm, chosen, steps=steps, seed=seed)
+    result = find_preset(name)
+    chosen = replace(result.settings, **settings)  # type: ignore[arg-type]
+    return train_control(GymEnvironments(env, chosen.environments), result.algorithm, chosen, steps=steps, seed=seed)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("ppo", 9000), ("trpo", 9000), ("a2c", 14000), ("reinforce", 25000)])
 def test_control_learns(name: str, steps: int) -> None:
     trained = run(name, steps)
-    found = evaluate_control(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
-    assert len(found.returns) == 30
-    assert found.mean > 60  # a random policy's episodes last 22 steps
+    result = evaluate_control(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
+    assert len(result.returns) == 30
+    assert result.mean > 60  # a random policy's episodes last 22 steps
     assert trained.curve[0].steps < trained.curve[-1].steps
     assert trained.curve[-1].steps == steps or trained.learner.critic is None
 
@@ -87,13 +87,13 @@ def test_presets_are_the_named_algorithms() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "curve.json"
-    words = ["lab", "control", "--steps", "512", "--num-envs", "2", "--rollout", "128", "--episodes", "3"]
-    assert cli.main([*words, "--output", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "mean return of 3 fresh episodes" in said
-    assert "sampled actions" in said
-    assert said.count("steps/s") == 2
-    assert cli.main([*words, "--json"]) == 0
+    argv = ["lab", "control", "--steps", "512", "--num-envs", "2", "--rollout", "128", "--episodes", "3"]
+    assert cli.main([*argv, "--output", str(file)]) == 0
+    message = capsys.readouterr().out
+    assert "mean return of 3 fresh episodes" in message
+    assert "sampled actions" in message
+    assert message.count("steps/s") == 2
+    assert cli.main([*argv, "--json"]) == 0
     printed, written = json.loads(capsys.readouterr().out), json.loads(file.read_text())
     assert [u["steps"] for u in printed["curve"]] == [256, 512]
     assert printed["evaluation"] == written["evaluation"]  # the same seed

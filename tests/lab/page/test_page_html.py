@@ -39,13 +39,13 @@ CHOSEN |= {NASTY: replace(pg.DR_GRPO, gate=Halved())}
 
 
 @pytest.fixture(scope="module")
-def found() -> LabReport:
+def result() -> LabReport:
     return build_lab_report(CHOSEN, 2, names=NAMES)
 
 
 @pytest.fixture(scope="module")
-def text(found: LabReport) -> str:
-    return build_lab_page(found, CHOSEN)
+def text(result: LabReport) -> str:
+    return build_lab_page(result, CHOSEN)
 
 
 def embedded(text: str) -> dict:
@@ -83,9 +83,9 @@ def test_every_link_leads_to_a_part_of_the_page_and_no_name_is_used_twice(text: 
     assert {a["href"][1:] for _, a in tags if a.get("href", "").startswith("#")} <= set(ids)
 
 
-def test_the_page_shows_every_finding(found: LabReport, text: str) -> None:
+def test_the_page_shows_every_finding(result: LabReport, text: str) -> None:
     plots = embedded(text)["plots"]
-    for finding in found.findings:
+    for finding in result.findings:
         assert str(render_math(finding.sentence)) in text
         assert (finding.name in plots) == bool(finding.curves)
     assert {a["data-plot"] for _, a in Tags(text).seen if "data-plot" in a} == set(plots)
@@ -110,10 +110,10 @@ def test_custom_names_are_escaped(text: str) -> None:
     assert gates[-1]["lines"][0]["values"] == [r / 2 for r in x]
 
 
-def test_numbers_that_are_not_finite_are_none_in_the_page(found: LabReport) -> None:
-    on, off = found.rows[0]
+def test_numbers_that_are_not_finite_are_none_in_the_page(result: LabReport) -> None:
+    on, off = result.rows[0]
     broken = replace(on, figures=replace(on.figures, snr=float("inf")))
-    rows = embedded(build_lab_page(replace(found, rows=((broken, off),), findings=()), CHOSEN))["algorithms"]
+    rows = embedded(build_lab_page(replace(result, rows=((broken, off),), findings=()), CHOSEN))["algorithms"]
     assert rows[0]["sides"][0]["snr"] is None
 
 
