@@ -333,8 +333,7 @@ TRPO_VINE = replace(
 
 ALGORITHMS: dict[str, Algorithm] = {
     value.name: value for value in list(globals().values()) if isinstance(value, Algorithm)
-}
-"""The algorithms by name, in the order above."""
+}  # the algorithms by name, in the order above
 
 
 def get_algorithm(name: str) -> Algorithm:

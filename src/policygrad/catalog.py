@@ -17,10 +17,8 @@ class AlgorithmInfo:
     failure_modes: str
     objective: str
     """The published objective in our notation; lines of plain text. r is π_θ/π_old of a token, s its mean over a completion."""
-    parent: str | None = None
-    """The algorithm that it modifies."""
-    deviations: str = ""
-    """Deviations from the publication, one line without a full stop; "" if none are known."""
+    parent: str | None = None  # the algorithm that it modifies
+    deviations: str = ""  # deviations from the publication, one line without a full stop; "" if none are known
     defaults: dict[str, str] = field(default_factory=dict)
     """`Part.setting` or `samples_per_prompt` -> origin of the default. A setting that is missing here has its parent's origin if
     the values are equal, and is otherwise our choice."""

@@ -41,8 +41,7 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-}
-"""By their names in safetensors."""
+}  # by their names in safetensors
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Box = tuple[Sequence[int], Sequence[int]]  # (offset, size) of a part of a tensor
 SavedState = tuple[dict[str, Tensor], dict[str, Any]]  # tensors by name, and JSON values

@@ -92,8 +92,7 @@ FLAG_VALUES = {
     "--cluster": list(ADDRESSES),
     "--sampler.lora-sync": [*LORA_SYNCS],
     "--sampler.weight-transport|--weight-transport": [*WEIGHT_TRANSPORTS],
-}
-"""Values of each flag; flags with the same values are joined by |."""
+}  # values of each flag; flags with the same values are joined by |
 HELP = (
     "Print a script for tab completion of commands, algorithms, parts and options.",
     "bash:  policygrad completion bash > ~/.local/share/bash-completion/completions/policygrad",

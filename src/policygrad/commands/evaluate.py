@@ -237,8 +237,7 @@ class ProgressLines:
 
 SAMPLES_FILE, REPORT_FILE = "samples.jsonl", "eval.json"
 _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-Outcomes = Mapping[str, EvaluationResult]
-"""Results by model, in the order of the command, on the same problems."""
+Outcomes = Mapping[str, EvaluationResult]  # results by model, in the order of the command, on the same problems
 
 
 def build_report(

@@ -20,8 +20,7 @@ _VERL = re.compile(
 class Equivalent(NamedTuple):
     """The option that replaces one of another library."""
 
-    flag: str
-    """Empty if there is none."""
+    flag: str  # empty if there is none
     note: str = ""
 
 

@@ -299,8 +299,7 @@ def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:
     return row | {"and more": row.pop("shaping") + row.pop("filters") + step}
 
 
-Row = tuple[str, Algorithm]
-"""Name and algorithm of a row."""
+Row = tuple[str, Algorithm]  # name and algorithm of a row
 
 
 def format_lab_report(
@@ -356,8 +355,7 @@ def _table(report: LabReport, width: int) -> list[StyledLine]:
     return lines
 
 
-_NO_BREAK = "\u00a0"
-"""A space at which lines are not broken."""
+_NO_BREAK = "\u00a0"  # A space at which lines are not broken
 
 
 def _list_differences(report: LabReport, base: Row, changed: Row, width: int) -> list[StyledLine]:
@@ -404,8 +402,7 @@ def _row(cells: Sequence[str]) -> str:
     return "".join(c.rjust(CELL) for c in cells)
 
 
-LINES = 150
-"""Maximum number of progress lines."""
+LINES = 150  # maximum number of progress lines
 
 
 @dataclass(frozen=True)
@@ -497,8 +494,7 @@ def control(args: list[str]) -> int:
 class ControlLines:
     """Print at most `LINES` of a training's updates, one line each."""
 
-    steps: int
-    """Environment steps in total."""
+    steps: int  # environment steps in total
     next_line: float = 0.0
 
     def __call__(self, u: Update) -> None:

@@ -39,16 +39,14 @@ SWITCHES = (
     TRUST_FLAG,
     "--learner.gradient-checkpointing",
     "--learner.routing-replay",
-)
-"""Flags without a value."""
+)  # flags without a value
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy, a plain word."""
 _CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()
 OptionsT = TypeVar("OptionsT")
-ConfigT = TypeVar("ConfigT", bound=Any)
-"""A configuration of train, sft or reward-model."""
+ConfigT = TypeVar("ConfigT", bound=Any)  # A configuration of train, sft or reward-model
 
 
 def parse_arguments(

@@ -35,10 +35,8 @@ def find_source(part: Any) -> str:
     return f"user-defined, {find_definition(kind) or kind.__module__}"
 
 
-StyledLine = tuple[tuple[str, str], ...]
-"""Pieces (text, rich style) of one line."""
-Column = tuple[str, Sequence[str]]
-"""Heading and cells."""
+StyledLine = tuple[tuple[str, str], ...]  # pieces (text, rich style) of one line
+Column = tuple[str, Sequence[str]]  # heading and cells
 HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
 EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "filters": ("", "filters"),
@@ -54,8 +52,7 @@ EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "update_rule": ("", "update_rule"),
     "reference": ("", "reference"),
 }
-NO_DEVIATIONS = "nowhere that we know of"
-"""Text for an algorithm without known deviations from its paper."""
+NO_DEVIATIONS = "nowhere that we know of"  # text for an algorithm without known deviations from its paper
 EQUATION = "∇J = Σ ( c · w · Ψ + k ) ∇log π_θ"
 
 

@@ -86,10 +86,8 @@ def group_by_family() -> dict[str, list[str]]:
     return {name: members for name, members in result.items() if members}
 
 
-_TIED = "\u00a0"
-"""Separator of the words of one part, which stay on one line if possible."""
-Cells = dict[str, tuple[str, ...]]
-"""Column -> parts in the cell."""
+_TIED = "\u00a0"  # separator of the words of one part, which stay on one line if possible
+Cells = dict[str, tuple[str, ...]]  # column -> parts in the cell
 
 
 def format_matrix(width: int | None) -> list[StyledLine]:

@@ -58,8 +58,7 @@ _FIXED = {
         name: f"with another --{_NAMES.get(name, name.replace('_', '-'))} would make evaluations before and after incomparable"
         for name in _MEASURED
     },
-}
-"""Options that a resumed run cannot change, and why."""
+}  # options that a resumed run cannot change, and why
 
 
 @dataclass(frozen=True)

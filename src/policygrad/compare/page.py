@@ -10,8 +10,7 @@ from policygrad.compare.report import ComparisonReport, Kind, format_learning_ra
 from policygrad.compare.runner import AXES
 from policygrad.pages.render import BANDS, render_page
 
-MAX_SHOWN_ROWS = 8
-"""Rows whose curves are shown at first: those with the largest area."""
+MAX_SHOWN_ROWS = 8  # rows whose curves are shown at first: those with the largest area
 MEASURES = {
     "tokens": "at equal tokens",
     "updates": "at equal updates",

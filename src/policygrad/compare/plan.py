@@ -15,10 +15,8 @@ from policygrad.errors import RunError
 from policygrad.utils.filesystem import read_json, write_atomically
 
 PLAN_FILE = "plan.json"
-FIRST_TUNING_SEED = 1000
-"""First seed of tuning runs; reported seeds begin at 0."""
-LABEL_PATTERN = re.compile(r"[A-Za-z0-9_][\w.+-]*")
-"""Valid labels of rows, which are names of folders."""
+FIRST_TUNING_SEED = 1000  # first seed of tuning runs; reported seeds begin at 0
+LABEL_PATTERN = re.compile(r"[A-Za-z0-9_][\w.+-]*")  # valid labels of rows, which are names of folders
 TUNABLE_OPTIONS = ("--lr", "--algorithm.update-rule.delta")
 """Options of train that can be tuned: the learning rate, or the size of a trust region."""
 
@@ -28,24 +26,18 @@ class RowDescription:
     """The name of a row and what a reader needs to know of it."""
 
     label: str
-    algorithm: str
-    """Name of the algorithm in the run."""
-    tuned_option: str = ""
-    """The option tuned over a grid; empty if there is none, or the row's arguments set it."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Updates per rollout, samples per prompt, …"""
-    change: str = ""
-    """What it adds to the row before, in a ladder."""
-    reason: str = ""
-    """Reason for options that differ from the algorithm's defaults."""
+    algorithm: str  # name of the algorithm in the run
+    tuned_option: str = ""  # the option tuned over a grid; empty if there is none, or the row's arguments set it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # updates per rollout, samples per prompt, …
+    change: str = ""  # what it adds to the row before, in a ladder
+    reason: str = ""  # reason for options that differ from the algorithm's defaults
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow(RowDescription):
     """One row of a comparison: arguments of `policygrad train` and their meaning."""
 
-    argv: tuple[str, ...]
-    """The algorithm and its options, without what differs between runs."""
+    argv: tuple[str, ...]  # the algorithm and its options, without what differs between runs
     grid: tuple[float, ...] = ()
     measure: Mapping[str, Any] = field(default_factory=dict)
     """What the evaluation score measures: rows that differ here are never compared by score."""
@@ -60,8 +52,7 @@ class Job:
     """One run."""
 
     row: str
-    option_value: float | None
-    """Value of the tuned option; None = the default."""
+    option_value: float | None  # value of the tuned option; None = the default
     seed: int
 
     @property
@@ -85,11 +76,9 @@ class ComparisonPlan:
     """A comparison before any run."""
 
     rows: tuple[ComparisonRow, ...]
-    tokens: int
-    """Token budget of every run."""
+    tokens: int  # token budget of every run
     seeds: tuple[int, ...]
-    tuning_seeds: tuple[int, ...]
-    """Seeds of tuning runs, which are never reported."""
+    tuning_seeds: tuple[int, ...]  # seeds of tuning runs, which are never reported
     command: str
     version: str
     ladder: Mapping[str, Any] = field(default_factory=dict)
@@ -257,8 +246,7 @@ class Rung:
     """One row of a ladder."""
 
     label: str
-    change: tuple[str, ...]
-    """Options of `policygrad train` that it adds to the rung below, or changes."""
+    change: tuple[str, ...]  # options of `policygrad train` that it adds to the rung below, or changes
     description: str
     published: str = ""
 
@@ -269,12 +257,9 @@ class Ladder:
 
     title: str
     source: str
-    setting: tuple[str, ...]
-    """Options shared by all rungs: a task on which the parts matter."""
-    why: str
-    """Reason for this setting, and its differences from the paper's."""
-    base: str
-    """The algorithm of the first rung."""
+    setting: tuple[str, ...]  # options shared by all rungs: a task on which the parts matter
+    why: str  # reason for this setting, and its differences from the paper's
+    base: str  # the algorithm of the first rung
     rungs: tuple[Rung, ...]
 
     def rows(self) -> list[tuple[str, tuple[str, ...], str]]:

@@ -29,14 +29,12 @@ def pluralise(shown: object, noun: str) -> str:
     return f"{shown} {noun.removesuffix('s') if str(shown) == '1' else noun}"
 
 
-FEW_SEEDS = 10
-"""Number of seeds below which the report warns that percentile intervals are too narrow."""
+FEW_SEEDS = 10  # number of seeds below which the report warns that percentile intervals are too narrow
 SETTINGS = {
     "updates_per_rollout": "Updates per rollout",
     "samples_per_prompt": "Samples per prompt",
     "prompts_per_step": "Prompts per step",
-}
-"""Settings that the report lists if rows differ in them."""
+}  # settings that the report lists if rows differ in them
 
 
 def describe_ranking(report: ComparisonReport) -> Iterable[str]:
@@ -179,19 +177,15 @@ DEFAULT_THRESHOLD = 0.8
 class RowReport(RowDescription):
     """A row and its results."""
 
-    command: str
-    """Arguments of `policygrad train`, including the tuned option."""
+    command: str  # arguments of `policygrad train`, including the tuned option
     option_value: float | None
-    edge: str
-    """`smallest` or `largest` if the chosen value is at that end of the grid; else empty."""
+    edge: str  # `smallest` or `largest` if the chosen value is at that end of the grid; else empty
     tuning: tuple[TunedValue, ...]
     kind: int
     """Index into the kinds: only rows of one kind, measured on the same problems in the same way, are compared by score."""
     runs: tuple[Mapping[str, Any], ...]
-    failed: tuple[Mapping[str, Any], ...]
-    """Failed runs, tuning runs included: seed, value, error."""
-    summary: RowSummary | None
-    """None if no reported run succeeded."""
+    failed: tuple[Mapping[str, Any], ...]  # failed runs, tuning runs included: seed, value, error
+    summary: RowSummary | None  # None if no reported run succeeded
 
 
 @dataclass(frozen=True)
@@ -211,10 +205,8 @@ class Kind:
 
     measure: Mapping[str, Any]
     labels: tuple[str, ...]
-    equal: Mapping[str, float]
-    """Axis -> the point that every run of these rows reaches."""
-    threshold: float | None
-    """Threshold score; None if no row learned anything."""
+    equal: Mapping[str, float]  # axis -> the point that every run of these rows reaches
+    threshold: float | None  # threshold score; None if no row learned anything
 
 
 @dataclass(frozen=True)
@@ -227,19 +219,15 @@ class ComparisonReport:
     seeds: tuple[int, ...]
     tuning_seeds: tuple[int, ...]
     ladder: Mapping[str, Any]
-    share: float
-    """See `DEFAULT_THRESHOLD`."""
+    share: float  # see `DEFAULT_THRESHOLD`
     stopped: bool
     kinds: tuple[Kind, ...]
-    axes: Mapping[str, tuple[float, ...]]
-    """Axis -> the points of all curves."""
+    axes: Mapping[str, tuple[float, ...]]  # axis -> the points of all curves
     rows: tuple[RowReport, ...]
     pairs: tuple[RowPair, ...]
     ranking: tuple[str, ...] = ()
-    differences: tuple[str, ...] = ()
-    """Sentences about differences besides the algorithm."""
-    caveats: tuple[str, ...] = ()
-    """Sentences about what cannot be concluded."""
+    differences: tuple[str, ...] = ()  # sentences about differences besides the algorithm
+    caveats: tuple[str, ...] = ()  # sentences about what cannot be concluded
     format: int = 1
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from policygrad.utils.filesystem import HAS_FILE_LOCKS, hold_lock, read_json, wr
 
 AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}
 """Axes of curves. Seconds are those of rollouts and updates, without evaluations, loading and checkpoints."""
-FINAL_FRACTION = 0.2
-"""Fraction of a run's steps over which its final diagnostics are averaged."""
+FINAL_FRACTION = 0.2  # fraction of a run's steps over which its final diagnostics are averaged
 DIAGNOSTICS = {
     "completions/mean_length": "length",
     "completions/truncated_ratio": "truncated",
@@ -40,8 +39,7 @@ DIAGNOSTICS = {
     "kl": "kl",
     "clip_ratio/low": "clipped_low",
     "clip_ratio/high": "clipped_high",
-}
-"""Metric of a step -> name of the final diagnostic."""
+}  # metric of a step -> name of the final diagnostic
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,8 @@ class RunOutcome:
     tokens: tuple[float, ...]
     updates: tuple[float, ...]
     seconds: tuple[float, ...]
-    score: tuple[float, ...]
-    """Mean evaluation rewards."""
-    score_stderr: float
-    """Standard error of the last score over problems; 0 if unknown."""
+    score: tuple[float, ...]  # mean evaluation rewards
+    score_stderr: float  # standard error of the last score over problems; 0 if unknown
     steps: int
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     """Means over the last steps: length [tokens], fraction truncated, entropy [nats], KL to the reference [nats per token],
@@ -260,8 +256,7 @@ def clean_run_folder(folder: Path, *, tuning: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-POLL_SECONDS = 0.2
-"""Seconds between checks for Ctrl-C."""
+POLL_SECONDS = 0.2  # seconds between checks for Ctrl-C
 
 
 @dataclass(frozen=True)

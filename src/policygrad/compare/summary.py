@@ -20,18 +20,15 @@ from policygrad.compare.statistics import (
     median_crossing,
 )
 
-POINTS = 61
-"""Number of points of a reported curve."""
+POINTS = 61  # number of points of a reported curve
 
 
 @dataclass(frozen=True)
 class ThresholdCrossing:
     """When a row's runs first reach the threshold, along one axis."""
 
-    median: float | None
-    """Runs that never reach it count as the latest; None if these are half or more."""
-    each: tuple[float | None, ...]
-    """By seed; None = not within the budget."""
+    median: float | None  # runs that never reach it count as the latest; None if these are half or more
+    each: tuple[float | None, ...]  # by seed; None = not within the budget
 
     @property
     def num_reached(self) -> int:
@@ -52,10 +49,8 @@ class TunedValue:
     """Results of one value of the tuned option."""
 
     value: float
-    scores: tuple[float, ...]
-    """Final scores of successful runs."""
-    mean: float | None
-    """None if a run failed, which excludes the value."""
+    scores: tuple[float, ...]  # final scores of successful runs
+    mean: float | None  # None if a run failed, which excludes the value
 
 
 @dataclass(frozen=True)
@@ -63,17 +58,12 @@ class RowSummary:
     """Summary of a row's reported runs."""
 
     before: float
-    final: Estimate
-    """At the end of each run."""
-    equal: Mapping[str, Estimate]
-    """Axis -> score at the point that every run of the row's kind reaches."""
-    area: Estimate
-    """Mean height of the curve over tokens, up to the same point."""
-    reach: Mapping[str, ThresholdCrossing]
-    """Axis -> crossing; empty if no row learned anything."""
+    final: Estimate  # at the end of each run
+    equal: Mapping[str, Estimate]  # axis -> score at the point that every run of the row's kind reaches
+    area: Estimate  # mean height of the curve over tokens, up to the same point
+    reach: Mapping[str, ThresholdCrossing]  # axis -> crossing; empty if no row learned anything
     curves: Mapping[str, CurveBand]
-    means: Mapping[str, float]
-    """Means over runs: steps, updates, tokens, seconds, CPU seconds, …"""
+    means: Mapping[str, float]  # means over runs: steps, updates, tokens, seconds, CPU seconds, …
     scores: Mapping[str, tuple[float, ...]]
     """Axis or `area` -> scores by seed, from which estimates and pairs are computed."""
 

@@ -25,8 +25,7 @@ _DTYPES = (
 class _Tensors:
     """Base of records of tensors, most of them optional."""
 
-    _source: ClassVar[str]
-    """Where a missing tensor comes from, for the message."""
+    _source: ClassVar[str]  # where a missing tensor comes from, for the message
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are set, by field."""
@@ -207,5 +206,4 @@ class Forward(_Tensors):
     _source = "give `surrogate` a Forward that has it, with graph"
 
 
-Coefficients = tuple[Tensor, ...]
-"""c [B, T] of the policy term, then of each other term."""
+Coefficients = tuple[Tensor, ...]  # c [B, T] of the policy term, then of each other term

@@ -45,16 +45,11 @@ class ValueAdvantage(Advantage):
 class CompactTokens:
     """A batch's sampled tokens moved to the left, so that the next action is in the next column."""
 
-    reward: Tensor
-    """[B, N] per token, with the terminal reward on the last."""
-    value: Tensor
-    """[B, N]."""
-    next_value: Tensor
-    """[B, N] V_{t'} of the next token; after the last, 0 or the bootstrap."""
-    mask: Tensor
-    """[B, N] bool; columns that hold tokens."""
-    order: Tensor
-    """[B, T] original position of each column."""
+    reward: Tensor  # [B, N] per token, with the terminal reward on the last
+    value: Tensor  # [B, N]
+    next_value: Tensor  # [B, N] V_{t'} of the next token; after the last, 0 or the bootstrap
+    mask: Tensor  # [B, N] bool; columns that hold tokens
+    order: Tensor  # [B, T] original position of each column
 
     @classmethod
     def of(cls, batch: Batch, part: object, bootstrap: bool = False) -> CompactTokens:

@@ -240,8 +240,7 @@ class PolicyShaping(Clip):
 
 # Gates that bound the policy's change by another measure than a token's ratio: its divergence, its log, a completion's mean.
 
-_EPS = 1e-8
-"""Added to 1 − π in the binary KL, as in the authors' code: 1 − π is 0 for a certain token."""
+_EPS = 1e-8  # added to 1 − π in the binary KL, as in the authors' code: 1 − π is 0 for a certain token
 
 
 @dataclass(frozen=True)

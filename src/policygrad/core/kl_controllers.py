@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 from policygrad.core.settings import check_setting
 
 Rule = Literal["proportional", "doubling"]
-BAND = 1.5
-"""A KL is within its band between target/1.5 and 1.5·target."""
-MIN_BETA, MAX_BETA = 1e-6, 1e4
-"""Limits of an adapted β, from which it can still recover."""
+BAND = 1.5  # A KL is within its band between target/1.5 and 1.5·target
+MIN_BETA, MAX_BETA = 1e-6, 1e4  # limits of an adapted β, from which it can still recover
 
 
 class AdaptiveBeta(Part):

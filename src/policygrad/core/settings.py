@@ -9,8 +9,7 @@ from typing import Any
 
 from policygrad.errors import ConfigError
 
-MAX_REPEATS = 10**6
-"""Maximum epochs, minibatches or rounds per rollout: far above any sensible value."""
+MAX_REPEATS = 10**6  # maximum epochs, minibatches or rounds per rollout: far above any sensible value
 COUNT = f"at least 1 and at most {MAX_REPEATS:,}"
 RANGES: dict[str, Callable[[float], bool]] = {
     COUNT: lambda x: 1 <= x <= MAX_REPEATS,
@@ -32,8 +31,7 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in [0, 1]": lambda x: 0 <= x <= 1,
-}
-"""What a number must be, in the words of the message. NaN is in no range."""
+}  # What a number must be, in the words of the message. NaN is in no range.
 
 
 def setting(default: Any, requirement: str, unit: str = "", *, hint: str = "") -> Any:

@@ -16,10 +16,8 @@ from policygrad.core.settings import COUNT, choice, setting
 from policygrad.core.updates import CurvatureProblem, ShardedProblem, require_problem
 from policygrad.errors import ConfigError
 
-DEFAULT_CRITIC_STEPS = 5
-"""Critic updates per rollout where `TrustRegion.critic_steps` is None."""
-InnerProduct = Callable[[Tensor, Tensor], Tensor]
-"""⟨a, b⟩ [] of two vectors [P]."""
+DEFAULT_CRITIC_STEPS = 5  # critic updates per rollout where `TrustRegion.critic_steps` is None
+InnerProduct = Callable[[Tensor, Tensor], Tensor]  # ⟨a, b⟩ [] of two vectors [P]
 
 
 def conjugate_gradient(

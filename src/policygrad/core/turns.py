@@ -33,12 +33,9 @@ def turn_starts(batch: Batch, part: object) -> Tensor:
 class Turns:
     """The turns of a batch; N is the largest number of turns of an episode, at least 1."""
 
-    first: Tensor
-    """[B, T] bool; first token of each turn."""
-    index: Tensor
-    """[B, T] int64; index of a sampled token's turn within its episode."""
-    exists: Tensor
-    """[B, N] bool; turns that exist."""
+    first: Tensor  # [B, T] bool; first token of each turn
+    index: Tensor  # [B, T] int64; index of a sampled token's turn within its episode
+    exists: Tensor  # [B, N] bool; turns that exist
 
     @classmethod
     def of(cls, batch: Batch, part: object) -> Turns:

@@ -322,8 +322,7 @@ def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
 _COMPLETION_LEVEL = frozenset(
     {"values", "bootstrap", "baseline", "step_end", "token_reward", "implicit_reward", "turn_state", "rewards"}
     | {"demonstration"}
-)
-"""Batch fields of full completions, which a vine's rows are not."""
+)  # batch fields of full completions, which a vine's rows are not
 
 
 def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:

@@ -102,8 +102,7 @@ class _StateGroups:
 
     groups: Groups
     mask: Tensor
-    weight: Tensor
-    """ŵ [B, T]; sums to 1 over the group's tokens."""
+    weight: Tensor  # ŵ [B, T]; sums to 1 over the group's tokens
 
     @classmethod
     def of(cls, batch: Batch, dtype: torch.dtype) -> _StateGroups:

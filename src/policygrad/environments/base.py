@@ -15,10 +15,8 @@ from policygrad.tasks.base import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
 """Reasons for an episode's end: its environment, the token budget, the model's context."""
-FAILED = "failed"
-"""The reason when an environment raised or timed out: the episode has no reward and is not trained on."""
-DEFAULT_TIMEOUT = 300.0
-"""Seconds that one call of an environment may take."""
+FAILED = "failed"  # the reason when an environment raised or timed out: the episode has no reward and is not trained on
+DEFAULT_TIMEOUT = 300.0  # seconds that one call of an environment may take
 RESERVED_METRICS, STOP_METRIC_PREFIX = ("turns", "branches", "branched_ratio"), "ended_"
 """Metrics recorded for every environment, and the prefix of those that count the reasons for an end; not for `Step.metrics`."""
 

@@ -11,8 +11,7 @@ from math import isfinite
 
 from policygrad.environments.tools import ToolUse
 
-MAX_BITS = 8192
-"""Size limit of numerators and denominators, in intermediate results too."""
+MAX_BITS = 8192  # size limit of numerators and denominators, in intermediate results too
 MAX_CHARACTERS = 300
 _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,

@@ -22,8 +22,7 @@ ACTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "FrozenLake": ("left", "down", "right", "up"),
     "FrozenLake8x8": ("left", "down", "right", "up"),
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
-}
-"""Action names of Gymnasium's own games, from the documentation of Gymnasium 1.4, "Action Space"."""
+}  # action names of Gymnasium's own games, from the documentation of Gymnasium 1.4, "Action Space"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 
@@ -112,16 +111,11 @@ class GymnasiumText:
 class _TextAdapter:
     """Converts between turns and actions."""
 
-    actions: Any
-    """The action space."""
-    ansi: bool
-    """True when the state is rendered as characters."""
-    names: tuple[str, ...]
-    """Of a Discrete space's actions, "" for one without a name; () = the action is text."""
-    choices: str
-    """The actions of a Discrete space, for the policy."""
-    hint: str
-    """The error message for a turn that names no action."""
+    actions: Any  # the action space
+    ansi: bool  # True when the state is rendered as characters
+    names: tuple[str, ...]  # of a Discrete space's actions, "" for one without a name; () = the action is text
+    choices: str  # the actions of a Discrete space, for the policy
+    hint: str  # the error message for a turn that names no action
 
     def parse(self, text: str) -> Any:
         """Return the action that a turn names, or None."""

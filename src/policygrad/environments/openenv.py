@@ -31,13 +31,10 @@ from policygrad.errors import ConfigError, EngineError, import_optional
 from policygrad.tasks.base import Example
 from policygrad.utils.filesystem import reject_constant
 
-HIDDEN_FIELDS = ("reward", "done", "metadata")
-"""Fields of an observation that the policy does not see."""
-SEED_BOUND = 1 << 31
-"""Servers get seeds below this, which fit into a C int."""
+HIDDEN_FIELDS = ("reward", "done", "metadata")  # fields of an observation that the policy does not see
+SEED_BOUND = 1 << 31  # servers get seeds below this, which fit into a C int
 MAX_MESSAGE_BYTES = 16 << 20
-CONNECTION_ERRORS = (OSError, EOFError)
-"""Raised by a lost connection; they include TimeoutError."""
+CONNECTION_ERRORS = (OSError, EOFError)  # raised by a lost connection; they include TimeoutError
 T = TypeVar("T")
 _NO_NUMBER = 1 << 60  # choices are numbered from here where a turn must name them by words
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d{1,300}(?:\.\d{1,300})?(?![\w]|\.\d)")
@@ -238,12 +235,9 @@ class _Episode:
 class ActionSchema:
     """The fields of an action."""
 
-    fields: Mapping[str, Mapping[str, Any]]
-    """Those that the policy fills, with their schemas."""
-    constant_fields: Mapping[str, Any]
-    """Those with a constant value."""
-    as_json: bool = False
-    """True when the policy writes a JSON object, because it fills several fields."""
+    fields: Mapping[str, Mapping[str, Any]]  # those that the policy fills, with their schemas
+    constant_fields: Mapping[str, Any]  # those with a constant value
+    as_json: bool = False  # True when the policy writes a JSON object, because it fills several fields
 
     def parse(self, text: str) -> dict[str, Any] | str:
         """Return the action that a turn describes, or an error message."""

@@ -18,8 +18,7 @@ FAMILIES = {
     "openenv": "policygrad.environments.openenv:OpenEnv",
     "textarena": "policygrad.environments.textarena:TextArena",
     "verifiers": "policygrad.environments.verifiers:Verifiers",
-}
-"""The prefix of a name, as in `textarena:Wordle-v0`, and the class that takes the remainder."""
+}  # the prefix of a name, as in `textarena:Wordle-v0`, and the class that takes the remainder
 BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
 TERMINATED, TURNS = "terminated", "turns"
 """Further reasons for an episode's end: the environment's terminal state, the limit on turns."""

@@ -85,10 +85,8 @@ class _Game:
     """A newly created game, to be copied for each episode, and its wrappers for answers."""
 
     template: Any
-    wrappers: tuple[Callable[[str], str], ...]
-    """Outermost first; one may put brackets around a word that has none."""
-    shared: Mapping[int, Any]
-    """Collections that copies share, by id: the memo for `copy.deepcopy`."""
+    wrappers: tuple[Callable[[str], str], ...]  # outermost first; one may put brackets around a word that has none
+    shared: Mapping[int, Any]  # collections that copies share, by id: the memo for `copy.deepcopy`
 
     @classmethod
     def from_env(cls, env: Any) -> _Game:

@@ -94,8 +94,7 @@ class ToolResult:
     """The text returned to the policy for a call."""
 
     text: str
-    failure: str = ""
-    """One of `FAILURES`; "" = success."""
+    failure: str = ""  # one of `FAILURES`; "" = success
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +103,7 @@ class Tool:
 
     name: str
     function: Callable[..., Any]
-    schema: Mapping[str, Any]
-    """The JSON schema for chat templates."""
+    schema: Mapping[str, Any]  # the JSON schema for chat templates
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:

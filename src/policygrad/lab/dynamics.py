@@ -30,8 +30,7 @@ from policygrad.lab.sequences import PrefixTree, World, sample_normal
 from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
-TrackedQuantities = Mapping[str, Callable[[Tensor], Tensor]]
-"""Quantities of θ by name."""
+TrackedQuantities = Mapping[str, Callable[[Tensor], Tensor]]  # quantities of θ by name
 
 
 def train_in_expectation(
@@ -99,8 +98,7 @@ def interpolate(run: Mapping[str, Sequence[float]], name: str, level: float, ove
     return run[name][-1]
 
 
-JITTER = 0.05
-"""Standard deviation of the seed's noise on the initial logits, for worlds that are not random themselves."""
+JITTER = 0.05  # standard deviation of the seed's noise on the initial logits, for worlds that are not random themselves
 
 
 def _make_setting(tree: PrefixTree, reward: Tensor, probability: list[list[float]], seed: int) -> LabSetting:

@@ -24,11 +24,9 @@ class GameTransition:
     """A possible result of a turn."""
 
     probability: float
-    state: int | None
-    """The game's state in which the next turn begins; None = the episode is over."""
+    state: int | None  # the game's state in which the next turn begins; None = the episode is over
     reward: float
-    outcome: float = 0.0
-    """Reward of the episode, if it ends here."""
+    outcome: float = 0.0  # reward of the episode, if it ends here
 
 
 class Game(Protocol):
@@ -38,7 +36,6 @@ class Game(Protocol):
 
     def transitions(self, state: int, tokens: tuple[int, ...]) -> Sequence[GameTransition]:
         """Return the possible results of a turn with these tokens (without EOS); the probabilities sum to 1."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,11 @@ class Walk:
 class Episode:
     """A possible episode, column by column."""
 
-    actions: tuple[int, ...] = ()
-    """Tokens of the policy; the world's k-th possible answer is −1 − k."""
-    turn: tuple[int, ...] = ()
-    """The turn of each column, including the answer to it."""
-    state: tuple[int, ...] = ()
-    """The game's state in which that turn began."""
-    reward: tuple[float, ...] = ()
-    """Each turn's reward, at its last token."""
-    probability: float = 1.0
-    """Of the world's answers."""
+    actions: tuple[int, ...] = ()  # tokens of the policy; the world's k-th possible answer is −1 − k
+    turn: tuple[int, ...] = ()  # the turn of each column, including the answer to it
+    state: tuple[int, ...] = ()  # the game's state in which that turn began
+    reward: tuple[float, ...] = ()  # each turn's reward, at its last token
+    probability: float = 1.0  # of the world's answers
     outcome: float = 0.0
 
 

@@ -21,25 +21,19 @@ from policygrad.errors import ConfigError
 from policygrad.lab.sequences import jacobian
 from policygrad.lab.setting import LabSetting
 
-MAX_ENUMERATED_STEPS = 20_000
-"""Up to this number of multisets the expectation is exact."""
+MAX_ENUMERATED_STEPS = 20_000  # up to this number of multisets the expectation is exact
 SAMPLED_STEPS = 4096
-MAX_SAMPLED_COMPLETIONS = 1_000_000
-"""Maximum completions of all sampled steps together."""
+MAX_SAMPLED_COMPLETIONS = 1_000_000  # maximum completions of all sampled steps together
 
 
 @dataclass(frozen=True, eq=False)
 class WeightedSteps:
     """M steps of B completions each."""
 
-    rows: Tensor
-    """[M, B] int64 row numbers in `LabSetting.enumerate_batch`."""
-    weight: Tensor
-    """[M] probabilities; 1/M for sampled steps."""
-    exact: bool
-    """True when these are all possible steps."""
-    group: Tensor
-    """[B] int64; the group of each completion within its step."""
+    rows: Tensor  # [M, B] int64 row numbers in `LabSetting.enumerate_batch`
+    weight: Tensor  # [M] probabilities; 1/M for sampled steps
+    exact: bool  # True when these are all possible steps
+    group: Tensor  # [B] int64; the group of each completion within its step
     statistics_only: Tensor | None = None
     """[B] bool; marks completions that are used in statistics but not trained on."""
 
@@ -117,8 +111,7 @@ def make_steps(setting: LabSetting, size: int, seed: int = 0) -> WeightedSteps:
 # one call; this is checked on a sample of steps, each computed separately. Otherwise (whitening, the batch's std, a token mean)
 # they are computed step by step.
 
-CHECKED_STEPS = 32
-"""Steps in this sample."""
+CHECKED_STEPS = 32  # steps in this sample
 STEPWISE_FIELDS = ("filters", "shaping", "advantage", "aggregation")
 """The fields of an algorithm whose parts see a complete step."""
 
@@ -127,18 +120,12 @@ STEPWISE_FIELDS = ("filters", "shaping", "advantage", "aggregation")
 class StepDecisions:
     """Ψ, the filters' masks and the aggregation's coefficients of each of U distinct steps."""
 
-    weight: Tensor
-    """[M] probabilities; 0 for steps that a filter samples again."""
-    mask: Tensor
-    """[U, B, L] after the filters."""
-    psi: Tensor
-    """[U, B, L]."""
-    coef: Coefficients
-    """[U, B, L] each."""
-    index: Tensor
-    """[M] the distinct step of each step."""
-    place: Tensor
-    """[M, B] the position of each completion in the distinct step."""
+    weight: Tensor  # [M] probabilities; 0 for steps that a filter samples again
+    mask: Tensor  # [U, B, L] after the filters
+    psi: Tensor  # [U, B, L]
+    coef: Coefficients  # [U, B, L] each
+    index: Tensor  # [M] the distinct step of each step
+    place: Tensor  # [M, B] the position of each completion in the distinct step
 
     def at(self, part: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
         """Return (mask, Ψ, coefficients) of some steps, [m·B, L] each."""
@@ -216,22 +203,17 @@ def _filter_and_score(algorithm: Algorithm, batch: Batch, rows: Tensor) -> tuple
     return mask, weight, psi
 
 
-CHUNK = 100_000
-"""Completions per call of `surrogate`."""
-EXACT = ("entropy", "kl_old", "kl_ref")
-"""Quantities that are exact sums over the vocabulary."""
+CHUNK = 100_000  # completions per call of `surrogate`
+EXACT = ("entropy", "kl_old", "kl_ref")  # quantities that are exact sums over the vocabulary
 
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
     """An algorithm's gradients for M steps."""
 
-    gradient: Tensor
-    """[M, P] of the surrogate objective, in the direction of ascent."""
-    weight: Tensor
-    """[M] probabilities."""
-    coefficient: Tensor
-    """[M, B] mean coefficient of ∇log π over a completion's tokens; 0 if it was filtered."""
+    gradient: Tensor  # [M, P] of the surrogate objective, in the direction of ascent
+    weight: Tensor  # [M] probabilities
+    coefficient: Tensor  # [M, B] mean coefficient of ∇log π over a completion's tokens; 0 if it was filtered
     exact: bool
 
     @property

@@ -24,12 +24,9 @@ class TabularMDP:
         ConfigError: Shapes that do not match, invalid probabilities, or γ = 1 with possibly endless episodes.
     """
 
-    transition: Tensor
-    """[S, A, S] P(s'|s, a)."""
-    reward: Tensor
-    """[S, A] expected reward."""
-    start: Tensor
-    """[S] probabilities of the first state."""
+    transition: Tensor  # [S, A, S] P(s'|s, a)
+    reward: Tensor  # [S, A] expected reward
+    start: Tensor  # [S] probabilities of the first state
     gamma: float = 0.9
 
     def __post_init__(self) -> None:
@@ -121,8 +118,7 @@ def gridworld(height: int = 3, width: int = 4, gamma: float = 0.95, slip: float 
     return _tabulate(height * width, 4, outcomes, gamma)
 
 
-Outcome = tuple[float, int | None, float]
-"""(probability, next state, reward) of an action; None = the episode ends."""
+Outcome = tuple[float, int | None, float]  # (probability, next state, reward) of an action; None = the episode ends
 
 
 def _tabulate(states: int, actions: int, outcomes: Callable[[int, int], Iterable[Outcome]], gamma: float) -> TabularMDP:
@@ -146,14 +142,10 @@ def bandit(rewards: Tensor) -> TabularMDP:
 class Solution:
     """Exact quantities of a policy π [S, A] in an MDP."""
 
-    value: Tensor
-    """[S] V = (I − γP_π)⁻¹ r_π."""
-    q: Tensor
-    """[S, A]."""
-    occupancy: Tensor
-    """[S] d = Σ_t γ^t P(s_t = s), unnormalised: it sums to 1/(1−γ) if no episode ends."""
-    objective: Tensor
-    """[] J = μ₀ᵀV."""
+    value: Tensor  # [S] V = (I − γP_π)⁻¹ r_π
+    q: Tensor  # [S, A]
+    occupancy: Tensor  # [S] d = Σ_t γ^t P(s_t = s), unnormalised: it sums to 1/(1−γ) if no episode ends
+    objective: Tensor  # [] J = μ₀ᵀV
 
     @property
     def advantage(self) -> Tensor:
@@ -272,12 +264,10 @@ class ExactProblem:
 
     mdp: TabularMDP
     theta: Tensor
-    lr: float = 1.0
-    """Learning rate of gradient steps: θ ← θ + lr·∇J."""
+    lr: float = 1.0  # learning rate of gradient steps: θ ← θ + lr·∇J
     history: list[float] = field(default_factory=list)
     pending: Tensor = field(init=False)
-    curvature: Tensor | None = field(default=None, init=False)
-    """[P, P] the Fisher matrix at θ, cached."""
+    curvature: Tensor | None = field(default=None, init=False)  # [P, P] the Fisher matrix at θ, cached
 
     def __post_init__(self) -> None:
         self.pending = torch.zeros_like(self.theta)

@@ -31,18 +31,12 @@ class Figures:
 
     scale: float
     """⟨E g, t⟩/‖t‖²: the length of the expected gradient in the true direction; a learning rate absorbs it."""
-    bias: float
-    """‖E g − t‖/‖t‖."""
-    cosine: float
-    """Cosine of E g and t."""
-    variance: float
-    """tr Cov g/‖t‖²."""
-    mse: float
-    """E‖g − t‖²/‖t‖²."""
-    snr: float
-    """‖E g‖²/tr Cov g, independent of the scale."""
-    best_mse: float
-    """min_a E‖a·g − t‖²/‖t‖²: the error at the best length; 1 = g contains no information."""
+    bias: float  # ‖E g − t‖/‖t‖
+    cosine: float  # cosine of E g and t
+    variance: float  # tr Cov g/‖t‖²
+    mse: float  # E‖g − t‖²/‖t‖²
+    snr: float  # ‖E g‖²/tr Cov g, independent of the scale
+    best_mse: float  # min_a E‖a·g − t‖²/‖t‖²: the error at the best length; 1 = g contains no information
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,7 @@ class Measurement:
     """One algorithm in one setting."""
 
     name: str
-    exact: bool
-    """True when the expectation is over all steps, False for a sample."""
+    exact: bool  # True when the expectation is over all steps, False for a sample
     steps: int
     figures: Figures
     errors: Figures | None
@@ -186,15 +179,11 @@ class Finding:
     """A measured claim from the literature. The sentence is made from the numbers, whether or not they support the claim."""
 
     name: str
-    claim: str
-    """The claim as it is usually stated."""
-    holds: bool
-    """True when the numbers support the claim in this setting."""
-    sentence: str
-    """The result."""
+    claim: str  # the claim as it is usually stated
+    holds: bool  # True when the numbers support the claim in this setting
+    sentence: str  # the result
     numbers: Mapping[str, float]
-    error: float | None = None
-    """Standard error of the decisive number; None = exact, without sampling."""
+    error: float | None = None  # standard error of the decisive number; None = exact, without sampling
     curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Columns of equal length to plot; the first one is the x axis."""
 

@@ -34,8 +34,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "KL and optimiser": ("kl_places", "adam"),
     "Trust regions": tuple(THEORY),
     "How training goes wrong": tuple(DYNAMICS),
-}
-"""Findings by theme; those without a theme come last."""
+}  # findings by theme; those without a theme come last
 
 
 def group_findings(findings: Sequence[Finding]) -> dict[str, list[Finding]]:

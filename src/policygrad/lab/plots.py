@@ -13,13 +13,11 @@ from policygrad.lab.measurement import Finding
 class Panel:
     """A pair of axes."""
 
-    y: str
-    """Label of the axis, with its unit."""
+    y: str  # label of the axis, with its unit
     columns: Mapping[str, str]
     """The series name of each column; a name in several panels is one entry of the legend."""
     log: bool = False
-    low: float | None = None
-    """Start of the axis, if not that of the data; lower values are cut off."""
+    low: float | None = None  # start of the axis, if not that of the data; lower values are cut off
     high: float | None = None
 
 

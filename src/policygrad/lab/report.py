@@ -20,8 +20,7 @@ from policygrad.lab.findings import advantages, critics, ratios
 from policygrad.lab.measurement import Finding, Measurement, compare_on_off_policy
 from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
 
-Experiment = Callable[[int], Finding]
-"""seed -> Finding."""
+Experiment = Callable[[int], Finding]  # seed -> Finding
 
 
 def _collect_experiments(*modules: ModuleType) -> dict[str, Experiment]:
@@ -55,16 +54,13 @@ def select_experiments(names: Iterable[str] | None = None) -> list[Experiment]:
 class LabReport:
     """The results that `policygrad lab` shows."""
 
-    rows: tuple[tuple[Measurement, Measurement], ...]
-    """(on-policy, off-policy) for each algorithm."""
+    rows: tuple[tuple[Measurement, Measurement], ...]  # (on-policy, off-policy) for each algorithm
     findings: tuple[Finding, ...]
     group_size: int
-    kl: float
-    """Nats per completion between π_old and π_θ, off-policy."""
+    kl: float  # nats per completion between π_old and π_θ, off-policy
     seed: int
     world: str
-    parts: tuple[str, ...] = ()
-    """For each measured part, a sentence about the algorithm that contains it."""
+    parts: tuple[str, ...] = ()  # for each measured part, a sentence about the algorithm that contains it
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; numbers that are not finite become null."""

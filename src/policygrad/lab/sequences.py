@@ -36,8 +36,7 @@ def sample_normal(shape: int | Sequence[int], scale: float, seed: int) -> Tensor
 
 
 EOS = 0
-MAX_COMPLETIONS = 6000
-"""Maximum completions of one prompt; vocabulary 5 and length 6 have 5461."""
+MAX_COMPLETIONS = 6000  # maximum completions of one prompt; vocabulary 5 and length 6 have 5461
 
 
 @dataclass(frozen=True)
@@ -142,8 +141,7 @@ class World:
     """
 
     tree: PrefixTree
-    reward: Tensor
-    """[X, N]."""
+    reward: Tensor  # [X, N]
     policy: Policy
     _scores: dict[tuple[float, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
 

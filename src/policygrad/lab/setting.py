@@ -19,8 +19,7 @@ from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 from policygrad.lab.sequences import World, derivative, sample_normal
 
-STEP_TOKENS = 2
-"""Tokens per step of an answer, for parts that read step ends; the last step may be shorter."""
+STEP_TOKENS = 2  # tokens per step of an answer, for parts that read step ends; the last step may be shorter
 
 
 def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
@@ -47,22 +46,16 @@ class LabSetting:
     """The setting of a measurement."""
 
     world: World
-    theta: Tensor
-    """[P] of π_θ, at which gradients are measured."""
-    old: Tensor | None = None
-    """[P] of π_old, which samples; None = π_θ itself, on-policy."""
-    reference: Tensor | None = None
-    """[P] of π_ref; None = π_θ."""
-    sampler: Tensor | None = None
-    """[P] of μ, if the sampling engine differs from π_old."""
+    theta: Tensor  # [P] of π_θ, at which gradients are measured
+    old: Tensor | None = None  # [P] of π_old, which samples; None = π_θ itself, on-policy
+    reference: Tensor | None = None  # [P] of π_ref; None = π_θ
+    sampler: Tensor | None = None  # [P] of μ, if the sampling engine differs from π_old
     critic_error: float = 0.0
     """The critic returns V(s) + error·z(s), with z standard normal, sampled once for each state."""
-    values: Tensor | None = None
-    """[X·S] the critic's values, in place of V + error."""
+    values: Tensor | None = None  # [X·S] the critic's values, in place of V + error
     truncates: bool = False
     """True when completions of maximum length are truncated; otherwise max_tokens is one larger than the length."""
-    seed: int = 0
-    """Seed of the critic's errors."""
+    seed: int = 0  # seed of the critic's errors
 
     @property
     def old_theta(self) -> Tensor:

@@ -14,8 +14,7 @@ from policygrad.lab.sequences import PrefixTree, World, perturb_policy, sample_r
 from policygrad.lab.setting import LabSetting
 
 DIFFICULTY = (0.15, 0.5, 0.85)
-OFF_POLICY_KL = 0.05
-"""Nats per completion between π_old and π_θ, off-policy."""
+OFF_POLICY_KL = 0.05  # nats per completion between π_old and π_θ, off-policy
 
 
 def make_table_settings(kl: float = OFF_POLICY_KL, seed: int = 0) -> tuple[LabSetting, LabSetting]:

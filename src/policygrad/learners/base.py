@@ -93,8 +93,7 @@ class CheckedLearner(Protocol):
 class SnapshotLearner(Protocol):
     """A learner whose `state` is cheap: references to tensors of this process."""
 
-    supports_snapshots: bool
-    """The trainer may copy the state after every step."""
+    supports_snapshots: bool  # the trainer may copy the state after every step
 
 
 @runtime_checkable

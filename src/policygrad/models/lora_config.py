@@ -26,10 +26,8 @@ class Lora:
     None = unset: the default, or the value of the adapter in the model's folder.
     """
 
-    rank: int | None = None
-    """r; 16."""
-    alpha: float | None = None
-    """α; 32."""
+    rank: int | None = None  # r; 16
+    alpha: float | None = None  # α; 32
     targets: str | None = None
     """all-linear = every linear layer that supports an adapter, except the head; or layer names joined by + (q_proj+v_proj)."""
     bits: int | None = None

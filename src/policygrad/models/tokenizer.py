@@ -38,13 +38,10 @@ class Tokenizer:
     If a template rewrites earlier turns, that is impossible, and the next turn's prompt is `encode_rewritten`.
     """
 
-    hf: Any
-    """The transformers tokenizer."""
-    end_ids: frozenset[int]
-    """Ids that end a completion."""
+    hf: Any  # the transformers tokenizer
+    end_ids: frozenset[int]  # ids that end a completion
     name: str
-    context_length: int | None
-    """Maximum tokens of a prompt and its completion together."""
+    context_length: int | None  # maximum tokens of a prompt and its completion together
 
     def encode(
         self, prompt: str | Sequence[Message], max_tokens: int, source: str = "a prompt", tools: Tools | None = None

@@ -10,8 +10,7 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 WEB = files("policygrad.pages") / "web"
-BANDS = WEB / "bands.js"
-"""Script for pages with bands around curves."""
+BANDS = WEB / "bands.js"  # script for pages with bands around curves
 
 
 def render_page(

@@ -14,8 +14,7 @@ from policygrad.planning.model_shapes import ModelShape
 from policygrad.planning.pipeline import SamplerSpeed
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
-MICRO_TOKENS = 16384
-"""Tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`."""
+MICRO_TOKENS = 16384  # tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`
 MICRO_TOKENS_CPU = 1024
 
 
@@ -30,22 +29,14 @@ class ParallelLayout:
     """
 
     gpus: int
-    samplers: int = 0
-    """Devices that only sample; 0 = every device alternates between sampling and learning."""
-    tensor_parallel: int = 1
-    """Devices that each sampler's layers are split over."""
-    max_staleness: int = 0
-    """Rollouts by which disaggregated samplers may run ahead."""
-    dtype: str = "bf16"
-    """Compute precision; master weights, gradients and moments are float32."""
-    checkpointing: bool = False
-    """Recompute activations in the backward pass (`--learner.gradient-checkpointing`)."""
-    micro_tokens: int = MICRO_TOKENS
-    """Tokens per forward and backward pass of a learner; a sequence is never split."""
-    decode_rows: int = 512
-    """Maximum completions that one sampler generates at once."""
-    shares_prompts: bool = True
-    """A prompt is computed once for its group, as in this library."""
+    samplers: int = 0  # devices that only sample; 0 = every device alternates between sampling and learning
+    tensor_parallel: int = 1  # devices that each sampler's layers are split over
+    max_staleness: int = 0  # rollouts by which disaggregated samplers may run ahead
+    dtype: str = "bf16"  # compute precision; master weights, gradients and moments are float32
+    checkpointing: bool = False  # recompute activations in the backward pass (`--learner.gradient-checkpointing`)
+    micro_tokens: int = MICRO_TOKENS  # tokens per forward and backward pass of a learner; a sequence is never split
+    decode_rows: int = 512  # maximum completions that one sampler generates at once
+    shares_prompts: bool = True  # A prompt is computed once for its group, as in this library
     keeps_full_policy: bool = True
     """Each learner also keeps the full policy for sampling, as this library's own sampler needs; False = an engine samples and is
     the only one to hold it."""
@@ -104,24 +95,17 @@ class AlgorithmCost:
     """Models, passes and updates that an algorithm needs besides sampling."""
 
     name: str = ""
-    trained_models: int = 1
-    """Models that train: the policy, a critic with a backbone of its own, a reward model."""
-    frozen_models: int = 0
-    """Models that are only evaluated: the reference."""
-    scoring_passes: int = 0
-    """Forward passes over a rollout before learning: log π_old, log π_ref, values."""
-    epochs: int = 1
-    """Passes of learning over each rollout."""
-    updates: int = 1
-    """Optimizer steps per rollout."""
+    trained_models: int = 1  # models that train: the policy, a critic with a backbone of its own, a reward model
+    frozen_models: int = 0  # models that are only evaluated: the reference
+    scoring_passes: int = 0  # forward passes over a rollout before learning: log π_old, log π_ref, values
+    epochs: int = 1  # passes of learning over each rollout
+    updates: int = 1  # optimizer steps per rollout
     stale_scoring_passes: int = 0
     """Further forward passes when samples are older than the weights: log π_old, for the correction."""
     recomputes_head: bool = False
     """Logits are computed again in the backward pass: the gradient of log π is not known in the forward pass."""
-    samples_per_prompt: int = 8
-    """G, the algorithm's default number of completions per prompt."""
-    uncounted: tuple[str, ...] = ()
-    """Costs that no plan counts, in words."""
+    samples_per_prompt: int = 8  # G, the algorithm's default number of completions per prompt
+    uncounted: tuple[str, ...] = ()  # costs that no plan counts, in words
 
     def scoring_passes_at(self, staleness: int) -> int:
         """Forward passes over a rollout before learning, at this staleness."""
@@ -141,10 +125,8 @@ class Workload:
 
     prompts: int
     samples_per_prompt: int
-    prompt_tokens: int
-    """Mean tokens of a prompt."""
-    completion_tokens: float
-    """Mean tokens of a completion."""
+    prompt_tokens: int  # mean tokens of a prompt
+    completion_tokens: float  # mean tokens of a completion
     max_completion_tokens: int
 
     def __post_init__(self) -> None:
@@ -203,12 +185,9 @@ class Workload:
 class TokenCounts:
     """Amounts of computation over a set of sequences."""
 
-    layer_tokens: float
-    """Tokens that go through the layers."""
-    attention_pairs: float
-    """Pairs of a token and one that it attends to."""
-    head_tokens: float
-    """Tokens that go through the output head."""
+    layer_tokens: float  # tokens that go through the layers
+    attention_pairs: float  # pairs of a token and one that it attends to
+    head_tokens: float  # tokens that go through the output head
 
 
 # Memory of one device.
@@ -217,32 +196,23 @@ class TokenCounts:
 # gathered layers; the reference, 4 P/R; and the activations of a micro-batch. A sampler holds its share of the weights, and the
 # keys and values of the completions that it generates at once.
 
-MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
-"""Bytes per trained parameter, in float32."""
+MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # bytes per trained parameter, in float32
 LOGITS_IN_MEMORY = {"gpu": 2**27, "cpu": 2**21}
 """Logits in memory at once: the learner's head processes this many at a time (`learners/local/logprobs.py`)."""
-LOGIT_BYTES = 12
-"""Bytes per logit, with its temporaries."""
-MAX_SNAPSHOT_BYTES = 2**30
-"""Largest training state that is copied so that a failed step can be undone."""
-DRIVER_BYTES = 2 * 2**30
-"""Memory that a GPU's driver and its communication buffers occupy."""
-USABLE_FRACTION = 0.95
-"""Fraction of the remaining memory that is usable before fragmentation."""
-SAMPLING_LOGIT_BYTES = 24
-"""Bytes per logit during sampling, with its probability and its rank."""
+LOGIT_BYTES = 12  # bytes per logit, with its temporaries
+MAX_SNAPSHOT_BYTES = 2**30  # largest training state that is copied so that a failed step can be undone
+DRIVER_BYTES = 2 * 2**30  # memory that a GPU's driver and its communication buffers occupy
+USABLE_FRACTION = 0.95  # fraction of the remaining memory that is usable before fragmentation
+SAMPLING_LOGIT_BYTES = 24  # bytes per logit during sampling, with its probability and its rank
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
     """Memory of one device in bytes, by purpose."""
 
-    static: Mapping[str, float] = field(default_factory=dict)
-    """Held for the whole run."""
-    training: Mapping[str, float] = field(default_factory=dict)
-    """Needed in addition while learning."""
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    """Needed in addition while sampling."""
+    static: Mapping[str, float] = field(default_factory=dict)  # held for the whole run
+    training: Mapping[str, float] = field(default_factory=dict)  # needed in addition while learning
+    sampling: Mapping[str, float] = field(default_factory=dict)  # needed in addition while sampling
 
     @property
     def peak_bytes(self) -> float:
@@ -366,23 +336,18 @@ def _row_limit(workload: Workload, layout: ParallelLayout) -> int:
 #             ( weights / bandwidth + n · ( keys and values / bandwidth + operations / peak rate ) )
 #             / efficiency + layers · overhead
 
-BACKWARD_PASSES = 2
-"""Cost of a backward pass, in forward passes."""
+BACKWARD_PASSES = 2  # cost of a backward pass, in forward passes
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of each phase of a step, by itself."""
 
-    generation: float
-    """From reading the first prompt to the end of the last completion."""
-    scoring: float
-    """log π_old, log π_ref and values of all tokens."""
-    learning: float
-    """Forward and backward passes."""
+    generation: float  # from reading the first prompt to the end of the last completion
+    scoring: float  # log π_old, log π_ref and values of all tokens
+    learning: float  # forward and backward passes
     optimizer: float
-    publishing: float
-    """Until samplers have the new weights."""
+    publishing: float  # until samplers have the new weights
 
     @property
     def update(self) -> float:

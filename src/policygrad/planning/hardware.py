@@ -18,8 +18,7 @@ from policygrad.errors import ConfigError
 from policygrad.utils.filesystem import read_json
 
 GB, TB = 10**9, 10**12
-MAX_DEVICES = 2**17
-"""Upper limit of `--gpus`, beyond any cluster."""
+MAX_DEVICES = 2**17  # upper limit of `--gpus`, beyond any cluster
 
 
 @dataclass(frozen=True)
@@ -27,20 +26,13 @@ class Device:
     """Figures of one GPU, or of one CPU core."""
 
     name: str
-    memory: float
-    """Bytes."""
-    bandwidth: float
-    """Memory bandwidth."""
-    bf16: float
-    """Peak rate of bfloat16 matrix products."""
-    fp32: float
-    """Peak rate of float32 matrix products."""
-    link: float
-    """Bandwidth to each other device of the same machine."""
-    network: float
-    """Network bandwidth per device."""
-    per_node: int = 8
-    """Devices per machine."""
+    memory: float  # Bytes
+    bandwidth: float  # memory bandwidth
+    bf16: float  # peak rate of bfloat16 matrix products
+    fp32: float  # peak rate of float32 matrix products
+    link: float  # bandwidth to each other device of the same machine
+    network: float  # network bandwidth per device
+    per_node: int = 8  # devices per machine
     source: str = ""
 
     def rate(self, bytes_per_number: int) -> float:
@@ -102,20 +94,14 @@ CALIBRATION_FORMAT = "policygrad calibration 2"
 class Efficiency:
     """Fractions of the published figures that a real run reaches."""
 
-    training: float = 0.5
-    """Forward and backward passes."""
-    scoring: float = 0.5
-    """Forward passes, including prompts before sampling."""
-    sampling: float = 0.7
-    """Generating one token for each concurrent completion."""
+    training: float = 0.5  # forward and backward passes
+    scoring: float = 0.5  # forward passes, including prompts before sampling
+    sampling: float = 0.7  # generating one token for each concurrent completion
     layer_overhead: float = 125e-6
     """Seconds of overhead per layer and generated token: kernel launches and token selection."""
-    link: float = 0.7
-    """Bandwidth between devices."""
-    storage: float = 2e9
-    """Bytes per second, for weights that pass through a folder to samplers on other devices."""
-    allreduce: float = 10e-6
-    """Seconds to all-reduce a small tensor over a sampler's devices, twice per layer."""
+    link: float = 0.7  # bandwidth between devices
+    storage: float = 2e9  # bytes per second, for weights that pass through a folder to samplers on other devices
+    allreduce: float = 10e-6  # seconds to all-reduce a small tensor over a sampler's devices, twice per layer
 
 
 @dataclass(frozen=True)
@@ -125,8 +111,7 @@ class Calibration:
     device: Device
     efficiency: Efficiency
     dtype: str
-    details: Mapping[str, Any]
-    """Machine, versions, measured seconds."""
+    details: Mapping[str, Any]  # machine, versions, measured seconds
 
     def write(self, path: Path) -> None:
         """Write a JSON file. Raises ConfigError if the file cannot be written."""

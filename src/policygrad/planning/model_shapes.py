@@ -30,22 +30,16 @@ class ModelShape:
 
     name: str
     hidden: int
-    intermediate: int
-    """MLP width."""
+    intermediate: int  # MLP width
     layers: int
     heads: int
-    kv_heads: int
-    """Key and value heads."""
+    kv_heads: int  # key and value heads
     head_dim: int
     vocabulary: int
-    tied: bool = False
-    """The output head shares the embeddings' weights."""
-    qk_norm: bool = False
-    """Queries and keys are normalised (Qwen3)."""
-    layer_biases: int = 0
-    """Bias parameters per layer."""
-    source: str = ""
-    """Origin of the figures."""
+    tied: bool = False  # the output head shares the embeddings' weights
+    qk_norm: bool = False  # queries and keys are normalised (Qwen3)
+    layer_biases: int = 0  # bias parameters per layer
+    source: str = ""  # origin of the figures
 
     @property
     def qkv_width(self) -> int:
@@ -81,8 +75,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-Sizes = tuple[int, int, int, int, int, int, int]
-"""hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary"""
+Sizes = tuple[int, int, int, int, int, int, int]  # hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary
 
 
 def _published(owner: str, name: str, sizes: Sizes, *, tied: bool = False, qk_norm: bool = False) -> ModelShape:

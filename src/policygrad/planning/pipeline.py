@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-Lengths = Sequence[int]
-"""Tokens of each completion of one rollout, in the order of the requests."""
+Lengths = Sequence[int]  # tokens of each completion of one rollout, in the order of the requests
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class SamplerSpeed:
     fixed: float
     per_completion: float
     max_concurrency: int
-    startup: float = 0.0
-    """Seconds of a rollout before its first token."""
+    startup: float = 0.0  # seconds of a rollout before its first token
 
     def __call__(self, lengths: Lengths) -> float:
         """Return the seconds of one rollout."""
@@ -63,16 +61,12 @@ class LearnerSpeed:
 class Timeline:
     """Times of each step, in seconds since the start."""
 
-    rollout_ready: tuple[float, ...]
-    """When the step had its rollout."""
-    step_ends: tuple[float, ...]
-    """When the step's weights were published."""
-    learner_waits: tuple[float, ...]
-    """Seconds that the learner waited in the step."""
+    rollout_ready: tuple[float, ...]  # when the step had its rollout
+    step_ends: tuple[float, ...]  # when the step's weights were published
+    learner_waits: tuple[float, ...]  # seconds that the learner waited in the step
     sampling_seconds: tuple[float, ...]
     """Seconds in the step with a rollout in progress, including one that pauses for new weights."""
-    max_staleness: int = 0
-    """Steps by which the sampler may be ahead."""
+    max_staleness: int = 0  # steps by which the sampler may be ahead
 
     @property
     def steady_state(self) -> slice:

@@ -21,10 +21,8 @@ from policygrad.planning.hardware import DEVICES, Device, Efficiency
 from policygrad.planning.model_shapes import ModelShape
 from policygrad.planning.pipeline import LearnerSpeed, SamplerSpeed, Timeline, simulate
 
-SIMULATED_STEPS = 64
-"""Steps simulated for disaggregated samplers."""
-MAX_SPLITS = 16
-"""Maximum number of device splits to try."""
+SIMULATED_STEPS = 64  # steps simulated for disaggregated samplers
+MAX_SPLITS = 16  # maximum number of device splits to try
 
 
 @dataclass(frozen=True)
@@ -189,20 +187,16 @@ def device_counts(gpus: int) -> list[int]:
 
 # What to change if a plan does not fit: one change after another, kept if it needs less memory, until the plan fits.
 
-MAX_DEVICES = 4096
-"""Largest number of devices to suggest."""
-MIN_ROWS = 16
-"""Smallest number of concurrent completions to suggest."""
-TENSOR_PARALLEL = (2, 4, 8)
-"""Devices per sampler to try."""
+MAX_DEVICES = 4096  # largest number of devices to suggest
+MIN_ROWS = 16  # smallest number of concurrent completions to suggest
+TENSOR_PARALLEL = (2, 4, 8)  # devices per sampler to try
 
 
 @dataclass(frozen=True)
 class Suggestion:
     """A change, and the plan with it and the ones before it."""
 
-    option: str
-    """Options of `policygrad plan`."""
+    option: str  # options of `policygrad plan`
     description: str
     plan: CapacityPlan
 

@@ -39,10 +39,8 @@ class PlanReport:
     plan: CapacityPlan
     alternatives: Sequence[CapacityPlan]
     changes: Sequence[Suggestion]
-    steps: int
-    """Steps for which hours and costs are reported."""
-    price: float | None
-    """Of one device hour."""
+    steps: int  # steps for which hours and costs are reported
+    price: float | None  # of one device hour
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that --json prints."""

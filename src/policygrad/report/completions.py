@@ -15,18 +15,13 @@ from policygrad.report.data import read_json_rows
 from policygrad.trackers.jsonl import parse_row as parsed
 from policygrad.utils.filesystem import UnusableDataError, iter_lines, open_regular
 
-MAX_PAGE_CHARS = 3_000_000
-"""Maximum characters of a page, over all its runs; the page says how much is left out."""
+MAX_PAGE_CHARS = 3_000_000  # maximum characters of a page, over all its runs; the page says how much is left out
 BYTES_PER_CHAR = 8
 """File size per page character above which a file is not read completely: JSON may take six bytes per letter."""
-SAMPLED_STEPS = 24
-"""Steps read from a file that is too large."""
-MAX_STEP_BYTES = 4_000_000
-"""Maximum bytes read of one step."""
-MAX_TEXT_CHARS = 6_000
-"""Maximum characters of one text."""
-MAX_ROWS = 20_000
-"""Maximum completions of a page."""
+SAMPLED_STEPS = 24  # steps read from a file that is too large
+MAX_STEP_BYTES = 4_000_000  # maximum bytes read of one step
+MAX_TEXT_CHARS = 6_000  # maximum characters of one text
+MAX_ROWS = 20_000  # maximum completions of a page
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,7 @@ class CompletionExcerpt:
     """The completions of one run that are on the page."""
 
     rows: tuple[dict[str, Any], ...]
-    is_complete: bool
-    """True if these are all of the run's completions."""
+    is_complete: bool  # True if these are all of the run's completions
 
 
 def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_ROWS) -> CompletionExcerpt:
@@ -74,8 +68,7 @@ FIELDS = {
     **dict.fromkeys(("truncated", "demonstration"), (int | float, "true or false")),
     "rewards": (dict, "an object of numbers"),
     "turns": (list, "pairs of role and text"),
-}
-"""Optional field of a row -> (type, description of a valid value)."""
+}  # optional field of a row -> (type, description of a valid value)
 
 
 def _check_fields(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any], ...]:

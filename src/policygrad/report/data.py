@@ -17,10 +17,8 @@ from policygrad.training.config.serialization import format_option
 from policygrad.utils.filesystem import read_json, read_toml
 
 CONFIG_FILES = {"train": "run.toml", "sft": "sft.toml", "reward-model": "reward-model.toml"}
-MAX_VALUE = 1e300
-"""Limit of metric values, so that sums and means stay finite."""
-Points = tuple[tuple[int, float], ...]
-"""(step, value), steps ascending."""
+MAX_VALUE = 1e300  # limit of metric values, so that sums and means stay finite
+Points = tuple[tuple[int, float], ...]  # (step, value), steps ascending
 
 
 @dataclass(frozen=True)
@@ -28,17 +26,12 @@ class RunRecord:
     """The contents of a run's folder. The run may be unfinished."""
 
     folder: Path
-    kind: str
-    """The command that trained it: train, sft or reward-model."""
-    config: Mapping[str, Any]
-    """Nested, as in the folder's TOML file."""
+    kind: str  # the command that trained it: train, sft or reward-model
+    config: Mapping[str, Any]  # nested, as in the folder's TOML file
     metrics: Mapping[str, Points]
-    result: Mapping[str, Any]
-    """Empty until the run is finished."""
-    versions: Mapping[str, str]
-    """Versions of packages, and the device; empty before the first checkpoint."""
-    changes: tuple[str, ...] = ()
-    """Options changed on resume, as `after step 12: lr 0.01 -> 0.003`."""
+    result: Mapping[str, Any]  # empty until the run is finished
+    versions: Mapping[str, str]  # versions of packages, and the device; empty before the first checkpoint
+    changes: tuple[str, ...] = ()  # options changed on resume, as `after step 12: lr 0.01 -> 0.003`
 
     @property
     def completions_file(self) -> Path:
@@ -132,12 +125,9 @@ def _read_history(folder: Path) -> tuple[Mapping[str, str], tuple[str, ...]]:
     )
 
 
-MAX_POINTS = 300
-"""Maximum points of a curve; steps beyond it are merged."""
-PER_RUN_OPTIONS = ("seed", "output", "track", "overwrite")
-"""Options in which runs of one configuration may differ."""
-MAX_NAMED_OPTIONS = 3
-"""Maximum number of differing options in a label."""
+MAX_POINTS = 300  # maximum points of a curve; steps beyond it are merged
+PER_RUN_OPTIONS = ("seed", "output", "track", "overwrite")  # options in which runs of one configuration may differ
+MAX_NAMED_OPTIONS = 3  # maximum number of differing options in a label
 
 
 @dataclass(frozen=True)
@@ -237,12 +227,9 @@ class RunCost:
     """Cost of one series: sums over steps, means over runs."""
 
     label: str
-    sums: tuple[tuple[str, str, str], ...]
-    """(metric, description, formatted sum)."""
-    notes: tuple[str, ...]
-    """Sentences about what was saved, or sampled in vain."""
-    times: tuple[tuple[str, str, float], ...]
-    """(description, formatted mean seconds, fraction of the step)."""
+    sums: tuple[tuple[str, str, str], ...]  # (metric, description, formatted sum)
+    notes: tuple[str, ...]  # sentences about what was saved, or sampled in vain
+    times: tuple[tuple[str, str, float], ...]  # (description, formatted mean seconds, fraction of the step)
 
 
 def compute_cost(group: Series) -> RunCost:

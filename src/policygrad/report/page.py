@@ -24,17 +24,14 @@ KEY_METRICS = (
     *("reward", "eval/reward", "loss", "eval/loss", "accuracy", "eval/accuracy", "entropy", "kl", "kl_old"),
     *("completions/mean_length", "completions/truncated_ratio", "frac_reward_zero_std", "grad_norm"),
     *("mismatch/logp_mean", "ratio/max", "staleness/mean", "teacher/kl", "explained_variance"),
-)
-"""Metrics shown first."""
+)  # metrics shown first
 HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean")
 """Metrics of these that are hidden if they are always 0."""
 CARD_OPTIONS = (
     *("model", "task", "data", "reward", "lr", "prompts_per_step", "samples_per_prompt", "batch_size"),
     "max_staleness",
-)
-"""Options in the description of a series."""
-FULL_DETAIL_SERIES = 4
-"""Number of series beyond which curves get fewer points, to limit the size of the page."""
+)  # options in the description of a series
+FULL_DETAIL_SERIES = 4  # number of series beyond which curves get fewer points, to limit the size of the page
 
 
 def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:

@@ -10,8 +10,7 @@ from policygrad.errors import ConfigError
 
 StepScores = tuple[tuple[int, float], ...]
 """(end, score) of each step of a completion; a step ends after `end` characters of its text."""
-Columns = Mapping[str, Sequence[Any]]
-"""Values of the task's columns by name, one per completion."""
+Columns = Mapping[str, Sequence[Any]]  # values of the task's columns by name, one per completion
 RewardResult = Sequence[float | Exception | None] | Sequence[StepScores | None]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -31,10 +30,8 @@ class Reward:
     function: RewardFunction
     weight: float = 1.0
     batched: bool = False
-    timeout: float | None = None
-    """Seconds per call; None = the pool's."""
-    process_reward: bool = False
-    """The function returns the steps of each completion, a list of (end, score)."""
+    timeout: float | None = None  # seconds per call; None = the pool's
+    process_reward: bool = False  # the function returns the steps of each completion, a list of (end, score)
     dedicated_worker: bool = False
     """Load a batched function in one worker of its own, as it takes much memory (a reward model)."""
 

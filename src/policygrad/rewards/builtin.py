@@ -85,8 +85,7 @@ class LengthPenalty:
     """
 
     max_length: int
-    ramp: int | None = None
-    """None = a fifth of `max_length`, DAPO's ratio."""
+    ramp: int | None = None  # None = a fifth of `max_length`, DAPO's ratio
     unit: TextUnit = "words"
 
     def __post_init__(self) -> None:

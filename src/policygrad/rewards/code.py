@@ -311,8 +311,7 @@ def _plain(value):
 def _same(result, expected, nested):
     result = _plain(result)
     return result == expected or (nested and isinstance(expected, list) and len(expected) > 0 and result == expected[0])
-"""
-"""Compares returned values as LiveCodeBench and APPS do: a tuple is a list; APPS puts most results in a list."""
+"""  # compares returned values as LiveCodeBench and APPS do: a tuple is a list; APPS puts most results in a list
 
 
 def build_tests(prompt: Any, row: Mapping[str, Any]) -> FunctionTests | StdioTests | None:

@@ -19,8 +19,7 @@ VARIABLE_NAMES: Any = tyro.constructors.PrimitiveConstructorSpec(
     instance_from_str=lambda args: parse_names(args[0]),
     is_instance=lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
     str_from_instance=lambda value: [",".join(value) or "none"],
-)
-"""Names separated by commas, as one argument of a command line."""
+)  # names separated by commas, as one argument of a command line
 
 
 @dataclass(frozen=True)

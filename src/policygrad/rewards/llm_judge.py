@@ -237,8 +237,7 @@ class JudgeCache:
 
     folder: Path
     session: str
-    max_calls: int
-    """Requests that the session may send."""
+    max_calls: int  # requests that the session may send
 
     def get(self, key: str) -> float | None:
         with self._open() as file:

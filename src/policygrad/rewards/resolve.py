@@ -76,8 +76,7 @@ _PRESETS = {
     "openrlhf": "policygrad.rewards.resolve:OpenRLHFReward.load",
     "repetition_penalty": "policygrad.rewards.builtin:RepetitionPenalty.from_options",
     "verl": "policygrad.rewards.resolve:VerlReward.load",
-}
-"""Rewards with options after a colon, and what is called with the options."""
+}  # rewards with options after a colon, and what is called with the options
 OPENAI_URL = "https://api.openai.com/v1"
 _LOCALHOST = ("localhost", "127.0.0.1", "::1")
 _DOTTED = re.compile(r"\w+(\.\w+)+")
@@ -150,8 +149,7 @@ def is_local_url(url: str) -> bool:
 
 # A reward's name with its files looked up in another folder than the current one.
 
-PathResolver = Callable[[str], str]
-"""Maps a file or folder, as it is named, to its path."""
+PathResolver = Callable[[str], str]  # maps a file or folder, as it is named, to its path
 
 
 def resolve_paths(name: str, resolve_path: PathResolver) -> str:
@@ -203,8 +201,7 @@ class RewardSpec:
     weight: float = 1.0
     low: float = -math.inf
     high: float = math.inf
-    gates: tuple[str, ...] = ()
-    """Names of rewards that must be above 0 for this one to count."""
+    gates: tuple[str, ...] = ()  # names of rewards that must be above 0 for this one to count
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -58,10 +58,8 @@ class EpisodeSpec:
     key: tuple[int, ...]
     """(seed, stream, step, example), for a prefix followed by (sample, position). Sample j uses the random numbers of
     key + (j,), its turn k > 0 those of key + (j, k)."""
-    max_tokens: int
-    """Maximum sampled tokens per episode."""
-    prefix: Tensor | None = None
-    """[n] int64; the beginning of a completion to continue, for Monte-Carlo values."""
+    max_tokens: int  # maximum sampled tokens per episode
+    prefix: Tensor | None = None  # [n] int64; the beginning of a completion to continue, for Monte-Carlo values
 
     @property
     def location(self) -> str:
@@ -218,8 +216,7 @@ class EpisodeGroup:
     """The episodes of one prompt."""
 
     spec: EpisodeSpec
-    prompt_ids: Tensor
-    """[P] int64; shared by all episodes."""
+    prompt_ids: Tensor  # [P] int64; shared by all episodes
     trajectories: tuple[Trajectory, ...]
     reward_weights: tuple[tuple[str, float], ...] = ()
     """(name, weight) of each value in `Trajectory.reward_parts`; the environment's own reward is one of them."""

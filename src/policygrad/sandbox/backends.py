@@ -41,8 +41,7 @@ class Bubblewrap:
     """Namespaces by bwrap, and seccomp: file system, network and process ids of its own, as an unprivileged user."""
 
     name = "bubblewrap"
-    needs_folder = False
-    """True if its processes write into a folder of this machine, whose size has to be watched."""
+    needs_folder = False  # True if its processes write into a folder of this machine, whose size has to be watched
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
         """Return the command that runs `inner` in the sandbox, with `files` bytes to write.
@@ -132,8 +131,7 @@ SYSTEM_PATHS = (
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
-PACKAGES = str(Path(__file__).parents[2])
-"""The folder that holds this package, for the interpreter in the sandbox."""
+PACKAGES = str(Path(__file__).parents[2])  # the folder that holds this package, for the interpreter in the sandbox
 
 
 def list_interpreter_paths() -> tuple[str, ...]:

@@ -643,8 +643,7 @@ _ARGUMENTS: dict[str, Callable[[Any], Iterable[Any]]] = {
     "decimal.Decimal": lambda value: (str(value),),
     "fractions.Fraction": lambda value: (value.numerator, value.denominator),
     "uuid.UUID": lambda value: (value.hex,),
-}
-"""Constructor arguments that recreate a value, by its class in the standard library."""
+}  # constructor arguments that recreate a value, by its class in the standard library
 
 
 def _get_fixed_zone(value: Any) -> Any:

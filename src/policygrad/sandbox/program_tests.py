@@ -27,10 +27,8 @@ class ProgramVerdict:
 class FunctionTests:
     """Python statements that call a program's functions, such as `assert`."""
 
-    tests: tuple[str, ...]
-    """Each earns a point when it raises nothing."""
-    setup: str = ""
-    """Run before the tests, in their process; a program cannot replace what it defines."""
+    tests: tuple[str, ...]  # each earns a point when it raises nothing
+    setup: str = ""  # run before the tests, in their process; a program cannot replace what it defines
     entry: str | None = None
     """Name that the program has to define; the tests use the program's, whatever else has this name."""
     imports: bool = False

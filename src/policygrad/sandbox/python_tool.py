@@ -13,8 +13,7 @@ _SANDBOX_FRAMES = re.compile(
     r"(?<=^Traceback \(most recent call last\):\n)(?=(?:[ ]{2}.*\n)*[ ]{2}.*sandbox/process\.py)"
     r'(?:[ ]{2}(?!File "program\.py").*\n?)+',
     re.MULTILINE,
-)
-"""A traceback's frames before the program's first one; all of them where it did not start."""
+)  # A traceback's frames before the program's first one; all of them where it did not start
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,10 @@ class PythonTool:
     sandbox works (docs/sandbox.md).
     """
 
-    name: ClassVar[str] = "python"
-    """Name of the tool for the policy (policygrad.ToolUse)."""
+    name: ClassVar[str] = "python"  # name of the tool for the policy (policygrad.ToolUse)
     limits: Limits = Limits()
-    sandbox: str = "auto"
-    """bubblewrap, landlock, or the first of them that works."""
-    max_output_chars: int = 4000
-    """A longer output loses its middle."""
+    sandbox: str = "auto"  # bubblewrap, landlock, or the first of them that works
+    max_output_chars: int = 4000  # A longer output loses its middle
 
     def __call__(self, code: str) -> str:
         """Runs a Python program and returns what it prints, and the value of an expression at its end.

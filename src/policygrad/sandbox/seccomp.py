@@ -41,16 +41,14 @@ _DENIED: _Table = (
     # network, and memory that no limit counts
     | {"socket": (41, 198), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180)}
     | {"iopl": (172,), "ioperm": (173,), "inotify_init": (253,)}
-)
-"""Always denied: (number on x86_64, and on aarch64 where it has the call), or one number for both."""
+)  # always denied: (number on x86_64, and on aarch64 where it has the call), or one number for both
 _ATTRIBUTES: _Table = (
     {"fchmod": (91, 52), "fchmodat": (268, 53), "fchown": (93, 55), "fchownat": (260, 54), "truncate": (76, 45)}
     | {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "utimensat": (280, 88)}
     | {"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)}
     | {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "file_setattr": 469}
     | {"chmod": (90,), "chown": (92,), "lchown": (94,), "utime": (132,), "utimes": (235,), "futimesat": (261,)}
-)
-"""Change files without opening them, which Landlock does not restrict."""
+)  # change files without opening them, which Landlock does not restrict
 _ALONE: _Table = (
     {"clone": (56, 220), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setscheduler": (144, 119)}
     | {"sched_setparam": (142, 118), "sched_setattr": (314, 274), "memfd_create": (319, 279)}

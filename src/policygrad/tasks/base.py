@@ -121,8 +121,7 @@ class IsolatedRandom:
 
 # In a task with difficulty levels, an example's index encodes its level.
 
-LEVEL_STRIDE = 1 << 40
-"""Examples per level."""
+LEVEL_STRIDE = 1 << 40  # examples per level
 
 
 def encode_level_index(index: int, level: int) -> int:

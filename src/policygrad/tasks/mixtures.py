@@ -13,8 +13,7 @@ from policygrad.errors import DataError
 from policygrad.tasks.base import Example, hash_choice
 from policygrad.tasks.rows import EvalPrompts, LazyRows, ShuffledEpochs, concatenate, sort_by_hash, split_train_eval
 
-BLOCK = 1024
-"""Part choices computed together."""
+BLOCK = 1024  # part choices computed together
 
 
 @dataclass(frozen=True)

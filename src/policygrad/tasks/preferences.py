@@ -36,8 +36,7 @@ class PreferencePair:
     prompt: Prompt
     chosen: str
     rejected: str
-    source: str = field(default="", compare=False)
-    """Location, e.g. `pairs.jsonl:12`, for error messages."""
+    source: str = field(default="", compare=False)  # Location, e.g. `pairs.jsonl:12`, for error messages.
 
     @classmethod
     def from_row(cls, row: Row) -> PreferencePair:
@@ -108,8 +107,7 @@ class Demonstration:
 
     prompt: Prompt
     completion: str | tuple[dict[str, str], ...]
-    source: str = field(default="", compare=False)
-    """Location, e.g. `chats.jsonl:12`, for error messages."""
+    source: str = field(default="", compare=False)  # Location, e.g. `chats.jsonl:12`, for error messages.
 
     @classmethod
     def from_row(cls, row: Row) -> Demonstration:

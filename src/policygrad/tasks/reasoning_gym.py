@@ -53,8 +53,7 @@ EMBEDDED_MIX: tuple[Component, ...] = (
 )
 EMBEDDED = {"embedded": EMBEDDED_MIX, "embedded_steps": EMBEDDED_MIX[:2]}
 """The embedded tasks: the mix, and its part whose answers take several steps."""
-MAX_NEW_TOKENS = 32
-"""Enough for the longest answer with steps that the base model knows."""
+MAX_NEW_TOKENS = 32  # enough for the longest answer with steps that the base model knows
 
 PAGE_SIZE = 2048  # items per dataset object: a few datasets build all their items when they are created
 MAX_TRIES = 64  # neighbouring items tried for one training example; all are held out with probability 16^-64

@@ -18,13 +18,11 @@ from policygrad.errors import DataError
 from policygrad.tasks.base import Example, Prompt, is_eval_prompt
 from policygrad.tasks.sources import Row, Source, is_dataset, is_source, open_dataset, open_source
 
-MIN_ROWS_TO_SPLIT = 32
-"""With fewer rows, training uses them all and evaluation repeats them."""
+MIN_ROWS_TO_SPLIT = 32  # with fewer rows, training uses them all and evaluation repeats them
 TEMPLATE_SHARE = 0.1
 """An n-gram in more than this share of the evaluation prompts, and in more than one, belongs to their template."""
 EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
-RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Converts a row, or returns None to leave it out."""
+RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]  # converts a row, or returns None to leave it out
 T = TypeVar("T")
 _WORD = re.compile(r"\w+|[-+*/^=<>%]")  # 3 + 4 is not 3 * 4
 

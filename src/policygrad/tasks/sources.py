@@ -31,12 +31,10 @@ from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
 HUB_PREFIX = "hf:"
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 _CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-MAX_LINE_BYTES = 16 * 2**20
-"""Longer lines are refused: no model reads that much, and parsing them takes long."""
+MAX_LINE_BYTES = 16 * 2**20  # longer lines are refused: no model reads that much, and parsing them takes long
 MAX_CACHED_BYTES = 64 * 2**20
 """Rows of JSONL files up to this size are kept in memory; those of larger files are read when requested."""
-Row = tuple[str, Mapping[str, Any]]
-"""(location for messages, columns)."""
+Row = tuple[str, Mapping[str, Any]]  # (location for messages, columns)
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")  # little-endian UTF-32 begins like the first
 _WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*\*")
@@ -45,8 +43,7 @@ _WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*\*")
 class Source(Protocol):
     """Rows by index."""
 
-    fits_in_memory: bool
-    """Whether the source is small enough to keep all rows in memory."""
+    fits_in_memory: bool  # whether the source is small enough to keep all rows in memory
 
     def __len__(self) -> int: ...
 
@@ -320,8 +317,7 @@ class TableSource:
     """Rows of a table on disk, read a block at a time."""
 
     fits_in_memory = False
-    BLOCK = 64
-    """Rows read together: reading in order reads each block once."""
+    BLOCK = 64  # rows read together: reading in order reads each block once
 
     def __init__(self, name: str, size: int, read: Callable[[int, int], list[dict[str, Any]]]) -> None:
         """read: returns the rows from a start up to an end, as Python values."""

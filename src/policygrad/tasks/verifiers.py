@@ -17,8 +17,7 @@ from policygrad.tasks.mixtures import MixturePart, RowsTask
 from policygrad.utils.user_code import add_cwd_to_path
 
 VERIFIERS_PREFIX = "verifiers:"
-TASKSET_COLUMN, INDEX_COLUMN = "taskset", "taskset_index"
-"""The columns of a row: its taskset, and its index there."""
+TASKSET_COLUMN, INDEX_COLUMN = "taskset", "taskset_index"  # the columns of a row: its taskset, and its index there
 
 
 def load_verifiers_task(name: str, seed: int) -> RowsTask:

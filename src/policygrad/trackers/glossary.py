@@ -13,12 +13,10 @@ from importlib.resources import files
 class MetricDoc:
     """Description of a metric, or of all metrics that match a pattern."""
 
-    name: str
-    """May contain `*`, for a name given by the run such as a reward function."""
+    name: str  # may contain `*`, for a name given by the run such as a reward function
     unit: str
     text: str
-    interpretation: str = ""
-    """How to read a change, and what to do about it; "" if nothing is to be done."""
+    interpretation: str = ""  # how to read a change, and what to do about it; "" if nothing is to be done
 
 
 @dataclass(frozen=True)

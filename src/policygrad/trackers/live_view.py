@@ -18,8 +18,7 @@ CURVE_METRICS = {
     "accuracy": "accuracy",
     "entropy": "entropy",
     "completions/mean_length": "length",
-}
-"""Metric -> name of its curve, for metrics kept as curves."""
+}  # metric -> name of its curve, for metrics kept as curves
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class LiveView:
     phase_done: int = 0
     phase_total: int = 0
     metrics: Sequence[tuple[str, str]] = ()  # (label, value)
-    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
-    """Name -> (step, value)."""
+    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)  # name -> (step, value)
     sample: Sample | None = None
     sample_step: int = 0
 

@@ -50,12 +50,10 @@ def create_service_trackers(names: Sequence[str]) -> list[Tracker]:
     return [globals()[SERVICES[name]]() for name in names]
 
 
-PROJECT = "policygrad"
-"""Default project name."""
+PROJECT = "policygrad"  # default project name
 RUN_IDS_FILE = "tracked.json"
 """File in the run's folder: service -> its id of this run, so that a resumed run continues there."""
-MAX_COMPLETIONS = 16
-"""Maximum completions per step sent to a service; completions.jsonl has all of them."""
+MAX_COMPLETIONS = 16  # maximum completions per step sent to a service; completions.jsonl has all of them
 
 
 def project_name(variable: str) -> str:
@@ -116,10 +114,8 @@ def select_completions(step: int, completions: Sequence[Mapping[str, Any]]) -> l
     ]
 
 
-PARAMS_PER_CALL = 100
-"""MLflow's maximum number of parameters per call."""
-MAX_PARAM_CHARS = 6000
-"""MLflow's maximum length of a parameter's value."""
+PARAMS_PER_CALL = 100  # MLflow's maximum number of parameters per call
+MAX_PARAM_CHARS = 6000  # MLflow's maximum length of a parameter's value
 
 
 class MLflow(Tracker):

@@ -94,20 +94,16 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         callbacks: Called at every step; they may change the run.
     """
 
-    kind: ClassVar[str]
-    """Name of the command."""
-    file: ClassVar[str]
-    """Name of the configuration file in the run's folder."""
+    kind: ClassVar[str]  # name of the command
+    file: ClassVar[str]  # name of the configuration file in the run's folder
     model: nn.Module
     tokenizer: Tokenizer
     learner: Any
     progress: P
-    run_info: RunInfo
-    """The run as it was when this process started."""
+    run_info: RunInfo  # the run as it was when this process started
     fingerprint: Fingerprint
     last_step: int
-    sharded_io: ShardedCheckpointIO | None = None
-    """Saves and restores a learner in several processes."""
+    sharded_io: ShardedCheckpointIO | None = None  # saves and restores a learner in several processes
 
     def __init__(
         self,

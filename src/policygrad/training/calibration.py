@@ -39,16 +39,11 @@ class CalibrationWorkload:
     """What is measured: a made-up model on completions that were never sampled."""
 
     shape: ModelShape
-    workload: Workload
-    """For training and scoring."""
-    matmul_widths: tuple[int, ...]
-    """Widths of square matrices; the fastest counts."""
-    copy_bytes: int
-    """Copied to measure the memory's bandwidth."""
-    decode_rows: tuple[int, int]
-    """Completions sampled at once: few and many."""
-    decode_tokens: int
-    """Tokens of each completion."""
+    workload: Workload  # for training and scoring
+    matmul_widths: tuple[int, ...]  # widths of square matrices; the fastest counts
+    copy_bytes: int  # copied to measure the memory's bandwidth
+    decode_rows: tuple[int, int]  # completions sampled at once: few and many
+    decode_tokens: int  # tokens of each completion
     repeats: int = 3
 
 

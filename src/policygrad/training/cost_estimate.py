@@ -34,8 +34,7 @@ from policygrad.tasks import load_task
 from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.run import Run
 
-NUM_PROBE_PROMPTS = 64
-"""Prompts whose mean length stands for all."""
+NUM_PROBE_PROMPTS = 64  # prompts whose mean length stands for all
 FRAGMENTATION = 1.7
 """Largest ratio of resident memory to what a micro-batch saves, under glibc: measured 1.04 to 1.08 where all weights are trained,
 1.5 to 1.7 with LoRA (SmolLM2-135M, 2,048 tokens)."""
@@ -96,12 +95,10 @@ def compute_plannable_cost(algorithm: Algorithm) -> AlgorithmCost:
 class MemoryEstimate:
     """Bytes by purpose."""
 
-    fixed: dict[str, int]
-    """For the whole run."""
+    fixed: dict[str, int]  # for the whole run
     training: int
     sampling: int
-    micro_tokens: int
-    """Tokens of a micro-batch."""
+    micro_tokens: int  # tokens of a micro-batch
     releases_memory: bool = False
     """Whether the allocator releases its cache before it fails, as an accelerator's does."""
 

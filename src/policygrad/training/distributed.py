@@ -34,10 +34,8 @@ from policygrad.training.setup import Resources
 from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import PublishedWeights
 
-POLL_SECONDS = 0.02
-"""Seconds between checks whether all processes have written their shards."""
-LOCAL_PREFIXES = ("rng/", LEFTOVER_PREFIX, QUEUED_PREFIX)
-"""Prefixes of the tensors that rank 0 alone has."""
+POLL_SECONDS = 0.02  # seconds between checks whether all processes have written their shards
+LOCAL_PREFIXES = ("rng/", LEFTOVER_PREFIX, QUEUED_PREFIX)  # prefixes of the tensors that rank 0 alone has
 
 
 class ShardedLocalSampler:

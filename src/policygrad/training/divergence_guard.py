@@ -15,8 +15,7 @@ METRIC_OPTIONS = {"grad_norm": "grad_norm", "kl": "kl", "kl_old": "kl", "entropy
 """Metric → the field of `GuardConfig` or `SupervisedGuardConfig` that holds its factor."""
 FLOORS = {"grad_norm": 1.0, "kl": 0.1, "kl_old": 0.1, "entropy": 1.0, "loss": 1.0}
 """No value up to this is a spike: a norm that clipping leaves alone, and nats for the rest."""
-COLLAPSE = 0.3
-"""Nats. A median entropy below this cannot collapse any further."""
+COLLAPSE = 0.3  # Nats. A median entropy below this cannot collapse any further.
 ACTION_MESSAGES = {
     "warn": "training continues; --guard.action changes that",
     "skip": "its updates are undone",
@@ -31,20 +30,16 @@ class GuardHistory:
 
     recent: Mapping[str, list[float]] = field(default_factory=dict)
     """The last values of each metric, oldest first, without those of undone steps."""
-    alarm_streak: int = 0
-    """Consecutive steps with an alarm."""
-    lr_factor: float = 1.0
-    """Product of the factors by which rollbacks have lowered the learning rate."""
+    alarm_streak: int = 0  # consecutive steps with an alarm
+    lr_factor: float = 1.0  # product of the factors by which rollbacks have lowered the learning rate
 
 
 @dataclass(frozen=True)
 class GuardDecision:
     """The guard's decision on one step."""
 
-    spikes: Mapping[str, str] = field(default_factory=dict)
-    """Metric → description of its spike."""
-    constant_rewards: str | None = None
-    """Description, where no reward distinguishes one completion from another."""
+    spikes: Mapping[str, str] = field(default_factory=dict)  # metric → description of its spike
+    constant_rewards: str | None = None  # description, where no reward distinguishes one completion from another
     action: str = "warn"
 
     @property

@@ -27,16 +27,11 @@ from policygrad.training.config.run import Run
 class Progress:
     """The state of a run between two steps, apart from the weights. A checkpoint holds it."""
 
-    state: State
-    """State of the algorithm's parts, such as a running mean or an adaptive β."""
-    step: int = 0
-    """Completed steps."""
-    position: int = 0
-    """Index of the task's next example."""
-    tokens: int = 0
-    """Tokens sampled so far, including those of dropped completions."""
-    seconds: float = 0.0
-    """Time spent in rollouts and updates."""
+    state: State  # state of the algorithm's parts, such as a running mean or an adaptive β
+    step: int = 0  # completed steps
+    position: int = 0  # index of the task's next example
+    tokens: int = 0  # tokens sampled so far, including those of dropped completions
+    seconds: float = 0.0  # time spent in rollouts and updates
     leftover_groups: tuple[EpisodeGroup, ...] = ()
     """Sampled and scored groups that no step has trained on; the next rollout starts with them."""
     queued_rollouts: tuple[Rollout, ...] = ()
@@ -48,8 +43,7 @@ class StepResult:
     """One finished step."""
 
     step: int
-    algorithm: Algorithm
-    """The algorithm as it was in this step."""
+    algorithm: Algorithm  # the algorithm as it was in this step
     rollout: Rollout
     batch: Batch
     psi: Tensor
@@ -62,8 +56,7 @@ class StepOutcome:
 
     metrics: Metrics = field(default_factory=dict)
     """Evaluation metrics of this step, which the algorithm's parts may use."""
-    undone: bool = False
-    """Whether the step's updates were taken back."""
+    undone: bool = False  # whether the step's updates were taken back
     restored_state: State | None = None
     """State of the algorithm's parts in the checkpoint that was restored; None = none was."""
 
@@ -73,11 +66,9 @@ class StepCallbacks(Protocol):
 
     def on_step(self, result: StepResult) -> StepOutcome:
         """Log and evaluate a finished step, and undo its updates if they diverged."""
-        ...
 
     def should_continue(self, progress: Progress) -> bool:
         """Save the progress when a checkpoint is due; return whether to take another step."""
-        ...
 
 
 def run_loop(

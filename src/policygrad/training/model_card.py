@@ -11,16 +11,14 @@ from typing import Any
 from policygrad.trackers.console import format_count
 from policygrad.training.config.serialization import format_option, format_parts
 
-MODEL_CARD_FILE = "README.md"
-"""Name in the model's folder, where PEFT leaves a form to fill in."""
+MODEL_CARD_FILE = "README.md"  # name in the model's folder, where PEFT leaves a form to fill in
 HUB_TAGS = {"train": "reinforcement-learning", "sft": "sft", "reward-model": "reward-model"}
 SHOWN_OPTIONS = (
     *("task", "data", "eval_data", "reward", "steps", "epochs", "prompts_per_step", "samples_per_prompt"),
     *("batch_size", "lr", "seed", "sampling.max_tokens", "sampling.temperature", "learner.dtype", "learner.lora"),
 )
 """What readers ask for first. run.toml has every option, but names folders of the machine and is not part of the model."""
-MIXED_OPTIONS = ("task", "eval_data")
-"""Options that may name several files joined by +."""
+MIXED_OPTIONS = ("task", "eval_data")  # options that may name several files joined by +
 GGUF_NOTE = (
     "`policygrad export FOLDER --format gguf` writes this model, its tokenizer and its chat template as one file, where llama.cpp "
     "has names for both architecture and tokenizer."

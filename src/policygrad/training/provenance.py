@@ -32,8 +32,7 @@ EXCLUDED_OPTIONS = {
 NON_LEARNING_PREFIXES = (
     *("steps", "track", "checkpoint.", "evaluation.", "rewards."),
     *("sampler.urls", "sampler.timeout", "sampler.heartbeat"),
-)
-"""Prefixes of options that do not affect what a step learns (`rewards.memory` does)."""
+)  # prefixes of options that do not affect what a step learns (`rewards.memory` does)
 Fingerprint = Mapping[str, Mapping[str, Any]]
 
 

@@ -41,8 +41,7 @@ from policygrad.training.supervised import (
     read_rows,
 )
 
-EVAL_CHUNK = 64
-"""Pairs evaluated at a time, so that progress shows."""
+EVAL_CHUNK = 64  # pairs evaluated at a time, so that progress shows
 
 
 def train_reward_model(
@@ -69,8 +68,7 @@ def train_reward_model(
 class PreferenceBatch:
     """Pairs as token ids, with their weights in the loss."""
 
-    pairs: list[tuple[list[int], list[int]]]
-    """(chosen, rejected)."""
+    pairs: list[tuple[list[int], list[int]]]  # (chosen, rejected)
     weights: list[float]
 
     def micro_batches(self, tokens: int) -> Iterator[list[int]]:

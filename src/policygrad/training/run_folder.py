@@ -17,26 +17,21 @@ from policygrad.training.config.paths import relative_to_folder
 from policygrad.training.config.serialization import dump_config
 from policygrad.utils.filesystem import HAS_FILE_LOCKS, acquire_lock, write_lock_owner
 
-LOCK_FILE = "lock"
-"""Names the process at work in the folder. It has no meaning once that process is gone."""
-CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")
-"""Every run's folder has one of these."""
+LOCK_FILE = "lock"  # Names the process at work in the folder. It has no meaning once that process is gone.
+CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")  # every run's folder has one of these
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
     *("metrics.jsonl", "completions.jsonl", "checkpoints", "model", "model-step-*", "merged", "model.gguf"),
     *("weights", "result.json", "tracked.json*", "report.html", "stacks.txt", "tensorboard", "wandb", ".tmp-*"),
-)
-"""Files that runs, and the commands that read runs, write into the folder. Any other file is the user's."""
+)  # Files that runs, and the commands that read runs, write into the folder. Any other file is the user's.
 NOT_COPIED = (
     LOCK_FILE,
     *(".tmp-*", "model", "merged", "model.gguf", "weights", "result.json", "tracked.json*", "wandb", "report.html"),
 )
 """Results of a finished run, files for servers, and identities at tracking services, of which a copied run has its own."""
-REPORT_FILE = "report.html"
-"""May be rewritten at any time."""
-STASH = ".tmp-overwritten"
-"""Holds a run that is being overwritten until the new one has started."""
+REPORT_FILE = "report.html"  # may be rewritten at any time
+STASH = ".tmp-overwritten"  # holds a run that is being overwritten until the new one has started
 _TRASH = ".tmp-forgotten"
 _HEADER, _END = '# complete only with its last line, "# end"', "# end"
 

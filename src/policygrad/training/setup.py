@@ -48,10 +48,8 @@ from policygrad.utils.user_code import load_object
 if TYPE_CHECKING:
     from policygrad.learners.fsdp.processes import WorkerLauncher
 
-PROBE_EXAMPLES = 64
-"""Number of examples of a generated task that are searched for a demonstration."""
-SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
-"""Makes a sampler from the run's model and tokenizer."""
+PROBE_EXAMPLES = 64  # number of examples of a generated task that are searched for a demonstration
+SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]  # makes a sampler from the run's model and tokenizer
 LearnerFactory = Callable[[nn.Module, Run], Learner]
 """Makes a learner from the run's model and configuration: `make_local_learner`, or a wrapper around it."""
 
@@ -63,16 +61,12 @@ class Placement:
     It is not part of the run's configuration, since it does not affect the results.
     """
 
-    sampler: SamplerFactory | None = None
-    """Makes the sampler in place of this process; unused with an engine."""
+    sampler: SamplerFactory | None = None  # makes the sampler in place of this process; unused with an engine
     reward_pool: Callable[[Sequence[Reward], RewardConfig, ProgressCallback], RewardScorer] | None = None
     """Makes the reward workers."""
-    environment: Callable[[EnvironmentFactory], EnvironmentFactory] | None = None
-    """Wraps the environment factory."""
-    learner_processes: WorkerLauncher | None = None
-    """Starts the learner's processes."""
-    cli_flags: str = ""
-    """The command-line options for this placement."""
+    environment: Callable[[EnvironmentFactory], EnvironmentFactory] | None = None  # wraps the environment factory
+    learner_processes: WorkerLauncher | None = None  # starts the learner's processes
+    cli_flags: str = ""  # the command-line options for this placement
 
 
 LOCAL_PLACEMENT = Placement()
@@ -83,13 +77,11 @@ class Resources:
     """Everything loaded."""
 
     task: Task
-    reward_names: tuple[str, ...]
-    """Descriptions of the rewards."""
+    reward_names: tuple[str, ...]  # descriptions of the rewards
     model: nn.Module
     tokenizer: Tokenizer
     rollouter: Rollouter
-    has_rewards: bool = True
-    """False if only a teacher grades the completions."""
+    has_rewards: bool = True  # False if only a teacher grades the completions
 
 
 def load_resources(

@@ -32,8 +32,7 @@ from policygrad.training.supervised import (
     read_rows,
 )
 
-EVAL_CHUNK = 64
-"""Rows evaluated at a time, so that progress shows."""
+EVAL_CHUNK = 64  # rows evaluated at a time, so that progress shows
 
 
 def train_sft(
@@ -59,12 +58,9 @@ def train_sft(
 class SFTExample:
     """A demonstration as token ids."""
 
-    prompt_ids: Tensor
-    """[P]"""
-    tokens: Tensor
-    """[n] what follows the prompt."""
-    loss_mask: Tensor
-    """[n] bool; True for the assistant's tokens, its end tokens included."""
+    prompt_ids: Tensor  # [P]
+    tokens: Tensor  # [n] what follows the prompt
+    loss_mask: Tensor  # [n] bool; True for the assistant's tokens, its end tokens included
 
 
 class SFTObjective:

@@ -13,10 +13,8 @@ from policygrad.training.loop import StepResult
 
 MAX_LOGP_MISMATCH = 1.0
 """Nats. bfloat16 rounding stays below; a model that decodes differently from how it is trained does not."""
-REWARD_METRICS = ("reward", "reward_std", "frac_reward_zero_std")
-"""Logged only if there is a reward."""
-Note = tuple[str, str]
-"""(message, kind): of each kind only the first message is shown."""
+REWARD_METRICS = ("reward", "reward_std", "frac_reward_zero_std")  # logged only if there is a reward
+Note = tuple[str, str]  # (message, kind): of each kind only the first message is shown
 
 
 def compute_step_metrics(result: StepResult, has_rewards: bool = True) -> dict[str, float]:

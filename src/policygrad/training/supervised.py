@@ -75,7 +75,6 @@ class SupervisedLearner(Protocol):
 
     def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function of each process's shard and of these arguments in every process; return this process's result."""
-        ...
 
 
 class LocalSupervisedLearner:
@@ -136,25 +135,19 @@ class Objective(Protocol):
     """A model, its rows, and a loss."""
 
     model: nn.Module
-    causal: bool
-    """Whether the model is a language model, whose log-probabilities the loss uses."""
+    causal: bool  # whether the model is a language model, whose log-probabilities the loss uses
     tokenizer: Tokenizer
-    units: list[tuple[int, ...]]
-    """The training rows by number; the rows of a unit stay in one update."""
-    run_facts: dict[str, str]
-    """What to show of the data."""
+    units: list[tuple[int, ...]]  # the training rows by number; the rows of a unit stay in one update
+    run_facts: dict[str, str]  # what to show of the data
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
         """Add the gradient of the loss over one update's rows; return metrics."""
-        ...
 
     def evaluate(self, learner: SupervisedLearner, progress: Callable[[int, int], None]) -> dict[str, float]:
         """Return the held-out metrics, named `eval/…`."""
-        ...
 
     def summarise(self, before: MetricValues, after: MetricValues) -> dict[str, str]:
         """Describe the evaluations before and after training."""
-        ...
 
 
 def read_rows(
@@ -181,8 +174,7 @@ def read_rows(
 class SupervisedProgress:
     """The state of a run between two steps, apart from the weights. The order of the rows follows from the seed."""
 
-    step: int = 0
-    """Completed steps."""
+    step: int = 0  # completed steps
 
 
 class BatchSchedule:

@@ -60,8 +60,7 @@ MIB = 2**20
 _REQUIRED_STATE = {
     *("learner", "parts", "algorithm", "position", "tokens", "seconds"),
     *("before", "measured", "eval_is_binary", "python_arguments"),
-}
-"""Keys that every checkpoint must have."""
+}  # keys that every checkpoint must have
 
 
 def train(

@@ -206,8 +206,7 @@ _PRE_TOKENIZERS: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((QWEN, _BYTES), False): "qwen2",
     ((LLAMA, _BYTES), True): "llama-bpe",
     ((LLAMA, _BYTES), False): "dbrx",
-}
-"""(steps of the pre-tokenizer, True if a word that is a token is never merged) to llama.cpp's name for both."""
+}  # (steps of the pre-tokenizer, True if a word that is a token is never merged) to llama.cpp's name for both
 _INVALID_BYTES = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 """Letters of bytes that never occur in UTF-8 (RFC 3629), which a tokenizer need not have."""
 _RARE_BYTES = frozenset(chr(byte + 256) for byte in range(32) if chr(byte) not in "\t\n\v\f\r") | frozenset(
@@ -228,7 +227,7 @@ class BytePairVocabulary:
     kinds: tuple[int, ...]
     merges: tuple[str, ...]  # `LEFT RIGHT`, in order of priority
     pre_tokenizer: str  # its name in llama.cpp
-    adds_bos_eos: tuple[bool, bool]  # true if a text gets the first token, and the last one
+    adds_bos_eos: tuple[bool, bool]  # True if a text gets the first token, and the last one
     special: Mapping[str, int]  # ids of bos, eos, eot, eom, pad and unk, as far as they exist
     template: Any = None  # the chat template; or several, each a dict with name and template
 

@@ -40,8 +40,7 @@ DTYPES = {
     torch.float32: 7,
     torch.float64: 8,
     torch.bfloat16: 9,
-}
-"""torch's dtypes to `ncclDataType_t`."""
+}  # torch's dtypes to `ncclDataType_t`
 _SUM = 0  # ncclRedOp_t
 _USE_FOLDER = "Set --sampler.weight-transport folder"
 
@@ -62,8 +61,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclBroadcast": [*_BUFFERS, *_TARGET],
     "ncclAllReduce": [*_BUFFERS, *_TARGET],
     "ncclCommAbort": [ctypes.c_void_p],
-}
-"""Argument types of the functions used here. All return `ncclResult_t`, 0 for success."""
+}  # Argument types of the functions used here. All return `ncclResult_t`, 0 for success.
 
 
 class Nccl:

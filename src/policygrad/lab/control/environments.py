@@ -19,10 +19,8 @@ from policygrad.errors import ConfigError, install_command
 class Spaces:
     """The sizes of observations and actions."""
 
-    features: int
-    """Numbers per observation."""
-    actions: int
-    """Number of discrete actions, or numbers per continuous action."""
+    features: int  # numbers per observation
+    actions: int  # number of discrete actions, or numbers per continuous action
     discrete: bool
 
 
@@ -30,16 +28,12 @@ class Spaces:
 class Transition:
     """One step of N environments. After an episode's end, `observation` is already the first of the next episode."""
 
-    observation: Tensor
-    """[N, d] the input for the next action."""
-    reward: Tensor
-    """[N]."""
-    terminated: Tensor
-    """[N] bool; the episode ended in a terminal state, whose value is 0."""
+    observation: Tensor  # [N, d] the input for the next action
+    reward: Tensor  # [N]
+    terminated: Tensor  # [N] bool; the episode ended in a terminal state, whose value is 0
     truncated: Tensor
     """[N] bool; the episode was cut off, for example by a time limit; a critic estimates its last state's value."""
-    final: Tensor
-    """[N, d] the state after the action, before any reset."""
+    final: Tensor  # [N, d] the state after the action, before any reset
 
 
 class VectorEnvironments(Protocol):
@@ -51,15 +45,12 @@ class VectorEnvironments(Protocol):
     @property
     def number(self) -> int:
         """N."""
-        ...
 
     def reset(self, seeds: Sequence[int] | None = None) -> Tensor:
         """Return the first observations [N, d]; without seeds the random generators continue."""
-        ...
 
     def step(self, action: Tensor) -> Transition:
         """Take one step with actions [N], or [N, k] if they are continuous."""
-        ...
 
 
 class GymEnvironments:
@@ -156,16 +147,11 @@ class Experience:
 
     batch: Batch
     """With rewards per step (`token_reward`), each row as its own `group`, and `truncated` for segments that were cut off."""
-    observation: Tensor
-    """[B, T, d] the state before each action; 0 off the mask."""
-    action: Tensor
-    """[B, T] or [B, T, k]."""
-    after: Tensor
-    """[B, d] the state after a segment's last action."""
-    finished: tuple[float, ...]
-    """Returns of the episodes that ended in this rollout, from their first step on."""
-    steps: int
-    """Environment steps, including those left out."""
+    observation: Tensor  # [B, T, d] the state before each action; 0 off the mask
+    action: Tensor  # [B, T] or [B, T, k]
+    after: Tensor  # [B, d] the state after a segment's last action
+    finished: tuple[float, ...]  # returns of the episodes that ended in this rollout, from their first step on
+    steps: int  # environment steps, including those left out
 
 
 class Collector:

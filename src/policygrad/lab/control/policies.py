@@ -18,8 +18,7 @@ from policygrad.lab.control.environments import Spaces
 class Categorical:
     """Discrete actions. Samples have no graph; log-probabilities, entropies and KLs are in nats, [n]."""
 
-    logits: Tensor
-    """[n, A]."""
+    logits: Tensor  # [n, A]
 
     def sample(self, generator: torch.Generator) -> Tensor:
         return torch.multinomial(self.logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -49,10 +48,8 @@ class Categorical:
 class Gaussian:
     """Continuous actions whose numbers are independent given the state. Methods as those of `Categorical`."""
 
-    mean: Tensor
-    """[n, k]."""
-    log_std: Tensor
-    """[n, k]."""
+    mean: Tensor  # [n, k]
+    log_std: Tensor  # [n, k]
 
     def sample(self, generator: torch.Generator) -> Tensor:
         noise = torch.randn(self.mean.shape, generator=generator, dtype=self.mean.dtype)
@@ -78,8 +75,7 @@ class Gaussian:
         return Gaussian(self.mean.detach()[rows], self.log_std.detach()[rows])
 
 
-Distribution = Categorical | Gaussian
-"""π(·|s) at n states."""
+Distribution = Categorical | Gaussian  # π(·|s) at n states
 
 
 def make_mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) -> nn.Sequential:
@@ -131,10 +127,8 @@ class Normaliser:
     It is immutable: `observe` returns a new one, so a rollout and its updates normalise equally.
     """
 
-    mean: Tensor
-    """[d]."""
-    squares: Tensor
-    """[d] sum of squared deviations from the mean."""
+    mean: Tensor  # [d]
+    squares: Tensor  # [d] sum of squared deviations from the mean
     count: int = 0
 
     @classmethod
@@ -166,8 +160,7 @@ class OptimisedNetwork(Generic[Network]):
 
     network: Network
     adam: torch.optim.Adam
-    clip: float
-    """Maximum norm of the gradient."""
+    clip: float  # maximum norm of the gradient
 
     @classmethod
     def create(cls, network: Network, lr: float, clip: float) -> OptimisedNetwork[Network]:

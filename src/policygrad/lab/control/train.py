@@ -49,16 +49,12 @@ class ControlProblem:
 
     policy: OptimisedNetwork[ControlPolicy]
     critic: OptimisedNetwork[ControlValue] | None
-    seed: int
-    """Seed of the order of steps, different for every rollout."""
+    seed: int  # seed of the order of steps, different for every rollout
     batch: Batch
     psi: Tensor
-    states: Tensor
-    """[n, d]."""
-    action: Tensor
-    """[n] or [n, k]."""
-    old: Distribution
-    """π_old at the states."""
+    states: Tensor  # [n, d]
+    action: Tensor  # [n] or [n, k]
+    old: Distribution  # π_old at the states
     algorithm: Algorithm
 
     # For gradient steps.
@@ -399,29 +395,21 @@ class ControlLearner:
             self.critic.scale_lr(share)
 
 
-RECENT_EPISODES = 100
-"""Episodes in the mean return of a progress line."""
+RECENT_EPISODES = 100  # episodes in the mean return of a progress line
 
 
 @dataclass(frozen=True)
 class Update:
     """A point of the training curve: one rollout and its updates."""
 
-    steps: int
-    """Environment steps so far."""
-    episodes: int
-    """Episodes that ended so far."""
-    mean_return: float | None
-    """Mean return of the last 100 episodes; None before the first has ended."""
-    entropy: float
-    """Nats per step, after the update."""
-    kl: float
-    """Nats per step, KL(π_old‖π_θ) after the update, exact at the states visited."""
+    steps: int  # environment steps so far
+    episodes: int  # episodes that ended so far
+    mean_return: float | None  # mean return of the last 100 episodes; None before the first has ended
+    entropy: float  # nats per step, after the update
+    kl: float  # nats per step, KL(π_old‖π_θ) after the update, exact at the states visited
     explained_variance: float | None
-    seconds: float
-    """Seconds since the start of training."""
-    accepted: bool | None = None
-    """True if a trust region's step was accepted."""
+    seconds: float  # seconds since the start of training
+    accepted: bool | None = None  # True if a trust region's step was accepted
 
 
 @dataclass(frozen=True)
@@ -429,8 +417,7 @@ class EvalEpisodes:
     """Returns of evaluation episodes."""
 
     returns: tuple[float, ...]
-    greedy: bool
-    """True if actions were the most probable ones, False if they were sampled."""
+    greedy: bool  # True if actions were the most probable ones, False if they were sampled
 
     @property
     def mean(self) -> float:

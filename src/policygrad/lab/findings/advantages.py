@@ -315,10 +315,8 @@ def brevity(seed: int = 0) -> Finding:
 
 # The KL to a reference, in the reward and in the loss.
 
-KL = 0.2
-"""Nats per completion from π_θ to the reference."""
-OFF_POLICY_KL = 0.05
-"""Nats per completion from π_old, off-policy."""
+KL = 0.2  # nats per completion from π_θ to the reference
+OFF_POLICY_KL = 0.05  # nats per completion from π_old, off-policy
 
 
 def kl_places(seed: int = 0) -> Finding:

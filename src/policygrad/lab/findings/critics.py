@@ -38,8 +38,7 @@ from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt, two_answers, walk_setting
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
-ERRORS = (0.0, 0.1, 0.3)
-"""Standard deviation of the critic's error at a state; rewards are 0 and 1."""
+ERRORS = (0.0, 0.1, 0.3)  # standard deviation of the critic's error at a state; rewards are 0 and 1
 CRITICS = 4
 NSTEP: dict[str, Advantage] = {"TD": NStep(1), "2-step": NStep(2), "3-step": NStep(3), "Monte Carlo": NStep(0)}
 KINDS = ("bias", "variance", "mse")
@@ -107,11 +106,9 @@ def _measure_critics(link: Advantage, setting: LabSetting, error: float, critics
 
 # Credit along the turns of a conversation: the bias and variance of each way to assign it.
 
-GROUP = 2
-"""Episodes per step."""
+GROUP = 2  # episodes per step
 GAMMA = 0.7
-ERROR = 0.3
-"""Standard deviation of the critic's error; outcomes are 0 or 1."""
+ERROR = 0.3  # standard deviation of the critic's error; outcomes are 0 or 1
 TURN_CRITICS = 2
 TURN_LAMBDAS = (0.0, 0.5, 0.9, 1.0)
 EXACT = 1e-9
@@ -121,21 +118,18 @@ UNBIASED: dict[str, tuple[Advantage, ...]] = {
     "TurnReturn": (TurnReturn(),),
     "TurnReturn, LeaveOneOut": (TurnReturn(), LeaveOneOut()),
     "TurnReturn, TurnLeaveOneOut": (TurnReturn(), TurnLeaveOneOut()),
-}
-"""Chains whose expectation is ∇J, by a theorem."""
+}  # chains whose expectation is ∇J, by a theorem
 COMPARED: dict[str, tuple[Advantage, ...]] = {
     "GroupMean, GroupStd": (GroupMean(), GroupStd()),
     "GroupInGroup(std=False)": (GroupInGroup(gamma=1.0, std=False),),
     "GroupInGroup(gamma=1)": (GroupInGroup(gamma=1.0),),
     "GroupInGroup": (GroupInGroup(),),
-}
-"""Chains that compare an episode with its group."""
+}  # chains that compare an episode with its group
 FAMILIES: dict[str, Callable[[float], Advantage]] = {
     "turn": lambda lam: TurnGAE(lam=lam),
     "token": lambda lam: MultiTurnGAE(lam=lam),
     "both": lambda lam: BiLevelGAE(lam=lam, turn_lam=lam),
-}
-"""Advantages from a critic, by λ: over turns, over tokens, over both."""
+}  # advantages from a critic, by λ: over turns, over tokens, over both
 
 
 def turn_credit(seed: int = 0) -> Finding:

@@ -22,10 +22,8 @@ from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
 RATIOS: dict[str, Ratio] = {"token": Token(), "sequence": Sequence(), "product": SequenceProduct()}
-PER_TOKEN_KL = 0.02
-"""Nats per sampled token between π_old and π_θ."""
-EXPERTS_KL = 0.02
-"""Nats per completion between the two mixtures of experts, with replayed routing."""
+PER_TOKEN_KL = 0.02  # nats per sampled token between π_old and π_θ
+EXPERTS_KL = 0.02  # nats per completion between the two mixtures of experts, with replayed routing
 
 
 def move_off_policy(setting: LabSetting, kl: float, seed: int) -> LabSetting:
@@ -213,16 +211,14 @@ def experts(seed: int = 0) -> Finding:
 
 LENGTHS = (8, 32, 128, 512)
 CHAINS, WORLDS = 1024, 4
-DISTANCES = (0.02, 0.2)
-"""Nats per token between π_old and π_θ."""
+DISTANCES = (0.02, 0.2)  # nats per token between π_old and π_θ
 
 
 @dataclass(frozen=True)
 class Chain:
     """Each token depends on the one before and earns f(before, token)/√n, so J and ∇J are exact at any length n."""
 
-    earns: Tensor
-    """[V + 1, V] f; row V is the start."""
+    earns: Tensor  # [V + 1, V] f; row V is the start
 
     def policy(self, theta: Tensor) -> Tensor:
         """[V + 1, V] log π."""

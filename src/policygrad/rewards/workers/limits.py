@@ -106,8 +106,7 @@ PASSED_VARIABLES = (
     *("OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "PYTORCH_*", "TRITON_*"),
     *("HF_HOME", "HF_HUB_*", "HF_ENDPOINT", "HF_*_CACHE", "HF_*_OFFLINE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_*"),
     *("TOKENIZERS_PARALLELISM", "TORCH_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-)
-"""Name patterns. No token, no key, no proxy (whose address may hold a password)."""
+)  # Name patterns. No token, no key, no proxy (whose address may hold a password).
 _SECRETS = ("*TOKEN", "*SECRET*", "*PASSWORD*", "*_KEY")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _NAME = re.compile(r"[A-Za-z_]\w*")

@@ -36,8 +36,7 @@ class SampleResult:
     steps: StepScores = ()  # of a process reward, in place of `value`
 
 
-Samples = tuple[Sequence[Any], Sequence[str], Columns]
-"""(prompts, completions, columns)"""
+Samples = tuple[Sequence[Any], Sequence[str], Columns]  # (prompts, completions, columns)
 
 
 def select_samples(samples: Samples, places: Sequence[int]) -> Samples:

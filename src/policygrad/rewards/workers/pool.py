@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 MIN_OVERLAP_SECONDS = 0.25
 """Scoring time that overlapping with sampling must hide to be worth handing completions over one by one."""
-MAX_WORKERS, WORKERS_PER_CPU = 64, 16
-"""Worker processes allowed on any machine, and per processor where that is more."""
+MAX_WORKERS, WORKERS_PER_CPU = 64, 16  # worker processes allowed on any machine, and per processor where that is more
 
 
 class RewardScorer:

@@ -60,8 +60,7 @@ class ServerGroup:
 class WeightTransfer(VersionFolder, ABC):
     """The published weights, and the process groups over which they are sent. An engine implements the requests."""
 
-    group_class: ClassVar[type[NcclGroup]]
-    """The engine's groups."""
+    group_class: ClassVar[type[NcclGroup]]  # the engine's groups
     sends_tied_head: ClassVar[bool] = False
     """True if an output head tied to the embeddings must be sent a second time under its own name."""
 

@@ -24,8 +24,7 @@ ENGINES = {
     "llama_cpp": "policygrad.samplers.engines.llama_cpp:LlamaCppSampler",
     "vllm": "policygrad.samplers.engines.vllm:VllmSampler",
     "sglang": "policygrad.samplers.engines.sglang:SglangSampler",
-}
-"""Value of `sampler.engine` to the engine's class, as module:name."""
+}  # value of `sampler.engine` to the engine's class, as module:name
 WEIGHTS_FOLDER = "weights"  # default folder for published weights, inside the run's folder or a temporary one
 _DETECTION_TIMEOUT = 10.0  # seconds per request
 

@@ -32,24 +32,17 @@ class EngineServer:
     """One server and its state."""
 
     url: str
-    limit: int = 0
-    """Maximum concurrent requests."""
-    pending: int = 0
-    """Requests sent and not answered."""
-    ready: bool = False
-    """True if it is reachable and serves the current weights."""
+    limit: int = 0  # maximum concurrent requests
+    pending: int = 0  # requests sent and not answered
+    ready: bool = False  # True if it is reachable and serves the current weights
     ready_count: int = 0
     """How often it became ready. Later rejections may be a passing fault; one at first contact is a configuration error."""
-    rejections: int = 0
-    """Consecutive times that it was reached and failed the checks."""
-    last_error: str = ""
-    """Reason of the last failure; empty if it has not failed since it was ready."""
-    given_up: bool = False
-    """True if it was unavailable for too long, or rejected too often."""
+    rejections: int = 0  # consecutive times that it was reached and failed the checks
+    last_error: str = ""  # reason of the last failure; empty if it has not failed since it was ready
+    given_up: bool = False  # True if it was unavailable for too long, or rejected too often
     draining: bool = False
     """True if open requests must finish before it is prepared, because it is to load new weights."""
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
-    """Prepares it."""
+    task: asyncio.Task[None] | None = field(default=None, repr=False)  # prepares it
 
 
 class ServerPool:

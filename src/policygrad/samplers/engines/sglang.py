@@ -33,8 +33,7 @@ _LORA_HINTS = (
     ("not enabled", "Start it with --enable-lora"),
     ("incompatible", "Start it with --max-lora-rank and --lora-target-modules for this adapter"),
     ("No such file", "Give it access to the folder under the same path, --sampler.folder"),
-)
-"""(part of the reply, how to solve it)."""
+)  # (part of the reply, how to solve it)
 
 
 class SglangTransfer(WeightTransfer):

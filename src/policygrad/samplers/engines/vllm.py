@@ -41,8 +41,7 @@ _LORA_HINTS = (
     ("max_lora_rank", "Start it with a --max-lora-rank of at least the adapter's rank"),
     ("target modules", "Adapt layers that it knows: --learner.lora targets=…"),
     ("No adapter found", "Give it access to the folder under the same path, --sampler.folder"),
-)
-"""(part of the reply, how to solve it)."""
+)  # (part of the reply, how to solve it)
 _SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
 """Fields of a model's configuration that an error message compares."""
 

@@ -138,14 +138,11 @@ class PrefixLayout:
     place: Tensor | None
     """[N] int64, the row's place in a grid [prompts, most]; None: row i is at place i, and the grid is full."""
     prompts: int
-    most: int
-    """Rows of the prompt that has the most."""
+    most: int  # rows of the prompt that has the most
     mask: Tensor
     """[N, 1, 1, L + capacity], added to scores, −∞ for hidden columns: the prompt's columns first, then the row's own."""
-    length: int
-    """Columns L of the prompts, which are left-padded."""
-    used: int = 0
-    """Columns of completions in use."""
+    length: int  # columns L of the prompts, which are left-padded
+    used: int = 0  # columns of completions in use
 
     def to_grid(self, x: Tensor) -> Tensor:
         """Arrange [N, H, G, D] of rows as [prompts, H, most·G, D], with 0 where a prompt has fewer rows."""

@@ -196,5 +196,4 @@ _RESOLVERS: dict[str, Callable[[str, Path], str]] = {
     "eval_data": _data_path,
     "row_map": _code_path,
     "environment": _code_path,
-}
-"""Options that may name a file or folder, besides rewards."""
+}  # options that may name a file or folder, besides rewards

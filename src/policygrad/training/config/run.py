@@ -26,15 +26,13 @@ from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.trackers.services import check_services
 
-MAX_LR = 1e6
-"""Beyond any useful rate; float32 overflows above 3e38, which torch does not explain."""
+MAX_LR = 1e6  # beyond any useful rate; float32 overflows above 3e38, which torch does not explain
 MAX_COMPLETIONS = 2**24
 """Per rollout or evaluation: hundreds of times what anybody samples, and few enough to list in memory."""
 LEARNER_FIELDS = {"logp_old", "logp_ref", "entropy", "values", "bootstrap", "grad_logp_sq_norm", "implicit_reward"}
 """Batch fields that a learner fills."""
 GUARD_ACTIONS = ("warn", "skip", "rollback", "stop")
-OBJECT_PREFIX = "object:"
-"""Marks, in a file, an option that was given as a Python object."""
+OBJECT_PREFIX = "object:"  # marks, in a file, an option that was given as a Python object
 TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-6
 """Default learning rates: of the embedded model with 0.7M parameters, divided by √K for K updates per rollout, and of models of
 the size that is usually post-trained."""

@@ -12,12 +12,9 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import ROLES
 
-_FILLED_IN = ("lr",)
-"""Settings that a run fills in from its own options."""
-_OPEN_LENGTH = ("length", None)
-"""A setting that a run fills in with its token budget."""
-_MAX_CHARACTERS = 60
-"""Longest name; it becomes a folder's."""
+_FILLED_IN = ("lr",)  # settings that a run fills in from its own options
+_OPEN_LENGTH = ("length", None)  # A setting that a run fills in with its token budget
+_MAX_CHARACTERS = 60  # longest name; it becomes a folder's
 
 
 @dataclass(frozen=True)

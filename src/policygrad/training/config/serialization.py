@@ -327,8 +327,7 @@ PART_LABELS = {
     "critic": "critic",
     "reward_model": "reward model",
     "update_rule": "update rule",
-}
-"""An algorithm's fields, in the equation's order."""
+}  # an algorithm's fields, in the equation's order
 
 
 def format_option(value: Any) -> str:

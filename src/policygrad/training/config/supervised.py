@@ -21,8 +21,7 @@ from policygrad.training.config.run import (
     optional_arg,
 )
 
-MAX_EPOCHS = 10**9
-"""More than any run has, and few enough for exact step numbers."""
+MAX_EPOCHS = 10**9  # more than any run has, and few enough for exact step numbers
 TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-5
 """Default learning rates: the embedded model of 0.7M parameters, and larger ones (Ouyang et al. 2022, appendix C: about 9e-6)."""
 
