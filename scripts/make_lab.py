@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pages.figures import chart
 from pages.markdown import fill_blocks
 from policygrad.algorithms import ALGORITHMS
+from policygrad.core.base import Advantage
+from policygrad.core.gae import GAE
+from policygrad.core.turns import TurnReturn
+from policygrad.lab.estimators import enumerate_steps
 from policygrad.lab.findings import critics
-from policygrad.lab.measurement import Finding, Measurement
+from policygrad.lab.findings.advantages import with_advantage
+from policygrad.lab.measurement import Finding, Measurement, measure_algorithm
 from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import LabReport, build_lab_report, select_experiments, single_threaded
-from policygrad.lab.setting import supported_algorithms
+from policygrad.lab.setting import LabSetting, supported_algorithms
 from policygrad.lab.worlds import walk_setting
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -72,7 +78,7 @@ def write_turns_page() -> None:
     """Fill docs/lab/turns.md: bias and variance of credit along turns."""
     setting = walk_setting()
     with single_threaded():
-        chains, with_critics = critics.measure_turn_table(TURN_GROUP_SIZE)
+        chains, with_critics = measure_turn_chains(setting)
     objective = float(setting.world.objective(setting.theta))
     page = DOCS / "lab" / "turns.md"
     text = fill_blocks(
@@ -84,6 +90,21 @@ def write_turns_page() -> None:
     )
     page.write_text(text, encoding="utf-8")
     print(page)
+
+
+def measure_turn_chains(setting: LabSetting) -> tuple[list[Measurement], list[Measurement]]:
+    """Measure (chains without a critic, chains with an erring one)."""
+    erring = replace(setting, critic_error=critics.ERROR)
+    steps = enumerate_steps(setting, TURN_GROUP_SIZE)
+    plain = critics.UNBIASED | {f"TurnReturn({critics.GAMMA:g})": (TurnReturn(critics.GAMMA),)} | critics.COMPARED
+    links: dict[str, Advantage] = {}
+    for link in (GAE(), *(make(lam) for make in critics.FAMILIES.values() for lam in (0.0, 0.9, 1.0))):
+        settings = {name: getattr(link, name) for name in ("turn_lam", "lam") if hasattr(link, name)}
+        links[f"{type(link).__name__}({', '.join(f'{k}={v:g}' for k, v in settings.items())})"] = link
+    return (
+        [measure_algorithm(with_advantage(*chain, name=name), setting, steps) for name, chain in plain.items()],
+        [measure_algorithm(with_advantage(link, name=name), erring, steps) for name, link in links.items()],
+    )
 
 
 def write_primer_figures() -> None:

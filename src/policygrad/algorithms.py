@@ -331,9 +331,10 @@ TRPO_VINE = replace(
     old_policy="sampler",
 )
 
+# The algorithms by name, in the order above.
 ALGORITHMS: dict[str, Algorithm] = {
     value.name: value for value in list(globals().values()) if isinstance(value, Algorithm)
-}  # the algorithms by name, in the order above
+}
 
 
 def get_algorithm(name: str) -> Algorithm:

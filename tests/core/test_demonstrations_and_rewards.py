@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a divisor": (lambda: pg.GroupInGroup(ddof=2), ["GroupInGroup.ddof must be 0 or 1"]),
     "an eps": (lambda: pg.RewardZScores(eps=-1.0), ["RewardZScores.eps must be at least 0"]),
     "another divisor": (lambda: pg.RewardZScores(ddof=3), ["RewardZScores.ddof must be 0 or 1"]),
-    "no γ": (lambda: pg.PolicyShaping(gamma=0.0), ["PolicyShaping.gamma must be greater than 0"]),
+    "no γ": (lambda: pg.PolicyShaping(gamma=0.0), ["PolicyShaping.gamma must be above 0"]),
     "a negative μ": (lambda: pg.DemonstrationNLL(mu=-0.1), ["DemonstrationNLL.mu must be in [0, 1], not -0.1"]),
     "a μ to come": (
         lambda: pg.DemonstrationNLL(final_mu=1.5),

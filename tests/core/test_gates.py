@@ -265,7 +265,7 @@ REFUSED = [
     (lambda: pg.DivergenceClip("tv", 1.0), "DivergenceClip.delta must be below 1 for 'tv'"),
     (lambda: pg.DivergenceClip("js"), "DivergenceClip.measure must be 'tv'"),  # type: ignore[arg-type]
     (lambda: pg.GammaKernel(k_pos=-1.0), "GammaKernel.k_pos must be above 0"),
-    (lambda: pg.LogClip(low=1.0), "LogClip.low must be below 1"),
+    (lambda: pg.LogClip(low=1.0), "LogClip.low must be between 0 and 1"),
     (lambda: pg.DriftPenalty(cap=0.0), "DriftPenalty.cap must be above 0"),
     (lambda: pg.SecondMomentFilter(-1.0), "SecondMomentFilter.threshold must be at least 0"),
     (lambda: pg.ClipCov(fraction=0.0), "ClipCov.fraction must be above 0"),

@@ -53,7 +53,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "cap, low negative": (lambda: pg.ClippedImportance(-0.2, 5.0), ["absolute", "low = -0.2"]),
     "cap, NaN": (lambda: pg.ClippedImportance(0.0, float("nan")), ["high = nan"]),
     "a negative clip range": (lambda: pg.Clip(0.2, -0.1), ["Clip.high", "-0.1"]),
-    "dual clip's c": (lambda: pg.DualClip(c=1.0), ["DualClip.c", "greater than 1"]),
+    "dual clip's c": (lambda: pg.DualClip(c=1.0), ["DualClip.c", "above 1"]),
     "a soft gate's temperature": (
         lambda: pg.SigmoidGate(tau_neg=0.0),
         ["SigmoidGate.tau_neg must be above 0 and finite, not 0.0"],
@@ -67,7 +67,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no budget": (lambda: pg.FixedLength(0), ["FixedLength.length", "at least 1 token"]),
     "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "remove the part"]),
     "no such level": (lambda: pg.KLInReward(level="turn"), ["KLInReward.level", "'token'", "'sequence'", "'turn'"]),  # type: ignore[arg-type]
-    "no cache": (lambda: pg.SoftOverlong(cache=0.0), ["SoftOverlong.cache", "(0, 1]"]),
+    "no cache": (lambda: pg.SoftOverlong(cache=0.0), ["SoftOverlong.cache", "above 0 and at most 1"]),
     "a mode of dynamic sampling": (lambda: pg.DropZeroVariance("skip"), ["'refill', 'reweight' or 'drop'", "skip"]),  # type: ignore[arg-type]
     "a std of something else": (lambda: pg.BatchStd(of="tokens"), ["BatchStd.of", "'rewards'", "tokens"]),  # type: ignore[arg-type]
     "no rounds": (lambda: pg.DropZeroVariance(max_rounds=0), ["max_rounds", "at least 1"]),

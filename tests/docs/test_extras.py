@@ -46,6 +46,7 @@ def test_the_code_refuses_every_missing_extra() -> None:
     """By its name, or by a variable where one message serves several extras."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     named = set(re.findall(r"install_command\((?:['\"]([\w-]+)['\"]|\w+)\)", source)) - {""}
+    named |= set(re.findall(r"import_optional\([^)]*['\"]([\w-]+)['\"]\)", source))
     by_name = {"wandb", "tensorboard", "trackio", "mlflow", "lora", "qlora"}  # install_command(name), (extra)
     assert {case.extra for case in CASES} - {"docs"} <= named | by_name
     assert named <= set(EXTRAS)

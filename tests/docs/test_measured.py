@@ -137,7 +137,7 @@ def test_the_curves_are_a_picture_of_its_own(result: dict[str, Any]) -> None:
     names = [node.text for node in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert {"grpo", "ppo", "trpo", "vineppo"} <= set(names)
     paths = [node.get("class") for node in svg.iter("{http://www.w3.org/2000/svg}path")]
-    assert (paths.count("curve"), paths.count("band"), paths.count("beside")) == (4, 4, 3)
+    assert (paths.count("curve"), paths.count("band"), paths.count("baseline")) == (4, 4, 3)
     assert "href" not in curves(result)
 
 

@@ -144,8 +144,7 @@ class Checkpointer(Generic[P]):
         self._wait_pending()
 
     def _save(self, progress: P, state: SavedState | None, random: Tensor, keep: int) -> None:
-        """Save a state (None = the current one). If it is sharded every process copies its shard, and a thread waits until all are
-        on the disk and writes the rest."""
+        """Save a state (None = the current one). If it is sharded, every process copies its shard and a thread writes the rest."""
         if self.sharded is None or state is not None:
             tensors, values = state or self.pack(progress)
             tensors = tensors | {"rng/torch": random}

@@ -30,6 +30,7 @@ from policygrad.checkpoint.manifest import shard_name
 from policygrad.errors import CheckpointError
 
 TENSORS_FILE = "tensors.safetensors"  # tensors that one process has written completely
+# By their names in safetensors.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,7 +42,7 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # by their names in safetensors
+}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Box = tuple[Sequence[int], Sequence[int]]  # (offset, size) of a part of a tensor
 SavedState = tuple[dict[str, Tensor], dict[str, Any]]  # tensors by name, and JSON values

@@ -341,8 +341,7 @@ class EnvironmentActor(NamedActor):
         self._episodes: dict[int, tuple[Environment, list[Any]]] = {}  # with the responses by call
 
     async def call(self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> list[Any]:
-        """Return the responses to `reset` (None) and actions, of which the last is new; calls unknown to this actor are
-        replayed."""
+        """Return the responses to `reset` (None) and actions; the last is new, and calls unknown to this actor are replayed."""
         if self._factory is None:
             self._factory = pickle.loads(factory)
         if number not in self._episodes:

@@ -116,8 +116,7 @@ def plan_actor_groups(run: UncheckedRun, config: ClusterConfig, cluster_gpus: fl
 
 
 def describe_shortage(groups: tuple[ActorGroup, ...], total: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """Return which CPUs and GPUs of the cluster are missing for these actors, as text; empty if none are. `total` and `free`
-    are resources of the cluster by Ray's names."""
+    """Return which CPUs and GPUs are missing for these actors, or ""; `total` and `free` are resources by Ray's names."""
     shortages = []
     for kind in ("CPU", "GPU"):
         needed = sum(bundle.get(kind, 0.0) for group in groups for bundle in group.bundles)

@@ -74,6 +74,7 @@ complete -c policygrad -f -a '(__policygrad)'
 """
 FIELD_FLAGS = {name: f"--algorithm.{name.replace('_', '-')}" for name in SELECTABLE_FIELDS}
 _REQUIRED = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
+# Values of each flag; flags with the same values are joined by |.
 FLAG_VALUES = {
     **{flag: [*(["none"] if name not in _REQUIRED else []), *list_parts(name)] for name, flag in FIELD_FLAGS.items()},
     "--algorithm|--base": list(ALGORITHMS),
@@ -92,7 +93,7 @@ FLAG_VALUES = {
     "--cluster": list(ADDRESSES),
     "--sampler.lora-sync": [*LORA_SYNCS],
     "--sampler.weight-transport|--weight-transport": [*WEIGHT_TRANSPORTS],
-}  # values of each flag; flags with the same values are joined by |
+}
 HELP = (
     "Print a script for tab completion of commands, algorithms, parts and options.",
     "bash:  policygrad completion bash > ~/.local/share/bash-completion/completions/policygrad",

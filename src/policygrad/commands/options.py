@@ -32,6 +32,7 @@ from policygrad.training.config.trust import CodePermissions
 from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
 
+# Flags without a value.
 SWITCHES = (
     "--dry-run",
     "--overwrite",
@@ -39,7 +40,7 @@ SWITCHES = (
     TRUST_FLAG,
     "--learner.gradient-checkpointing",
     "--learner.routing-replay",
-)  # flags without a value
+)
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy, a plain word."""
 _CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")

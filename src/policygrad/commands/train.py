@@ -52,13 +52,14 @@ _FLAT = tyro.conf.arg(name="")
 _NAMES = {"skip_bad_rows": "task.skip-bad-rows", "decontaminate": "task.decontaminate"}
 """Flags with a name other than their field's."""
 _MEASURED = ("tokenizer", "task", "row_map", "skip_bad_rows", "decontaminate", "eval_data", "reward", "environment")
+# Options that a resumed run cannot change, and why.
 _FIXED = {
     "model": "continues with the run's own weights, so --model has no effect",
     **{
         name: f"with another --{_NAMES.get(name, name.replace('_', '-'))} would make evaluations before and after incomparable"
         for name in _MEASURED
     },
-}  # options that a resumed run cannot change, and why
+}
 
 
 @dataclass(frozen=True)

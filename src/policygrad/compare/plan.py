@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, zip_longest
@@ -246,7 +247,7 @@ class Rung:
     """One row of a ladder."""
 
     label: str
-    change: tuple[str, ...]  # options of `policygrad train` that it adds to the rung below, or changes
+    change: Sequence[str]  # options of `policygrad train` that it adds to the rung below, or changes
     description: str
     published: str = ""
 
@@ -257,10 +258,10 @@ class Ladder:
 
     title: str
     source: str
-    setting: tuple[str, ...]  # options shared by all rungs: a task on which the parts matter
+    setting: Sequence[str]  # options shared by all rungs: a task on which the parts matter
     why: str  # reason for this setting, and its differences from the paper's
     base: str  # the algorithm of the first rung
-    rungs: tuple[Rung, ...]
+    rungs: Sequence[Rung]
 
     def rows(self) -> list[tuple[str, tuple[str, ...], str]]:
         """Return (label, arguments of `policygrad train`, description) of every rung, including those below it."""
@@ -276,84 +277,17 @@ class Ladder:
         return {"title": self.title, "source": self.source, "why": self.why}
 
 
-LADDERS: dict[str, Ladder] = {
-    "dapo": Ladder(
-        title="DAPO, part by part",
-        source="Yu et al. 2025 (DAPO, arXiv:2503.14476), table 1: AIME 2024, avg@32, Qwen2.5-32B",
-        setting=("--task", "embedded_steps", "--max-tokens", "20"),
-        why="The base model's worked answers take 15 to 24 tokens and the budget is 20: the more it works out, the more "
-        "answers are cut off, so the treatment of truncation and length matters. The paper's model is about 45,000 times "
-        "as large, its budget a thousand times as long. As in the paper (sec. 4.1), a rollout feeds 16 updates; an update "
-        "sees 32 answers of 4 prompts here, 512 answers of 32 prompts there. Naive GRPO has no KL penalty, which "
-        "DAPO drops before its ladder begins (sec. 2.3).",
-        base="grpo",
-        rungs=(
-            Rung(
-                "naive_grpo",
-                ("--algorithm.terms", "none", "--algorithm.update-rule.minibatches", "16"),
-                "GRPO, symmetric clip, mean per answer, no KL, 16 updates per rollout",
-                "30",
-            ),
-            Rung(
-                "overlong_mask",
-                ("--algorithm.filters", "MaskTruncated"),
-                "truncated answers do not move the policy",
-                "36",
-            ),
-            Rung("clip_higher", ("--algorithm.gate.high", "0.28"), "the upper clip bound 0.28 for 0.2", "38"),
-            Rung(
-                "soft_penalty",
-                ("--algorithm.shaping", "SoftOverlong"),
-                "a penalty over the last fifth of the budget",
-                "41",
-            ),
-            Rung("token_mean", ("--algorithm.aggregation", "TokenMean"), "the mean over all tokens of an update", "42"),
-            Rung(
-                "dynamic_sampling",
-                ("--algorithm.filters", "DropZeroVariance,MaskTruncated"),
-                "all-right and all-wrong groups are replaced: DAPO",
-                "50",
-            ),
-        ),
-    )
-}
-
-
 @dataclass(frozen=True)
 class Override:
     """Options of `policygrad train` that an algorithm needs on the embedded task, whose answers have about ten tokens."""
 
-    options: tuple[str, ...]
+    options: Sequence[str]
     reason: str
 
 
-OVERRIDES: dict[str, Override] = {
-    "distill": Override(
-        ("--teacher", "runs/distill/teacher"),
-        "it needs a teacher: the one that scripts/measure_distill.py makes, the base model with twice its layers, trained by grpo.",
-    ),
-    "vapo": Override(
-        ("--algorithm.advantage.length-adaptive-gae.alpha", "0.5"),
-        "λ = max(0, 1 − 1/(α·l)) is 0 up to 20 tokens at the paper's α = 0.05; at 0.5 an answer of 10 tokens has λ = 0.8.",
-    ),
-    "iterative_grpo": Override(
-        ("--algorithm.reference.refresh-every", "20"),
-        "a run here has fewer rollouts than the default's 100, so that the reference would never be refreshed.",
-    ),
-    "prorl": Override(
-        ("--algorithm.reference.refresh-every", "20"),
-        "a run here has fewer rollouts than the default's 200, so that reference and optimiser would never be reset.",
-    ),
-    "grpo_process": Override(
-        ("--task", "embedded_steps"),
-        "a reward for every step says more only where an answer has several: this task is what of the embedded one does.",
-    ),
-    "vineppo": Override(
-        (
-            *("--task", "embedded_steps", "--prompts-per-step", "16", "--samples-per-prompt", "4"),
-            *("--evaluation.every", "4"),
-        ),
-        "a value per step needs answers of several steps, as above; fresh completions of every step's prefix are most of the "
-        "tokens, so that fewer answers a step leave as many steps as the others take (and evaluations as often).",
-    ),
+_PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+LADDERS: dict[str, Ladder] = {
+    name: Ladder(**entry | {"rungs": [Rung(**rung) for rung in entry["rungs"]]})
+    for name, entry in _PRESETS["ladders"].items()
 }
+OVERRIDES: dict[str, Override] = {name: Override(**entry) for name, entry in _PRESETS["overrides"].items()}

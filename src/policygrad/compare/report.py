@@ -30,11 +30,12 @@ def pluralise(shown: object, noun: str) -> str:
 
 
 FEW_SEEDS = 10  # number of seeds below which the report warns that percentile intervals are too narrow
+# Settings that the report lists if rows differ in them.
 SETTINGS = {
     "updates_per_rollout": "Updates per rollout",
     "samples_per_prompt": "Samples per prompt",
     "prompts_per_step": "Prompts per step",
-}  # settings that the report lists if rows differ in them
+}
 
 
 def describe_ranking(report: ComparisonReport) -> Iterable[str]:

@@ -32,6 +32,7 @@ from policygrad.utils.filesystem import HAS_FILE_LOCKS, hold_lock, read_json, wr
 AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}
 """Axes of curves. Seconds are those of rollouts and updates, without evaluations, loading and checkpoints."""
 FINAL_FRACTION = 0.2  # fraction of a run's steps over which its final diagnostics are averaged
+# Metric of a step -> name of the final diagnostic.
 DIAGNOSTICS = {
     "completions/mean_length": "length",
     "completions/truncated_ratio": "truncated",
@@ -39,7 +40,7 @@ DIAGNOSTICS = {
     "kl": "kl",
     "clip_ratio/low": "clipped_low",
     "clip_ratio/high": "clipped_high",
-}  # metric of a step -> name of the final diagnostic
+}
 
 
 @dataclass(frozen=True)

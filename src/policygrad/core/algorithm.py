@@ -101,8 +101,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The `Batch` fields that a learner must fill. Includes logp_old if a rollout feeds several updates, and excludes it if the
-        sampler reports it."""
+        """The `Batch` fields that a learner fills: logp_old too for several updates per rollout, unless the sampler reports it."""
         filled = self.all_needs - {"selected"}
         if self.old_policy == "sampler":
             return filled - {"logp_old"}

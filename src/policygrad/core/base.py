@@ -122,8 +122,7 @@ class Gate(Part):
         """[B, T]; the paper's objective per token."""
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Return the clipped or dropped tokens for the metrics, as (below, above) r = 1, both [B, T] bool; None if there are
-        never any."""
+        """Return the clipped or dropped tokens as (below, above) r = 1, both [B, T] bool; None if there are never any."""
         return None
 
 

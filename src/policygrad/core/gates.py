@@ -84,7 +84,7 @@ class Clip(Gate):
 class DualClip(Clip):
     """Clip, with w = 0 also where Ψ < 0 and r > c: there the value is max(min(rΨ, clip(r)Ψ), cΨ). Source: Ye et al. 2020, eq. 5."""
 
-    c: float = setting(3.0, "greater than 1", hint="it bounds r from above where Ψ < 0")
+    c: float = setting(3.0, "above 1", hint="it bounds r from above where Ψ < 0")
 
     @property
     def formula(self) -> str:
@@ -205,7 +205,7 @@ class PolicyShaping(Clip):
     Source: Yan et al. 2025 (LUFFY), arXiv:2504.14945, policy shaping.
     """
 
-    gamma: float = setting(0.1, "greater than 0", hint="at 0, f is 1 for all x")
+    gamma: float = setting(0.1, "above 0", hint="at 0, f is 1 for all x")
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration", "logp_old", "logp_sampler"})
 
@@ -368,7 +368,7 @@ class LogClip(Gate):
     The value is min(Ψ·log r, Ψ·clip(log r, log(1 − low), log(1 + high))) + Ψ. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
     """
 
-    low: float = setting(0.2, "below 1 and above 0", hint="log(1 − low) is the lower bound of log r")
+    low: float = setting(0.2, "between 0 and 1", hint="log(1 − low) is the lower bound of log r")
     high: float = setting(0.2, "above 0 and finite")
 
     @property

@@ -58,8 +58,7 @@ def std(x: Tensor, keep: Tensor, ddof: int) -> Tensor:
 
 
 def is_constant(x: Tensor, keep: Tensor) -> Tensor:
-    """Check that max = min over the True positions, [] bool; True if there are none. (The computed standard deviation of equal
-    numbers need not be 0.)"""
+    """Check that max = min over the True positions, [] bool: a computed standard deviation of equal numbers need not be 0."""
     low, high = (x.masked_fill(~keep, end) for end in (torch.inf, -torch.inf))
     return low.amin() >= high.amax() if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
 

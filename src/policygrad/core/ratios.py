@@ -89,8 +89,7 @@ def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
 
 @dataclass(frozen=True)
 class TruncatedIS(Correction):
-    """× min(ρ, cap): bounded, and biased where it is capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout
-    engines)."""
+    """× min(ρ, cap): bounded, and biased where capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with engines)."""
 
     cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree")
     level: Level = choice(token="", sequence="")

@@ -11,6 +11,7 @@ from policygrad.errors import ConfigError
 
 MAX_REPEATS = 10**6  # maximum epochs, minibatches or rounds per rollout: far above any sensible value
 COUNT = f"at least 1 and at most {MAX_REPEATS:,}"
+# What a number must be, in the words of the message. NaN is in no range.
 RANGES: dict[str, Callable[[float], bool]] = {
     COUNT: lambda x: 1 <= x <= MAX_REPEATS,
     "0 or 1": lambda x: x in (0, 1),
@@ -24,14 +25,11 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "at least 0 and finite": lambda x: 0 <= x < inf,
     "at least 1": lambda x: x >= 1,
     "at least 2": lambda x: x >= 2,
-    "below 1 and above 0": lambda x: 0 < x < 1,
     "between 0 and 1": lambda x: 0 < x < 1,
-    "greater than 0": lambda x: x > 0,
-    "greater than 1": lambda x: x > 1,
-    "in (0, 1]": lambda x: 0 < x <= 1,
+    "above 1": lambda x: x > 1,
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in [0, 1]": lambda x: 0 <= x <= 1,
-}  # What a number must be, in the words of the message. NaN is in no range.
+}
 
 
 def setting(default: Any, requirement: str, unit: str = "", *, hint: str = "") -> Any:

@@ -83,7 +83,7 @@ class SoftOverlong(Shaping):
     """
 
     length: int | None = None
-    cache: float = setting(0.2, "in (0, 1]")
+    cache: float = setting(0.2, "above 0 and at most 1")
     scale: float = setting(1.0, "above 0 and finite", hint="remove the part for no penalty")
 
     @property

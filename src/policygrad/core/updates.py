@@ -33,8 +33,7 @@ class GradientProblem(Protocol):
 
 @runtime_checkable
 class CurvatureProblem(Protocol):
-    """Second order, for trust regions. θ is a vector of the P trainable parameters in the learner's precision; it stays at θ_old
-    until `commit`."""
+    """Second order, for trust regions. θ is the vector of the P trainable parameters; it stays at θ_old until `commit`."""
 
     def subsample(self, share: float) -> CurvatureProblem:
         """Return a problem with this share of the groups, at least one; the same groups at every call."""
@@ -50,8 +49,7 @@ class CurvatureProblem(Protocol):
         """
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
-        """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ_old + delta, without moving the
-        parameters."""
+        """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ_old + delta; parameters stay."""
 
     def commit(self, delta: Tensor) -> None:
         """Move the parameters to θ_old + delta, bit for bit where `evaluate` measured."""
@@ -76,8 +74,7 @@ class AdaptiveProblem(GradientProblem, Protocol):
         """Return the metrics that `accumulate` would measure with the current parameters; empty during critic pre-training."""
 
     def adapt(self, metrics: Metrics) -> AdaptiveProblem | None:
-        """Return the same rollout with every adaptive β of KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are within their
-        band."""
+        """Return the rollout with every adaptive β of KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are in their band."""
 
 
 ProblemT = TypeVar("ProblemT", GradientProblem, CurvatureProblem, AdaptiveProblem)

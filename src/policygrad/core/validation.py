@@ -319,10 +319,11 @@ def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
         yield "Reference(reset_optimizer=True) resets AdamW's moments, and TrustRegion has none: set reset_optimizer=False"
 
 
+# Batch fields of full completions, which a vine's rows are not.
 _COMPLETION_LEVEL = frozenset(
     {"values", "bootstrap", "baseline", "step_end", "token_reward", "implicit_reward", "turn_state", "rewards"}
     | {"demonstration"}
-)  # batch fields of full completions, which a vine's rows are not
+)
 
 
 def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:

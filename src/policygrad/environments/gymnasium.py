@@ -15,6 +15,7 @@ from policygrad.errors import ConfigError, import_optional
 from policygrad.tasks.base import Example
 from policygrad.utils.user_code import add_cwd_to_path
 
+# Action names of Gymnasium's own games, from the documentation of Gymnasium 1.4, "Action Space".
 ACTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "Blackjack": ("stick", "hit"),
     "CliffWalking": ("up", "right", "down", "left"),
@@ -22,7 +23,7 @@ ACTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "FrozenLake": ("left", "down", "right", "up"),
     "FrozenLake8x8": ("left", "down", "right", "up"),
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
-}  # action names of Gymnasium's own games, from the documentation of Gymnasium 1.4, "Action Space"
+}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 

@@ -13,12 +13,13 @@ from policygrad.tasks.base import Example, Prompt
 from policygrad.tasks.verifiers import taskset_module
 from policygrad.utils.user_code import load_object
 
+# The prefix of a name, as in `textarena:Wordle-v0`, and the class that takes the remainder.
 FAMILIES = {
     "gymnasium": "policygrad.environments.gymnasium:GymnasiumText",
     "openenv": "policygrad.environments.openenv:OpenEnv",
     "textarena": "policygrad.environments.textarena:TextArena",
     "verifiers": "policygrad.environments.verifiers:Verifiers",
-}  # the prefix of a name, as in `textarena:Wordle-v0`, and the class that takes the remainder
+}
 BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
 TERMINATED, TURNS = "terminated", "turns"
 """Further reasons for an episode's end: the environment's terminal state, the limit on turns."""

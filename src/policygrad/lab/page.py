@@ -17,6 +17,7 @@ from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import DYNAMICS, THEORY, LabReport
 from policygrad.pages.render import render_page
 
+# Findings by theme; those without a theme come last.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Baselines and groups": (
         "z_score",
@@ -34,7 +35,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "KL and optimiser": ("kl_places", "adam"),
     "Trust regions": tuple(THEORY),
     "How training goes wrong": tuple(DYNAMICS),
-}  # findings by theme; those without a theme come last
+}
 
 
 def group_findings(findings: Sequence[Finding]) -> dict[str, list[Finding]]:

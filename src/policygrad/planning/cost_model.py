@@ -437,8 +437,7 @@ class TimeModel:
         return max(within, between) / self.efficiency.link
 
     def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
-        """Return the times of a step. Learners share tokens evenly; communication overlaps their passes and only counts where it
-        takes longer."""
+        """Return the times of a step. Learners share tokens evenly; communication counts only where it outlasts their passes."""
         shape, ranks = self.shape, self.layout.learning_devices
         tokens, number = workload.count_tokens(self.layout.shares_prompts), self.layout.bytes_per_number
         gather = self.gather_seconds(shape.parameters * number, ranks)

@@ -130,8 +130,7 @@ class Calibration:
             ) from error
 
     def apply(self, device: Device, dtype: str) -> tuple[Device, Efficiency]:
-        """Return the measured figures and efficiency for `device`. Raises ConfigError if another device or precision was
-        measured."""
+        """Return the measured figures and efficiency. Raises ConfigError if another device or precision was measured."""
         if device.name != self.device.name:
             raise ConfigError(
                 f"--calibration was measured on {self.device.name}, but --gpus names {device.name}. Calibrate on that device, or "

@@ -129,8 +129,7 @@ def load_shape(model: str) -> ModelShape:
 
 
 def read_shape(file: Path, name: str) -> ModelShape:
-    """Read the shape from a config.json. Raises ConfigError if the file is not a configuration, or its architecture is not
-    supported."""
+    """Read the shape from a config.json. Raises ConfigError for another file or an unsupported architecture."""
     try:
         config = read_json(file)
     except (OSError, ValueError) as error:

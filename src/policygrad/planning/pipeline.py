@@ -45,8 +45,7 @@ class SamplerSpeed:
 
 @dataclass(frozen=True)
 class LearnerSpeed:
-    """Seconds of a learner: an update on t tokens takes `fixed` + t · `per_token`; then publishing the weights takes `publish`,
-    during which nothing is sampled."""
+    """Seconds of a learner: an update on t tokens takes `fixed` + t · `per_token`, then publishing `publish`, without sampling."""
 
     fixed: float
     per_token: float

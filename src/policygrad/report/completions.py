@@ -63,12 +63,13 @@ def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_
         raise RunError(f"{file}: {error}: delete the line, or restore the file from a copy") from error
 
 
+# Optional field of a row -> (type, description of a valid value).
 FIELDS = {
     **dict.fromkeys(("reward", "advantage", "tokens", "group", "branches"), (int | float, "a number")),
     **dict.fromkeys(("truncated", "demonstration"), (int | float, "true or false")),
     "rewards": (dict, "an object of numbers"),
     "turns": (list, "pairs of role and text"),
-}  # optional field of a row -> (type, description of a valid value)
+}
 
 
 def _check_fields(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any], ...]:

@@ -20,17 +20,19 @@ from policygrad.report.data import MAX_POINTS, RunRecord, Series, build_curves, 
 from policygrad.trackers.glossary import find_metric_doc, load_glossary
 from policygrad.training.config.serialization import format_option, format_parts
 
+# Metrics shown first.
 KEY_METRICS = (
     *("reward", "eval/reward", "loss", "eval/loss", "accuracy", "eval/accuracy", "entropy", "kl", "kl_old"),
     *("completions/mean_length", "completions/truncated_ratio", "frac_reward_zero_std", "grad_norm"),
     *("mismatch/logp_mean", "ratio/max", "staleness/mean", "teacher/kl", "explained_variance"),
-)  # metrics shown first
+)
 HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean")
 """Metrics of these that are hidden if they are always 0."""
+# Options in the description of a series.
 CARD_OPTIONS = (
     *("model", "task", "data", "reward", "lr", "prompts_per_step", "samples_per_prompt", "batch_size"),
     "max_staleness",
-)  # options in the description of a series
+)
 FULL_DETAIL_SERIES = 4  # number of series beyond which curves get fewer points, to limit the size of the page
 
 

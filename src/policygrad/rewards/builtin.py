@@ -61,8 +61,7 @@ AnswerExtractor = Callable[[str], str | None]
 
 
 def find_answer_extractor(rewards: Sequence[Reward]) -> AnswerExtractor:
-    """Return the `extract_answer` of the first reward function that has one, by which completions vote; otherwise the text inside
-    the last <answer>, or the full text."""
+    """Return the first reward function's `extract_answer`, for votes; without one, the last <answer>'s text or the full text."""
     extractors = (getattr(each.function, "extract_answer", None) for each in rewards)
     return next(filter(None, extractors), lambda text: extract_final_answer(text) or None)
 

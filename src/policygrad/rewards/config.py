@@ -13,13 +13,14 @@ from policygrad.rewards.workers.limits import check_variable_names, parse_names,
 
 SandboxChoice = Literal["none", "auto", "bubblewrap", "landlock"]
 """Sandbox around reward workers; auto = the first that works on this machine."""
+# Names separated by commas, as one argument of a command line.
 VARIABLE_NAMES: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="NAME,NAME",
     instance_from_str=lambda args: parse_names(args[0]),
     is_instance=lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
     str_from_instance=lambda value: [",".join(value) or "none"],
-)  # names separated by commas, as one argument of a command line
+)
 
 
 @dataclass(frozen=True)

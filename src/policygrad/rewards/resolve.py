@@ -65,6 +65,7 @@ _BUILTIN: dict[str, RewardFunction] = {
     "repetition_penalty": builtin.RepetitionPenalty(),
     "worked_steps": builtin.worked_steps,
 }
+# Rewards with options after a colon, and what is called with the options.
 _PRESETS = {
     "code": "policygrad.rewards.code:Code.from_options",
     "format": "policygrad.rewards.builtin:Format",
@@ -76,7 +77,7 @@ _PRESETS = {
     "openrlhf": "policygrad.rewards.resolve:OpenRLHFReward.load",
     "repetition_penalty": "policygrad.rewards.builtin:RepetitionPenalty.from_options",
     "verl": "policygrad.rewards.resolve:VerlReward.load",
-}  # rewards with options after a colon, and what is called with the options
+}
 OPENAI_URL = "https://api.openai.com/v1"
 _LOCALHOST = ("localhost", "127.0.0.1", "::1")
 _DOTTED = re.compile(r"\w+(\.\w+)+")

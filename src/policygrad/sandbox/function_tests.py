@@ -625,6 +625,7 @@ def encode_value(value: Any, register: Callable[[Any], Any], *, arrays: bool = F
     return ["r", register(value)]
 
 
+# Constructor arguments that recreate a value, by its class in the standard library.
 _ARGUMENTS: dict[str, Callable[[Any], Iterable[Any]]] = {
     "builtins.range": lambda value: (value.start, value.stop, value.step),
     "builtins.slice": lambda value: (value.start, value.stop, value.step),
@@ -643,7 +644,7 @@ _ARGUMENTS: dict[str, Callable[[Any], Iterable[Any]]] = {
     "decimal.Decimal": lambda value: (str(value),),
     "fractions.Fraction": lambda value: (value.numerator, value.denominator),
     "uuid.UUID": lambda value: (value.hex,),
-}  # constructor arguments that recreate a value, by its class in the standard library
+}
 
 
 def _get_fixed_zone(value: Any) -> Any:

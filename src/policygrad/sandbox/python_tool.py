@@ -9,11 +9,12 @@ from typing import ClassVar
 from policygrad.sandbox.backends import Limits
 from policygrad.sandbox.process import run_program
 
+# A traceback's frames before the program's first one; all of them where it did not start.
 _SANDBOX_FRAMES = re.compile(
     r"(?<=^Traceback \(most recent call last\):\n)(?=(?:[ ]{2}.*\n)*[ ]{2}.*sandbox/process\.py)"
     r'(?:[ ]{2}(?!File "program\.py").*\n?)+',
     re.MULTILINE,
-)  # A traceback's frames before the program's first one; all of them where it did not start
+)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 _Table = Mapping[str, int | tuple[int, ...]]
 
+# Always denied: (number on x86_64, and on aarch64 where it has the call), or one number for both.
 _DENIED: _Table = (
     # other processes
     {"kcmp": (312, 272), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271)}
@@ -41,14 +42,15 @@ _DENIED: _Table = (
     # network, and memory that no limit counts
     | {"socket": (41, 198), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180)}
     | {"iopl": (172,), "ioperm": (173,), "inotify_init": (253,)}
-)  # always denied: (number on x86_64, and on aarch64 where it has the call), or one number for both
+)
+# Change files without opening them, which Landlock does not restrict.
 _ATTRIBUTES: _Table = (
     {"fchmod": (91, 52), "fchmodat": (268, 53), "fchown": (93, 55), "fchownat": (260, 54), "truncate": (76, 45)}
     | {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "utimensat": (280, 88)}
     | {"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)}
     | {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "file_setattr": 469}
     | {"chmod": (90,), "chown": (92,), "lchown": (94,), "utime": (132,), "utimes": (235,), "futimesat": (261,)}
-)  # change files without opening them, which Landlock does not restrict
+)
 _ALONE: _Table = (
     {"clone": (56, 220), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setscheduler": (144, 119)}
     | {"sched_setparam": (142, 118), "sched_setattr": (314, 274), "memfd_create": (319, 279)}

@@ -12,13 +12,14 @@ from policygrad.trackers.base import RunInfo, Sample, Tracker, choose_sample
 from policygrad.trackers.console import RateEstimator, RunProgress, format_metrics, strip_control_chars
 
 SAMPLE_HOLD_SECONDS = 3.0  # seconds for which a sample stays, so that it can be read
+# Metric -> name of its curve, for metrics kept as curves.
 CURVE_METRICS = {
     "reward": "reward",
     "loss": "loss",
     "accuracy": "accuracy",
     "entropy": "entropy",
     "completions/mean_length": "length",
-}  # metric -> name of its curve, for metrics kept as curves
+}
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,7 @@ AnyGuardConfig = GuardConfig | SupervisedGuardConfig
 
 
 class DivergenceGuard:
-    """Assesses every step of a run. `note` is called with a message and its kind; of one kind only the first message is shown
-    (None = the message itself)."""
+    """Assesses every step of a run. `note` gets a message and its kind (None = the message); one message per kind is shown."""
 
     def __init__(self, config: AnyGuardConfig, note: Callable[[str, str | None], None]) -> None:
         self.config, self.history, self.decision = config, GuardHistory(), GuardDecision()

@@ -29,10 +29,11 @@ EXCLUDED_OPTIONS = {
     *("sampler.folder", "algorithm.samples_per_prompt"),
 }
 """Options that are no settings: files and code, which are compared by content, locations, and repetitions of another option."""
+# Prefixes of options that do not affect what a step learns (`rewards.memory` does).
 NON_LEARNING_PREFIXES = (
     *("steps", "track", "checkpoint.", "evaluation.", "rewards."),
     *("sampler.urls", "sampler.timeout", "sampler.heartbeat"),
-)  # prefixes of options that do not affect what a step learns (`rewards.memory` does)
+)
 Fingerprint = Mapping[str, Mapping[str, Any]]
 
 
@@ -62,8 +63,7 @@ def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = N
 
 
 def compare_fingerprints(before: Fingerprint, current: Fingerprint, config: Any, folder: Path) -> list[str]:
-    """Return notes about the differences, for a run that is resumed. Raises RunError if the training or evaluation data
-    differ."""
+    """Return notes about what differs from the run resumed. Raises RunError if the training or evaluation data differ."""
     files = current["files"]
     for name, sha in before["files"].items():
         if files.get(name) != sha:

@@ -19,12 +19,13 @@ from policygrad.utils.filesystem import HAS_FILE_LOCKS, acquire_lock, write_lock
 
 LOCK_FILE = "lock"  # Names the process at work in the folder. It has no meaning once that process is gone.
 CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")  # every run's folder has one of these
+# Files that runs, and the commands that read runs, write into the folder. Any other file is the user's.
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
     *("metrics.jsonl", "completions.jsonl", "checkpoints", "model", "model-step-*", "merged", "model.gguf"),
     *("weights", "result.json", "tracked.json*", "report.html", "stacks.txt", "tensorboard", "wandb", ".tmp-*"),
-)  # Files that runs, and the commands that read runs, write into the folder. Any other file is the user's.
+)
 NOT_COPIED = (
     LOCK_FILE,
     *(".tmp-*", "model", "merged", "model.gguf", "weights", "result.json", "tracked.json*", "wandb", "report.html"),

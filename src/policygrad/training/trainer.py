@@ -57,10 +57,11 @@ from policygrad.weight_sync.base import LazyStateDict, copy_weights_
 from policygrad.weight_sync.folder import save_lazy_model
 
 MIB = 2**20
+# Keys that every checkpoint must have.
 _REQUIRED_STATE = {
     *("learner", "parts", "algorithm", "position", "tokens", "seconds"),
     *("before", "measured", "eval_is_binary", "python_arguments"),
-}  # keys that every checkpoint must have
+}
 
 
 def train(
@@ -191,8 +192,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
 
     def _publish(self) -> None:
-        """Publish the learner's weights to the sampler, and copy them into the model that is saved, since a custom learner may hold
-        another copy."""
+        """Publish the learner's weights to the sampler and to the saved model, of which a custom learner may have a copy."""
         published = self.learner.publish()
         self.resources.rollouter.update_weights(published)
         if not isinstance(published.tensors, LazyStateDict):

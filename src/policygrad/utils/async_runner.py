@@ -196,8 +196,7 @@ class OverdueError(TimeoutError):
 
 
 class BlockedError(BaseException):
-    """Raised by a signal handler inside work that blocks the event loop. No `Exception`, so that no retry in the work catches
-    it."""
+    """Raised by a signal handler inside work that blocks the event loop. No `Exception`, so that no retry catches it."""
 
 
 async def await_with_timeout(timeout: float, work: Awaitable[T]) -> T:

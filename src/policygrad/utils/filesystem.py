@@ -38,8 +38,7 @@ def fsync_path(path: Path) -> None:
 
 
 def apply_default_permissions(folder: Path) -> None:
-    """Give every file in a folder the mode of a new file there: safetensors makes its own 0600, whatever the umask. Raises
-    OSError."""
+    """Give every file in a folder the mode of a new file there: safetensors makes its own 0600. Raises OSError."""
     probe = folder / ".tmp-mode"
     probe.touch()  # reads the umask without changing it for other threads, and applies the folder's default ACL
     mode = stat.S_IMODE(probe.stat().st_mode)
@@ -106,8 +105,7 @@ class UnusableDataError(ValueError):
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading. Raises OSError if it cannot be read, or is a pipe, a device or a folder, which
-    could block or never end."""
+    """Open a regular file for reading. Raises OSError also for a pipe, a device or a folder, which could block for ever."""
     descriptor = _open_nonblocking(path)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

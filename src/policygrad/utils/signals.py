@@ -60,8 +60,7 @@ class SignalHandlers:
         return bool(self._previous)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the main thread from any thread, and wake it if it waits (not on Windows). Does nothing outside of the
-        context."""
+        """Send a signal to the main thread and wake it if it waits (not on Windows). Does nothing outside of the context."""
         main = threading.main_thread().ident
         with self._lock:
             if number not in self._previous or main is None:

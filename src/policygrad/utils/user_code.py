@@ -42,8 +42,7 @@ def load_object(name: str, what: str, kind: type | tuple[type, ...] | None = Non
 
 
 def load_module(path: str, what: str) -> Any:
-    """Import a module by its name or file. Modules in the current folder are found, as by a script there. Raises
-    ConfigError as in `load_object`."""
+    """Import a module by name or file, also from the current folder, like a script. Raises ConfigError like `load_object`."""
     if path.endswith(".py"):
         file = Path(path).expanduser().resolve()
         if not file.is_file():

@@ -172,8 +172,7 @@ def split_by_bytes(tensors: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES)
 
 
 def iter_buckets(tensors: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Yield the policy bucket by bucket, each gathered when it is reached; a caller that releases one before the next holds only
-    one."""
+    """Yield the policy bucket by bucket, each gathered when it is reached, so that a caller can release one before the next."""
     parts = split_by_bytes(tensors, max_bytes)
     for i, names in enumerate(parts, 1):
         yield Bucket(names, [tensors[name] for name in names], is_last=i == len(parts))

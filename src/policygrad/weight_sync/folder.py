@@ -87,8 +87,7 @@ class VersionFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove all versions, and the folder if nothing else is in it. Called when the run is over; its model is saved
-        elsewhere."""
+        """Remove all versions, and the folder if nothing else is in it. Called when the run is over."""
         for path in self._list_versions():
             shutil.rmtree(path, ignore_errors=True)
         for name in (CURRENT_FILE, SERVER_LOG):
@@ -205,8 +204,7 @@ def make_safetensors_writer(model: Any, tokenizer: Any, *, write_tied_head: bool
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int = BUCKET_BYTES) -> None:
-    """Write one safetensors file, or several of at most `max_bytes` with an index, named as transformers does. Only one file's
-    tensors are in memory at a time."""
+    """Write safetensors files of at most `max_bytes`, named as by transformers, with one file's tensors in memory at a time."""
     from safetensors.torch import save_file
 
     parts = split_by_bytes(tensors, max_bytes)
@@ -252,8 +250,7 @@ def find_tied_head(model: Any) -> tuple[str, str] | None:
 
 
 def merge_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the full model's tensors by name, with adapters merged, W + (α/r)·B·A. The published tensors must be the model's
-    own, or gathered."""
+    """Return the full model's tensors with adapters merged, W + (α/r)·B·A. `tensors` must be the model's own, or gathered."""
     if not adapter_configs(model):
         return tensors
     if isinstance(tensors, LazyStateDict):

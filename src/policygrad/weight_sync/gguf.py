@@ -200,13 +200,14 @@ QWEN, LLAMA = rf"{_WORDS}\p{{N}}{_END}", rf"{_WORDS}\p{{N}}{{1,3}}{_END}"
 EMBEDDED = r"\d|\n|(?<=\p{L})-|</?answer>"
 """The embedded model's. llama.cpp has no name for it, and needs none where `_has_no_split_merge` holds."""
 _BYTES, _GPT2, _DIGITS = "bytes", "bytes by GPT-2's expression", "digits"
+# (steps of the pre-tokenizer, True if a word that is a token is never merged) to llama.cpp's name for both.
 _PRE_TOKENIZERS: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGITS, _GPT2), False): "smollm",
     ((QWEN, _BYTES), False): "qwen2",
     ((LLAMA, _BYTES), True): "llama-bpe",
     ((LLAMA, _BYTES), False): "dbrx",
-}  # (steps of the pre-tokenizer, True if a word that is a token is never merged) to llama.cpp's name for both
+}
 _INVALID_BYTES = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 """Letters of bytes that never occur in UTF-8 (RFC 3629), which a tokenizer need not have."""
 _RARE_BYTES = frozenset(chr(byte + 256) for byte in range(32) if chr(byte) not in "\t\n\v\f\r") | frozenset(

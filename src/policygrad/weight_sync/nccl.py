@@ -31,6 +31,7 @@ from policygrad.errors import EngineError
 
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128  # size of `ncclUniqueId`, which tells processes how to reach rank 0
+# Torch's dtypes to `ncclDataType_t`.
 DTYPES = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -40,7 +41,7 @@ DTYPES = {
     torch.float32: 7,
     torch.float64: 8,
     torch.bfloat16: 9,
-}  # torch's dtypes to `ncclDataType_t`
+}
 _SUM = 0  # ncclRedOp_t
 _USE_FOLDER = "Set --sampler.weight-transport folder"
 
@@ -55,13 +56,14 @@ class _UniqueId(ctypes.Structure):
 
 _BUFFERS: list[Any] = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
 _TARGET: list[Any] = [ctypes.c_void_p, ctypes.c_void_p]  # the communicator, the stream
+# Argument types of the functions used here. All return `ncclResult_t`, 0 for success.
 _SIGNATURES: dict[str, list[Any]] = {
     "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
     "ncclCommInitRank": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int],
     "ncclBroadcast": [*_BUFFERS, *_TARGET],
     "ncclAllReduce": [*_BUFFERS, *_TARGET],
     "ncclCommAbort": [ctypes.c_void_p],
-}  # Argument types of the functions used here. All return `ncclResult_t`, 0 for success.
+}
 
 
 class Nccl:
@@ -96,8 +98,7 @@ class Nccl:
         return communicator.value
 
     def broadcast(self, communicator: int, tensor: Tensor, stream: int) -> None:
-        """Send a tensor to all other processes, in the order of the stream. It must be contiguous and on the communicator's
-        device."""
+        """Send a tensor, contiguous and on the communicator's device, to all other processes, in the stream's order."""
         address, count, dtype = _describe_memory(tensor)
         self._call("ncclBroadcast", address, address, count, dtype, 0, communicator, stream)
 
@@ -264,8 +265,7 @@ def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS)
 
 
 def find_endpoints(url: str) -> tuple[str, str]:
-    """Return this machine's address as a server sees it, from the route to it, and the server's; nothing is sent. Raises
-    GroupError if there is no route."""
+    """Return this machine's address on the route to a server, and the server's. Raises GroupError if there is no route."""
     parts = urlsplit(url)
     try:
         family, *_, remote = socket.getaddrinfo(

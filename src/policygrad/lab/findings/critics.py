@@ -28,11 +28,9 @@ from policygrad.lab.estimators import enumerate_steps, estimate_gradients
 from policygrad.lab.findings.advantages import exact_figures, with_advantage
 from policygrad.lab.measurement import (
     Finding,
-    Measurement,
     compute_figures,
     format_small,
     join_numbers,
-    measure_algorithm,
 )
 from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt, two_answers, walk_setting
@@ -112,24 +110,27 @@ ERROR = 0.3  # standard deviation of the critic's error; outcomes are 0 or 1
 TURN_CRITICS = 2
 TURN_LAMBDAS = (0.0, 0.5, 0.9, 1.0)
 EXACT = 1e-9
+# Chains whose expectation is ∇J, by a theorem.
 UNBIASED: dict[str, tuple[Advantage, ...]] = {
     "outcome to all turns": (),
     "LeaveOneOut": (LeaveOneOut(),),
     "TurnReturn": (TurnReturn(),),
     "TurnReturn, LeaveOneOut": (TurnReturn(), LeaveOneOut()),
     "TurnReturn, TurnLeaveOneOut": (TurnReturn(), TurnLeaveOneOut()),
-}  # chains whose expectation is ∇J, by a theorem
+}
+# Chains that compare an episode with its group.
 COMPARED: dict[str, tuple[Advantage, ...]] = {
     "GroupMean, GroupStd": (GroupMean(), GroupStd()),
     "GroupInGroup(std=False)": (GroupInGroup(gamma=1.0, std=False),),
     "GroupInGroup(gamma=1)": (GroupInGroup(gamma=1.0),),
     "GroupInGroup": (GroupInGroup(),),
-}  # chains that compare an episode with its group
+}
+# Advantages from a critic, by λ: over turns, over tokens, over both.
 FAMILIES: dict[str, Callable[[float], Advantage]] = {
     "turn": lambda lam: TurnGAE(lam=lam),
     "token": lambda lam: MultiTurnGAE(lam=lam),
     "both": lambda lam: BiLevelGAE(lam=lam, turn_lam=lam),
-}  # advantages from a critic, by λ: over turns, over tokens, over both
+}
 
 
 def turn_credit(seed: int = 0) -> Finding:
@@ -186,22 +187,6 @@ def turn_credit(seed: int = 0) -> Finding:
         }
         | {f"exact_{level}": x for level, x in exact_bias.items()},
         curves=curves,
-    )
-
-
-def measure_turn_table(size: int = 3, seed: int = 0) -> tuple[list[Measurement], list[Measurement]]:
-    """Measure (chains without a critic, chains with an erring one) for the page on turns."""
-    setting = walk_setting(seed=seed)
-    erring = replace(setting, critic_error=ERROR, seed=seed)
-    steps = enumerate_steps(setting, size)
-    plain = UNBIASED | {f"TurnReturn({GAMMA:g})": (TurnReturn(GAMMA),)} | COMPARED
-    links: dict[str, Advantage] = {}
-    for link in (GAE(), *(make(lam) for make in FAMILIES.values() for lam in (0.0, 0.9, 1.0))):
-        settings = {name: getattr(link, name) for name in ("turn_lam", "lam") if hasattr(link, name)}
-        links[f"{type(link).__name__}({', '.join(f'{k}={v:g}' for k, v in settings.items())})"] = link
-    return (
-        [measure_algorithm(with_advantage(*chain, name=name), setting, steps) for name, chain in plain.items()],
-        [measure_algorithm(with_advantage(link, name=name), erring, steps) for name, link in links.items()],
     )
 
 

@@ -176,8 +176,7 @@ class WorkerGroup:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def broadcast_object(self, message: object) -> None:
-        """Send an object from rank 0 to all other ranks, which are in `receive_object`. Raises ConfigError if the
-        object cannot be pickled."""
+        """Send an object from rank 0 to all ranks in `receive_object`. Raises ConfigError if it cannot be pickled."""
         for name, module in list(sys.modules.items()):
             if name.startswith(FILE_MODULE):  # the other ranks cannot import it by its name
                 cloudpickle.register_pickle_by_value(module)

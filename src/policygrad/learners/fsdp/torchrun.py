@@ -16,8 +16,7 @@ def torchrun_rank() -> tuple[int, int] | None:
 
 
 def resolve_world_size(requested: int) -> int:
-    """Return torchrun's world size, or the requested one without torchrun. Raises ConfigError if torchrun has started
-    another number of processes than requested."""
+    """Return torchrun's world size, or the requested one without torchrun. Raises ConfigError if they differ."""
     launched = torchrun_rank()
     if launched is None:
         return requested

@@ -27,9 +27,8 @@ from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
-make_dual: Callable[[Tensor, Tensor], Tensor] = (
-    forward_ad.make_dual
-)  # x with a tangent (forward mode); untyped in torch
+# X with a tangent (forward mode); untyped in torch.
+make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual
 _Function = Callable[..., Tensor]
 
 

@@ -120,8 +120,7 @@ class Gsm8k(AnswerReward):
         return None if number is None else number.key
 
     def _extract_number(self, completion: str) -> Quantity | None:
-        """Return the number that the answer is, or else the first one after its last equals sign; None for a formula, whose value
-        is another."""
+        """Return the number that the answer is, or else the first one after its last equals sign; None for a formula."""
         given = extract(completion, self.policies) or ""
         if (quantity := parse_quantity(given)) is not None:
             return quantity

@@ -41,11 +41,12 @@ _SUFFIX = re.compile(
     r"(?P<name>[A-Za-z.]+?)\.?\s*(?:\^?\s*\{?(?P<power>[23])\}?|\^\s*\{?\s*(?P<high>\d{1,2})\s*\}?|(?P<glyph>[²³]))?"
 )
 _WORD = re.compile(r"[A-Za-z][A-Za-z'’.-]{2,}")
+# Words that continue a formula or name another answer.
 _OPERATOR = re.compile(
     r"(?:and|base|choose|cos|cot|csc|div|equals|exp|from|gcd|infinity|infty|lcm|log|max|minus|mod|not|over|plus|root|sin|"
     r"sqrt|tan|the|times)",
     re.IGNORECASE,
-)  # words that continue a formula or name another answer
+)
 _SMALL_WORDS = ("of", "a", "an", "in", "to")
 _MAX_UNIT_LENGTH = 80  # characters
 

@@ -78,8 +78,7 @@ LaunchCommand = tuple[dict[str, str], list[str]]  # (environment variables, argv
 
 
 class EngineSampler(ABC):
-    """Routes requests to servers, checks replies and publishes weights. A subclass states the facts of one engine and implements
-    its requests."""
+    """Routes requests to servers, checks replies and publishes weights. A subclass has one engine's facts and requests."""
 
     # Facts of the engine, read by `SamplerConfig`, the registry and the command line.
 

@@ -20,11 +20,12 @@ if TYPE_CHECKING:  # the command line reads the names without importing torch
     from policygrad.samplers.config import SamplerConfig
     from policygrad.samplers.engines.base import EngineSampler
 
+# Value of `sampler.engine` to the engine's class, as module:name.
 ENGINES = {
     "llama_cpp": "policygrad.samplers.engines.llama_cpp:LlamaCppSampler",
     "vllm": "policygrad.samplers.engines.vllm:VllmSampler",
     "sglang": "policygrad.samplers.engines.sglang:SglangSampler",
-}  # value of `sampler.engine` to the engine's class, as module:name
+}
 WEIGHTS_FOLDER = "weights"  # default folder for published weights, inside the run's folder or a temporary one
 _DETECTION_TIMEOUT = 10.0  # seconds per request
 

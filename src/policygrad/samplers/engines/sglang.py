@@ -28,12 +28,13 @@ from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 from policygrad.weight_sync.nccl import StoreGroup
 
+# (part of the reply, how to solve it).
 _LORA_HINTS = (
     ("answers 404", "Use a server that loads adapters at run time, SGLang 0.5 or later"),
     ("not enabled", "Start it with --enable-lora"),
     ("incompatible", "Start it with --max-lora-rank and --lora-target-modules for this adapter"),
     ("No such file", "Give it access to the folder under the same path, --sampler.folder"),
-)  # (part of the reply, how to solve it)
+)
 
 
 class SglangTransfer(WeightTransfer):

@@ -35,13 +35,14 @@ from policygrad.weight_sync.nccl import UniqueIdGroup
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # valid values of --max-lora-rank (vllm/config/lora.py)
 _SERVER_ERROR = "500"
 """How an error begins whose cause is in the engine: vLLM replies with that status whatever its engine raises."""
+# (part of the reply, how to solve it).
 _LORA_HINTS = (
     ('"Not Found"', "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"),
     ("not enabled", "Start it with --enable-lora"),
     ("max_lora_rank", "Start it with a --max-lora-rank of at least the adapter's rank"),
     ("target modules", "Adapt layers that it knows: --learner.lora targets=…"),
     ("No adapter found", "Give it access to the folder under the same path, --sampler.folder"),
-)  # (part of the reply, how to solve it)
+)
 _SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
 """Fields of a model's configuration that an error message compares."""
 

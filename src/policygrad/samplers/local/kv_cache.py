@@ -235,8 +235,7 @@ def select_rows(cache: Any, rows: Tensor) -> None:
 
 
 def _select_linear_states(cache: Any, rows: Tensor) -> None:
-    """Keep these rows of the states of MiniMax's lightning attention, which are stored outside the layers ([] for a layer
-    without)."""
+    """Keep these rows of the states of MiniMax's lightning attention, stored outside the layers ([] for a layer without)."""
     states: list[Any] = getattr(cache, "linear_cache", [])
     attention = next((layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)), None)
     for i, state in enumerate(states):

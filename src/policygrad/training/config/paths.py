@@ -188,6 +188,7 @@ def _dataset_path(name: str, directory: Path) -> str:
     return path + colon + split if is_dataset else name
 
 
+# Options that may name a file or folder, besides rewards.
 _RESOLVERS: dict[str, Callable[[str, Path], str]] = {
     "model": _model_path,
     "tokenizer": _model_path,
@@ -196,4 +197,4 @@ _RESOLVERS: dict[str, Callable[[str, Path], str]] = {
     "eval_data": _data_path,
     "row_map": _code_path,
     "environment": _code_path,
-}  # options that may name a file or folder, besides rewards
+}

@@ -315,6 +315,7 @@ def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
 
 # A configuration for people, from its TOML alone, so that a run can be read about without its custom parts.
 
+# An algorithm's fields, in the equation's order.
 PART_LABELS = {
     "advantage": "advantage Ψ",
     "ratio": "ratio",
@@ -327,7 +328,7 @@ PART_LABELS = {
     "critic": "critic",
     "reward_model": "reward model",
     "update_rule": "update rule",
-}  # an algorithm's fields, in the equation's order
+}
 
 
 def format_option(value: Any) -> str:
@@ -347,9 +348,9 @@ def format_parts(algorithm: Mapping[str, Any]) -> dict[str, str]:
 
 
 EVAL_OPTIONS = (
-    "task", "row_map", "skip_bad_rows", "reward", "environment", "environment_timeout", "eval_data", "sampling", "seed",
-    "trust_remote_code",
-)  # fmt: skip
+    *("task", "row_map", "skip_bad_rows", "reward", "environment", "environment_timeout", "eval_data", "sampling"),
+    *("seed", "trust_remote_code"),
+)
 """Options that mean the same in training and evaluation."""
 
 
