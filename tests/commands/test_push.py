@@ -80,7 +80,7 @@ def test_an_invalid_repository_or_model_is_refused_at_the_start(
         ((run, "--push", "it"), "OWNER/NAME"),
         ((tmp_path, "--push", "me/it"), "holds no run and no model"),
         ((run, "--public"), "add --push OWNER/NAME"),
-        ((run, "--push", "me/it", "--dtype", "bf16"), "add --merge"),
+        ((run, "--push", "me/it", "--dtype", "bf16"), "--dtype are for --merge"),
     ):
         code, _, err = run_command("export", *map(str, argv))
         assert (code, output in err) == (2, True), err

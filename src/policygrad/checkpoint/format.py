@@ -222,9 +222,7 @@ def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda nam
         record = json.loads((path / STATE).read_bytes())
         with ShardedTensors(path, record, len(files) - len(FILES)) as stored:
             if unknown := set(record.get("tensors", stored.unsharded)) ^ stored.unsharded:
-                raise CheckpointError(
-                    f"{path / TENSORS_FILE} does not match {STATE}: {min(unknown)!r} is in one of them only"
-                )
+                raise CheckpointError(f"{path / TENSORS_FILE} does not match {STATE}: {min(unknown)!r} is only in one")
             tensors = {n: stored.spec(n) if keep_on_meta(n) else stored.read(n) for n in stored.names}
         tensors |= {name: tensors[target] for name, target in record["aliases"].items()}
         checkpoint = Checkpoint(record["step"], tensors, decode_json(record["state"]), path)

@@ -56,9 +56,7 @@ def check_manifest(folder: Path, names: Iterable[str]) -> dict[str, dict[str, in
         manifest = json.loads(raw)
         if manifest["format"] not in (FORMAT, SHARDED_FORMAT):
             is_newer = manifest["format"] > SHARDED_FORMAT
-            hint = (
-                "upgrade" if is_newer else "finish the run with the version that began it, or train anew from its model"
-            )
+            hint = "upgrade" if is_newer else "finish the run with its own version, or train anew from its model"
             raise CheckpointError(
                 f"{path} has format {manifest['format']!r} and this version reads {FORMAT} and {SHARDED_FORMAT}: {hint}"
             )

@@ -118,7 +118,7 @@ def build_rows(
             label, first = words[0].rpartition(":")[2], words[0]
         if not LABEL_PATTERN.fullmatch(label):
             raise ConfigError(
-                f"the label {label!r} of the row {spec!r} names a folder: letters, digits and . _ + - make one"
+                f"the label {label!r} of the row {spec!r} names a folder: use letters, digits and . _ + -"
             )
         request.append(RowRequest(label, (first, *words[1:])))
     labels = [row.label for row in request]
@@ -128,9 +128,7 @@ def build_rows(
     for spec in options:
         label, equals, text = spec.partition("=")
         if not equals or label not in labels:
-            raise ConfigError(
-                f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
-            )
+            raise ConfigError(f"--options {spec!r}: write LABEL='--option value', LABEL among {', '.join(labels)}")
         row_options[label] = merge_argv(row_options.get(label, ()), _split_words(text, f"--options {spec!r}"))
     setting = ladder.setting if ladder else ()
     if "--lr" in option_names(common) and lr_grid:
@@ -142,9 +140,7 @@ def build_rows(
         layers = (setting, override.options if override else (), common, row.argv[1:], row_options.get(row.label, ()))
         for layer in layers:
             if layer and not layer[0].startswith("--"):
-                raise ConfigError(
-                    f"the row {row.label}: {layer[0]!r} is no option; give another row as a separate argument"
-                )
+                raise ConfigError(f"the row {row.label}: {layer[0]!r} is no option; give each row as an argument")
         argv = merge_argv(row.argv[:1], *layers)
         _check(row.label, argv)
         rows.append(_row(row, argv, override.reason if override else "", grids, tokens))

@@ -77,9 +77,7 @@ class EngineOptions:
         if self.weight_transport not in WEIGHT_TRANSPORTS:
             raise ConfigError(f"--weight-transport must be {FOLDER} or {NCCL}, not {self.weight_transport!r}")
         if (self.target == CHECK) is not (self.url is not None):
-            raise ConfigError(
-                "a server's address belongs to check: policygrad engine check http://127.0.0.1:8000 --model M"
-            )
+            raise ConfigError("only check takes an address: policygrad engine check http://127.0.0.1:8000 --model M")
         if (lora := parse_lora(self.lora)) is not None and lora.bits is not None:
             raise ConfigError(
                 "--lora: bits are the learner's; the precision of a server's weights is set by its own options. Leave bits out."

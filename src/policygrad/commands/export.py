@@ -61,13 +61,9 @@ class ExportOptions:
                 "--push away; `hf upload OWNER/NAME FILE.gguf` adds the file to a repository"
             )
         if self.format and self.output and not self.output.endswith(".gguf"):
-            raise ConfigError(
-                f"--format gguf writes a file, by which others know it: --output NAME.gguf, not {self.output}"
-            )
+            raise ConfigError(f"--format gguf writes one file: --output NAME.gguf, not {self.output}")
         if not (self.merge or self.format) and (self.output or self.dtype):
-            raise ConfigError(
-                "--output and --dtype are of what --merge or --format gguf writes: add --merge, or --format gguf"
-            )
+            raise ConfigError("--output and --dtype are for --merge or --format gguf: add --merge or --format")
 
 
 def export(args: list[str]) -> int:

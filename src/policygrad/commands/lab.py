@@ -87,9 +87,7 @@ def insert_part(base: Algorithm, spec: str) -> tuple[Algorithm, str]:
     before = getattr(base, place)
     several = isinstance(before, tuple)
     if len(kinds) > 1 and not several:
-        raise ConfigError(
-            f"--part {spec}: {place} holds one part, not {len(kinds)}; for several rows write --part A --part B"
-        )
+        raise ConfigError(f"--part {spec}: {place} holds one part, not {len(kinds)}; for several rows repeat --part")
     for kind in kinds:
         check_part_field(kind, "command line", f"algorithm.{place}")
     parts, labels = list[Any](), list[str]()

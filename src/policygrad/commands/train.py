@@ -185,9 +185,7 @@ def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
     chosen, teacher = apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher
     if teacher is not None:
         if chosen.reference is None:
-            raise ConfigError(
-                f"--teacher {teacher} sets a reference, but algorithm.reference is none; omit one of them"
-            )
+            raise ConfigError(f"--teacher {teacher} sets a reference, but algorithm.reference is none: omit one")
         chosen = replace(chosen, reference=replace(chosen.reference, model=teacher))
     return Run(**options, algorithm=chosen), parsed.command
 

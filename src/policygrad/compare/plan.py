@@ -140,7 +140,7 @@ class ComparisonPlan:
             if row.tuned_option not in ("", *TUNABLE_OPTIONS):
                 names = " or ".join(TUNABLE_OPTIONS)
                 raise ValueError(
-                    f"the row {row.label}: tuned_option must be {names}, or empty, not {row.tuned_option!r}"
+                    f"the row {row.label}: tuned_option must be {names} or empty, not {row.tuned_option!r}"
                 )
             if not all(type(x) in (int, float) and 0 < x < math.inf for x in row.grid):
                 raise ValueError(f"the row {row.label}: grid must be numbers, not {row.grid!r}")

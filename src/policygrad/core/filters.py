@@ -154,9 +154,8 @@ class Downsample(Filter):
         for group in set(batch.group[order].tolist()):
             rows = order[batch.group[order] == group]
             by_variance = self.by == "max_variance"
-            chosen[rows[max_variance_subset(batch.reward[rows], self.keep)] if by_variance else rows[: self.keep]] = (
-                True
-            )
+            kept = max_variance_subset(batch.reward[rows], self.keep) if by_variance else slice(self.keep)
+            chosen[rows[kept]] = True
         return chosen
 
     def __call__(self, batch: Batch) -> Batch:

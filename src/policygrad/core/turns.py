@@ -187,9 +187,8 @@ class GroupInGroup(Advantage):
         state = turns.at_turn_starts(batch.require("turn_state", self))[exists]
         relative = self._relative(returns[exists], _group_turns(batch.group[row], state))
         step = torch.zeros_like(returns).masked_scatter(exists, relative)
-        return masked.apply_mask(
-            episode[:, None] + self.omega * turns.broadcast_to_tokens(step, batch.mask), batch.mask
-        )
+        by_token = turns.broadcast_to_tokens(step, batch.mask)
+        return masked.apply_mask(episode[:, None] + self.omega * by_token, batch.mask)
 
     def _relative(self, r: Tensor, groups: Groups) -> Tensor:
         """Compute (r − mean)/F, exactly 0 where r is constant."""

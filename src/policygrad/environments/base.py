@@ -118,9 +118,7 @@ def is_finite_number(value: Any) -> bool:
 def _require_finite(what: str, value: Any) -> float:
     number, _ = to_number(value)
     if number is None:
-        raise MalformedError(
-            f"Step has {what} = {quote(value)}: give a finite number, at most {MAX_ABS_REWARD:g} in size"
-        )
+        raise MalformedError(f"Step has {what} = {quote(value)}: give a finite number up to {MAX_ABS_REWARD:g} in size")
     return number
 
 

@@ -143,7 +143,7 @@ class _Episode:
             reward: Any = (rewards or {}).get(0)
             if not is_finite_number(reward):
                 raise EngineError(
-                    f"TextArena's {self.config.name} is over and gives no reward to its player: {rewards!r}"
+                    f"TextArena's {self.config.name} is over without a reward for its player: {rewards!r}"
                 )
             return Step(reward=float(reward), metrics=metrics, stop_reason=TERMINATED)
         metrics["invalid"] = float(invalid)

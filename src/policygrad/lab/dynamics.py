@@ -63,9 +63,7 @@ def expected_update(algorithm: Algorithm, setting: LabSetting, size: int, lr: fl
     if setting.world.prompts != 1 or not isinstance(setting.world.policy, TabularPolicy):
         raise ConfigError("an expected rollout needs a setting with one prompt and a TabularPolicy")
     if not algorithm.update_rule.uses_lr:
-        raise ConfigError(
-            f"{type(algorithm.update_rule).__name__} has no learning rate: use an algorithm with GradientSteps"
-        )
+        raise ConfigError(f"{type(algorithm.update_rule).__name__} has no learning rate: use GradientSteps")
     setting = replace(setting, old=setting.theta)
     algorithm, steps, world = setting.prepare(algorithm), enumerate_steps(setting, size), setting.world
     decisions, groups = compute_decisions(algorithm, setting, steps), torch.arange(len(steps.rows))

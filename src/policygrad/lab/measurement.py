@@ -64,9 +64,7 @@ def compute_figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool
     variance, noise = (spread, 0.0) if exact else (spread * size / max(1, size - 1), spread / max(1, size - 1))
     square, along = float(truth @ truth), float(mean @ truth)
     if square == 0:
-        raise ConfigError(
-            "the true gradient is 0 here, so nothing can be measured relative to it: use another θ or reward"
-        )
+        raise ConfigError("the true gradient is 0, so nothing can be measured relative to it: use another θ or reward")
     mean_square = max(float(mean @ mean) - noise, 0.0)
     bias = math.sqrt(max(float((mean - truth).square().sum()) - noise, 0.0) / square)
     return Figures(

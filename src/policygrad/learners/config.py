@@ -97,9 +97,7 @@ class LearnerConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"learner.{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.hang_timeout < math.inf:
-            raise ConfigError(
-                f"learner.hang_timeout must be at least 0 and finite, not {self.hang_timeout}; 0 turns it off"
-            )
+            raise ConfigError(f"learner.hang_timeout must be at least 0 and finite, not {self.hang_timeout}; 0 = off")
         if self.micro_tokens < 0:
             raise ConfigError(f"learner.micro_tokens must be at least 1, or 0 for the default, not {self.micro_tokens}")
 

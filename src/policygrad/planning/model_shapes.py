@@ -148,9 +148,7 @@ def read_shape(file: Path, name: str) -> ModelShape:
         if heads % kv_heads:
             raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
         if config.get("head_dim") is None and hidden % heads:
-            raise ValueError(
-                f"num_attention_heads {heads} does not divide hidden_size {hidden}, and no head_dim is given"
-            )
+            raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}; give head_dim")
         head_dim = _count(config, "head_dim", hidden // heads)
         intermediate, widths = _count(config, "intermediate_size"), (heads + 2 * kv_heads) * head_dim
         biases = widths if kind == "qwen2" else 0

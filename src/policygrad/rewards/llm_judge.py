@@ -256,9 +256,7 @@ class JudgeCache:
                 "update spent set calls = calls + 1 where session = ? and calls < ?", (self.session, self.max_calls)
             )
         if not update.rowcount:
-            raise RewardError(
-                f"the judge was called {self.max_calls} times, the maximum; judge:…,max_calls=N allows more"
-            )
+            raise RewardError(f"the judge was called {self.max_calls} times; judge:…,max_calls=N allows more")
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

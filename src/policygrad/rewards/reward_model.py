@@ -44,9 +44,7 @@ class ModelReward:
             ModelError: No model, not a reward model, more than one label, or no tokenizer; with the remedy.
         """
         if not model:
-            raise ConfigError(
-                "reward 'model:' names no model: model:DIR or model:HUB_ID, e.g. model:runs/reward-model-1"
-            )
+            raise ConfigError("reward 'model:' names no model: model:DIR or model:HUB_ID, such as model:runs/rm-1")
         try:
             if model == "tiny" and not Path(model).is_dir():
                 raise ModelError(

@@ -52,9 +52,7 @@ def load_task(
     parts = _load_parts(name, "row", options)
     if not parts:
         if options != RowOptions():
-            raise DataError(
-                "row_map, skip_bad_rows and decontaminate apply to data, and this task generates its examples"
-            )
+            raise DataError("row_map, skip_bad_rows and decontaminate need data; this task generates its examples")
         return _load_generated_task(name, seed, eval_data)
     eval_parts = None if eval_data is None else _load_parts(eval_data, "held-out row", options)
     if eval_parts == []:

@@ -51,14 +51,12 @@ class PreferencePair:
                 if not isinstance(messages, list):
                     raise DataError(f"{place} must be text or an assistant message, got {type(value).__name__}")
                 if isinstance(prompt, str):
-                    raise DataError(
-                        f"{place} is a chat message and 'prompt' is text: give both as text, or both as messages"
-                    )
+                    raise DataError(f"{place} is a chat message and 'prompt' is text: give both in one form")
                 parsed = [parse_message(message, f"{place}: message {i}") for i, message in enumerate(messages, 1)]
                 if len(parsed) != 1 or parsed[0]["role"] != "assistant":
                     roles = ", ".join(message["role"] for message in parsed) or "nothing"
                     raise DataError(
-                        f"{place} must be one assistant message, got {roles}; earlier turns belong in 'prompt'"
+                        f"{place} must be one assistant message, not {roles}; put earlier turns in 'prompt'"
                     )
                 value = parsed[0]["content"]
             check_encodable(value, place)

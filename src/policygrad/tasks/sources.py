@@ -239,9 +239,7 @@ class JsonLines:
         self._lock = Lock()  # a later rollout may be sampled during an evaluation
         if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
             # a pipe would wait for its writer, and a device may have no end
-            raise DataError(
-                f"{path} is not a regular file, and rows are read more than once: copy its content into one"
-            )
+            raise DataError(f"{path} is not a regular file, and rows are read several times: copy it into one")
         try:
             if path.endswith(".gz"):  # unpacked into a temporary file, because gzip has no random access
                 self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the rows are read

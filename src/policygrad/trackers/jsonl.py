@@ -168,6 +168,4 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, where) for item in value]
     if getattr(value, "ndim", None) == 0:  # a number of torch's or numpy's
         return _plain(value.item(), where)
-    raise TypeError(
-        f"{where} is a {type(value).__name__}, which a JSON line cannot hold: pass plain numbers or strings"
-    )
+    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot hold: pass plain numbers or strings")

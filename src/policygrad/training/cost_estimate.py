@@ -135,9 +135,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
 
     run, device = resolve_config_paths(run), pick_device(run.learner.device)
     if run.learner.world_size > 1:
-        raise PolicygradError(
-            "with learner.world_size > 1 memory is spread over processes, and only one can be counted"
-        )
+        raise PolicygradError("with learner.world_size > 1 memory is spread over processes; only one can be counted")
     if not isinstance(run.model, str):
         raise PolicygradError("the model is an object, whose memory is already in use")
     path = resolve_model(run.model)

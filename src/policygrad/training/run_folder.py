@@ -252,9 +252,7 @@ def check_no_run_file(path: Path, option: str) -> None:
         first = path.relative_to(folder).parts[0]
         is_run_file = first != REPORT_FILE and any(fnmatch(first, name) for name in RUN_FILES)
         if is_run_file and _has_config(folder):
-            raise ConfigError(
-                f"{option} {path} is a file of the run in {folder}, which would be lost: use another name"
-            )
+            raise ConfigError(f"{option} {path} is a file of the run in {folder}, which would be lost: rename it")
 
 
 def stash_run(folder: Path) -> None:
@@ -316,9 +314,7 @@ def copy_run(run: Path, to: Path, kind: str, config: Any, note: Callable[[str], 
 
     with open_run_folder(run, kind, note), convert_write_errors(to, run):
         if to.exists() and (not to.is_dir() or any(to.iterdir())):
-            raise RunError(
-                f"{to} is not empty: --resume {run} would continue there in a copy, so choose another --output"
-            )
+            raise RunError(f"{to} is not empty: --resume {run} would continue there in a copy; choose another --output")
         if run.resolve() in to.resolve().parents:
             raise RunError(f"{to} is within {run}, of which it would be a copy: choose another --output")
         temporary = to.with_name(f".tmp-{to.name}")

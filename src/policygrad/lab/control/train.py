@@ -327,9 +327,7 @@ class ControlLearner:
         """Raises ConfigError for an unsupported algorithm, or a missing learning rate."""
         check_control_algorithm(algorithm)
         if settings.lr is None and algorithm.update_rule.uses_lr:
-            raise ConfigError(
-                f"{type(algorithm.update_rule).__name__} needs a learning rate: set Settings(lr=…), say 1e-3"
-            )
+            raise ConfigError(f"{type(algorithm.update_rule).__name__} needs a learning rate: set Settings(lr=1e-3)")
         generator = torch.Generator().manual_seed(seed)
         self.seed, self.updates = seed, 0
         policy = ControlPolicy(spaces, settings.hidden, generator)

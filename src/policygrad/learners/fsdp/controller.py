@@ -54,9 +54,7 @@ def check_fsdp_options(config: LearnerConfig) -> None:
         f"learner.device={config.device}, one GPU for all ranks,": config.device.startswith("cuda:"),
     }
     for option in (option for option, is_set in unsupported.items() if is_set):
-        raise ConfigError(
-            f"{option} does not work with learner.world_size={config.world_size}: leave it out, or {_HINT}"
-        )
+        raise ConfigError(f"{option} does not work with learner.world_size={config.world_size}: omit it, or {_HINT}")
 
 
 def check_shardable(model: nn.Module) -> None:

@@ -139,7 +139,7 @@ class EngineSampler(ABC):
         if config.weight_transport == NCCL and self.transfer_class is not None:
             if adapter_configs(model):
                 raise EngineError(
-                    f"sampler.weight_transport={NCCL} sends no adapters. Set --sampler.weight-transport {FOLDER}"
+                    f"sampler.weight_transport={NCCL} sends no adapters: set --sampler.weight-transport {FOLDER}"
                 )
             self.transfer = self.versions = self.transfer_class(folder, model, config)
         self.http = HttpClient(config.timeout)
