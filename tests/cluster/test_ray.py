@@ -145,7 +145,7 @@ def test_what_has_no_room_is_said_within_seconds(run: pg.Run, tmp_path: Path, cl
     report = list[str]()
     with pytest.raises(RunError, match=r"need 6 CPUs, of which the cluster has 2, 2 of them free.*--cluster\.cpus"):
         train_on_cluster(
-            replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=report.append
+            replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, timeout=1.0), note=report.append
         )
     assert not (tmp_path / "run").exists()
 
@@ -158,7 +158,7 @@ def test_a_sampler_that_always_dies_ends_the_run_resumably(
         Killer(cluster, "ray::SamplerActor.generate", folder / "metrics.jsonl", after=2),
         pytest.raises(EngineError, match=r"no sampler actor has come back .*--cluster\.restarts"),
     ):
-        train_on_cluster(replace(run, output=str(folder)), on(cluster, restarts=0, patience=2.0))
+        train_on_cluster(replace(run, output=str(folder)), on(cluster, restarts=0, timeout=2.0))
     train_on_cluster(run, on(cluster), resume=str(folder))
     check_same(acted, folder)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from doubles.ray_cluster import PATIENCE, RayCluster, ray_cluster
+from doubles.ray_cluster import TIMEOUT, RayCluster, ray_cluster
 from doubles.ray_runs import begin, check_same, command, on
 
 pytest.importorskip("ray")
@@ -58,7 +58,7 @@ def _steps(folder: Path) -> int:
 
 
 def options(address: str) -> list[str]:
-    return ["--cluster", address, "--cluster.cpus", f"{ROOM:g}", "--cluster.timeout", f"{PATIENCE:g}"]
+    return ["--cluster", address, "--cluster.cpus", f"{ROOM:g}", "--cluster.timeout", f"{TIMEOUT:g}"]
 
 
 @pytest.mark.parametrize(("number", "client"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, False)])
@@ -70,10 +70,10 @@ def test_a_signal_ends_a_run_resumably_and_leaves_nobody(
     began = begin([*command(run, folder), *options(where)], log)
     assert under_way(cluster, folder), log.read_text()
     os.killpg(began.pid, number)  # as a terminal does: the whole group
-    assert began.wait(PATIENCE) == STOPPED, log.read_text()
+    assert began.wait(TIMEOUT) == STOPPED, log.read_text()
     last = log.read_text().splitlines()[-1]
     assert last.startswith(f"stopped; resume with: policygrad train --resume {folder} ")
-    assert last.endswith(f" --cluster {where} --cluster.cpus 0.6 --cluster.timeout {PATIENCE}")
+    assert last.endswith(f" --cluster {where} --cluster.cpus 0.6 --cluster.timeout {TIMEOUT}")
     assert 2 <= _steps(folder) < run.steps
     assert cluster.comes(cluster.empty)
     train_on_cluster(run, on(cluster, cpus=ROOM), resume=str(folder))  # for which there is room again
@@ -87,7 +87,7 @@ def test_a_command_that_is_killed_takes_its_actors_along(
     began = begin([*command(run, folder), *options(cluster.address)], tmp_path / "log")
     assert under_way(cluster, folder)
     os.killpg(began.pid, signal.SIGKILL)
-    assert began.wait(PATIENCE) == -signal.SIGKILL
+    assert began.wait(TIMEOUT) == -signal.SIGKILL
     assert cluster.comes(cluster.empty)
     train_on_cluster(run, on(cluster, cpus=ROOM), resume=str(folder))
     check_same(acted, folder)

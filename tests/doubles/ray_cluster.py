@@ -19,8 +19,8 @@ MARK = "POLICYGRAD_RAY_TEST"
 """In the environment of every process of the cluster, so that no other cluster's is ever killed."""
 START, TRIES = 120, 5
 """Seconds, and how often."""
-PATIENCE = 300
-"""Seconds for what a run comes to, on a machine that has other things to do."""
+TIMEOUT = 300
+"""Seconds that a run may take on a busy machine."""
 if find_spec("ray"):  # which reads it once per process, when it is imported
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -66,7 +66,7 @@ class RayCluster:
     def comes(true: Callable[[], bool]) -> bool:
         """Whether it is so, within the time that a busy machine takes."""
         waiting = threading.Event()
-        return any(true() or waiting.wait(0.1) for _ in range(PATIENCE * 10))
+        return any(true() or waiting.wait(0.1) for _ in range(TIMEOUT * 10))
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
-from doubles.ray_cluster import PATIENCE, RayCluster
+from doubles.ray_cluster import TIMEOUT, RayCluster
 from policygrad.cluster.config import ClusterConfig
 from policygrad.training.config.serialization import dump_config
 
@@ -22,7 +22,7 @@ LOOSE = 2e-4
 
 
 def on(cluster: RayCluster, **changes: object) -> ClusterConfig:
-    return ClusterConfig(**{"address": cluster.address, "patience": PATIENCE} | changes)  # type: ignore[arg-type]
+    return ClusterConfig(**{"address": cluster.address, "timeout": TIMEOUT} | changes)  # type: ignore[arg-type]
 
 
 def command(run: pg.Run, folder: Path) -> list[str]:
