@@ -19,9 +19,9 @@ from doubles.batches import branching
 from doubles.cut import llama, qwen3
 from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
-from policygrad.learners.fsdp.controller import check_fsdp_options
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel, resolve_tp_plan
+from policygrad.learners.fsdp.torchrun import check_fsdp_options
 
 
 def compared(

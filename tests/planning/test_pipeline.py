@@ -211,7 +211,7 @@ def test_the_first_that_is_fast_enough() -> None:
 
 
 def test_what_is_no_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one rollout"):
+    with pytest.raises(ValueError, match="needs a rollout"):
         simulate([], ONE, LearnerSpeed(1, 1, 1), 0)
     with pytest.raises(ValueError, match="not 1 and -1"):
         simulate([[1]], ONE, LearnerSpeed(1, 1, 1), -1)

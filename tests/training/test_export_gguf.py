@@ -200,7 +200,7 @@ CLOSED = {
         ({"model": {"dropout": 0.1}}, "merges at random"),
         ({"decoder": None}, "is no byte-level BPE"),
         ({"added_tokens": [TAKES | {"special": True}]}, r"consume the space next to them \('<\|im_end\|>'\)"),
-        ({"post_processor": CLOSED}, "adds more to a text than one token"),
+        ({"post_processor": CLOSED}, "adds more than one token"),
     ],
 )
 def test_an_unsupported_tokenizer_is_refused(parts: dict[str, Any], says: str) -> None:

@@ -121,9 +121,7 @@ def simulate(
         ValueError: There are no rollouts, or the staleness is negative.
     """
     if not rollouts or staleness < 0:
-        raise ValueError(
-            f"needs at least one rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}"
-        )
+        raise ValueError(f"needs a rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}")
     sampling, updates = [sampler(r) for r in rollouts], [learner(r) for r in rollouts]
     run = _simulate_in_flight if in_flight and staleness else _simulate_lockstep
     return run(sampling, updates, learner.publish, staleness)

@@ -163,9 +163,7 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
         f"{1 - USABLE_FRACTION:.0%} of a device's memory and {DRIVER_BYTES / GIB:.0f} GiB per GPU for its driver are not usable.",
     ]
     if layout.learning_devices > 1 and layout.keeps_full_policy:
-        assumptions.append(
-            "Each learner keeps the full policy besides its shard, for sampling; with --engine it does not."
-        )
+        assumptions.append("Each learner keeps the full policy too, for sampling; with --engine it does not.")
     if not layout.keeps_full_policy and not layout.is_disaggregated:
         assumptions.append(
             "The engine samples on the learners' devices, releases its memory while they learn, and receives weights over their "

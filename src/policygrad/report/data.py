@@ -244,9 +244,7 @@ def compute_cost(group: Series) -> RunCost:
     notes = []
     sampled, trained = totals.get("completions/sampled", 0.0), totals.get("completions/trained", 0.0)
     if trained and sampled > trained:
-        notes.append(
-            f"{sampled / trained:.2f} completions were sampled for each one trained on; filters dropped the others."
-        )
+        notes.append(f"{sampled / trained:.2f} completions were sampled per trained one; filters dropped the others.")
     offered, computed = totals.get("completions/offered", 0.0), totals.get("completions/computed", 0.0)
     if offered > computed > 0:
         notes.append(

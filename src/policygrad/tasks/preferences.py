@@ -65,9 +65,7 @@ class PreferencePair:
             responses.append(value)
         chosen, rejected = responses
         if chosen == rejected:
-            raise DataError(
-                f"{where}: 'chosen' and 'rejected' are equal, so they express no preference; remove the line"
-            )
+            raise DataError(f"{where}: 'chosen' and 'rejected' are equal, which is no preference; remove the line")
         return cls(prompt, chosen, rejected, where)
 
 

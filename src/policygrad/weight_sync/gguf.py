@@ -289,9 +289,7 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
         if full == [*first, *bare, *last] and bool(first) == adds_bos:
             break
     else:
-        raise ModelError(
-            f"the tokenizer {tokenizer.name!r} adds more to a text than one token at the start and one at the end"
-        )
+        raise ModelError(f"the tokenizer {tokenizer.name!r} adds more than one token at the start and one at the end")
 
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):

@@ -22,12 +22,11 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError, HangError, PolicygradError, RunError
 from policygrad.learners.base import LearnerSpec
-from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, check_devices
 from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
-from policygrad.learners.fsdp.torchrun import resolve_world_size
+from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, check_fsdp_options
 from policygrad.learners.fsdp.watchdog import ControlStore
 from policygrad.learners.local.learner import check_vocabulary_sizes
 from policygrad.models.adapters import is_initial_adapter
@@ -38,30 +37,13 @@ from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWe
 T = TypeVar("T")
 SYMMETRIC_ERRORS = (PolicygradError, KeyError)
 """Errors that every rank raises alike, from data that all have; the ranks stay in sync."""
-_HINT = "train in one process (learner.world_size=1)"
-
-
-def check_fsdp_options(config: LearnerConfig) -> None:
-    """Raise ConfigError for the first option that several processes do not support."""
-    if (size := resolve_world_size(config.world_size)) % config.tensor_parallel:
-        raise ConfigError(
-            f"learner.tensor_parallel={config.tensor_parallel} does not divide learner.world_size={size}: choose a divisor"
-        )
-    if config.world_size == 1:
-        return
-    unsupported = {
-        "learner.lora with bits=4": config.adapters is not None and config.adapters.bits is not None,
-        f"learner.device={config.device}, one GPU for all ranks,": config.device.startswith("cuda:"),
-    }
-    for option in (option for option, is_set in unsupported.items() if is_set):
-        raise ConfigError(f"{option} does not work with learner.world_size={config.world_size}: omit it, or {_HINT}")
 
 
 def check_shardable(model: nn.Module) -> None:
     """Raise ConfigError for weights that cannot be sharded."""
     if getattr(model, "is_quantized", False):
         raise ConfigError(
-            f"the model's weights are quantised and cannot be sharded: use unquantised weights, or {_HINT}"
+            f"the model's weights are quantised and cannot be sharded: use unquantised weights, or {ONE_PROCESS_HINT}"
         )
 
 

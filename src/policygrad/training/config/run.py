@@ -17,7 +17,7 @@ from policygrad.core.validation import check_rollout, check_sampling, frozen_pro
 from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.controller import check_fsdp_options
+from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import RewardConfig
