@@ -215,7 +215,7 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
     check_alike(alone.output, full.output)
     assert full.after == pytest.approx(alone.after, rel=LOOSE, abs=LOOSE)
     killed = configured(kind, random_model, tmp_path, 2, "killed")
-    with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), in the midst of") as raised:
+    with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), during") as raised:
         train(killed, display=False, callbacks=[Killing(3)])
     assert f"policygrad {kind} --resume {killed.output}" in "".join(raised.value.__notes__)
     folder = Path(killed.output)
