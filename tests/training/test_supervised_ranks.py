@@ -225,7 +225,7 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
     for ranks in (1, 3):
         copy = tmp_path / f"copy-{ranks}"
         shutil.copytree(folder, copy)
-        train(replace(killed, learner=replace(killed.learner, ranks=ranks)), resume=copy, display=False)
+        train(replace(killed, learner=replace(killed.learner, world_size=ranks)), resume=copy, display=False)
         check_alike(alone.output, copy)
     train(killed, resume=folder, display=False)
     assert same(weights(full.output), weights(folder))
