@@ -195,7 +195,7 @@ CASES = (
         (*TRAIN, "--task", "sums.jsonl", "--reward", "judge:good.md,model=m,url={url}/v1,scale=0..1,cache=judged"),
         files={"sums.jsonl": SUMS, "good.md": "Good is what is right.\n"},
         server="judge",
-        creates=("judged/judged.sqlite",),
+        creates=("judged/scores.sqlite",),
     ),
     Case(
         "llama-cpp",

@@ -122,7 +122,7 @@ def test_a_row_can_be_a_custom_algorithm() -> None:
         (("grpo", "--", "dapo"), "'dapo' is no option"),
         (("a b",), "'b' is no option"),
         (("../x=grpo",), "names a folder"),
-        (("grpo", "--options", "ppo=--lr 1"), "LABEL among grpo"),
+        (("grpo", "--options", "ppo=--lr 1"), "where LABEL is grpo"),
         (("grpo", "--lr-grid", "1e-3;1e-4"), "--lr-grid must be numbers separated by commas"),
         (("grpo", "--lr-grid", "0,1e-4"), "every value must be above 0"),
         (("grpo", "--seeds", "0"), "--seeds must be at least 1"),

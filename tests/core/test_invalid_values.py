@@ -67,6 +67,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no budget": (lambda: pg.FixedLength(0), ["FixedLength.length", "at least 1 token"]),
     "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "remove the part"]),
     "no such level": (lambda: pg.KLInReward(level="turn"), ["KLInReward.level", "'token'", "'sequence'", "'turn'"]),  # type: ignore[arg-type]
+    "None where a number is needed": (lambda: pg.GAE(gamma=None), ["GAE.gamma", "in [0, 1]", "None"]),  # type: ignore[arg-type]
     "no cache": (lambda: pg.SoftOverlong(cache=0.0), ["SoftOverlong.cache", "above 0 and at most 1"]),
     "a mode of dynamic sampling": (lambda: pg.DropZeroVariance("skip"), ["'refill', 'reweight' or 'drop'", "skip"]),  # type: ignore[arg-type]
     "a std of something else": (lambda: pg.BatchStd(of="tokens"), ["BatchStd.of", "'rewards'", "tokens"]),  # type: ignore[arg-type]

@@ -271,7 +271,7 @@ def test_an_unsupported_model_is_refused(random_model: Path, tmp_path: Path, run
         ((scores,), "scores texts and writes none"),
         (("tiny",), "add --output FILE.gguf"),
         (("tiny", "--output", "tiny.bin"), "--output NAME.gguf, not tiny.bin"),
-        (("tiny", "--merge"), "leave --merge and --push away"),
+        (("tiny", "--merge"), "omit --merge and --push"),
         ((tmp_path / "begun",), "has no model yet: finish it"),
     ):
         code, _, err = run_command("export", *map(str, argv), "--format", "gguf")

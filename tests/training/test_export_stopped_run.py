@@ -39,7 +39,7 @@ def test_the_export_equals_a_run_of_that_many_steps(run: pg.Run, tmp_path: Path,
     assert same(weights(pg.train(resume=stopped, allow_code=("/",), display=False).output), weights(full.output))
     code, _, err = run_command("export", str(stopped))  # which is over now
     assert code == 2
-    assert "what a run has trained is in" in err
+    assert "the trained model is already in" in err
 
 
 def test_export_needs_permission_for_remote_code(run: pg.Run) -> None:

@@ -83,7 +83,8 @@ def train_on_cluster(
             cancelled = False
             while not ray.wait([done], timeout=POLL_SECONDS)[0]:
                 if stopping.requested and not cancelled:
-                    note(STOP_MESSAGE)
+                    if not stopping.announced:
+                        note(STOP_MESSAGE)
                     ray.cancel(done, recursive=False)
                     cancelled = True
             try:

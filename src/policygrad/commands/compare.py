@@ -128,7 +128,7 @@ def build_rows(
     for spec in options:
         label, equals, text = spec.partition("=")
         if not equals or label not in labels:
-            raise ConfigError(f"--options {spec!r}: write LABEL='--option value', LABEL among {', '.join(labels)}")
+            raise ConfigError(f"--options {spec!r}: write LABEL='--option value', where LABEL is {' or '.join(labels)}")
         row_options[label] = merge_argv(row_options.get(label, ()), _split_words(text, f"--options {spec!r}"))
     setting = ladder.setting if ladder else ()
     if "--lr" in option_names(common) and lr_grid:

@@ -57,8 +57,8 @@ class ExportOptions:
             raise ConfigError(f"--format must be gguf, or left out for a folder, not {self.format!r}")
         if self.format and (self.merge or self.push):
             raise ConfigError(
-                "--format gguf writes one file, with an adapter in its weights, and a hub is given folders: leave --merge and "
-                "--push away; `hf upload OWNER/NAME FILE.gguf` adds the file to a repository"
+                "--format gguf writes one file, with an adapter in its weights, and the hub takes folders: omit --merge and "
+                "--push; `hf upload OWNER/NAME FILE.gguf` adds the file to a repository"
             )
         if self.format and self.output and not self.output.endswith(".gguf"):
             raise ConfigError(f"--format gguf writes one file: --output NAME.gguf, not {self.output}")
@@ -74,8 +74,8 @@ def export(args: list[str]) -> int:
     if not (options.merge or options.format or options.push is not None):
         if not is_stopped:
             raise ConfigError(
-                f"what a run has trained is in {trained}, as others load it; --merge writes a model with the adapter in its "
-                "weights, --format gguf one file for llama.cpp, --push OWNER/NAME puts it on the hub"
+                f"the trained model is already in {trained}; --merge writes a model with the adapter in its weights, --format "
+                "gguf one file for llama.cpp, --push OWNER/NAME uploads it to the hub"
             )
         from policygrad.training.export import export_stopped
 

@@ -138,9 +138,8 @@ def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
     base = base if name is None else replace(base, algorithm=load_algorithm(name))
     chosen, rest = choose_parts(reopen_lengths(base.algorithm, base.sampling.max_tokens), drop_trust_flag(base, args))
     run, command = _parse(replace(base, algorithm=chosen), rest)
-    if (
-        base.algorithm.name not in ALGORITHMS
-    ):  # a changed algorithm of the user's says so by its name; others when displayed
+    # a changed algorithm of the user's says so by its name; others when displayed
+    if base.algorithm.name not in ALGORITHMS:
         name = name_run(run.algorithm, run.sampling.max_tokens, base.algorithm).name
         run = replace(run, algorithm=replace(run.algorithm, name=name))
     if (folder := command.resume) is not None:

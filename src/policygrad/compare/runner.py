@@ -312,7 +312,8 @@ class ComparisonRun:
                             self._collect(future, job, took, len(left))
                     if stopping.requested and not announced:
                         announced = True
-                        self.print_line(STOP_MESSAGE)
+                        if not stopping.announced:
+                            self.print_line(STOP_MESSAGE)
                         for future in left:
                             future.cancel()
                         self.runner.stop()

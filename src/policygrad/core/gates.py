@@ -28,18 +28,28 @@ from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class OnPolicy(Gate):
-    """w = 1: the score-function estimator, correct only while π_θ = π_old. Source: Williams 1992."""
+class UnitWeight(Gate):
+    """w = 1 for every ratio: the Ψ-weighted likelihood of samples from any policy; on-policy it is REINFORCE.
 
-    on_policy: ClassVar[bool] = True
+    Unlike `OnPolicy`, it is meant for several updates per rollout and for stale samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is the gradient of
+    its own objective, not an estimate of ∇E_{o∼π_θ}[Ψ]. Source: Arnal et al. 2025 (AsymRE), arXiv:2506.20520.
+    """
 
-    formula = "1"
+    formula = "1, whatever r"
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return torch.ones_like(ratio)
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return psi * (1 + ratio.log())
+
+
+@dataclass(frozen=True)
+class OnPolicy(UnitWeight):
+    """w = 1: the score-function estimator, correct only while π_θ = π_old. Source: Williams 1992."""
+
+    on_policy: ClassVar[bool] = True
+    formula = "1"
 
 
 @dataclass(frozen=True)
@@ -157,19 +167,7 @@ class SigmoidGate(Gate):
         return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * psi
 
 
-# Gates for off-policy samples: without the importance weight, or with it on one side only.
-
-
-@dataclass(frozen=True)
-class UnitWeight(OnPolicy):
-    """w = 1 for every ratio: the Ψ-weighted likelihood of samples from any policy; on-policy it is REINFORCE.
-
-    Unlike `OnPolicy`, it is meant for several updates per rollout and for stale samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is the gradient of
-    its own objective, not an estimate of ∇E_{o∼π_θ}[Ψ]. Source: Arnal et al. 2025 (AsymRE), arXiv:2506.20520.
-    """
-
-    on_policy: ClassVar[bool] = False
-    formula = "1, whatever r"
+# A gate for off-policy samples: the importance weight on one side only.
 
 
 @dataclass(frozen=True)

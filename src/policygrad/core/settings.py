@@ -19,8 +19,6 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "above 0": lambda x: x > 0,
     "above 0 and at most 1": lambda x: 0 < x <= 1,
     "above 0 and finite": lambda x: 0 < x < inf,
-    "above 0 nats per token and finite": lambda x: 0 < x < inf,
-    "above 0 nats per token, or none": lambda x: x > 0,
     "at least 0": lambda x: x >= 0,  # and infinity, as 'no bound'
     "at least 0 and finite": lambda x: 0 <= x < inf,
     "at least 1": lambda x: x >= 1,
@@ -33,9 +31,9 @@ RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def setting(default: Any, requirement: str, unit: str = "", *, hint: str = "") -> Any:
-    """Declare a field whose value is None or in one of `RANGES`; unit and hint complete the message."""
+    """Declare a field whose value is in one of `RANGES`, or None if that is its default; unit and hint complete the message."""
     holds = RANGES[requirement]
-    rule = (lambda x: x is None or holds(x), f"{requirement} {unit}".rstrip(), hint)
+    rule = (lambda x: default is None if x is None else holds(x), f"{requirement} {unit}".rstrip(), hint)
     return field(default=default, metadata={"policygrad": rule})
 
 

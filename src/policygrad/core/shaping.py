@@ -34,7 +34,7 @@ class KLInReward(AdaptiveBeta, Shaping):
 
     beta: float = setting(0.05, "at least 0")
     form: str = "k1"
-    target: float | None = setting(None, "above 0 nats per token, or none")
+    target: float | None = setting(None, "above 0", "nats per token, or None")
     """Target of the mean of u (k1, unbiased) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""

@@ -53,7 +53,7 @@ class KLToReference(AdaptiveBeta, Term):
 
     beta: float = setting(0.04, "at least 0")
     form: KLForm = "k3"
-    target: float | None = setting(None, "above 0 nats per token, or none")
+    target: float | None = setting(None, "above 0", "nats per token, or None")
     """Target of `kl` (r·k3, mean over the updates) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
@@ -128,7 +128,7 @@ class KLToOld(PenaltyOnOld, Term):
     """
 
     beta: float = setting(1.0, "at least 0")
-    target: float | None = setting(None, "above 0 nats per token, or none")
+    target: float | None = setting(None, "above 0", "nats per token, or None")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means doubling."""
@@ -204,7 +204,7 @@ class ExactKLToOld(PenaltyOnOld, LossTerm):
     """
 
     beta: float = setting(1.0, "at least 0")
-    target: float | None = setting(None, "above 0 nats per token, or none")
+    target: float | None = setting(None, "above 0", "nats per token, or None")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means doubling."""

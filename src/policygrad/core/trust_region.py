@@ -75,7 +75,7 @@ class TrustRegion(UpdateRule):
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
     """
 
-    delta: float = setting(0.01, "above 0 nats per token and finite")
+    delta: float = setting(0.01, "above 0 and finite", hint="it is in nats per token")
     """Maximum KL, nats per sampled token."""
     cg_iters: int = setting(10, COUNT)
     """Conjugate gradient iterations."""

@@ -321,8 +321,17 @@ def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
 
 # Batch fields of full completions, which a vine's rows are not.
 _COMPLETION_LEVEL = frozenset(
-    {"values", "bootstrap", "baseline", "step_end", "token_reward", "implicit_reward", "turn_state", "rewards"}
-    | {"demonstration"}
+    [
+        "values",
+        "bootstrap",
+        "baseline",
+        "step_end",
+        "token_reward",
+        "implicit_reward",
+        "turn_state",
+        "rewards",
+        "demonstration",
+    ]
 )
 
 

@@ -99,10 +99,8 @@ def _sample_steps(file: IO[bytes], size: int, text: int, most: int) -> Iterator[
     seen: set[str] = set()
     for step in steps:
         _seek_line(file, bisect_left(range(size), step, key=partial(_step_at, file)))
-        start, step_rows = (
-            file.tell(),
-            list[dict[str, Any]](),
-        )  # of the first step from here, up to `MAX_STEP_BYTES` bytes
+        # the first step from here, up to `MAX_STEP_BYTES` bytes of it
+        start, step_rows = file.tell(), list[dict[str, Any]]()
         for line in iter_lines(file):
             if (row := parsed(line)) is not None:
                 if (step_rows and row["step"] != step_rows[0]["step"]) or file.tell() - start > MAX_STEP_BYTES:

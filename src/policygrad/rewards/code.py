@@ -302,6 +302,7 @@ TEST_FORMATS = (
 _TEST_COLUMNS = ("test", "test_list", "tests", "input_output", "inputs", "public_test_cases")
 _ID_COLUMNS = ("task_id", "question_id", "problem_id", "id", "name")
 _MAX_UNPACKED = 256 << 20  # bytes of compressed tests
+# Compares returned values as LiveCodeBench and APPS do: a tuple is a list; APPS puts most results in a list.
 _COMPARE = """
 import json as _json
 
@@ -311,7 +312,7 @@ def _plain(value):
 def _same(result, expected, nested):
     result = _plain(result)
     return result == expected or (nested and isinstance(expected, list) and len(expected) > 0 and result == expected[0])
-"""  # compares returned values as LiveCodeBench and APPS do: a tuple is a list; APPS puts most results in a list
+"""
 
 
 def build_tests(prompt: Any, row: Mapping[str, Any]) -> FunctionTests | StdioTests | None:

@@ -69,9 +69,8 @@ def add_prefix_values(
         raise ConfigError("prefix values need completions with reasoning steps: give the Rollouter `score_steps`")
     specs: list[EpisodeSpec] = []  # one for each distinct prefix of a group
     indices: dict[tuple[int, bytes], int] = {}
-    steps: list[
-        list[tuple[int, int]]
-    ] = []  # per completion that is not masked: (first token of a step, index of its prefix)
+    # of each completion (first token, index of its prefix) of every step; none if it is masked
+    steps: list[list[tuple[int, int]]] = []
     rows = [(g, sample, c.tokens) for g, group in enumerate(groups) for sample, c in enumerate(group.trajectories)]
     for row, (g, sample, tokens) in enumerate(rows):
         spec = groups[g].spec

@@ -100,9 +100,8 @@ class LiveTracker(Tracker):
 
     def _point(self, name: str, step: int, value: float | None) -> None:
         if value is not None and math.isfinite(value):
-            self._curves[name].append(
-                (step, max(-1e30, min(1e30, float(value))))
-            )  # keeps the length of the axis finite
+            # the bounds keep the length of the axis finite
+            self._curves[name].append((step, max(-1e30, min(1e30, float(value)))))
 
 
 def smooth_values(values: Sequence[float], span: float) -> list[float]:

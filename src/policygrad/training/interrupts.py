@@ -37,6 +37,7 @@ class StopController:
 
     def __init__(self, time_limit: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = False
+        self.announced = False  # whether the terminal shows that the run is stopping
         self.time_limit, self._clock, self._started = time_limit, clock, clock()
         self._step_started, self._longest_step, self._first_signal = self._started, 0.0, 0.0
         self._interruptible, self._raised = False, False
@@ -112,6 +113,7 @@ class StopController:
         with suppress(OSError):
             if os.isatty(2):  # written past Python's streams, which the signal may have interrupted
                 os.write(2, f"\n{STOP_MESSAGE}\n".encode())
+                self.announced = True
 
 
 def parse_duration(text: str, option: str) -> float:

@@ -118,6 +118,7 @@ def _run_outside_loop(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]
 def start_thread(work: Callable[[], T], name: str | None = None) -> tuple[Future[T], threading.Thread]:
     """Start work in a daemon thread with as many threads of torch as this one; return its outcome and the thread."""
     outcome = Future[T]()
+    outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
 
     def target() -> None:
         try:
@@ -172,17 +173,7 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 
 def run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run blocking work in a thread that, once abandoned, prevents neither the loop nor the process from ending."""
-    outcome = Future[T]()
-    outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
-
-    def target() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=target, daemon=True).start()
-    return asyncio.wrap_future(outcome)
+    return asyncio.wrap_future(start_thread(work)[0])
 
 
 # Work that may raise anything, or never end.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch
-from policygrad.errors import ConfigError, install_command
+from policygrad.errors import ConfigError, import_optional
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,9 @@ class GymEnvironments:
 
     def __init__(self, name: str, number: int, max_episode_steps: int | None = None) -> None:
         """max_episode_steps: a time limit, overriding the environment's."""
-        try:
-            import gymnasium as gym
-            from gymnasium.vector import AutoresetMode, SyncVectorEnv
-        except ImportError as error:
-            raise ConfigError(
-                f"classic control needs gymnasium, which is not installed: {install_command('control')}"
-            ) from error
+        gym = import_optional("gymnasium.vector", "classic control", "control")
+        from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
         try:
             self.vector: Any = SyncVectorEnv(
                 [lambda: gym.make(name, max_episode_steps, disable_env_checker=True)] * number,

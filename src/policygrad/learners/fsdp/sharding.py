@@ -99,10 +99,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, x: Any) -> Any:
         if isinstance(x, nn.Parameter):
             return nn.Parameter, (torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
-        if isinstance(x, Tensor) and x.device.type not in (
-            "cpu",
-            "meta",
-        ):  # the receiver may have no device of that name
+        # the receiver may have no device of that name
+        if isinstance(x, Tensor) and x.device.type not in ("cpu", "meta"):
             return x.detach().cpu().__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(x)
 

@@ -215,9 +215,8 @@ class EngineSampler(ABC):
             # because a token depends only on those before it. A lost chunk is requested again, and earlier ones stay
             chunks, remaining, prompt_ids = list[Generation](), request.max_tokens, request.prompt_ids
             while remaining and not (chunks and chunks[-1].finish_reason == "stop"):
-                if (
-                    chunks
-                ):  # the 0 keeps it apart from the keys of an episode's later turns, which are one number longer
+                if chunks:
+                    # the 0 keeps it apart from the keys of an episode's later turns, which are one number longer
                     seed = int(derive_seeds([(*request.key, 0, len(chunks))])[0, 0])
                     prompt_ids = torch.cat([prompt_ids, chunks[-1].tokens])
                 max_tokens = min(remaining, self.config.chunk_tokens or remaining)
@@ -444,6 +443,5 @@ async def repeat_during(work: Coroutine[Any, Any, T], action: Callable[[], Await
     finally:
         task.cancel()
         repeating.cancel()
-        await asyncio.gather(
-            task, repeating, return_exceptions=True
-        )  # also an error raised while it was being cancelled
+        # also an error raised while it was being cancelled
+        await asyncio.gather(task, repeating, return_exceptions=True)
