@@ -77,7 +77,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
     assert packed == here
     data = {name for name in packed if not name.endswith(".py")}
     assert "policygrad/py.typed" in data
-    assert {Path(name).parent.name for name in data} == {"commands", "policygrad", "tiny", "trackers", "web"}
+    assert {Path(name).parent.name for name in data} == {"commands", "compare", "policygrad", "tiny", "trackers", "web"}
 
 
 def test_the_installed_command_trains(binaries: Path, tmp_path: Path) -> None:

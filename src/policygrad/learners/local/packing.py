@@ -192,16 +192,17 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
         return
     texts = texts.sort()
     branched, unit = texts.has_branches, batch.group.numpy()[texts.rows] if keep_groups else texts.first_occurrence
-    if keep_groups or branched:
+    by_unit = keep_groups or branched  # a unit, a completion or a group, is not split
+    if by_unit:
         order = np.argsort(unit, kind="stable")
         texts, unit = texts[order], unit[order]
     shared = texts.shared_prefix_lengths()
     new_tokens = texts.lengths - shared
 
     def layout(start: int, end: int) -> Pack:
-        if not branched:
+        if not by_unit:
             return _layout_tree(batch, texts[start:end], shared[start:end])
-        part = texts[start:end].sort()  # the order by completion is not the one that shares most
+        part = texts[start:end].sort()  # the order by unit is not the one that shares most
         return _layout_tree(batch, part, part.shared_prefix_lengths())
 
     begins = np.flatnonzero(np.diff(unit, prepend=-1))
