@@ -18,6 +18,7 @@ import torch
 import policygrad as pg
 import screenshots
 from doubles.files import write_rows
+from doubles.forked import Forked, forking
 from policygrad import cli
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -109,6 +110,13 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, 
         return code, message.out, message.err
 
     return call
+
+
+@pytest.fixture
+def forked() -> Iterator[Forked]:
+    """Calls functions in processes of their own, which need not import torch again."""
+    with forking() as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")

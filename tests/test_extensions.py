@@ -25,6 +25,7 @@ def small(tmp_path: Path, **changes: Any) -> pg.Run:
         samples_per_prompt=4,
         lr=1e-3,
         evaluation=pg.EvaluationConfig(problems=0),
+        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
         **changes,
     )

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from policygrad.commands import COMMANDS
 from policygrad.errors import ConfigError, PolicygradError
+from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.signals import SignalHandlers
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation
@@ -143,7 +144,8 @@ def _run(args: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"available: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
-    command: Callable[[list[str]], int] = getattr(import_module(module), function)
+    with paused_garbage_collection():
+        command: Callable[[list[str]], int] = getattr(import_module(module), function)
     return command(args)
 
 

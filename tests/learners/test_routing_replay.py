@@ -137,6 +137,7 @@ def test_a_run_with_routing_replay(tmp_path: Path) -> None:
         learner=LearnerConfig(routing_replay=True),
         evaluation=replace(pg.Run().evaluation, problems=0),
         reward=(length,),
+        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
     pg.train(run, display=False)

@@ -261,6 +261,7 @@ def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
         steps=5,
         prompts_per_step=32,
         evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
+        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
     first = pg.train(run, stop_after=3, display=False, callbacks=[Killing()])
@@ -340,6 +341,7 @@ def test_run_updates_weights_during_its_next_rollout(tmp_path: Path) -> None:
         samples_per_prompt=4,
         sampling=SamplingParams(temperature=3.0, max_tokens=24),  # seldom ends early
         evaluation=pg.EvaluationConfig(problems=0),
+        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
     trainer = Versions(run, display=False)
@@ -383,6 +385,7 @@ def test_run_without_server_waits_ends_and_resumes(tmp_path: Path, monkeypatch: 
         prompts_per_step=2,
         samples_per_prompt=4,
         evaluation=pg.EvaluationConfig(problems=0),
+        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
     phases = Phases()

@@ -94,7 +94,14 @@ class Heard(pg.Tracker):
 @pytest.mark.parametrize("name", ["ppo", "trpo", "prorl", "prime", "vineppo"])
 def test_every_metric_of_a_run_is_described(name: str, tmp_path: Path) -> None:
     task = "embedded_steps" if name == "vineppo" else "embedded"
-    run = pg.Run(algorithm=pg.get_algorithm(name), task=task, steps=1, prompts_per_step=4, output=str(tmp_path / "run"))
+    run = pg.Run(
+        algorithm=pg.get_algorithm(name),
+        task=task,
+        steps=1,
+        prompts_per_step=4,
+        rewards=pg.RewardConfig(num_workers=1),
+        output=str(tmp_path / "run"),
+    )
     received = Heard()
     pg.train(
         replace(run, evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1)),

@@ -18,7 +18,12 @@ from policygrad.training.trainer import train
 @pytest.mark.slow
 def test_dapo_on_the_embedded_task_samples_little_more_than_it_trains(tmp_path: Path) -> None:
     """As it comes, at its first steps: 2.0 completions sampled for each that was trained on, when every round was a whole step."""
-    run = Run(algorithm=pg.DAPO, evaluation=pg.EvaluationConfig(problems=0), output=str(tmp_path / "run"))
+    run = Run(
+        algorithm=pg.DAPO,
+        evaluation=pg.EvaluationConfig(problems=0),
+        rewards=pg.RewardConfig(num_workers=1),
+        output=str(tmp_path / "run"),
+    )
     train(run, stop_after=4, display=False)
     steps = rows(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 4

@@ -1,4 +1,4 @@
-"""Every named algorithm, stopped and taken up again, ends bit for bit as if it had not been stopped."""
+"""Every named algorithm, killed and taken up again, ends bit for bit as if it had not been killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import policygrad as pg
 from doubles.algorithms import runnable
-from doubles.files import rows, same, untimed, weights, write_rows
+from doubles.files import rewind, rows, same, untimed, weights, write_rows
 from policygrad.algorithms import ALGORITHMS
 from policygrad.checkpoint import format as checkpoint
 
@@ -53,8 +53,7 @@ def test_resume_is_bitwise_for_every_algorithm(run: pg.Run, tmp_path: Path, name
     if name in ("vineppo", "trpo_vine", "gdpo"):  # which refuse scores of steps
         run = replace(run, reward=run.reward[:1], step_end="[a-z ]" if name == "vineppo" else None)
     full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
-    pieces = tmp_path / "pieces"
-    pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
+    pieces = rewind(full, tmp_path / "pieces", 1)
     assert pg.train(resume=pieces, allow_code=("/",), display=False).steps == 3
     assert same(weights(full), weights(pieces))
     last = [checkpoint.load_checkpoint(folder / "checkpoints" / "step-000003").tensors for folder in (full, pieces)]

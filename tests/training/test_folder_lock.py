@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import policygrad as pg
 from doubles.files import rows, write_rows
+from doubles.forked import Forked
 from doubles.trackers import Record
 from policygrad.errors import ModelError, RunError
 from policygrad.training.run_folder import LOCK_FILE, create_run_folder
@@ -25,107 +27,79 @@ from policygrad.utils.filesystem import hold_lock
 
 pytestmark = pytest.mark.skipif(not filesystem.HAS_FILE_LOCKS, reason="this system has no such locks")
 
-CHILD = """
-import sys
-import policygrad as pg
-from policygrad.training.config.trust import CodePermissions
-from policygrad.training.config.serialization import load_config
-from policygrad.training.config.run import Run
 
 class Waiting(pg.Callback):
-    def start(self, trainer):
-        print(trainer.folder, flush=True)
-        sys.stdin.readline()
+    """Reports the run's folder before its first step, and waits to go on."""
 
-how, config, *given = sys.argv[1:]
-run = None if how == "resume" else load_config(config, Run(), CodePermissions(("/",)))
-try:
-    pg.train(run, resume=config if how == "resume" else None, allow_code=("/",), display=False, callbacks=[Waiting()])
-except pg.PolicygradError as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-"""
-"""A run that says its folder and waits for a line before its first step."""
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def start(self, trainer: Any) -> None:
+        self.connection.send(str(trainer.folder))
+        self.connection.recv()
 
 
-@contextmanager
-def process(how: str, config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, how, str(config)],
-        cwd=cwd,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def ends(child: subprocess.Popen[str]) -> tuple[int, str]:
-    """Lets it go on; its exit code and what it said at its end."""
-    _, message = child.communicate("\n", timeout=300)
-    return child.returncode, message
+def train_in_steps(run: pg.Run, cwd: Path, connection: Connection) -> None:
+    os.chdir(cwd)
+    pg.train(run, display=False, callbacks=[Waiting(connection)])
 
 
 @pytest.fixture
-def config(small: pg.Run, tmp_path: Path) -> Callable[[str | None], Path]:
-    from policygrad.training.config.serialization import dump_config
+def begin(forked: Forked, tmp_path: Path) -> Callable[[pg.Run], tuple[Any, Connection]]:
+    """Begins a run in another process, which sends its folder and waits for a message before its first step."""
 
-    def write(output: str | None = None) -> Path:
-        run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=output)
-        path = tmp_path / f"{'default' if output is None else 'named'}.toml"
-        path.write_text(dump_config(run))
-        return path
+    def start(run: pg.Run) -> tuple[Any, Connection]:
+        ours, theirs = Pipe()
+        return forked.start(train_in_steps, run, tmp_path, theirs), ours
 
-    return write
+    return start
 
 
-def test_two_runs_at_once_get_separate_folders(config: Callable[..., Path], tmp_path: Path) -> None:
-    with process("new", config(), tmp_path) as one, process("new", config(), tmp_path) as other:
-        assert one.stdout is not None
-        assert other.stdout is not None
-        folders = {Path(child.stdout.readline().strip()) for child in (one, other) if child.stdout}
-        assert folders == {Path("runs/dr_grpo-1"), Path("runs/dr_grpo-2")}
-        assert ends(one) == ends(other) == (0, "")
+def finish(process: Any, connection: Connection) -> int:
+    """Let the run go on to its end, and return the exit code."""
+    connection.send("go on")
+    process.join()
+    return int(process.exitcode)
+
+
+@pytest.fixture
+def run(small: pg.Run) -> pg.Run:
+    return replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2)
+
+
+def test_two_runs_at_once_get_separate_folders(run: pg.Run, begin: Any, tmp_path: Path) -> None:
+    (one, to_one), (other, to_other) = begin(run), begin(run)
+    folders = {to_one.recv(), to_other.recv()}
+    assert folders == {"runs/dr_grpo-1", "runs/dr_grpo-2"}
+    assert finish(one, to_one) == finish(other, to_other) == 0
     assert all((tmp_path / folder / "result.json").is_file() for folder in folders)
 
 
-def test_a_second_run_in_the_same_folder_is_refused(config: Callable[..., Path], tmp_path: Path) -> None:
-    path = config("mine")
-    with process("new", path, tmp_path) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "mine\n"  # it has written its pid into the lock
-        with process("new", path, tmp_path) as second:
-            code, message = ends(second)
-        assert code == 1
-        assert "RunError: another process is at work on mine" in message
-        assert f"(pid {first.pid} on " in message
-        assert ends(first) == (0, "")
-    assert [row["step"] for row in rows(tmp_path / "mine" / "metrics.jsonl")] == [1]
-
-
-def test_an_active_run_cannot_be_resumed(config: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_active_run_is_neither_replaced_nor_resumed(run: pg.Run, begin: Any, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    with process("new", config("mine"), tmp_path) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "mine\n"
-        message = json.loads((folder / LOCK_FILE).read_text())
-        with pytest.raises(RunError, match="another process is at work on") as caught:
-            pg.train(resume=folder, allow_code=("/",), display=False)
-        for part in (
-            f"pid {child.pid}",
-            message["host"],
-            message["since"],
-            "wait for its end, or stop it, then --resume",
-        ):
-            assert part in str(caught.value)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-    assert json.loads((folder / LOCK_FILE).read_text()) == message  # it means nothing now
+    run = replace(run, output=str(folder))
+    process, connection = begin(run)
+    assert connection.recv() == str(folder)  # it has written its pid into the lock
+    lock = json.loads((folder / LOCK_FILE).read_text())
+    assert lock["pid"] == process.pid
+    with pytest.raises(RunError, match=rf"another process is at work on .*mine \(pid {process.pid} on "):
+        pg.train(run, display=False)
+    with pytest.raises(RunError, match="another process is at work on") as caught:
+        pg.train(resume=folder, allow_code=("/",), display=False)
+    for part in (f"pid {process.pid}", lock["host"], lock["since"], "wait for its end, or stop it, then --resume"):
+        assert part in str(caught.value)
+    assert finish(process, connection) == 0
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == [1]
+
+
+def test_the_lock_of_a_killed_run_does_not_hold(run: pg.Run, begin: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    process, connection = begin(replace(run, output=str(folder)))
+    connection.recv()
+    lock = (folder / LOCK_FILE).read_text()
+    process.kill()
+    process.join()
+    assert (folder / LOCK_FILE).read_text() == lock
     assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
     assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
 

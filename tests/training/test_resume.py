@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import policygrad as pg
 from doubles.algorithms import runnable
 from doubles.failing import FailingSampler, learner_cut_short, learner_with_a_bad_gradient
 from doubles.files import rows, same, untimed, weights
+from doubles.forked import Forked
 from doubles.trackers import Interrupting, Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import RunError
@@ -54,38 +54,34 @@ def test_resume_at_every_step_is_bitwise(small: Run, tmp_path: Path, name: str) 
     assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
-CHILD = """
-import os, sys
-import torch
-from policygrad.checkpoint import format as checkpoint
-import policygrad as pg
-stop_at, calls = int(sys.argv[2]), 0
-def counted(name, inner):
-    def call(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == stop_at:
-            os.kill(os.getpid(), 9)
-        return inner(*args, **kwargs)
-    return call
-save = checkpoint.save_checkpoint
-def saving(*args, **kwargs):
-    for name in ("fsync", "replace", "rename", "open", "write"):
-        setattr(os, name, counted(name, getattr(os, name)))
-    try:
-        return save(*args, **kwargs)
-    finally:
-        for name in ("fsync", "replace", "rename", "open", "write"):
-            setattr(os, name, ORIGINAL[name])
-ORIGINAL = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "open", "write")}
-checkpoint.save_checkpoint = saving
-torch.set_num_threads(int(sys.argv[3]))  # as the run it is compared with: sums are split among threads
-pg.train(resume=sys.argv[1], allow_code=("/",), display=False)
-"""
+def resume_and_die_while_saving(folder: Path, moment: int) -> None:
+    """Resume, and be killed at the call of the file system with this number, counted from 1, that a save makes."""
+    calls = 0
+
+    def count_calls(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return inner(*args, **kwargs)
+
+        return call
+
+    save = checkpoint.save_checkpoint
+
+    def save_counted(*args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("fsync", "replace", "rename", "open", "write"):
+                patch.setattr(os, name, count_calls(getattr(os, name)))
+            return save(*args, **kwargs)
+
+    checkpoint.save_checkpoint = save_counted
+    train(resume=folder, allow_code=("/",), display=False)
 
 
 @pytest.mark.slow
-def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path) -> None:
+def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path, forked: Forked) -> None:
     """A run killed inside `save_checkpoint` of its third step goes on and ends with the weights of one never killed.
 
     (test_interrupted_save.py kills a save at 20 random moments; here the whole run is taken up again.)
@@ -95,13 +91,7 @@ def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path
     train(replace(small, output=str(killed)), stop_after=2)
     moments = random.Random(0).sample(range(1, 12), 2)
     for moment in moments:
-        child = subprocess.run(
-            [sys.executable, "-c", CHILD, str(killed), str(moment), str(torch.get_num_threads())],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert child.returncode == -signal.SIGKILL, child.stderr
+        assert forked.exit_code(resume_and_die_while_saving, killed, moment) == -signal.SIGKILL
         assert not (killed / "model").exists()
     train(resume=killed)
     assert same(weights(full.output), weights(killed))

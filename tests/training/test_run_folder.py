@@ -32,7 +32,14 @@ def test_run_toml_is_the_first_file(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(base_trainer, "JsonlTracker", killed)
     with pytest.raises(KeyboardInterrupt):
-        pg.train(pg.Run(**SMALL, evaluation=pg.EvaluationConfig(problems=0), output=str(tmp_path / "run")))
+        pg.train(
+            pg.Run(
+                **SMALL,
+                evaluation=pg.EvaluationConfig(problems=0),
+                rewards=pg.RewardConfig(num_workers=1),
+                output=str(tmp_path / "run"),
+            )
+        )
     monkeypatch.undo()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["lock", "run.toml"]
     assert pg.train(resume=tmp_path / "run").steps == 1
@@ -56,7 +63,14 @@ def test_the_seed_sets_the_global_random_state(tmp_path: Path) -> None:
     states = []
     for name in ("a", "b"):
         torch.manual_seed(len(name) + len(states))
-        pg.train(pg.Run(**SMALL, evaluation=pg.EvaluationConfig(problems=0), output=str(tmp_path / name)))
+        pg.train(
+            pg.Run(
+                **SMALL,
+                evaluation=pg.EvaluationConfig(problems=0),
+                rewards=pg.RewardConfig(num_workers=1),
+                output=str(tmp_path / name),
+            )
+        )
         states.append(torch.get_rng_state())
         shutil.rmtree(tmp_path / name)
     assert torch.equal(*states)
@@ -72,6 +86,7 @@ def test_a_completion_without_a_reward_is_logged(tmp_path: Path) -> None:
         prompts_per_step=2,
         samples_per_prompt=8,
         evaluation=pg.EvaluationConfig(problems=0),
+        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
     pg.train(run)

@@ -21,8 +21,10 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
+from doubles.forked import Forked
 from doubles.stops import AtDecoding, AtPhase, AtUpdate, learner_that_sends, send
 from doubles.trackers import Record
+from policygrad import cli
 from policygrad.checkpoint.format import newest_step
 from policygrad.commands import STOPPED
 from policygrad.trackers.console import PlainTracker
@@ -380,36 +382,24 @@ def test_nohup_is_respected() -> None:
 
 
 @pytest.fixture
-def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+def argv(run: pg.Run, tmp_path: Path) -> list[str]:
+    """The arguments that train in tmp_path/run."""
     config = replace(run, output=str(tmp_path / "run"), steps=3, evaluation=pg.EvaluationConfig(problems=0))
     (tmp_path / "config.toml").write_text(dump_config(config))
-
-    def start(*more: str, **streams: Any) -> subprocess.Popen[bytes]:
-        argv = [
-            sys.executable,
-            "-m",
-            "policygrad",
-            "train",
-            "--config",
-            str(tmp_path / "config.toml"),
-            "--allow-code",
-            "/",
-            *more,
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        received = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests run below nohup
-        return subprocess.Popen(
-            argv, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, preexec_fn=received, **streams
-        )
-
-    return start
+    return ["train", "--config", str(tmp_path / "config.toml"), "--allow-code", "/", "--plain"]
 
 
-@pytest.mark.parametrize(("argv", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
+@pytest.mark.parametrize(("options", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
 def test_the_command_exits_with_75_and_prints_the_resume_command(
-    command: Callable[..., subprocess.Popen[bytes]], argv: tuple[str, ...], number: signal.Signals
+    argv: list[str], options: tuple[str, ...], number: signal.Signals
 ) -> None:
-    child = command("--steps", "100000", "--plain", *argv, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "policygrad", *argv, "--steps", "100000", *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # also where these tests run below nohup
+    )
     assert child.stdout is not None
     for line in child.stdout:
         if line.startswith(b"step "):
@@ -420,20 +410,18 @@ def test_the_command_exits_with_75_and_prints_the_resume_command(
     assert b"resume with    policygrad train --resume" in message
 
 
-def test_a_closed_pipe_does_not_end_the_run(command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    child = command("--plain", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert child.stdout is not None
-    child.stdout.close()
-    assert child.wait(300) == 0
+def test_a_closed_pipe_does_not_end_the_run(argv: list[str], forked: Forked, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert forked.exit_code(cli.main, argv, stdout=writer) == 0
+    os.close(writer)
     assert (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_standard_output_does_not_end_the_run(
-    command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
+def test_a_full_standard_output_does_not_end_the_run(argv: list[str], forked: Forked, tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full:
-        assert command("--plain", stdout=full, stderr=full).wait(300) == 0
+        assert forked.exit_code(cli.main, argv, stdout=full.fileno()) == 0
     assert (tmp_path / "run" / "result.json").exists()
 
 

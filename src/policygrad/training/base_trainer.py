@@ -36,6 +36,7 @@ from policygrad.training.model_card import render_model_card
 from policygrad.training.provenance import Fingerprint, compare_fingerprints, list_changed_options
 from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
 from policygrad.utils.filesystem import write_atomically
+from policygrad.utils.garbage import paused_garbage_collection
 
 if TYPE_CHECKING:
     from policygrad.training.distributed import ShardedCheckpointIO
@@ -244,7 +245,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             torch.manual_seed(self.config.seed)  # for models and rewards; completions have their own random streams
             try:
                 check_files_exist(self.config)
-                with self.stopping.interruptible():
+                with self.stopping.interruptible(), paused_garbage_collection():
                     self.build(stack)
             except StopRequested:
                 if folder.has_stash:

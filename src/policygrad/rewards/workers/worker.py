@@ -35,6 +35,7 @@ from policygrad.rewards.workers.messages import (
     to_steps,
 )
 from policygrad.utils.async_runner import AsyncRunner
+from policygrad.utils.garbage import paused_garbage_collection
 
 _MAX_DESCRIPTOR = 4096  # the table of open files is as long as the highest number in it
 
@@ -58,9 +59,10 @@ def main(parent: int) -> None:
     callers: list[RewardCaller | None] = []
     for name, pickled, process_reward in start.functions:
         try:
-            function: Any = None if pickled is None else pickle.loads(pickled)
-            if (prepare := getattr(function, "reward_prepare", None)) is not None:
-                prepare()
+            with paused_garbage_collection():
+                function: Any = None if pickled is None else pickle.loads(pickled)
+                if (prepare := getattr(function, "reward_prepare", None)) is not None:
+                    prepare()
         except BaseException as error:
             message = f"reward {name!r} cannot be loaded in a worker process: it {describe_error(error)}"
             _send(sink, encode_ready(start.nonce, message))
