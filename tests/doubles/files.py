@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +48,3 @@ def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     import torch
 
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def rewind(run: Path, to: Path, step: int) -> Path:
-    """Copy a finished run as it would be if it had been killed after this step; it has checkpoints of all its steps."""
-    shutil.copytree(run, to)
-    for later in (folder for folder in (to / "checkpoints").iterdir() if int(folder.name.removeprefix("step-")) > step):
-        shutil.rmtree(later)
-    shutil.rmtree(to / "model")
-    (to / "result.json").unlink()
-    return to

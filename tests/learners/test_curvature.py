@@ -13,7 +13,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
-from doubles.files import rows, same, untimed, weights
+from doubles.files import same, weights
 from doubles.tabular_learner import TabularLearner, TabularProblem
 from doubles.trackers import Record
 from policygrad.learners.base import LearnerSpec
@@ -435,22 +435,14 @@ def test_an_unused_learning_rate_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trpo", "natural"])
-def test_runs_respect_delta_and_resume_bitwise(small: Run, tmp_path: Path, name: str) -> None:
+def test_runs_respect_delta(small: Run, tmp_path: Path, name: str) -> None:
     algorithm = replace(pg.get_algorithm(name), critic=pg.Critic(lr=1e-3))
-    run = replace(small, algorithm=algorithm, lr=None)
     record = Record()
-    full = train(replace(run, output=str(tmp_path / "whole")), display=record)
+    train(replace(small, algorithm=algorithm, lr=None, output=str(tmp_path / "run")), display=record)
     for _, metrics in record.steps:
         assert metrics["updates/taken"] == 1
         assert metrics["trust_region/kl"] > 0
         assert metrics["trust_region/kl"] <= 0.01 or name == "natural"
-    pieces = tmp_path / "pieces"
-    result = train(replace(run, output=str(pieces)), stop_after=1)
-    while result.steps < run.steps:
-        result = train(resume=pieces, stop_after=1)
-    assert same(weights(full.output), weights(pieces))
-    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
 def test_the_subset_of_groups_is_reproducible() -> None:

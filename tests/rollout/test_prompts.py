@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import policygrad as pg
-from doubles.files import rows, untimed, write_rows
+from doubles.files import rows, write_rows
+from doubles.resuming import check_resume
 from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from doubles.trackers import Record
@@ -22,7 +23,6 @@ from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 from policygrad.tasks.mixtures import MixturePart, RowsTask
 from policygrad.training.config.run import EvaluationConfig, Run
-from policygrad.training.trainer import train
 
 RESTING = replace(pg.DR_GRPO, filters=(pg.NoPositiveResampling(0.9),))
 
@@ -150,17 +150,11 @@ def test_a_run_remembers_and_goes_on_where_it_was(
         samples_per_prompt=2,
         sampling=SamplingParams(max_tokens=3),
         evaluation=EvaluationConfig(problems=0),
-        output=str(tmp_path / "whole"),
     )
     display = Record()
-    full = train(run, display=display)
-    assert [row["prompts/excluded"] for row in rows(full.output / "metrics.jsonl")] == resting
-    prompts = [row["prompt"] for row in rows(full.output / "completions.jsonl")][::2]
+    full = check_resume(run, tmp_path, display=display)
+    assert [row["prompts/excluded"] for row in rows(full / "metrics.jsonl")] == resting
+    prompts = [row["prompt"] for row in rows(full / "completions.jsonl")][::2]
     assert len(set(prompts[:4])) == 4
     assert set(prompts[:4]) | set(prompts[4:6]) == {f"{i} =\n" for i in range(6)}
     assert display.said.count(ALL_EXCLUDED_NOTE) >= 1
-    pieces = tmp_path / "pieces"
-    train(replace(run, output=str(pieces)), stop_after=1)
-    train(resume=pieces)
-    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import policygrad as pg
-from doubles.files import rows, same, untimed, weights
+from doubles.files import rows, same, weights
+from doubles.resuming import check_resume
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 
@@ -24,19 +25,13 @@ def test_resume_is_bitwise_with_downsampling(small: Run, tmp_path: Path, statist
     part = pg.Downsample(3, "random", statistics)
     algorithm = replace(pg.DR_GRPO, filters=(part,), update_rule=pg.GradientSteps(minibatches=2))
     run = replace(small, algorithm=algorithm, steps=3)
-    full = train(replace(run, output=str(tmp_path / "whole")), display=False)
-    pieces = tmp_path / "pieces"
-    result = train(replace(run, output=str(pieces)), stop_after=1, display=False)
-    while result.steps < run.steps:
-        result = train(resume=pieces, stop_after=1, display=False)
-    assert same(weights(full.output), weights(pieces))
-    metrics = untimed(full.output / "metrics.jsonl")
-    assert metrics == untimed(pieces / "metrics.jsonl")
+    full = check_resume(run, tmp_path)
+    metrics = rows(full / "metrics.jsonl")
     assert [m["completions/sampled_per_trained"] for m in metrics] == pytest.approx([8 / 3] * 3)
     everyone = train(
         replace(run, algorithm=replace(algorithm, filters=()), output=str(tmp_path / "all")), display=False
     )
-    assert not same(weights(full.output), weights(everyone.output))
+    assert not same(weights(full), weights(everyone.output))
 
 
 def test_keeping_all_samples_changes_nothing(small: Run, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from doubles.files import rows, same, untimed, weights
+from doubles.files import rows
+from doubles.resuming import check_resume
 from policygrad.training.config.trust import find_code_references
 
 MINE = """
@@ -84,21 +85,13 @@ BY_TURN = replace(
 def test_resume_is_bitwise_with_an_environment(
     run: pg.Run, tmp_path: Path, name: str, algorithm: pg.Algorithm | None
 ) -> None:
-    """Stopped after every step; the world's draws, tools in threads of their own, and credit along turns from a critic change
-    nothing of that."""
+    """With the world's draws, tools in threads of their own, and credit along turns from a critic."""
     run = replace(run, environment=f"{tmp_path / 'mine.py'}:{name}", algorithm=algorithm or run.algorithm)
-    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
-    pieces = tmp_path / "pieces"
-    result = pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
-    while result.steps < run.steps:
-        result = pg.train(resume=pieces, stop_after=1, display=False, allow_code=[str(tmp_path)])
-    assert same(weights(full.output), weights(pieces))
-    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    report = rows(full.output / "completions.jsonl")
-    assert report == rows(pieces / "completions.jsonl")
+    full = check_resume(run, tmp_path)
+    report = rows(full / "completions.jsonl")
     assert max(sum(who == "policy" for who, _ in row.get("turns", ())) for row in report) == 3
     assert ("guessed" if name == "Guess" else "turns") in {row["stop_reason"] for row in report}
-    measured = rows(full.output / "metrics.jsonl")
+    measured = rows(full / "metrics.jsonl")
     assert all(row["environment/turns"] > 1 for row in measured)
 
 

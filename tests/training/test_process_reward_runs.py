@@ -9,6 +9,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
+from doubles.resuming import check_resume
 from doubles.trackers import Record
 from policygrad.errors import RunError
 from policygrad.training.config.run import EvaluationConfig, Run
@@ -39,18 +40,11 @@ def vine(run: Run) -> Run:
 @pytest.mark.parametrize("name", ["grpo_process", "vineppo"])
 def test_resume_is_bitwise_with_process_rewards(stepwise: Run, tmp_path: Path, name: str) -> None:
     run = stepwise if name == "grpo_process" else vine(stepwise)
-    full = train(replace(run, output=str(tmp_path / "whole")))
-    pieces = tmp_path / "pieces"
-    result = train(replace(run, output=str(pieces)), stop_after=1)
-    while result.steps < run.steps:
-        result = train(resume=pieces, stop_after=1)
-    assert same(weights(full.output), weights(pieces))
-    assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    assert (full.output / "completions.jsonl").read_text() == (pieces / "completions.jsonl").read_text()
-    written = rows(full.output / "completions.jsonl")
+    full = check_resume(run, tmp_path)
+    written = rows(full / "completions.jsonl")
     assert all(row["steps"][-1][0] == row["tokens"] for row in written)
     assert any(abs(advantage) > 0.1 for row in written for _, advantage in row["steps"])
-    steps = [row for row in untimed(full.output / "metrics.jsonl") if "steps/mean" in row]
+    steps = [row for row in untimed(full / "metrics.jsonl") if "steps/mean" in row]
     assert len(steps) == run.steps
     for row in steps:
         assert row["steps/mean"] > 1.2
