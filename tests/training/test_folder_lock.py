@@ -86,7 +86,7 @@ def test_an_active_run_is_neither_replaced_nor_resumed(run: pg.Run, begin: Any, 
         lambda: pg.train(run, display=False),
         lambda: pg.train(resume=folder, allow_code=("/",), display=False),
     ):
-        with pytest.raises(RunError, match="another process is at work on .*mine") as caught:
+        with pytest.raises(RunError, match=r"another process is at work on .*mine") as caught:
             attempt()
         for part in (f"pid {process.pid}", lock["host"], lock["since"]):
             assert part in str(caught.value)
