@@ -74,11 +74,7 @@ Documentation: README.md and docs/.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    0 = done; 75 = stopped by a signal, a time limit or a hung process, and can be resumed; 2 = invalid or failed, with the reason
-    on standard error; 130 = interrupted. A closed standard output changes none of these.
-    """
+    """Run one command and return its exit code (see `HELP`), which a closed standard output does not change."""
     # Let waiting threads sleep instead of spin, which slows small models tenfold on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if argv is None else argv)

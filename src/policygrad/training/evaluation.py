@@ -16,7 +16,6 @@ from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run, RunOptions, check_environment_timeout
 from policygrad.training.setup import Resources, SamplerFactory, load_resources
-from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
 
@@ -76,8 +75,7 @@ def _load(
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="policygrad-"))
         options = replace(options, output=folder)
-        with paused_garbage_collection():
-            resources = load_resources(stack, options, algorithm, sampler=sampler, environment=environment, phase=phase)
+        resources = load_resources(stack, options, algorithm, sampler=sampler, environment=environment, phase=phase)
         if options.sampler.engine != LOCAL:
             weights = dict(resources.model.named_parameters())
             resources.rollouter.update_weights(PublishedWeights(0, weights))

@@ -253,7 +253,7 @@ def check_no_run_file(path: Path, option: str) -> None:
         is_run_file = first != REPORT_FILE and any(fnmatch(first, name) for name in RUN_FILES)
         if is_run_file and _has_config(folder):
             raise ConfigError(
-                f"{option} {path} is a file of the run in {folder}, which would be lost: use another name"
+                f"{option} {path} is a file of the run in {folder}: use another name, or it would be lost"
             )
 
 

@@ -42,6 +42,7 @@ from policygrad.tasks.rows import RowOptions
 from policygrad.training.config.paths import resolve_config_paths, resolve_rewards
 from policygrad.training.config.run import Run, RunOptions
 from policygrad.utils.async_runner import AsyncRunner
+from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import load_object
 
@@ -84,6 +85,7 @@ class Resources:
     has_rewards: bool = True  # False if only a teacher grades the completions
 
 
+@paused_garbage_collection()
 def load_resources(
     stack: ExitStack,
     options: RunOptions,

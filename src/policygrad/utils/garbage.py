@@ -1,8 +1,4 @@
-"""Pauses the garbage collector while a program starts.
-
-Importing torch and transformers makes some hundred thousand objects that all stay, and the collector looks at them again and again:
-a fifth of the time that the imports take.
-"""
+"""Pauses the garbage collector while a program starts, where it would take a fifth of the time that imports take."""
 
 from __future__ import annotations
 

@@ -44,11 +44,7 @@ class TokenSequences:
 
     @classmethod
     def of(cls, batch: Batch, rows: Tensor) -> TokenSequences:
-        """Make the texts of those completions of `rows` that have a sampled token.
-
-        Raises:
-            DataError: The batch has no tokens or prompts.
-        """
+        """Make the texts of those completions of `rows` that have a sampled token. Raises DataError if the batch has no tokens."""
         if batch.tokens is None or batch.prompts is None:
             raise DataError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
         rows = rows[batch.mask[rows].any(1)]
@@ -191,36 +187,28 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
     if not len(texts.rows):
         return
     texts = texts.sort()
-    branched, unit = texts.has_branches, batch.group.numpy()[texts.rows] if keep_groups else texts.first_occurrence
-    by_unit = keep_groups or branched  # a unit, a completion or a group, is not split
-    if by_unit:
-        order = np.argsort(unit, kind="stable")
-        texts, unit = texts[order], unit[order]
+    unit = batch.group.numpy()[texts.rows] if keep_groups else texts.first_occurrence
+    order = np.argsort(unit, kind="stable")  # what is not to be split stands together
+    texts, unit = texts[order], unit[order]
     shared = texts.shared_prefix_lengths()
     new_tokens = texts.lengths - shared
-
-    def layout(start: int, end: int) -> Pack:
-        if not by_unit:
-            return _layout_tree(batch, texts[start:end], shared[start:end])
-        part = texts[start:end].sort()  # the order by unit is not the one that shares most
-        return _layout_tree(batch, part, part.shared_prefix_lengths())
-
     begins = np.flatnonzero(np.diff(unit, prepend=-1))
     ends = np.append(begins[1:], len(unit))
     start, used = 0, 0
     for first, end in zip(begins.tolist(), ends.tolist(), strict=True):
         more = int(new_tokens[first:end].sum())
         if first > start and used + more > budget:
-            yield layout(start, first)
+            yield _layout_tree(batch, texts[start:first])
             start, used, more = first, 0, more + int(shared[first])
         used += more
-    yield layout(start, len(unit))
+    yield _layout_tree(batch, texts[start:])
 
 
-def _layout_tree(batch: Batch, texts: TokenSequences, shared: Ints) -> Pack:
-    """Lay sorted texts out as a tree."""
+def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
+    """Lay texts out as a tree, in the order that shares most."""
     assert batch.tokens is not None
-    shared = np.concatenate([np.zeros(1, dtype=np.int64), shared[1:]])
+    texts = texts.sort()
+    shared = texts.shared_prefix_lengths()
     # the node of every token, padded with the last one; texts that add a node are distinct
     paths, nodes = np.zeros((len(shared), int(texts.lengths.max())), dtype=np.int64), 0
     for i, (length, same) in enumerate(zip(texts.lengths.tolist(), shared.tolist(), strict=True)):
