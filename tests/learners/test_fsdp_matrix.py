@@ -111,8 +111,8 @@ def test_two_processes_equal_one_in_float32_for_some_algorithms() -> None:
         assert failures(cases) == {}
 
 
-FLOAT32 = {"dapo": 1.5e-6, "prorl": 1.5e-6}
-"""Where float32 in one process is 7.5e-7 from float64 already."""
+FLOAT32 = {"dapo": 1.5e-6, "prorl": 1.5e-6, "vespo": 1.5e-6}
+"""Where float32 in one process is at least 7.4e-7 from float64 already."""
 
 
 def direction(learner: Any) -> Tensor:
