@@ -37,8 +37,8 @@ EXIT_TIMEOUT = 10.0  # seconds that workers have to exit by themselves
 MAX_LOCAL_PROCESSES = 16  # processes that any machine may start; more need as many processors
 POLL_SECONDS = 0.05  # seconds between checks on workers that are starting
 _WORKER_SCRIPT = (
-    "import gc, json, sys; sys.path[:] = json.loads(sys.argv[1]); gc.disable(); from policygrad.learners.fsdp.worker import main; "
-    "gc.enable(); main(*map(int, sys.argv[2:]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.learners.fsdp.worker import main; "
+    "main(*map(int, sys.argv[2:]))"
 )
 
 

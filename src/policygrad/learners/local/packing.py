@@ -188,7 +188,7 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
         return
     texts = texts.sort()
     unit = batch.group.numpy()[texts.rows] if keep_groups else texts.first_occurrence
-    order = np.argsort(unit, kind="stable")  # what is not to be split stands together
+    order = np.argsort(unit, kind="stable")  # bring together what must not be split
     texts, unit = texts[order], unit[order]
     shared = texts.shared_prefix_lengths()
     new_tokens = texts.lengths - shared
