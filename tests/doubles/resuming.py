@@ -22,6 +22,8 @@ def check_resume(run: pg.Run, folder: Path, *, killed_after: int = 1, display: A
     full = pg.train(replace(run, checkpoint=each, output=str(folder / "whole")), display=display).output
     pieces = rewind(full, folder / "pieces", killed_after)
     pg.train(resume=pieces, allow_code=("/",), display=False)
+    first = [rows(f / "metrics.jsonl")[0] for f in (full, pieces)]
+    assert first[0] == first[1]  # with its times: that step was not trained again
     assert same(weights(full), weights(pieces))
     last = [checkpoint.load_checkpoint(f / "checkpoints" / f"step-{run.steps:06d}").tensors for f in (full, pieces)]
     assert same(*last)

@@ -39,7 +39,7 @@ class Waiting(pg.Callback):
         self.connection.recv()
 
 
-def train_in_steps(run: pg.Run, cwd: Path, connection: Connection) -> None:
+def train_after_a_message(run: pg.Run, cwd: Path, connection: Connection) -> None:
     os.chdir(cwd)
     pg.train(run, display=False, callbacks=[Waiting(connection)])
 
@@ -50,7 +50,9 @@ def begin(forked: Forked, tmp_path: Path) -> Callable[[pg.Run], tuple[Any, Conne
 
     def start(run: pg.Run) -> tuple[Any, Connection]:
         ours, theirs = Pipe()
-        return forked.start(train_in_steps, run, tmp_path, theirs), ours
+        process = forked.start(train_after_a_message, run, tmp_path, theirs)
+        theirs.close()  # so that a process that fails ends `recv`
+        return process, ours
 
     return start
 
