@@ -42,7 +42,7 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
             seen |= {text[: i + 1] for i in range(len(text))}
         q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
         result, _ = tree_attention.tree_attention(
-            nn.Module(), q, k, v, None, tree=AttentionTree.of(paths, lengths, shared)
+            nn.Module(), q, k, v, None, tree=AttentionTree(paths, lengths, shared)
         )
         assert result.shape == (1, len(nodes), 2, 4)
         expected = torch.zeros_like(result)
@@ -64,9 +64,9 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
 def test_equal_shapes_are_one_call_and_a_long_text_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = np.stack([np.r_[0:4, 4 + 2 * i : 6 + 2 * i] for i in range(3)])
     lengths, shared = np.full(3, 6), np.array([0, 4, 4])
-    result = AttentionTree.of(paths, lengths, shared).blocks
+    result = AttentionTree(paths, lengths, shared).blocks
     assert [(tuple(b.queries.shape), b.mask is None) for b in result] == [((1, 6), True), ((2, 2), False)]
     monkeypatch.setattr(
         tree_attention, "_MAX_SCORES", 11
     )  # a mask of 2 × 6 is too large: its queries begin at the beginning
-    assert all(b.mask is None for b in AttentionTree.of(paths, lengths, shared).blocks)
+    assert all(b.mask is None for b in AttentionTree(paths, lengths, shared).blocks)

@@ -66,6 +66,8 @@ class LearnerConfig:
     """Tokens per forward and backward pass, shared ones once; 0 = 16384 on a GPU, 1024 on a CPU (2048 for a small model)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile: faster on a GPU after about half a minute, not on a CPU."""
     world_size: int = 1
     """Processes that learn together, with weights, gradients and moments sharded over them (FSDP2); one GPU each."""
     tensor_parallel: int = 1

@@ -132,12 +132,12 @@ def build_model(shape: ModelShape, dtype: str, device: str) -> nn.Module:
         pad_token_id=0,
         attn_implementation="sdpa",  # type: ignore[call-arg]
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[] if device == "cpu" else [device]), torch.no_grad():
         torch.manual_seed(0)
-        model: Any = Qwen3ForCausalLM(config)
-    with torch.no_grad():
+        with torch.device(device):  # a GPU draws billions of weights in a second
+            model: Any = Qwen3ForCausalLM(config)
         model.get_input_embeddings().weight.normal_(0.0, 0.02)  # the padding row too, since it is sampled here
-    return model.to(device=device, dtype=DTYPES[dtype]).eval()  # type: ignore[no-any-return]
+    return model.to(dtype=DTYPES[dtype]).eval()  # type: ignore[no-any-return]
 
 
 def build_batch(shape: ModelShape, workload: Workload) -> Batch:

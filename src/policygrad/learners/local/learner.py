@@ -15,6 +15,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
+from policygrad.learners.local.compilation import CompiledBlocks
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, build_evaluator, recompute_activations
 from policygrad.learners.local.networks import ImplicitRewardModel, TrainedNetworks, ValueModel, measure_values
@@ -92,6 +93,8 @@ class LocalLearner:
         self.networks = TrainedNetworks(
             self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
         )
+        if config.compile:
+            self.networks = replace(self.networks, compiled=CompiledBlocks(model))
         self.uses_lr = rule.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
         self.norms = self._build_score_norms() if "grad_logp_sq_norm" in algorithm.needs else None

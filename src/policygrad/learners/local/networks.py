@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.compilation import CompiledBlocks
 from policygrad.learners.local.forward import (
     Evaluator,
     backward_mode,
@@ -228,6 +229,7 @@ class TrainedNetworks:
     reference: Evaluator | None = None
     division: WorkDivision = field(default_factory=WorkDivision)
     old: Evaluator | None = None  # π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)
+    compiled: CompiledBlocks | None = None  # the policy's blocks, with `learner.compile`
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +265,8 @@ class TrainedNetworks:
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         outputs = {name: empty.clone() for name in names}
         for part in self.micro_batches(batch, dummy_pass=self.dummy_pass(evaluator, needs)):
-            out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
+            with self.compiled_blocks():
+                out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
             for name in names:
                 outputs[name][part.rows] = getattr(out, name).cpu()
         return Forward(**{name: self.division.all_reduce(x) for name, x in outputs.items()})
@@ -272,6 +275,10 @@ class TrainedNetworks:
         for evaluator in (self.policy, self.old, self.reference):
             if evaluator is not None:
                 evaluator.release()
+
+    def compiled_blocks(self) -> AbstractContextManager[None]:
+        """Enclose passes that use the compiled blocks, if there are some."""
+        return nullcontext() if self.compiled is None else self.compiled.active()
 
     def backward_mode(self) -> AbstractContextManager[None]:
         return backward_mode(self.policy.model, self.config.gradient_checkpointing)

@@ -37,8 +37,16 @@ class Optimizer:
         self.dtype = next(iter(self.parameters.values())).dtype
         full_precision = (torch.float32, torch.float64)
         self.masters = {n: p if p.dtype in full_precision else p.detach().float() for n, p in self.parameters.items()}
+        masters = list(self.masters.values())
+        self.is_fused = all(master.device.type == "cuda" for master in masters)
+        """AdamW is one kernel, which needs no second copy of the weights; its counter is then on the device."""
         self.adam = torch.optim.AdamW(
-            list(self.masters.values()), lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            masters,
+            lr=lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=self.is_fused or None,
         )
 
     def accumulate_master_grads(self) -> None:
@@ -155,7 +163,7 @@ class Optimizer:
             if key.startswith("adam/"):
                 name, moment = key.removeprefix("adam/").rsplit("/", 1)
                 master = self.masters[name]
-                on_host = moment == "step"  # AdamW keeps its counter on the CPU
+                on_host = moment == "step" and not self.is_fused  # AdamW keeps its counter on the CPU
                 self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
         self.num_updates = values["taken"]
 

@@ -259,7 +259,7 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
         predictor=predictor,
         tokens=torch.where(mask, tokens, 0),
         mask=mask,
-        tree=AttentionTree.of(distinct_paths, lengths, skip),
+        tree=AttentionTree(distinct_paths, lengths, skip),
         routes=routes,
     )
 

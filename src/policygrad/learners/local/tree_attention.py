@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,11 @@ ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registr
 _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
 _SMALL_CALL = 2**15  # scores below which padding costs less than another call
 _MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
+FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
+FLEX_DEVICES = ("cuda",)
+FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLEX_SCORES = 2**22
+"""Scores under a mask from which on FlexAttention is used."""
 Ints = NDArray[np.int64]
 
 
@@ -34,30 +40,41 @@ class AttentionBlock:
 
 @dataclass(frozen=True, eq=False)
 class AttentionTree:
-    """Which nodes attend to which, among N."""
+    """Which nodes attend to which, among N nodes of S texts. What a kernel reads is made when it is first needed."""
 
-    blocks: tuple[AttentionBlock, ...]
-    output_index: Tensor  # [N] index of each node's output in the concatenated outputs of the blocks
+    paths: Ints  # [S, L] node of every token, padded with the last one
+    lengths: Ints  # [S] tokens of each text
+    shared: Ints  # [S] how many of them, from the first, belong to an earlier text; never all
+    convert: Callable[[Tensor], Tensor] = lambda x: x  # moves what is made to the device
 
     def map(self, function: Callable[[Tensor], Tensor]) -> AttentionTree:
         """Return the tree with every tensor replaced."""
-        blocks = (
-            AttentionBlock(function(b.queries), function(b.keys), None if b.mask is None else function(b.mask))
-            for b in self.blocks
+        convert = self.convert
+        return AttentionTree(self.paths, self.lengths, self.shared, lambda x: function(convert(x)))
+
+    @property
+    def masked_scores(self) -> int:
+        """Number of scores that scaled-dot-product attention computes with a mask."""
+        return int(((self.lengths - self.shared) * self.lengths)[self.shared > 0].sum())
+
+    @cached_property
+    def blocks(self) -> tuple[AttentionBlock, ...]:
+        """The texts in groups of similar shape, for one call of scaled-dot-product attention each."""
+        return tuple(
+            AttentionBlock(*(None if x is None else self.convert(x) for x in block)) for block in self._blocks[0]
         )
-        return AttentionTree(tuple(blocks), function(self.output_index))
 
-    @classmethod
-    def of(cls, paths: Ints, lengths: Ints, shared: Ints) -> AttentionTree:
-        """Make the tree of S texts.
+    @cached_property
+    def output_index(self) -> Tensor:
+        """[N] index of each node's output in the concatenated outputs of the blocks."""
+        return self.convert(torch.from_numpy(self._blocks[1]))
 
-        Args:
-            paths: [S, L] node of every token, padded with the last one.
-            lengths: [S] tokens of each text.
-            shared: [S] how many of them, from the first, belong to an earlier text; never all.
-        """
+    @cached_property
+    def _blocks(self) -> tuple[list[tuple[Tensor, Tensor, Tensor | None]], Ints]:
+        """The blocks' queries, keys and masks, and the output index, on the host."""
+        paths, lengths, shared = self.paths, self.lengths, self.shared
         output_index = np.zeros(int((lengths - shared).sum()), dtype=np.int64)
-        blocks, offset = list[AttentionBlock](), 0
+        blocks, offset = list[tuple[Tensor, Tensor, Tensor | None]](), 0
         for rows in _group_blocks(lengths, lengths - shared):
             skip = np.where(_needs_mask(lengths[rows], lengths[rows] - shared[rows]), shared[rows], 0)
             q, k = int((lengths[rows] - skip).max()), int(lengths[rows].max())
@@ -68,8 +85,48 @@ class AttentionTree:
             output_index[queries[is_new]] = offset + np.flatnonzero(is_new)
             offset += queries.size
             mask = torch.from_numpy(np.arange(k) <= depth[:, :, None])[:, None] if skip.any() else None
-            blocks.append(AttentionBlock(torch.from_numpy(queries), torch.from_numpy(paths[rows, :k].copy()), mask))
-        return cls(tuple(blocks), torch.from_numpy(output_index))
+            blocks.append((torch.from_numpy(queries), torch.from_numpy(paths[rows, :k].copy()), mask))
+        return blocks, output_index
+
+    @cached_property
+    def flex_mask(self) -> Any:
+        """The `BlockMask` of FlexAttention: a node is visible from itself on to the end of its subtree, as nodes are in the order
+        of a depth-first search."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        end = self.subtree_ends()
+        nodes, size = len(end), FLEX_BLOCK
+        padded = np.full(-(-nodes // size) * size, 0, dtype=np.int64)
+        padded[:nodes] = end
+        column_ends = padded.reshape(-1, size)
+        row, column = np.indices((len(column_ends),) * 2)
+        is_full = (row > column) & (column_ends.min(1)[None] >= (row + 1) * size)
+        is_partial = (row == column) | ((row > column) & (column_ends.max(1)[None] > row * size) & ~is_full)
+
+        def lists(chosen: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+            """Return how many column blocks each row block has, and which, [1, 1, rows] and [1, 1, rows, columns]."""
+            order = np.argsort(~chosen, 1, kind="stable").astype(np.int32)
+            counts = chosen.sum(1).astype(np.int32)
+            return self.convert(torch.from_numpy(counts)[None, None]), self.convert(torch.from_numpy(order)[None, None])
+
+        ends = self.convert(torch.from_numpy(padded))
+
+        def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < ends[key])
+
+        return BlockMask.from_kv_blocks(
+            *lists(is_partial), *lists(is_full), BLOCK_SIZE=size, mask_mod=is_visible, seq_lengths=(nodes, nodes)
+        )
+
+    def subtree_ends(self) -> Ints:
+        """Return [N] the first node after each node's subtree."""
+        counts = self.lengths - self.shared
+        ends = np.full(int(counts.sum()), int(counts.sum()), dtype=np.int64)
+        for text, first in enumerate(
+            np.cumsum(counts)[:-1], 1
+        ):  # what the next text does not share ends where it begins
+            ends[self.paths[text - 1, self.shared[text] : self.lengths[text - 1]]] = first
+        return ends
 
 
 def _needs_mask(lengths: Ints, new_tokens: Ints) -> NDArray[np.bool_]:
@@ -110,6 +167,12 @@ def tree_attention(
 
     if tree is None:
         return sdpa(module, query, key, value, attention_mask, **options)
+    if query.device.type in FLEX_DEVICES and query.dtype in FLEX_DTYPES and tree.masked_scores >= FLEX_SCORES:
+        shares_keys = query.shape[1] != key.shape[1]
+        out = compiled_flex_attention()(
+            query, key, value, block_mask=tree.flex_mask, scale=options.get("scaling"), enable_gqa=shares_keys
+        )
+        return out.transpose(1, 2), None
     outputs = []
     for b in tree.blocks:
         q, k, v = _gather_nodes(query, b.queries), _gather_nodes(key, b.keys), _gather_nodes(value, b.keys)
@@ -117,6 +180,14 @@ def tree_attention(
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     heads, width = merged.shape[1:]
     return merged.flatten(1).index_select(0, tree.output_index).view(1, -1, heads, width), None
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    """Return FlexAttention as one kernel for all lengths; without compilation it would write out all scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return]
 
 
 def _gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
@@ -147,6 +218,14 @@ def enable_tree_attention(model: Any) -> bool:
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
     model.set_attn_implementation(ATTENTION_NAME)
     return bool(model.config._attn_implementation == ATTENTION_NAME)
+
+
+def exclude_attention_from_compilation(model: Any) -> None:
+    """Keep `torch.compile` out of the attention of this process's models: its blocks have other shapes in every micro-batch."""
+    from transformers import AttentionInterface
+
+    name = model.config._attn_implementation
+    AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
 
 
 def disable_tree_attention(model: Any) -> None:

@@ -90,7 +90,7 @@ class LocalGradientProblem:
         rows = contributing.nonzero().squeeze(1)
         metrics, needs = Metrics(), self.algorithm.forward_needs
         for part, share, psi, coef in self._micro_batches(batch, rows, coefficients):
-            with networks.backward_mode():
+            with networks.backward_mode(), networks.compiled_blocks():
                 # Known if it does not depend on log π_θ: ratios of 1 and no terms. A wrong guess would only cost time.
                 expected: Tensor | None = None
                 if learning and batch.logp_old is None and not self.algorithm.terms and not needs:

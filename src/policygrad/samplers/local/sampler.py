@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request
-from policygrad.samplers.local.kv_cache import DecodeCache, PlainDecodeCache
+from policygrad.samplers.local.cuda_graphs import DecodeAhead
+from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache
 from policygrad.samplers.local.sampling import check_finite_logits, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import SharedPrefixCache, check_batched_decoding, supports_shared_prefix
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
@@ -24,14 +25,24 @@ class LocalSampler:
 
     _callback: CompletionCallback | None = None
 
-    def __init__(self, model: nn.Module, end: frozenset[int], pad: int, routing: Routing | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        end: frozenset[int],
+        pad: int,
+        routing: Routing | None = None,
+        *,
+        cuda_graphs: bool = True,
+    ) -> None:
         """
         Args:
             end: Ids of the end tokens.
             routing: The model's, to record the experts in `Generation.routed_experts`.
+            cuda_graphs: On a GPU, capture each token's kernels and launch them together.
         """
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
+        self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
 
@@ -67,7 +78,8 @@ class LocalSampler:
         for sampling in dict.fromkeys(r.sampling for r in requests):
             indices = [i for i, r in enumerate(requests) if r.sampling == sampling]
             with recording():
-                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing)
+                ahead = self.decodes_ahead and self._shares_prefixes
+                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead)
                 completed = loop.run(cache_class(self.model, self.pad), self.version, self._callback)
                 generations |= zip(indices, completed, strict=True)
         return [generations[i] for i in range(len(requests))]
@@ -81,7 +93,10 @@ class DecodeLoop:
     """Decodes requests with the same sampling parameters. A row takes a slot, leaves it when its completion is finished, and the
     next prompts of the queue take the free slots."""
 
-    def __init__(self, requests: Sequence[Request], end: Tensor, pad: int, routing: Routing | None) -> None:
+    def __init__(
+        self, requests: Sequence[Request], end: Tensor, pad: int, routing: Routing | None, decodes_ahead: bool = False
+    ) -> None:
+        self.decodes_ahead = decodes_ahead  # look at the results every `cuda_graphs.STEPS` tokens only
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
         self.limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
@@ -125,18 +140,13 @@ class DecodeLoop:
                 self.count = torch.cat([self.count, torch.zeros_like(rows)])
                 logits = new_logits if logits is None else torch.cat([logits, new_logits])
             assert logits is not None  # requests are due as soon as no row is active
+            if self.decodes_ahead and isinstance(cache, SharedPrefixCache):
+                logits = self._run_ahead(cache, logits, callback)
+                continue
             sampled = self.active
             token = self._sample(cache, logits)
             logits = None
-            if callback is not None:
-                finished = sampled[torch.isin(sampled, self.active, invert=True)]
-                lengths = self.length[finished].tolist()
-                callback(
-                    [
-                        (self.requests[i], tokens[:n])
-                        for i, tokens, n in zip(finished.tolist(), self.tokens[finished].cpu(), lengths, strict=True)
-                    ]
-                )
+            self._report(sampled[torch.isin(sampled, self.active, invert=True)], callback)
             if len(self.active):
                 logits = cache.step(token, self.prompt_length[self.active] + self.count - 1)
                 self.experts.add_step(self.active, self.count - 1, cache.rows)
@@ -149,16 +159,44 @@ class DecodeLoop:
             for i, (ids, p, n, end) in enumerate(ends)
         ]
 
+    def _run_ahead(self, cache: SharedPrefixCache, logits: Tensor, callback: CompletionCallback | None) -> Tensor:
+        """Decode until rows have to be removed or can be added; return the logits [N, V] of the remaining ones."""
+        ahead, rows = DecodeAhead(self, cache, logits), len(self.active)
+        reported = torch.zeros_like(ahead.finished)
+        while True:
+            ahead.run()
+            self._report(ahead.active[ahead.finished & ~reported], callback)
+            reported = ahead.finished.clone()
+            remaining = rows - int(reported.sum())
+            slots = self.sampling.decode_rows - remaining
+            if remaining < COMPACT_FRACTION * rows or (
+                self.queue and slots >= max(_REFILL_FRACTION * self.sampling.decode_rows, len(self.queue[0]))
+            ):
+                order = cache.keep_rows((~reported).nonzero().squeeze(1))
+                self.active, self.count = ahead.active[order], ahead.count[order]
+                return ahead.logits[order]
+
+    def _report(self, finished: Tensor, callback: CompletionCallback | None) -> None:
+        """Pass the completions of these requests on."""
+        if callback is not None:
+            lengths = self.length[finished].tolist()
+            callback(
+                [
+                    (self.requests[i], tokens[:n])
+                    for i, tokens, n in zip(finished.tolist(), self.tokens[finished].cpu(), lengths, strict=True)
+                ]
+            )
+
+    def read_ids(self, index: int, sampled: int) -> Tensor:
+        """Return the ids [P + t] that a request's row has read."""
+        return torch.cat([self.requests[index].prompt_ids, self.tokens[index, :sampled].cpu()])
+
     def _sample(self, cache: DecodeCache, logits: Tensor) -> Tensor:
         """Sample one token per active row and remove finished rows; return the tokens [N] of the remaining ones."""
         active, count = self.active, self.count
-
-        def read_ids(row: int) -> Tensor:
-            """Return the ids [P + t] that a row has read."""
-            index, sampled = int(active[row]), int(count[row])
-            return torch.cat([self.requests[index].prompt_ids, self.tokens[index, :sampled].cpu()])
-
-        check_finite_logits(logits, self.sampling, cache.model, read_ids)
+        check_finite_logits(
+            logits, self.sampling, cache.model, lambda row: self.read_ids(int(active[row]), int(count[row]))
+        )
         token, logp = sample_tokens(logits, self.u[active, count], self.sampling)
         self.tokens[active, count], self.logps[active, count] = token, logp.to(self.logps.dtype)
         count = count + 1

@@ -44,6 +44,7 @@ class SharedPrefixCache:
         self.layout = PrefixLayout(None, 0, 0, torch.empty(0), 0)
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+        self.layout.column = None
         out, mask = prefill(self.model, prompts, self.pad)
         _, cache = kv_cache.get_cache(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
@@ -68,11 +69,14 @@ class SharedPrefixCache:
         return out.logits[:, -1].repeat_interleave(repeats, 0), mask.shape[1]
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        column = self.layout.length + self.layout.used
-        if column == self.layout.mask.shape[-1]:
-            more = self.layout.mask.new_full((len(self.rows), 1, 1, _MASK_TOKENS), -torch.inf)
-            self.layout.mask = torch.cat([self.layout.mask, more], -1)
-        self.layout.mask[..., column] = 0
+        column, fixed = self.layout.length + self.layout.used, self.layout.column
+        if fixed is not None:
+            self.layout.mask.index_fill_(-1, fixed + self.layout.length, 0)
+        else:
+            if column == self.layout.mask.shape[-1]:
+                more = self.layout.mask.new_full((len(self.rows), 1, 1, _MASK_TOKENS), -torch.inf)
+                self.layout.mask = torch.cat([self.layout.mask, more], -1)
+            self.layout.mask[..., column] = 0
         out = self.model(
             input_ids=token[:, None],
             attention_mask=torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=self.device),
@@ -81,10 +85,35 @@ class SharedPrefixCache:
             use_cache=True,
             return_dict=True,
         )
-        self.layout.used += 1
+        if fixed is not None:
+            fixed += 1
+        else:
+            self.layout.used += 1
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
+    def reserve(self, steps: int) -> bool:
+        """Make the next `steps` steps use the same memory and shapes, so that they can be captured: attention reads all columns
+        that are allocated, and the next one's index is a tensor. Undone by `read` and `keep_rows`.
+
+        Returns:
+            True if something has moved since the last call.
+        """
+        layout = self.layout
+        if layout.column is not None and layout.used + steps <= layout.capacity:
+            return False
+        layout.capacity = -(-(layout.used + steps) // kv_cache.GROWTH_TOKENS) * kv_cache.GROWTH_TOKENS
+        layout.column = torch.tensor([layout.used], device=self.device)
+        for layer in self.layers:
+            layer.set_capacity(layout.capacity, len(self.owner))
+        self._update_layout()
+        return True
+
+    def advance(self, steps: int) -> None:
+        """Count steps that were captured."""
+        self.layout.used += steps
+
     def keep_rows(self, rows: Tensor) -> Tensor:
+        self.layout.column = None
         # the last rows move to the places of dropped ones, so that no others are copied
         n = len(rows)
         stays = torch.zeros(len(self.owner), dtype=torch.bool, device=self.device)
@@ -122,7 +151,8 @@ class SharedPrefixCache:
         place = torch.empty_like(self.rows)
         place[order] = self.owner[order] * most + nth
         is_full = rows == prompts * most and bool((place == self.rows).all())
-        columns = torch.arange((self.layout.used // _MASK_TOKENS + 1) * _MASK_TOKENS, device=self.device)
+        count = (self.layout.used // _MASK_TOKENS + 1) * _MASK_TOKENS
+        columns = torch.arange(count if self.layout.column is None else self.layout.capacity, device=self.device)
         hidden = (columns < self.start[:, None]) | (columns >= self.layout.used)
         hidden = torch.cat([self.prompt_mask[self.owner] == 0, hidden], 1)[:, None, None]
         dtype = torch.promote_types(self.layers[0].dtype, torch.float32)
@@ -143,6 +173,8 @@ class PrefixLayout:
     """[N, 1, 1, L + capacity], added to scores, −∞ for hidden columns: the prompt's columns first, then the row's own."""
     length: int  # columns L of the prompts, which are left-padded
     used: int = 0  # columns of completions in use
+    column: Tensor | None = None  # [1] `used` on the device, while steps are captured (`SharedPrefixCache.reserve`)
+    capacity: int = 0  # columns of completions that attention reads then
 
     def to_grid(self, x: Tensor) -> Tensor:
         """Arrange [N, H, G, D] of rows as [prompts, H, most·G, D], with 0 where a prompt has fewer rows."""
@@ -177,6 +209,11 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, used = len(key_states), self.layout.used
+        if self.layout.column is not None:
+            for buffer, new in zip(self.row_buffers, (key_states, value_states), strict=True):
+                buffer[:rows].index_copy_(2, self.layout.column, new)
+            self.keys, self.values = (_SharedTensor.wrap(x[:rows], self) for x in self.row_buffers)
+            return self.keys, self.values
         read = self._count_columns(used)
         if used == self.row_buffers[0].shape[2]:  # double it for the remaining rows; unused pages are never touched
             extra = min(used, kv_cache.GROWTH_TOKENS)
@@ -188,6 +225,13 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
             buffer[:rows, :, used : used + 1] = new
         self.keys, self.values = (_SharedTensor.wrap(x[:rows, :, :columns], self) for x in self.row_buffers)
         return self.keys, self.values
+
+    def set_capacity(self, columns: int, rows: int) -> None:
+        """Give `rows` rows this many columns, finite ones."""
+        used, kept = self.layout.used, self.row_buffers
+        self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in kept)
+        for buffer, x in zip(self.row_buffers, kept, strict=True):
+            buffer[:, :, :used] = x[:rows, :, :used]
 
     def _count_columns(self, used: int) -> int:
         """Return the columns that attention computes with when `used` are in use."""

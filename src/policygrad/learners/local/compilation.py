@@ -1,0 +1,60 @@
+"""Compile the blocks of a model for the learner's passes (`torch.compile`): fewer kernels and fewer saved activations.
+
+A block's attention stays as it is: it has kernels of its own, and its shapes change with every micro-batch. What surrounds it is
+compiled once for all lengths and, since all blocks have the same code, once for all blocks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from policygrad.errors import ConfigError
+from policygrad.learners.local.forward import get_backbone
+from policygrad.learners.local.tree_attention import exclude_attention_from_compilation
+
+COMPILERS = ("g++", "clang++", "c++", "cl")
+
+
+class CompiledBlocks:
+    """The blocks of a model, compiled. They are used inside `active` only: a sampler of the same model decodes as before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """
+        Raises:
+            ConfigError: No C++ compiler, or a model whose blocks are not in a list called `layers`.
+        """
+        if not any(map(shutil.which, COMPILERS)):
+            raise ConfigError(
+                f"learner.compile needs a C++ compiler, and none of {', '.join(COMPILERS)} is on the PATH: install one (on "
+                "Debian: apt install g++), or leave learner.compile out"
+            )
+        blocks = getattr(get_backbone(model), "layers", None)
+        if not isinstance(blocks, nn.ModuleList):
+            raise ConfigError(
+                f"learner.compile compiles the blocks of a model, and {type(model).__name__} has no list of `layers`: leave it out"
+            )
+        exclude_attention_from_compilation(model)
+        self.blocks: list[Any] = list(blocks)
+        self.calls = [torch.compile(block._call_impl, dynamic=True) for block in self.blocks]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Call the compiled blocks instead of the originals."""
+        for block, call in zip(self.blocks, self.calls, strict=True):
+            block._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                block._compiled_call_impl = None
+
+
+def count_compiled_graphs() -> int:
+    """Return how many graphs this process has compiled."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
