@@ -185,6 +185,26 @@ def _worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
     return max(errors)
 
 
+def check_resume(device: str) -> dict[str, Any]:
+    """A learner that continues from another's checkpoint takes the same step as that one, bit for bit."""
+    report: dict[str, Any] = {}
+    for name in ("grpo", "ppo"):
+        algorithm = runnable(name).with_max_tokens(6)
+        batch = filled(algorithm, torch.float32)
+        first, second = (_small_learner(algorithm, device, torch.float32) for _ in range(2))
+        learned(first, algorithm, batch)
+        tensors, values = first.state()
+        second.check_state(tensors, values)
+        second.restore({n: x.cpu().clone() for n, x in tensors.items()}, values)
+        for learner in (first, second):
+            learned(learner, algorithm, batch)
+        states = [{n: x.cpu() for n, x in learner.state()[0].items()} for learner in (first, second)]
+        differing = [n for n, x in states[0].items() if not torch.equal(x, states[1][n])]
+        check(not differing, f"{name}: after a resume {', '.join(differing)} differ")
+        report[name] = "bit for bit"
+    return report
+
+
 def check_packing(device: str) -> dict[str, Any]:
     """Log-probabilities and gradients of texts that share prefixes: by FlexAttention, by scaled-dot-product attention, and text by
     text, each against float64 on the CPU."""
@@ -350,14 +370,13 @@ def measure_learner(
     lora: str = "",
     recompute: bool = False,
     compiled: bool = False,
-    **constants: Any,
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """Return what one update of random texts takes: forward, backward, optimizer step."""
-    sizes = SIZES[device]
-    work: Texts = getattr(sizes, texts)
-    sizes_shape: ModelShape = getattr(sizes, shape)
+    work: Texts = getattr(SIZES[device], texts)
+    dimensions: ModelShape = getattr(SIZES[device], shape)
     dtype = "fp32" if device == "cpu" else "bf16"
-    model = calibration.build_model(sizes_shape, dtype, device)
+    model = calibration.build_model(dimensions, dtype, device)
     if lora:
         adapters = parse_lora(lora)
         assert adapters is not None
@@ -370,26 +389,26 @@ def measure_learner(
         gradient_checkpointing=recompute,
         lora=lora,
         compile=compiled,
+        attention=attention,
     )
-    with _set(tree_attention, **constants):
-        learner = LocalLearner(model, pg.LearnerSpec(algorithm, 1e-6, 10, config=config))
-        batch = work.batch(sizes_shape)
-        psi = algorithm.compute_advantages(replace(batch, group=torch.arange(len(batch.mask)) // work.samples))
-        psi = torch.where(batch.mask, psi + 0.1, 0.0)  # groups of one have no advantage
-        first = batch.select((batch.group == 0).nonzero().squeeze(1))
-        learner.update(first, psi[: len(first.mask)], algorithm)
-        if device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        metrics = learner.update(batch, psi, algorithm)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+    learner = LocalLearner(model, pg.LearnerSpec(algorithm, 1e-6, 10, config=config))
+    batch = work.batch(dimensions)
+    psi = algorithm.compute_advantages(replace(batch, group=torch.arange(len(batch.mask)) // work.samples))
+    psi = torch.where(batch.mask, psi + 0.1, 0.0)  # groups of one have no advantage
+    first = batch.select((batch.group == 0).nonzero().squeeze(1))
+    learner.update(first, psi[: len(first.mask)], algorithm)
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    metrics = learner.update(batch, psi, algorithm)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
     check(metrics["grad_norm"].value > 0, "no gradient")
     length = work.prompt_tokens + work.completion_tokens
-    s = sizes_shape
-    flops = 6 * s.parameters + 6 * s.layers * s.heads * s.head_dim * length  # a causal text's mean per token
+    attended = dimensions.layers * dimensions.heads * dimensions.head_dim * length
+    flops = 6 * (dimensions.parameters + attended)  # per token, in the mean of a causal text
     rate = work.tokens / seconds
     report: dict[str, Any] = {"text tokens": work.tokens, "seconds": seconds, "text tokens/s": rate}
     if device != "cpu":
@@ -447,6 +466,7 @@ def run_default(device: str) -> dict[str, Any]:
 PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "device": (30, measure_device),
     "algorithms": (60, check_algorithms),
+    "resume": (30, check_resume),
     "packing": (120, check_packing),
     "head": (60, check_head),
     "sampler": (60, check_sampler),
@@ -455,7 +475,7 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "learner 16k recomputed": (40, partial(measure_learner, texts="texts_16k", recompute=True)),
     "learner 64k recomputed": (60, partial(measure_learner, texts="texts_64k", recompute=True)),
     "learner groups": (90, partial(measure_learner, texts="groups")),
-    "learner groups, sdpa": (60, partial(measure_learner, texts="groups", FLEX_SCORES=2**62)),
+    "learner groups, sdpa": (60, partial(measure_learner, texts="groups", attention="sdpa")),
     "learner 4B LoRA 16k recomputed": (
         60,
         partial(measure_learner, texts="texts_16k", shape="large", lora="rank=16", recompute=True),
@@ -482,8 +502,12 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := [name for name in args.parts if name not in PARTS]:
         parser.error(f"no part is called {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    found = run_part(lambda device: {"GPUs": torch.cuda.device_count()}, "cpu", 60)  # asked here, it would forbid forks
+    if args.device == "cuda" and not found["result"]["GPUs"]:
+        parser.error("this machine has no GPU that PyTorch can use: --device cpu runs the same code with tiny shapes")
     versions = {name: version(name) for name in ("torch", "transformers")} | {"policygrad": pg.__version__}
     results: dict[str, Any] = {"versions": versions | {"python": sys.version.split()[0]}, "parts": {}}
+    before = json.loads(args.results.read_text(encoding="utf-8")) if args.results.is_file() else {}
     for name in args.parts:
         limit, work = PARTS[name]
         outcome = run_part(work, args.device, limit)
@@ -494,9 +518,11 @@ def main() -> int:
         )
         if "device" in outcome:
             results["device"] = outcome.pop("device")
+        if [before.get(key) for key in ("versions", "device")] == [results["versions"], results.get("device")]:
+            results["parts"] = before["parts"] | results["parts"]  # of earlier calls on such a machine
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0 if all("result" in outcome for outcome in results["parts"].values()) else 1
+    return 0 if all("result" in results["parts"][name] for name in args.parts) else 1
 
 
 def run_part(work: Callable[[str], dict[str, Any]], device: str, limit: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from doubles.forked import Forked, forking
 from policygrad import cli
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if find_spec("hypothesis") is not None:  # a busy machine is no failure; others' environments do without it
+    from hypothesis import settings
+
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 # ignored below a shell's `&` and below nohup: tests send both signals to this process
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

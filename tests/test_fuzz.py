@@ -26,7 +26,7 @@ from policygrad.training.config.run import Run, RunOptions, UncheckedRun
 from policygrad.training.config.serialization import from_dict, list_parts, load_config
 from policygrad.training.config.supervised import SFTConfig
 
-FAST = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+FAST = {"derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 ODD: list[Any] = [
     *(
         0,

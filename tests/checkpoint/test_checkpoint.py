@@ -168,7 +168,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(trees)
 def test_trees_round_trip(tree):
     encoded = json.loads(json.dumps(encode_json(tree, "state"), allow_nan=False))
@@ -265,7 +265,7 @@ def test_a_folder_renamed_to_another_step_is_refused(tmp_path):
 # --- what stays ---
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps=st.lists(st.integers(0, 1_200_000), min_size=1, max_size=7), keep=st.integers(1, 3))
 def test_keeps_the_last(tmp_path_factory, steps, keep):
     directory = tmp_path_factory.mktemp("keep")

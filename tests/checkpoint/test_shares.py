@@ -112,7 +112,7 @@ def test_what_is_left_where_it_is_says_its_shape(tmp_path: Path) -> None:
         assert all((result[name].shape, result[name].dtype) == (x.shape, x.dtype) for name, x in WHOLE.items())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_box_of_any_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Cut into boxes along rows and columns, and read at any place, also of what one process has saved."""

@@ -22,7 +22,7 @@ from policygrad.compare.statistics import (
     separation_by_chance,
 )
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SCORES = st.lists(st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=1, max_size=7)
 
 

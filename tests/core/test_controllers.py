@@ -38,7 +38,7 @@ def test_doubling_by_hand() -> None:
         assert adapt_by_doubling(1.0, kl, 0.01) == beta, kl
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(1e-4, 10), st.floats(0, 10), st.floats(1e-4, 1))
 def test_a_rule_pushes_towards_the_target(beta: float, kl: float, target: float) -> None:
     """Too far from the reference: β never falls; too near: it never grows; and one step changes it by 2 % or by 2 at most."""

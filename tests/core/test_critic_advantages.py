@@ -115,7 +115,7 @@ def flat(batch: pg.Batch, psi: Tensor) -> Tensor:
     return torch.cat(parts) if parts else psi.new_zeros(0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes(max_width=7), st.floats(0, 1), st.floats(0, 1), st.integers(1, 9))
 def test_defining_sums(shape: Shape, gamma: float, lam: float, n: int) -> None:
     batch, prompts = known(shape)
@@ -130,7 +130,7 @@ def test_defining_sums(shape: Shape, gamma: float, lam: float, n: int) -> None:
         assert torch.allclose(flat(batch, advantage(link, batch)), expected, atol=1e-10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes(max_width=7), st.floats(0, 1), st.floats(0, 1), st.integers(0, 9))
 def test_defining_sums_with_bootstrap_values(shape: Shape, gamma: float, lam: float, n: int) -> None:
     """PPO's and A2C's advantages and the critic's targets, literally, with V(end) of the truncated ones."""
@@ -162,7 +162,7 @@ def test_defining_sums_with_bootstrap_values(shape: Shape, gamma: float, lam: fl
             )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shapes(max_width=6), st.floats(0.05, 0.95))
 def test_gae_is_the_geometric_mixture_of_n_step_advantages(shape: Shape, lam: float) -> None:
     """GAE(γ, λ) = (1 − λ) Σ_{n≥1} λ^{n−1} A^{(n)}; past the end every A^{(n)} is the Monte-Carlo one."""

@@ -65,7 +65,7 @@ def test_missing_reward_is_left_out_of_the_mean() -> None:
     assert psi.tolist() == pytest.approx([-a, a - b, -a + b, a])
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(
     shape=shapes(max_groups=4, max_size=5), scale=st.sampled_from([1e-3, 0.5, 40.0]), shift=st.sampled_from([-3.0, 8.0])
 )
@@ -127,7 +127,7 @@ def test_equal_states_of_other_groups_are_not_compared() -> None:
     assert psi[:, 0].tolist() == [1.0, -1.0, 0.0]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(shape=shapes(max_groups=4, max_size=5))
 def test_single_turn_gigpo_is_grpo_doubled(shape: Shape) -> None:
     """All episodes of a group begin in one state: Ψ = (1 + ω) times the z-score. With ω = 0 it is GRPO at any turns."""

@@ -64,7 +64,7 @@ def test_no_completion_at_all() -> None:
     assert pg.DISTILL.report(batch) == {}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=shapes())
 def test_discounted_sum_counts_sampled_tokens_only(shape: Shape) -> None:
     batch, _ = make(shape)
@@ -103,7 +103,7 @@ def test_completion_level_gradient_is_that_of_the_sequence_kl() -> None:
     assert (alone - expected).abs().max() > 0.05 * expected.abs().max()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shape=shapes())
 def test_the_exact_kl_is_its_defining_sum(shape: Shape) -> None:
     """GKD with the policy's own answers and the reverse KL: −β/N Σ_t Σ_a π(a) log(π(a)/π_T(a))."""

@@ -67,7 +67,7 @@ def test_max_variance_subset_by_hand(rewards: list[float], keep: int, expected: 
     assert sorted(reward[max_variance_subset(reward, keep)].tolist()) == pytest.approx(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=7), st.integers(1, 7))
 def test_max_variance_subset_is_the_maximum(rewards: list[float], keep: int) -> None:
     reward = torch.tensor(rewards, dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_max_variance_subset_is_the_maximum(rewards: list[float], keep: int) -> 
     assert float(reward[result].var(correction=0)) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes(max_size=6), st.integers(1, 4), st.sampled_from(["random", "max_variance"]), st.integers(0, 50))
 def test_downsampling_keeps_the_number_per_group(shape: Shape, keep: int, by: str, rollout: int) -> None:
     batch, _ = make(shape)
@@ -130,7 +130,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("by", ["random", "max_variance"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(shape=shapes(max_size=6))
 def test_dropped_completions_count_in_statistics(chain: str, by: str, shape: Shape) -> None:
     """all: Ψ is to the bit what it is without the part. kept: what it is in a batch of the chosen alone."""
@@ -187,7 +187,7 @@ def counted(prompts: Prompts) -> Tensor:
 
 @pytest.mark.parametrize(("statistics", "paper"), [("kept", pods), ("all", counted)])
 @pytest.mark.parametrize("off_policy", [None, 0.15, 1.5])
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(shape=shapes(max_size=6))
 def test_gradient_and_value_are_those_of_the_definition(
     statistics: str, paper: object, off_policy: float | None, shape: Shape

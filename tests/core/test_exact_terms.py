@@ -53,7 +53,7 @@ TERMS = {"entropy": pg.ExactEntropy(0.3, pg.TokenMean()), "kl": pg.ExactKLToOld(
 
 
 @pytest.mark.parametrize("kind", TERMS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shapes())
 def test_gradient_and_value_are_the_defining_sums(kind: str, shape: Shape) -> None:
     batch, logits = make(shape, 0.15)

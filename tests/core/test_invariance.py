@@ -63,7 +63,7 @@ def whole(name: str, shape: Shape):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(shape=shapes(), parts=st.integers(1, 5))
 def test_shares_of_any_split_add_up(name: str, shape: Shape, parts: int) -> None:
     """Micro-batches of any content and any order, on any rank: only whole-step Ψ and coefficients are shared."""
@@ -78,7 +78,7 @@ def test_shares_of_any_split_add_up(name: str, shape: Shape, parts: int) -> None
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(shape=shapes())
 def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> None:
     """Everything, Ψ and coefficients included, is computed anew from permuted completions and renamed groups."""

@@ -25,7 +25,7 @@ from policygrad.core import masked
 from policygrad.core.advantages import FrozenRunningMean
 from policygrad.core.validation import check_sampling
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, derandomize=True)
 SCORES = torch.autograd.functional.jacobian(logp_of, THETA).flatten(1)
 """∇_θ log π(o) [15, P] of every completion of the enumerated model."""
 NORM = SCORES.square().sum(1)

@@ -16,7 +16,7 @@ import policygrad as pg
 from doubles.random_batches import Shape, close, make, shapes
 from policygrad.core.validation import check_sampling
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, derandomize=True)
 
 
 def psi_of(chain: tuple[pg.Advantage, ...], rewards: list[float], **fields: Tensor) -> list[float]:

@@ -58,7 +58,7 @@ def learning(shape: Shape, beta: float) -> tuple[pg.Batch, Tensor]:
     return batch, logp.requires_grad_()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=shapes())
 def test_the_loss_is_the_papers_cross_entropy(shape: Shape) -> None:
     """−[R log σ(r_φ(o)) + (1 − R) log(1 − σ(r_φ(o)))], r_φ(o) = Σ_t β log(π_φ/π_ref), token by token."""

@@ -17,7 +17,7 @@ from doubles.random_batches import Shape, close, make, shapes
 from policygrad.core import masked
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum, masked_mean, merge
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, derandomize=True)
 Total = Callable[[Tensor, Tensor], float]  # (mask, group) -> what the coefficients sum to
 
 

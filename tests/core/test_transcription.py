@@ -84,7 +84,7 @@ def known(batch: pg.Batch, algorithm: pg.Algorithm, logp: Tensor) -> pg.Batch:
 
 @pytest.mark.parametrize("off_policy", OFF_POLICY.values(), ids=OFF_POLICY.keys())
 @pytest.mark.parametrize("name", TABLE)
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(shape=shapes())
 def test_gradient_and_value_are_the_papers(name: str, off_policy: float | None, shape: Shape) -> None:
     (value, by_token, by_parameter), (paper, paper_by_token, paper_by_parameter) = both(name, shape, off_policy)

@@ -80,7 +80,7 @@ def run(p: Quadratic, step: pg.TrustRegion) -> dict[str, float]:
 UNDAMPED = pg.TrustRegion(damping=0.0)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 12))
 def test_conjugate_gradient_solves_in_as_many_steps_as_there_are_dimensions(seed: int, size: int) -> None:
     F, b = random_fisher(seed, size), problem(seed, size).g
@@ -116,7 +116,7 @@ def test_conjugate_gradient_stops_early_on_indefinite_matrices() -> None:
     assert math.isnan(residual)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(seed=st.integers(0, 10**6), delta=st.floats(1e-4, 1.0), damping=st.sampled_from([0.0, 0.1, 3.0]))
 def test_the_full_step_has_the_quadratic_kl_delta_whatever_the_damping(seed: int, delta: float, damping: float) -> None:
     p = problem(seed, 8)

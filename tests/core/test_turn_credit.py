@@ -107,7 +107,7 @@ def silent(shape: Shape, values: float | None = None) -> pg.Batch:
     return batch if values is None else replace(batch, values=torch.full(batch.mask.shape, values, dtype=torch.float64))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(shape=shapes(max_width=8))
 def test_without_a_critic_it_is_the_reward_to_go(shape: Shape) -> None:
     """V = 0, λ = γ = 1: each of the three is the sum of what comes, which within a turn is the turn's."""
@@ -118,7 +118,7 @@ def test_without_a_critic_it_is_the_reward_to_go(shape: Shape) -> None:
     close(psi(batch, pg.TurnGAE(0.8, 1.0)), psi(batch, pg.TurnReturn(0.8)), tolerance=1e-12)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(shape=shapes(max_width=8))
 def test_one_turn_is_the_sequence(shape: Shape) -> None:
     """No two turns: the return is the completion's reward, and GAE at both levels is GAE over tokens."""
@@ -134,7 +134,7 @@ def test_one_turn_is_the_sequence(shape: Shape) -> None:
     close(psi(batch, pg.TurnGAE(0.3, 0.2)), less, tolerance=1e-12)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(shape=shapes(max_width=8))
 def test_turn_and_token_levels_agree_where_they_should(shape: Shape) -> None:
     """Without a discount per turn tokens' GAE is GAE; at λ = 1 both levels are it; at a turn's first token, λ = 1 over tokens is
@@ -146,7 +146,7 @@ def test_turn_and_token_levels_agree_where_they_should(shape: Shape) -> None:
     close(psi(batch, pg.MultiTurnGAE(1.0, 1.0, 0.7))[first], psi(batch, pg.TurnGAE(0.7, 1.0))[first], tolerance=1e-12)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(shape=shapes(max_width=8))
 def test_the_critic_is_fitted_to_what_the_advantage_discounts(shape: Shape) -> None:
     """R = A + V literally; with λ = 1 the return that is discounted per turn, at every token of the turn."""

@@ -54,7 +54,7 @@ def spelt(part: Pack) -> dict[int, tuple[int, ...]]:
     return result
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
 def test_completions_are_not_split_and_prefixes_are_read_once(seed: int, budget: int, full: bool) -> None:
     batch = branching(make_batch(seed), seed)

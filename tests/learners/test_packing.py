@@ -38,7 +38,7 @@ def texts(batch: pg.Batch, rows: Tensor) -> list[tuple[int, ...]]:
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans(), st.booleans())
 def test_every_completion_once_and_within_budget(seed: int, budget: int, full: bool, short: bool) -> None:
     """Whatever the budget, a group that must be whole is; completions of one token read their prompt alone, once."""
@@ -56,7 +56,7 @@ def test_every_completion_once_and_within_budget(seed: int, budget: int, full: b
         assert not short or len(p.paths) <= len(held)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
 def test_a_tree_has_one_node_per_distinct_prefix(seed: int, budget: int, full: bool) -> None:
     """Its paths spell the texts; its nodes are as many as the texts have different beginnings, its group's alone where it is

@@ -44,7 +44,7 @@ def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) ->
 
 
 @pytest.mark.parametrize("name", ENDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(first=WORDS, turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
 def test_a_conversation_in_ids_is_what_the_template_makes_of_it(
     name: str, first: str, turns: list[tuple[str, str]]

@@ -49,7 +49,7 @@ def test_tool_output_is_escaped_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["embedded", "chatml", "phi3"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pieces=PIECES)
 def test_any_combination_of_pieces_has_no_control_tokens(name: str, pieces: list[str]) -> None:
     own, text = tokenizer(name), "".join(pieces)

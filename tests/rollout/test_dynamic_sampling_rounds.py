@@ -74,7 +74,7 @@ def test_the_next_round_by_hand(missing: int, good: int, seen: int, expected: in
     assert next_round_size(missing, good, seen, 64) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(0, 64))
 def test_a_round_takes_at_least_what_is_missing_and_at_most_a_step(missing: int, good: int, aside: int) -> None:
     count = next_round_size(missing, good, good + aside, 64)

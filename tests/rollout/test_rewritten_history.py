@@ -133,7 +133,7 @@ def check(group: EpisodeGroup, asked: Sequence[Request]) -> None:
     assert int(batch.mask.sum()) == sum(t.num_sampled_tokens for t in group.trajectories)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(first=WORDS, said=st.lists(WORDS, max_size=3), key=st.integers(0, 2**40))
 def test_log_probabilities_are_those_while_it_was_sampled(first: str, said: list[str], key: int) -> None:
     """A random model's words, in capitals once they are earlier turns."""
@@ -145,7 +145,7 @@ def test_log_probabilities_are_those_while_it_was_sampled(first: str, said: list
 
 
 @pytest.mark.parametrize("name", sorted(ENDS))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(turns=st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=4))
 def test_reasoning_is_trained_where_it_was_read_whatever_the_template(
     name: str, turns: list[tuple[str, str, bool]]

@@ -88,7 +88,7 @@ def tokens_that_end(name: str) -> frozenset[int]:
 
 
 @pytest.mark.parametrize("name", sorted(set(ENDS) - REWRITES))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(first=WORDS, said=st.lists(WORDS, max_size=3), key=st.integers(0, 2**40), chat=st.booleans())
 def test_log_probabilities_of_the_whole_are_those_while_it_was_sampled(
     name: str, first: str, said: list[str], key: int, chat: bool

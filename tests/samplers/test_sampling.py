@@ -57,7 +57,7 @@ def test_sample_frequencies_match_the_probabilities() -> None:
     assert torch.allclose(counts.double(), P[0], atol=4 * math.sqrt(0.25 / n))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 5)), min_size=1, max_size=6, unique=True),
     st.integers(1, 9),
@@ -70,7 +70,7 @@ def test_uniforms_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) -
     assert bool(((batched >= 0) & (batched < 1)).all())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 2**70), max_size=7).map(tuple), min_size=1, max_size=5))
 def test_uniforms_equal_numpys_philox(keys: list[tuple[int, ...]]) -> None:
     numpys = [np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(9) for key in keys]

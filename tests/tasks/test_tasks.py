@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import reasoning_gym
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from doubles.files import read_examples, write_rows
@@ -269,7 +269,6 @@ value = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.data(), st.sets(text.filter(lambda name: name not in {"prompt", "prompts", "completions"}), max_size=3))
 def test_any_rows_are_read_as_they_were_written(tmp_path_factory, data, names):
     prompt = text.filter(bool) | st.lists(message, min_size=1, max_size=3)

@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)), data=st.data())
 @example(cuts=(1.0, 1.0), data=None)
 def test_a_log_cut_anywhere_and_resumed_equals_an_uninterrupted_one(tmp_path_factory, cuts, data):

@@ -58,7 +58,7 @@ def test_toml_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
     assert from_dict({"algorithm": algorithm_to_dict(run.algorithm)}, Run(), "a dict").algorithm == run.algorithm
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.floats(min_value=0, max_value=MAX_LR),
     st.integers(min_value=0, max_value=2**62),

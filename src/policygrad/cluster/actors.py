@@ -210,18 +210,19 @@ class SamplerActor(NamedActor):
 
     def load(self, setup: Sequence[Any], weights: Sequence[Any], version: int) -> None:
         """Load weights, and build the model first from (skeleton, constant weights, end tokens, padding, whether to record
-        experts). Both are references, in lists so that they are fetched only where they are needed."""
+        experts, whether to use CUDA graphs). Both are references, in lists so that they are fetched only where they are needed."""
         import ray
 
         if self._local is None:
-            skeleton, constant, end, pad, routed = ray.get(setup[0])
+            skeleton, constant, end, pad, routed, cuda_graphs = ray.get(setup[0])
             device = torch.device("cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu")
             model = skeleton.build_empty(device).eval()
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name in constant:
                         parameter.copy_(constant[name])
-            self._local = LocalSampler(model, end, pad, Routing.for_model(model) if routed else None)
+            routing = Routing.for_model(model) if routed else None
+            self._local = LocalSampler(model, end, pad, routing, cuda_graphs=cuda_graphs)
         parameters = dict(self._local.model.named_parameters())
         with torch.no_grad():
             for name, tensor in ray.get(weights[0]).items():
@@ -240,9 +241,11 @@ class RaySampler:
     the rounding of differently shaped matrix products.
     """
 
-    def __init__(self, actors: ActorFactory, size: int, routed: bool, model: nn.Module, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, actors: ActorFactory, size: int, routed: bool, cuda_graphs: bool, model: nn.Module, tokenizer: Tokenizer
+    ) -> None:
         self._pool = actors.create_pool(SamplerActor, SAMPLERS, size)
-        self._model, self._options = model, (tokenizer.end_ids, pad_token_id(tokenizer), routed)
+        self._model, self._options = model, (tokenizer.end_ids, pad_token_id(tokenizer), routed, cuda_graphs)
         self._setup: Any = None
         self._retries = 0
 
@@ -524,7 +527,9 @@ def make_placement(
     counts = {group.name: group.count for group in groups}
     samplers, rewards, environments = (counts.get(name, 0) for name in (SAMPLERS, REWARDS, ENVIRONMENTS))
     return Placement(
-        sampler=partial(RaySampler, actors, samplers, run.learner.routing_replay) if samplers else None,
+        sampler=partial(RaySampler, actors, samplers, run.learner.routing_replay, run.sampler.cuda_graphs)
+        if samplers
+        else None,
         reward_pool=partial(RayRewardPool, actors, rewards) if rewards else None,
         environment=partial(RayEnvironmentFactory, actors, environments) if environments else None,
         learner_processes=learners.launcher if run.learner.world_size > 1 else None,

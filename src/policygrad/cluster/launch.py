@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from policygrad import __version__
 from policygrad.checkpoint.format import newest_step
 from policygrad.cluster.actors import ActorFactory, LearnerActors, NamedActor, make_placement, unwrap_error
 from policygrad.cluster.config import (
@@ -346,7 +347,7 @@ def installed_versions() -> dict[str, str]:
     from importlib.metadata import version
 
     python = platform.python_version().rpartition(".")[0]
-    return {"policygrad": version("policygrad"), "Python": python, "torch": version("torch")}
+    return {"policygrad": __version__, "Python": python, "torch": version("torch")}
 
 
 def check_versions(actor_versions: dict[str, str]) -> None:

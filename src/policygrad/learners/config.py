@@ -66,6 +66,8 @@ class LearnerConfig:
     """Tokens per forward and backward pass, shared ones once; 0 = 16384 on a GPU, 1024 on a CPU (2048 for a small model)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    attention: str = AUTO
+    """sdpa = scaled_dot_product_attention; auto = FlexAttention on a GPU where many texts share prefixes, else sdpa."""
     compile: bool = False
     """Compile the model's blocks with torch.compile: faster on a GPU after about half a minute, not on a CPU."""
     world_size: int = 1
@@ -95,6 +97,12 @@ class LearnerConfig:
             raise ConfigError("learner.lora and learner.trainable both select what trains: leave one of them empty")
         if self.dtype not in (AUTO, "fp32", "bf16"):
             raise ConfigError(f"learner.dtype must be fp32, bf16 or auto, not {self.dtype!r}")
+        if self.attention not in (AUTO, "sdpa"):
+            raise ConfigError(f"learner.attention must be auto or sdpa, not {self.attention!r}")
+        if self.compile and max(self.world_size, self.tensor_parallel) > 1:
+            raise ConfigError(
+                f"learner.compile is for a learner in one process, and learner.world_size is {self.world_size}: leave it out"
+            )
         for name in ("world_size", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"learner.{name} must be at least 1, not {getattr(self, name)}")

@@ -39,6 +39,8 @@ class SamplerConfig:
     lora_sync: Annotated[str, tyro.conf.arg(metavar="|".join(LORA_SYNCS))] = AUTO
     """How LoRA weights reach servers. adapter = the adapter alone; merged = all weights, with the adapter merged.
     auto = the adapter if engine and adapter support it, else merged."""
+    cuda_graphs: bool = True
+    """Sampling in this process on a GPU: launch all kernels of a token as one CUDA graph, if the model allows it."""
     max_concurrency: int = 16
     """Maximum concurrent requests per server; 0 = adjust to the queue and cache use that the server reports."""
     chunk_tokens: int = 0

@@ -55,7 +55,7 @@ class ShardedLocalSampler:
         """Sample in all processes, with signals held until they have finished."""
         local = self._local
         with defer_signals(), self._learner.collective("sampling") as workers:
-            arguments = (requests, local.version, frozenset(local.end.tolist()), local.pad)
+            arguments = (requests, local.version, frozenset(local.end.tolist()), local.pad, local.cuda_graphs)
             workers.broadcast_object((sample_shard, arguments))
             return await _sample_together(local, requests, workers)
 
@@ -69,13 +69,13 @@ def distribute_sampling(resources: Resources, learner: Learner) -> Resources:
 
 
 def sample_shard(
-    learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int
+    learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int, cuda_graphs: bool
 ) -> None:
     """In a rank above 0: sample its part of the requests."""
     assert learner.full_model is not None  # it replicates the policy
     if "sampler" not in learner.cache:
         routing = Routing.for_model(learner.full_model) if learner.config.routing_replay else None
-        learner.cache["sampler"] = LocalSampler(learner.full_model, end, pad, routing)
+        learner.cache["sampler"] = LocalSampler(learner.full_model, end, pad, routing, cuda_graphs=cuda_graphs)
     sampler: LocalSampler = learner.cache["sampler"]
     sampler.version = version
     asyncio.run(_sample_together(sampler, requests, learner.workers))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Any
 
+from policygrad import __version__
 from policygrad.trackers.console import format_count
 from policygrad.training.config.serialization import format_option, format_parts
 
@@ -56,7 +56,7 @@ def render_model_card(
     sections = [
         "\n".join(["---", *header, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"]),
         f"# {name}",
-        f"{_format_value(base)}, trained {method}, with policygrad {version('policygrad')} (`policygrad {kind}`).",
+        f"{_format_value(base)}, trained {method}, with policygrad {__version__} (`policygrad {kind}`).",
         "## What was trained, and on what",
         _render_table(("", ""), rows),
     ]

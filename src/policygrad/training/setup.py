@@ -154,7 +154,9 @@ def load_resources(
     if factory is None:
         replays_routing = algorithm is not None and options.learner.routing_replay
         routing = Routing.for_model(sampling_model) if replays_routing else None
-        loaded: object = LocalSampler.from_tokenizer(sampling_model, tokenizer, routing)
+        loaded: object = LocalSampler.from_tokenizer(
+            sampling_model, tokenizer, routing, cuda_graphs=options.sampler.cuda_graphs
+        )
     else:
         loaded = call_factory(factory, Sampler, sampling_model, tokenizer)
     if not isinstance(loaded, Sampler):

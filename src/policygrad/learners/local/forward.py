@@ -38,6 +38,7 @@ class Network:
     """The head on last hidden states gives the model's logits, so it need only see predicting positions; otherwise a state is the
     logits themselves."""
     use_tree: bool = False  # the model reads a pack as a tree, each node once; otherwise text by text
+    use_flex: bool = True  # FlexAttention where it is faster
     routing: Routing | None = None  # replays the sampler's experts in a mixture of experts
 
     @property
@@ -73,8 +74,8 @@ class Network:
         if self.use_tree:  # tree attention leaves a four-dimensional mask as it is
             ids, positions = part.ids[None], part.positions[None]
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "tree": part.tree}
-            return part.predicting_nodes, inputs
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            return part.predicting_nodes, inputs | {"tree": part.tree, "use_flex": self.use_flex}
         # A row per text. Causal attention does not see the padding behind a text; without a mask, which is all ones, some models
         # look for padding ids.
         ids = part.ids[part.paths]

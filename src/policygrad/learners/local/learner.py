@@ -15,7 +15,8 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
-from policygrad.learners.local.compilation import CompiledBlocks
+from policygrad.learners.config import AUTO
+from policygrad.learners.local.compilation import CompiledBlocks, count_compiled_graphs
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, build_evaluator, recompute_activations
 from policygrad.learners.local.networks import ImplicitRewardModel, TrainedNetworks, ValueModel, measure_values
@@ -75,7 +76,7 @@ class LocalLearner:
         if config.gradient_checkpointing:
             recompute_activations(model)
         set_trainable(model, config.trainable)
-        self.evaluator = self._build_evaluator(model, spec.temperature)
+        self.evaluator = self._choose_kernels(self._build_evaluator(model, spec.temperature))
         if config.routing_replay:
             check_routing_replay(algorithm)
             routed = replace(self.evaluator.network, routing=Routing.for_model(model))
@@ -84,6 +85,8 @@ class LocalLearner:
         critic = algorithm.critic
         self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)
         self.reference = self._build_reference(algorithm, reference, build)
+        if self.reference is not None:
+            self.reference = self._choose_kernels(self.reference)
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
             initial = self._frozen_copy(self.reference, build if reference is None else None)
@@ -98,6 +101,10 @@ class LocalLearner:
         self.uses_lr = rule.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
         self.norms = self._build_score_norms() if "grad_logp_sq_norm" in algorithm.needs else None
+
+    def _choose_kernels(self, evaluator: Evaluator) -> Evaluator:
+        """Return an evaluator with the attention that `learner.attention` names."""
+        return replace(evaluator, network=replace(evaluator.network, use_flex=self.config.attention == AUTO))
 
     # A sharded learner makes these otherwise.
 
@@ -205,7 +212,10 @@ class LocalLearner:
                 "(Generation.routed_experts): use --sampler.engine local, or set learner.routing_replay=false"
             )
         try:
+            graphs = count_compiled_graphs() if self.config.compile else 0
             metrics = algorithm.update_rule(self.build_problem(batch, psi, algorithm))
+            if self.config.compile:
+                metrics |= {"compiled_graphs": Sum(float(count_compiled_graphs() - graphs))}
         finally:
             self.networks.release()
         self.rollouts += 1

@@ -7,6 +7,7 @@ attends to exactly what it would attend to if its text stood alone, in the same 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -22,7 +23,6 @@ _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a co
 _SMALL_CALL = 2**15  # scores below which padding costs less than another call
 _MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
-FLEX_DEVICES = ("cuda",)
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_SCORES = 2**22
 """Scores under a mask from which on FlexAttention is used."""
@@ -60,8 +60,10 @@ class AttentionTree:
     @cached_property
     def blocks(self) -> tuple[AttentionBlock, ...]:
         """The texts in groups of similar shape, for one call of scaled-dot-product attention each."""
+        convert = self.convert
         return tuple(
-            AttentionBlock(*(None if x is None else self.convert(x) for x in block)) for block in self._blocks[0]
+            AttentionBlock(convert(queries), convert(keys), None if mask is None else convert(mask))
+            for queries, keys, mask in self._blocks[0]
         )
 
     @cached_property
@@ -159,20 +161,23 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     tree: AttentionTree | None = None,
+    use_flex: bool = True,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Apply transformers' scaled-dot-product attention, along a tree's paths if one is given. `query`: [1, heads, N,
-    width], or without a tree [B, heads, L, width]; likewise key and value."""
+    """Apply attention along a tree's paths, or transformers' scaled-dot-product attention if there is no tree.
+
+    Args:
+        query, key, value: [1, heads, N, width], or without a tree [B, heads, L, width].
+        use_flex: Use FlexAttention where it is faster: on a GPU, where many texts share prefixes.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if tree is None:
         return sdpa(module, query, key, value, attention_mask, **options)
-    if query.device.type in FLEX_DEVICES and query.dtype in FLEX_DTYPES and tree.masked_scores >= FLEX_SCORES:
-        shares_keys = query.shape[1] != key.shape[1]
-        out = compiled_flex_attention()(
-            query, key, value, block_mask=tree.flex_mask, scale=options.get("scaling"), enable_gqa=shares_keys
-        )
-        return out.transpose(1, 2), None
+    if use_flex and tree.masked_scores >= FLEX_SCORES and is_flex_possible(query):
+        out = flex_attention(query, key, value, tree, options.get("scaling"))
+        if out is not None:
+            return out.transpose(1, 2), None
     outputs = []
     for b in tree.blocks:
         q, k, v = _gather_nodes(query, b.queries), _gather_nodes(key, b.keys), _gather_nodes(value, b.keys)
@@ -182,12 +187,45 @@ def tree_attention(
     return merged.flatten(1).index_select(0, tree.output_index).view(1, -1, heads, width), None
 
 
+def is_flex_possible(query: Tensor) -> bool:
+    """Return True for plain tensors (not divided over processes) on a GPU, in a precision that FlexAttention has."""
+    return type(query) is Tensor and query.device.type == "cuda" and query.dtype in FLEX_DTYPES
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None
+) -> Tensor | None:
+    """Return [1, heads, N, width] by FlexAttention; None, with a warning the first time, if it cannot be compiled here."""
+    global _is_flex_broken
+    if _is_flex_broken:
+        return None
+    shares_keys = query.shape[1] != key.shape[1]
+    try:
+        return compiled_flex_attention()(
+            query, key, value, block_mask=tree.flex_mask, scale=scale, enable_gqa=shares_keys
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler, Triton and the driver raise all kinds
+        _is_flex_broken = True
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        warnings.warn(
+            f"FlexAttention cannot be compiled here ({reason}): attention uses scaled_dot_product_attention, which is slower "
+            "where texts share long prefixes. --learner.attention sdpa silences this.",
+            stacklevel=2,
+        )
+        return None
+
+
+_is_flex_broken = False  # in this process
+
+
 @cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
     """Return FlexAttention as one kernel for all lengths; without compilation it would write out all scores."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention import flex_attention as flex
 
-    return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return]
+    return torch.compile(flex.flex_attention, dynamic=True)
 
 
 def _gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
@@ -225,7 +263,8 @@ def exclude_attention_from_compilation(model: Any) -> None:
     from transformers import AttentionInterface
 
     name = model.config._attn_implementation
-    AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
+    interface: Any = AttentionInterface
+    interface.register(name, torch.compiler.disable(interface()[name]))  # type: ignore[no-untyped-call]
 
 
 def disable_tree_attention(model: Any) -> None:

@@ -42,14 +42,17 @@ class LocalSampler:
         """
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
+        self.cuda_graphs = cuda_graphs
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
 
     @classmethod
-    def from_tokenizer(cls, model: nn.Module, tokenizer: Tokenizer, routing: Routing | None = None) -> LocalSampler:
+    def from_tokenizer(
+        cls, model: nn.Module, tokenizer: Tokenizer, routing: Routing | None = None, *, cuda_graphs: bool = True
+    ) -> LocalSampler:
         """Return a sampler with the tokenizer's end tokens."""
-        return cls(model, tokenizer.end_ids, pad_token_id(tokenizer), routing)
+        return cls(model, tokenizer.end_ids, pad_token_id(tokenizer), routing, cuda_graphs=cuda_graphs)
 
     async def update(self, weights: PublishedWeights) -> None:
         """Copy the weights, unless they are this model's own tensors."""
@@ -78,7 +81,7 @@ class LocalSampler:
         for sampling in dict.fromkeys(r.sampling for r in requests):
             indices = [i for i, r in enumerate(requests) if r.sampling == sampling]
             with recording():
-                ahead = self.decodes_ahead and self._shares_prefixes
+                ahead = self.decodes_ahead and cache_class is SharedPrefixCache
                 loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead)
                 completed = loop.run(cache_class(self.model, self.pad), self.version, self._callback)
                 generations |= zip(indices, completed, strict=True)

@@ -101,7 +101,9 @@ class SharedPrefixCache:
         layout = self.layout
         if layout.column is not None and layout.used + steps <= layout.capacity:
             return False
-        layout.capacity = -(-(layout.used + steps) // kv_cache.GROWTH_TOKENS) * kv_cache.GROWTH_TOKENS
+        needed, growth = layout.used + steps, kv_cache.GROWTH_TOKENS
+        doubled = max(2 * _MASK_TOKENS, 1 << (needed - 1).bit_length())
+        layout.capacity = doubled if needed <= growth else -(-needed // growth) * growth
         layout.column = torch.tensor([layout.used], device=self.device)
         for layer in self.layers:
             layer.set_capacity(layout.capacity, len(self.owner))
