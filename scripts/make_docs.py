@@ -3,7 +3,7 @@
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/measured.*,
 docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree), docs/engines.md,
 docs/extras.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options), docs/primer.md (findings of the lab),
-docs/planning.md (predictions against measurements) and docs/real-model.md (results).
+docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md (results).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pages.blocks import (
     engines_block,
     extras_block,
     faults_block,
+    gpu_block,
     learned_block,
     math_block,
     metrics_page,
@@ -67,6 +68,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
+        DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=gpu_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
         DOCS / "measured.md": measured_page(),

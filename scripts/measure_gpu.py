@@ -456,8 +456,8 @@ def run_default(device: str) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         result = json.loads(Path(f"{folder}/run/result.json").read_text())
     return {
-        "command's seconds": seconds,
-        "training seconds": result["seconds"],
+        "seconds of the command": seconds,
+        "seconds of training": result["seconds"],
         "held out before": result["eval_reward_before"],
         "held out after": result["eval_reward_after"],
     }

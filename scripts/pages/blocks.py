@@ -388,3 +388,105 @@ def _svg(shapes: list[str]) -> str:
     page = f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="8"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">'
     return "\n".join([head, "<title>SmolLM2-135M-Instruct learns sums</title>", style, page, *shapes, "</svg>"]) + "\n"
+
+
+# What one GPU gave (docs/gpu.md).
+
+_LEARNERS = {
+    "learner 16k": ("0.6B, texts of 16,384", ""),
+    "learner 16k compiled": ("0.6B, texts of 16,384", "compile"),
+    "learner 16k recomputed": ("0.6B, texts of 16,384", "gradient-checkpointing"),
+    "learner 16k recomputed, compiled": ("0.6B, texts of 16,384", "gradient-checkpointing, compile"),
+    "learner 64k recomputed": ("0.6B, texts of 65,536", "gradient-checkpointing"),
+    "learner groups, sdpa": ("0.6B, 4 groups of 8: 2,048 tokens shared, 1,024 each", "attention sdpa"),
+    "learner groups": ("0.6B, 4 groups of 8: 2,048 tokens shared, 1,024 each", ""),
+    "learner groups, compiled": ("0.6B, 4 groups of 8: 2,048 tokens shared, 1,024 each", "compile"),
+    "learner 4B LoRA 16k recomputed": ("4B, texts of 16,384", "gradient-checkpointing, lora rank=16"),
+}
+
+
+def gpu_block() -> str:
+    """Write the tables of docs/gpu.md from docs/results/gpu.json."""
+    data = load("gpu")
+    parts = {name: part["result"] for name, part in data["parts"].items()}
+    versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name != "policygrad")
+    device, worst, texts = parts["device"], parts["algorithms"], parts["packing"]
+    head = parts["head"]["bfloat16"]
+    checks = [
+        (
+            "one update of each of the 48 algorithms, weights and moments, in float64",
+            "the CPU in float64",
+            f"{worst['cuda float64']['error']:.1e} of the largest number",
+        ),
+        (
+            "the same in float32",
+            "the CPU in float64",
+            f"{worst['cuda float32']['error']:.1e} ({worst['cuda float32']['algorithm']}, by its conjugate gradient)",
+        ),
+        *(
+            (
+                f"gradient of texts that share prefixes, {dtype}, {name}",
+                "float64, text by text, on the CPU",
+                f"{texts[f'{dtype} {kernel}']['gradient']:.1e} of its norm",
+            )
+            for dtype in ("fp32", "bf16")
+            for kernel, name in (("flex", "FlexAttention"), ("sdpa", "sdpa"), ("texts", "text by text"))
+        ),
+        (
+            "log π and entropy of 151,936 tokens without a table, bf16",
+            "the table in float64",
+            f"{head['logp']:.1e}, {head['entropy']:.1e} of their norms",
+        ),
+        (
+            "32 completions of the embedded model, fp32",
+            "the CPU's",
+            f"{parts['sampler']['cuda fp32']['completions as on the CPU']} equal; "
+            f"{parts['sampler']['cuda fp32']['nats from the learner']:.1e} nats from the learner",
+        ),
+        (
+            "the same in bf16",
+            "the CPU's in fp32",
+            f"{parts['sampler']['cuda bf16']['completions as on the CPU']} equal; "
+            f"{parts['sampler']['cuda bf16']['nats from the learner']:.1e} nats from the learner",
+        ),
+        ("40 completions by CUDA graphs", "without", f"{parts['decoding ahead']['same completions']} equal"),
+        ("the update after a checkpoint (grpo, ppo), fp32", "without the interruption", parts["resume"]["grpo"]),
+    ]
+    learners = [
+        (
+            texts_,
+            options or "–",
+            f"{parts[name]['text tokens/s']:,.0f}",
+            f"{parts[name]['MFU']:.0%}" if "MFU" in parts[name] else "–",
+            f"{parts[name]['peak GiB']:.1f}",
+        )
+        for name, (texts_, options) in _LEARNERS.items()
+        if name in parts
+    ]
+    decoding = [
+        (
+            rows.removesuffix(" rows"),
+            *(f"{parts[name][rows]['tokens/s']:,.0f}" for name in ("decoding", "decoding without graphs")),
+            f"{parts['decoding'][rows]['ms per token']:.1f}",
+        )
+        for rows in parts["decoding"]
+    ]
+    default = parts["default run"]
+    return "\n\n".join(
+        [
+            f"**{data['device']}**; {versions}; {device['bf16 Tflop/s']:.0f} Tflop/s of a bare bf16 matrix product, "
+            f"{device['GB/s']:,.0f} GB/s of a copy; all parts together {sum(p['seconds'] for p in data['parts'].values()):.0f} s.",
+            table(("what", "compared with", "largest difference"), checks),
+            "One update (forward, backward, AdamW) in bf16. MFU is by 6 · (parameters + layers · heads · width · length) "
+            "operations per token over the published rate of the device, whatever is recomputed or frozen.",
+            table(("texts", "`--learner.` options", "tokens/s", "MFU", "peak GiB"), learners),
+            "prime-rl reports 11,900 tokens/s (11.1 %, 12.5 GiB) for the 0.6B at 16,384 tokens and 10,150 (26.8 %, 19.6 GiB) at "
+            "65,536, on one H100 with recomputation and FlashAttention 3 ([sources](planning.md#assumptions)). The H200 has the "
+            "H100's arithmetic and 1.4 times its memory bandwidth; precision of the optimizer, data and loss differ too.",
+            "Sampling in this process, 0.6B in bf16, prompts of 256 tokens for 8 completions each, 256 tokens drawn:",
+            table(("completions at once", "tokens/s", "without CUDA graphs", "ms a token"), decoding),
+            f"`policygrad train`, the default run: {default['seconds of training']:.0f} s of training, "
+            f"{default['seconds of the command']:.0f} s for the command; held out "
+            f"{default['held out before']:.2f} → {default['held out after']:.2f}. The embedded model is too small to gain from a GPU.",
+        ]
+    )

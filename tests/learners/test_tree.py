@@ -20,6 +20,23 @@ def forests(draw: st.DrawFn) -> list[tuple[int, ...]]:
     return sorted(set(some))
 
 
+def laid_out(texts: list[tuple[int, ...]]) -> tuple[dict[tuple[int, ...], int], AttentionTree]:
+    """Return the node of every prefix, and the tree."""
+    nodes: dict[tuple[int, ...], int] = {}
+    for text in texts:
+        for i in range(len(text)):
+            nodes.setdefault(text[: i + 1], len(nodes))
+    lengths = np.array([len(text) for text in texts])
+    paths = np.zeros((len(texts), int(lengths.max())), dtype=np.int64)
+    shared, seen = np.zeros(len(texts), dtype=np.int64), set[tuple[int, ...]]()
+    for row, text in enumerate(texts):
+        own = [nodes[text[: i + 1]] for i in range(len(text))]
+        paths[row] = own + [own[-1]] * (paths.shape[1] - len(own))
+        shared[row] = sum(text[: i + 1] in seen for i in range(len(text)))
+        seen |= {text[: i + 1] for i in range(len(text))}
+    return nodes, AttentionTree(paths, lengths, shared)
+
+
 @pytest.mark.parametrize("limits", [(2**24, 2**15), (2**24, 1), (20, 1)], ids=["one call", "many", "no masks"])
 def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]) -> None:
     monkeypatch.setattr(tree_attention, "_MAX_SCORES", limits[0])
@@ -28,22 +45,9 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
     @settings(max_examples=60)
     @given(forests())
     def check(texts: list[tuple[int, ...]]) -> None:
-        nodes: dict[tuple[int, ...], int] = {}
-        for text in texts:
-            for i in range(len(text)):
-                nodes.setdefault(text[: i + 1], len(nodes))
-        lengths = np.array([len(text) for text in texts])
-        paths = np.zeros((len(texts), int(lengths.max())), dtype=np.int64)
-        shared, seen = np.zeros(len(texts), dtype=np.int64), set[tuple[int, ...]]()
-        for row, text in enumerate(texts):
-            own = [nodes[text[: i + 1]] for i in range(len(text))]
-            paths[row] = own + [own[-1]] * (paths.shape[1] - len(own))
-            shared[row] = sum(text[: i + 1] in seen for i in range(len(text)))
-            seen |= {text[: i + 1] for i in range(len(text))}
+        nodes, tree = laid_out(texts)
         q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
-        result, _ = tree_attention.tree_attention(
-            nn.Module(), q, k, v, None, tree=AttentionTree(paths, lengths, shared)
-        )
+        result, _ = tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree)
         assert result.shape == (1, len(nodes), 2, 4)
         expected = torch.zeros_like(result)
         for text in texts:
@@ -70,3 +74,72 @@ def test_equal_shapes_are_one_call_and_a_long_text_has_no_mask(monkeypatch: pyte
         tree_attention, "_MAX_SCORES", 11
     )  # a mask of 2 × 6 is too large: its queries begin at the beginning
     assert all(b.mask is None for b in AttentionTree(paths, lengths, shared).blocks)
+
+
+@given(forests(), st.sampled_from([1, 2, 4]))
+def test_flex_attention_sees_the_same_tokens(texts: list[tuple[int, ...]], block: int) -> None:
+    """Node by node, and by blocks: none that has a visible token is left out, and none called full has a hidden one."""
+    nodes, tree = laid_out(texts)
+    count, expected = len(nodes), torch.eye(len(nodes), dtype=torch.bool)
+    for prefix, node in nodes.items():
+        for i in range(1, len(prefix)):
+            expected[node, nodes[prefix[:i]]] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "FLEX_BLOCK", block)
+        mask = tree.flex_mask
+    every = torch.arange(count)
+    visible = mask.mask_mod(torch.tensor(0), torch.tensor(0), every[:, None], every[None])
+    assert torch.equal(visible, expected)
+    blocks = -(-count // block)
+    padded = torch.zeros(blocks * block, blocks * block, dtype=torch.bool)
+    padded[:count, :count] = expected
+    grid = padded.view(blocks, block, blocks, block)
+    seen = {
+        "kv": torch.zeros(blocks, blocks, dtype=torch.bool),
+        "full_kv": torch.zeros(blocks, blocks, dtype=torch.bool),
+    }
+    for name, table in seen.items():
+        numbers, indices = getattr(mask, f"{name}_num_blocks")[0, 0], getattr(mask, f"{name}_indices")[0, 0]
+        for row in range(blocks):
+            table[row, indices[row, : numbers[row]].long()] = True
+    assert not (seen["kv"] & seen["full_kv"]).any()
+    assert torch.equal(seen["kv"] | seen["full_kv"], grid.any(3).any(1))
+    assert not (seen["full_kv"] & ~grid.all(3).all(1)).any()
+
+
+def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own implementation on the CPU, which has no backward pass; with keys shared between heads."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(tree_attention, "is_flex_possible", lambda query: True)
+    monkeypatch.setattr(tree_attention, "compiled_flex_attention", lambda: flex_attention)
+    texts = sorted((0, 1, 2, *map(int, f"{i:07b}"), *[3] * (i % 5)) for i in range(0, 100, 7))
+    nodes, tree = laid_out(texts)
+    q, k, v = (torch.randn(1, heads, len(nodes), 16) for heads in (4, 2, 2))
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    expected, _ = tree_attention.tree_attention(module, q, k, v, None, tree=tree, scaling=0.3)
+    monkeypatch.setattr(tree_attention, "FLEX_SCORES", 0)
+    result, _ = tree_attention.tree_attention(module, q, k, v, None, tree=tree, scaling=0.3)
+    assert torch.allclose(result, expected, atol=1e-5)
+
+
+def test_where_flex_attention_cannot_be_compiled_another_is_used_and_the_reason_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("no working Triton\nin many lines")
+
+    monkeypatch.setattr(tree_attention, "_is_flex_broken", False)
+    monkeypatch.setattr(tree_attention, "is_flex_possible", lambda query: True)
+    monkeypatch.setattr(tree_attention, "compiled_flex_attention", lambda: fail)
+    nodes, tree = laid_out([(0, 1, 2), (0, 1, 3)])
+    q, k, v = torch.randn(3, 1, 2, len(nodes), 4)
+    expected, _ = tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree)
+    monkeypatch.setattr(tree_attention, "FLEX_SCORES", 0)
+    with pytest.warns(UserWarning, match=r"RuntimeError: no working Triton\).*--learner.attention sdpa"):
+        result, _ = tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree)
+    assert torch.equal(result, expected)
+    tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree)  # told once
+    monkeypatch.setattr(tree_attention, "_is_flex_broken", False)
+    tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree, use_flex=False)  # not tried

@@ -24,8 +24,12 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 class CompiledBlocks:
     """The blocks of a model, compiled. They are used inside `active` only: a sampler of the same model decodes as before."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recompute: bool = False) -> None:
         """
+        Args:
+            recompute: Activations are recomputed: then the parts of each block are compiled one by one, as the block itself
+                contains the call that recomputes it.
+
         Raises:
             ConfigError: No C++ compiler, or a model whose blocks are not in a list called `layers`.
         """
@@ -40,19 +44,19 @@ class CompiledBlocks:
                 f"learner.compile compiles the blocks of a model, and {type(model).__name__} has no list of `layers`: leave it out"
             )
         exclude_attention_from_compilation(model)
-        self.blocks: list[Any] = list(blocks)
-        self.calls = [torch.compile(block._call_impl, dynamic=True) for block in self.blocks]
+        self.modules: list[Any] = [part for block in blocks for part in (block.children() if recompute else [block])]
+        self.calls = [torch.compile(module._call_impl, dynamic=True) for module in self.modules]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Call the compiled blocks instead of the originals."""
-        for block, call in zip(self.blocks, self.calls, strict=True):
-            block._compiled_call_impl = call
+        """Call the compiled modules instead of the originals."""
+        for module, call in zip(self.modules, self.calls, strict=True):
+            module._compiled_call_impl = call
         try:
             yield
         finally:
-            for block in self.blocks:
-                block._compiled_call_impl = None
+            for module in self.modules:
+                module._compiled_call_impl = None
 
 
 def count_compiled_graphs() -> int:

@@ -97,7 +97,7 @@ class LocalLearner:
             self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
         )
         if config.compile:
-            self.networks = replace(self.networks, compiled=CompiledBlocks(model))
+            self.networks = replace(self.networks, compiled=CompiledBlocks(model, config.gradient_checkpointing))
         self.uses_lr = rule.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
         self.norms = self._build_score_norms() if "grad_logp_sq_norm" in algorithm.needs else None

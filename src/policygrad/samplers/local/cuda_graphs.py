@@ -87,7 +87,6 @@ class DecodeAhead:
         self.broken |= broken
         place = count.clamp(max=loop.tokens.shape[1] - 1)  # a finished row writes what is there already
         token, logp = sample_tokens(self.logits, loop.u[active, place], loop.sampling)
-        token = token.clamp(max=self.logits.shape[1] - 1)  # of broken logits it may be anything
         loop.tokens[active, place] = torch.where(was_finished, loop.tokens[active, place], token)
         loop.logps[active, place] = torch.where(was_finished, loop.logps[active, place], logp.to(loop.logps.dtype))
         count += ~was_finished

@@ -45,21 +45,21 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
     if size <= 8 * _BLOCK:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, u * total, right=True)
+        token = torch.searchsorted(cumulative, u * total, right=True).clamp_(max=size - 1)  # NaN would give `size`
     else:
         split = size - size % _BLOCK
         sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
         remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
         cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
         total = cumulative[:, -1:]
-        block = torch.searchsorted(cumulative, u * total, right=True)
+        block = torch.searchsorted(cumulative, u * total, right=True).clamp_(max=cumulative.shape[1] - 1)  # likewise
         before = nn.functional.pad(cumulative, (1, 0)).gather(1, block)
         positions = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
         in_block = weights.gather(1, positions.clamp(max=size - 1)).masked_fill_(positions >= size, 0)
         inner = in_block.cumsum(-1, dtype=torch.float64)
         offset = torch.searchsorted(inner, u * total - before, right=True)
         last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # a block's two sums may differ in the last bit
-        token = block * _BLOCK + torch.minimum(offset, last)
+        token = (block * _BLOCK + torch.minimum(offset, last)).clamp_(max=size - 1)
     logp = logits.gather(-1, token).double() - largest - total.log()
     return token.squeeze(1), logp.to(logits.dtype).squeeze(1)
 

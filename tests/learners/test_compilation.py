@@ -1,0 +1,75 @@
+"""`learner.compile`: the same gradients, and nothing compiled anew for another length."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.batches import float_batch
+from policygrad.learners.local import compilation
+from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.loading import load_model
+from policygrad.samplers.base import Request, SamplingParams
+from policygrad.samplers.local.sampler import LocalSampler
+
+
+def learner_for(folder: Path, **config: object) -> LocalLearner:
+    settings = pg.LearnerConfig(dtype="fp32", **config)  # type: ignore[arg-type]
+    optimizer = pg.OptimizerConfig(eps=1.0)  # a step about linear in the gradient does not amplify rounding
+    return LocalLearner(load_model(str(folder)), pg.LearnerSpec(pg.GRPO, 1e-3, 9, 1.0, settings, optimizer))
+
+
+def check(folder: Path, **config: object) -> None:
+    """Take steps on batches of several shapes, with and without."""
+    plain, compiled = learner_for(folder), learner_for(folder, compile=True, **config)
+    sampler = LocalSampler(compiled.model, frozenset({-1}), 0)
+    request = Request(torch.tensor([3, 4, 5]), (0, 0), SamplingParams(max_tokens=6), 6)
+    graphs = []
+    for seed in (0, 1, 2, 3):
+        batch = float_batch(seed)
+        batch = replace(batch, logp_sampler=torch.zeros(batch.mask.shape))
+        for learner in (plain, compiled):
+            filled = learner.evaluate(batch, pg.GRPO.needs)
+            metrics = learner.update(filled, pg.GRPO.compute_advantages(filled), pg.GRPO)
+        graphs.append(metrics["compiled_graphs"].value)
+        asyncio.run(sampler.generate([request]))  # the model's own blocks, which know caches
+    assert graphs[0] > 0
+    assert graphs[2:] == [0, 0]
+    for name, weight in plain.optimizer.masters.items():
+        assert torch.allclose(weight, compiled.optimizer.masters[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_take_the_same_steps(
+    random_model: Path, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    check(random_model, gradient_checkpointing=recompute)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_compiled_blocks_take_the_same_steps_by_inductor(random_model: Path) -> None:
+    check(random_model)
+
+
+def test_a_machine_without_a_compiler_and_a_model_without_blocks_are_refused(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "get_backbone", lambda _: torch.nn.Linear(1, 1))
+    with pytest.raises(pg.ConfigError, match=r"LlamaForCausalLM has no list of `layers`"):
+        learner_for(random_model, compile=True)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(pg.ConfigError, match=r"needs a C\+\+ compiler.*apt install g\+\+"):
+        learner_for(random_model, compile=True)
+
+
+def test_compiling_is_for_one_process() -> None:
+    with pytest.raises(pg.ConfigError, match=r"learner\.compile is for a learner in one process, and .* is 2"):
+        pg.LearnerConfig(compile=True, world_size=2)
