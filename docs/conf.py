@@ -28,6 +28,7 @@ NAV = {
         "engines",
         "many-processes",
         "ray",
+        "gpu",
         "planning",
         "extras",
         "evaluation",

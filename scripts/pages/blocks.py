@@ -487,6 +487,7 @@ def gpu_block() -> str:
             table(("completions at once", "tokens/s", "without CUDA graphs", "ms a token"), decoding),
             f"`policygrad train`, the default run: {default['seconds of training']:.0f} s of training, "
             f"{default['seconds of the command']:.0f} s for the command; held out "
-            f"{default['held out before']:.2f} → {default['held out after']:.2f}. The embedded model is too small to gain from a GPU.",
+            f"{default['held out before']:.2f} → {default['held out after']:.2f}. The embedded model is too small to gain "
+            "from a GPU.",
         ]
     )
