@@ -216,6 +216,7 @@ SCALE_RL = replace(
     terms=(),
     filters=(DropZeroVariance("drop"), NoPositiveResampling(0.9)),
     old_policy="sampler",
+    head="fp32",
 )
 LITE_PPO = replace(
     MAXRL, name="lite_ppo", advantage=(GroupMean(), BatchStd(of="rewards")), update_rule=GradientSteps(minibatches=8)

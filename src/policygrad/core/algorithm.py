@@ -77,6 +77,8 @@ class Algorithm:
     old_policy: Literal["learner", "sampler"] = "learner"
     """π_old. learner: recomputed by the learner, with a correction by π_old/μ where samples are older than the weights. sampler: μ,
     as reported by the engine, so that the ratio itself accounts for stale samples."""
+    head: Literal["model", "fp32"] = "model"
+    """Precision of the output head's product in learner and sampler: the model's, or float32."""
 
     def __post_init__(self) -> None:
         validate_algorithm(self)

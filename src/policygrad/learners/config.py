@@ -13,6 +13,7 @@ from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 SMALL_MODEL_PARAMETERS = 5_000_000  # below, a matrix product is finished before a second thread has woken up
 SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
+HEADS = (AUTO, "model", "fp32")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ class LearnerConfig:
 
     dtype: str = "auto"
     """fp32, or bf16 with fp32 master weights; auto = bf16 on a GPU that supports it, else fp32."""
+    head: str = AUTO
+    """Precision of the output head's product in learner and local sampler: model, or fp32 whatever the weights are; auto = the
+    algorithm's own (fp32 for scale_rl)."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda if available."""
     micro_tokens: int = 0
@@ -97,6 +101,8 @@ class LearnerConfig:
             raise ConfigError("learner.lora and learner.trainable both select what trains: leave one of them empty")
         if self.dtype not in (AUTO, "fp32", "bf16"):
             raise ConfigError(f"learner.dtype must be fp32, bf16 or auto, not {self.dtype!r}")
+        if self.head not in HEADS:
+            raise ConfigError(f"learner.head must be {', '.join(HEADS[:-1])} or {HEADS[-1]}, not {self.head!r}")
         if self.attention not in (AUTO, "sdpa"):
             raise ConfigError(f"learner.attention must be auto or sdpa, not {self.attention!r}")
         if self.compile and max(self.world_size, self.tensor_parallel) > 1:
@@ -111,11 +117,13 @@ class LearnerConfig:
         if self.micro_tokens < 0:
             raise ConfigError(f"learner.micro_tokens must be at least 1, or 0 for the default, not {self.micro_tokens}")
 
-    def resolve(self) -> Self:
-        """Return the options with `dtype` chosen.
+    def resolve(self, head: str = "model") -> Self:
+        """Return the options with `dtype` and `head` chosen, the second as the algorithm has it.
 
         On a CPU bf16 makes large matrix products faster and small models slower, and takes more memory: see docs/benchmarks.md.
         """
+        if self.head == AUTO:
+            return replace(self, head=head).resolve()
         if self.dtype != AUTO:
             return self
         import torch  # slow to import, and the command line does not need it

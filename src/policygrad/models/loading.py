@@ -202,6 +202,30 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+class Float32Head(nn.Linear):
+    """An output head that computes in float32 whatever its weights are, as ScaleRL's does (Khatri et al. 2025)."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(states.float(), self.weight.float(), bias)
+
+
+def compute_head_in_float32(model: Any) -> None:
+    """Let a model's head compute in float32, in place; its parameters stay as they are.
+
+    Raises:
+        ModelError: The head is not a plain matrix: it has an adapter, say.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight.dtype != at_least_float32(head.weight[:0]).dtype:
+        head.__class__ = Float32Head
+    elif not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Float32Head):
+        raise ModelError(
+            f"learner.head=fp32 needs an output head that is a plain matrix, and this model's is a {type(head).__name__}: leave "
+            "the head out of learner.lora's targets, or set learner.head=model"
+        )
+
+
 # Locating a model: a folder, or a hub id. Other names are refused at once; without a network only the cache is used.
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from policygrad.errors import ModelError
 from policygrad.models.adapters import adapter_configs, rebuild_with_adapters, shareable_parameter_ids
-from policygrad.models.loading import disable_dropout, load_model
+from policygrad.models.loading import Float32Head, compute_head_in_float32, disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
 ModelFactory = Callable[[], nn.Module]  # creates another instance of a model, whose weights are then replaced
@@ -43,6 +43,9 @@ def clone_model(model: nn.Module, build: ModelFactory | None = None) -> nn.Modul
             f"a second {type(model).__name__} made by {how} has different parameters (for example {min(odd)[0]})"
             + (f": {_BUILD_HINT}" if build is None else "")
         )
+    heads = (getattr(x, "get_output_embeddings", lambda: None)() for x in (model, clone))
+    if isinstance(next(heads), Float32Head):
+        compute_head_in_float32(clone)
     copy_weights(model, disable_dropout(clone))
     return clone.eval().requires_grad_(False)
 

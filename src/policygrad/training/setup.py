@@ -20,7 +20,7 @@ from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import adapter_configs, add_adapters
-from policygrad.models.loading import load_model
+from policygrad.models.loading import compute_head_in_float32, load_model
 from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import clone_model, load_reference
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
@@ -140,6 +140,8 @@ def load_resources(
         lora=None if algorithm is None else options.learner.adapters,
         seed=options.seed,
     )
+    if algorithm is not None and options.learner.resolve(algorithm.head).head == "fp32":
+        compute_head_in_float32(model)  # before it is cloned for the sampler
     tokenizer = load_policy_tokenizer(options.model, options.tokenizer, model, options.trust_remote_code)
     for example in task.rows:  # find a prompt that is too long for the model now rather than in a week
         tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")

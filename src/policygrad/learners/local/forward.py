@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policygrad.core.batch import Batch, Forward
-from policygrad.learners.local.logprobs import fused_log_probability
+from policygrad.learners.local.logprobs import FUSED_HEADS, fused_log_probability
 from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
 from policygrad.models.loading import at_least_float32
@@ -220,7 +220,7 @@ class Evaluator:
         states, tokens, index = self.network_for(part).states(part), part.tokens[part.mask], part.predictor[part.mask]
         network, head, temperature = self.network, self.network.head, self.temperature
         statistics: Sequence[Tensor | None]
-        if type(head) is nn.Linear and not compared:
+        if type(head) in FUSED_HEADS and not compared:
             gradient = None if expected is None else expected[part.mask]
             statistics = fused_log_probability(
                 states, head, index, tokens, temperature, entropy="entropy" in names, expected=gradient

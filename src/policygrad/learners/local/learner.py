@@ -25,6 +25,7 @@ from policygrad.learners.local.packing import WorkDivision
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.updates import LocalProblem
 from policygrad.models.adapters import adapter_configs, is_initial_adapter, set_adapters_enabled
+from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import (
     ModelFactory,
@@ -73,6 +74,8 @@ class LocalLearner:
                 "load the model"
             )
         self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
+        if config.resolve(algorithm.head).head == "fp32":
+            compute_head_in_float32(model)
         if config.gradient_checkpointing:
             recompute_activations(model)
         set_trainable(model, config.trainable)

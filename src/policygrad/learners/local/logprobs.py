@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from policygrad.models.loading import at_least_float32
+from policygrad.models.loading import Float32Head, at_least_float32
 
 BUFFER_CPU = 2**21  # elements of the logits buffer on a CPU: few enough for the processor's cache
 BUFFER_ACCELERATOR = 2**27  # elements of the logits buffer on an accelerator, where a matrix product needs more of them
+FUSED_HEADS = (nn.Linear, Float32Head)  # not their subclasses, which may compute something else
 MAX_CACHED = 2**24  # probabilities cached for the backward pass, in elements (64 MiB)
 
 
@@ -56,7 +57,7 @@ class TokenPairs:
 
 def fused_log_probability(
     states: Tensor,
-    head: nn.Linear,
+    head: nn.Module | None,
     index: Tensor,
     tokens: Tensor,
     temperature: float,
@@ -69,8 +70,13 @@ def fused_log_probability(
     pairs = TokenPairs.of(index, tokens)
     hint = None if expected is None or entropy or not torch.is_grad_enabled() else expected[pairs.order]
     room = MAX_CACHED if hint is None and torch.is_grad_enabled() else 0
+    assert isinstance(head, nn.Linear)  # one of FUSED_HEADS
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    if type(head) is Float32Head:
+        states, weight, bias = states.float(), weight.float(), None if bias is None else bias.float()
     logp, h = _LogProbability.apply(  # type: ignore[no-untyped-call]
-        states, head.weight, head.bias, pairs, temperature, entropy, hint, room
+        states, weight, bias, pairs, temperature, entropy, hint, room
     )
     return pairs.unsort(logp), h.index_select(0, index) if entropy else None
 

@@ -307,7 +307,7 @@ class Run(UncheckedRun):
         if algorithm.critic is not None and not rule.uses_lr:  # its rate cannot follow the policy's, which has none
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.learning_rate(default)))
         lr = self.lr if self.lr is not None else default if rule.uses_lr else None
-        learner = self.learner.resolve()
+        learner = self.learner.resolve(algorithm.head)
         return replace(self, algorithm=algorithm, samples_per_prompt=samples, lr=lr, learner=learner)
 
 

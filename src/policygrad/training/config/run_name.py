@@ -111,8 +111,9 @@ def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorith
                 for name, a, b in values
                 if a != b and (name, a) != _OPEN_LENGTH
             ]
-    if base.old_policy != algorithm.old_policy:
-        setting_changes.append(SettingChange("", "old_policy", base.old_policy, algorithm.old_policy))
+    for name in ("old_policy", "head"):
+        old, new = getattr(base, name), getattr(algorithm, name)
+        setting_changes += [SettingChange("", name, old, new)] if old != new else []
     return RunName(algorithm.name, tuple(part_changes), tuple(setting_changes))
 
 

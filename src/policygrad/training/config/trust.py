@@ -29,7 +29,7 @@ from policygrad.utils.user_code import add_cwd_to_path, is_user_reference
 RUN_FILE = "run.toml"
 GENERATED_FILES = (RUN_FILE, "sft.toml", "reward-model.toml", "plan.json")
 """Configuration files that policygrad writes into the folder of a run or comparison; code beside them came with them."""
-_TEXT_FIELDS = ("name", "old_policy")  # fields of an algorithm that hold text rather than parts
+_TEXT_FIELDS = ("name", "old_policy", "head")  # fields of an algorithm that hold text rather than parts
 
 
 @dataclass(frozen=True)
