@@ -59,8 +59,19 @@ def shaped(folder: Path, work: Work, shape: Shape, data: Path) -> dict[str, str]
     untrained(shape, end=end, pad=pad).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     needed = work.prompts * (work.steps + 1)
-    write(folder, [(texts[i % len(texts)] + "\n", "") for i in range(needed)])
+    prompts = [texts[i % len(texts)] + "\n" for i in range(needed)]
+    if work.prompt_tokens:
+        prompts = [joined(texts, 50 * i, work.prompt_tokens, tokenizer) for i in range(needed)]
+    write(folder, [(prompt, "") for prompt in prompts])
     return {"reward": "spread", "data": source}
+
+
+def joined(texts: list[str], first: int, tokens: int, tokenizer: Any) -> str:
+    """Questions one after another from `first` on, cut to so many tokens."""
+    text = ""
+    while len(ids := tokenizer(text)["input_ids"]) < tokens:
+        text, first = text + texts[first % len(texts)] + "\n", first + 1
+    return str(tokenizer.decode(ids[:tokens]))
 
 
 def questions(data: Path) -> tuple[list[str], list[str], str]:

@@ -109,7 +109,7 @@ def _work(measured: Data, work: Work) -> str:
     facts = one["facts"]
     size = (
         f"{facts['completions'][-1]} completions a step, {facts['tokens'][-1]:,} sampled tokens, prompts of "
-        f"{facts['prompt_tokens'][-1] / facts['completions'][-1]:.0f} tokens ({one['data']})."
+        f"{facts['prompt_tokens'][-1] / facts['completions'][-1]:.0f} tokens ({one['data']}).{_shared(work, facts)}"
     )
     body = []
     for row in found:
@@ -121,6 +121,16 @@ def _work(measured: Data, work: Work) -> str:
         name = f"{row.side}, {row.threads} thread{'s' * (row.threads > 1)}"
         body.append((name, str(row.cpu), str(row.wall), str(row.memory), *ratios, str(row.cpu.count)))
     return f"### {work.title[0].upper()}{work.title[1:]}\n\n{size}\n\n{table(HEAD, body)}"
+
+
+def _shared(work: Work, facts: dict[str, Any]) -> str:
+    """How many tokens the texts of a step have, and how many are left where each prompt is read once."""
+    if not work.prompt_tokens:
+        return ""
+    prompts, sampled = facts["prompt_tokens"][-1], facts["tokens"][-1]
+    return (
+        f" The texts have {prompts + sampled:,} tokens; with each prompt once, {prompts // work.samples + sampled:,}."
+    )
 
 
 def _grid(grid: Data) -> list[str]:

@@ -55,6 +55,8 @@ class Work:
     """Micro-batches among which TRL's best is looked for, in completions."""
     keep: int = 0
     """Steps between the weights that are kept, to be measured on held-out problems afterwards; 0 = none are."""
+    prompt_tokens: int = 0
+    """Tokens of each prompt, questions one after another; 0 = one question each."""
     scale: int = 0
     """How many times the smallest of its series, for the works that show how time grows; 0 = no such work."""
 
@@ -131,6 +133,17 @@ WORKS = (
         grid=_GRID,
     ),
     Work(
+        "long-prompt",
+        "7M parameters, groups of 8 over a prompt of 2,000 tokens, 128 tokens each",
+        SEVEN,
+        4,
+        8,
+        128,
+        (128,),
+        prompt_tokens=2_000,
+        grid=(2, 4, 8),
+    ),
+    Work(
         "learning",
         "learning the embedded task",
         None,
@@ -158,6 +171,7 @@ def quick(work: Work) -> Work:
         samples=samples,
         max_tokens=work.max_tokens if lengths is None else max(lengths),
         lengths=lengths,
+        prompt_tokens=work.prompt_tokens // 16,
         steps=1,
         keep=min(work.keep, 1),
         grid=(samples, prompts * samples) if work.grid else (),

@@ -50,10 +50,28 @@ def test_every_completion_once_and_within_budget(seed: int, budget: int, full: b
     groups = [set(batch.group[p.rows].tolist()) for p in packs]
     assert not full or sum(map(len, groups)) == len(set.union(set(), *groups))
     for p, held in zip(packs, groups, strict=True):
-        assert len(p.ids) <= budget or (len(held) == 1 if full else len(p.paths) == 1)
+        alone = [len(next(pack_micro_batches(batch, r[None], 0)).ids) for r in p.rows]
+        assert len(p.ids) <= max(budget, 1.5 * max(alone)) or (full and len(held) == 1)
         assert batch.tokens is not None
         assert torch.equal(p.tokens, torch.where(batch.mask[p.rows], batch.tokens[p.rows], 0))
         assert not short or len(p.paths) <= len(held)
+
+
+def test_a_long_prompt_is_not_read_anew_for_every_completion() -> None:
+    """One completion alone is over the budget: others of its group may add half as much, those of another group nothing."""
+    batch = pg.Batch(
+        mask=torch.ones(12, 5, dtype=torch.bool),
+        group=torch.arange(2).repeat_interleave(6),
+        reward=torch.zeros(12),
+        tokens=torch.arange(60).view(12, 5),
+        prompts=(torch.arange(100, 140), torch.arange(200, 240)),
+    )
+    packs = list(pack_micro_batches(batch, torch.arange(12), 20))
+    assert [(len(p.rows), len(p.ids)) for p in packs] == [(6, 64), (6, 64)]
+    apart = replace(batch, prompts=(torch.arange(100, 103), torch.arange(200, 203)))
+    assert [len(p.ids) for p in pack_micro_batches(apart, torch.arange(12), 8)] == [7] * 12  # most tokens are new
+    generous = [len(p.ids) for p in pack_micro_batches(batch, torch.arange(12), 1000)]
+    assert generous == [128]
 
 
 @settings(max_examples=60)

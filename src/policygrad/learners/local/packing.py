@@ -176,9 +176,12 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 
 def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
-    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion.
+    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion;
+    a budget of 0: one completion each.
 
-    No completion is split, even one of several texts, and with `keep_groups` no group, whatever the budget.
+    No completion is split, even one of several texts, and with `keep_groups` no group, whatever the budget. Where one completion
+    takes most of the budget or more, others that share most of their tokens with it may add half as much again, as they would read
+    them anew otherwise.
 
     Raises:
         DataError: The batch has no tokens or prompts.
@@ -194,12 +197,15 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
     new_tokens = texts.lengths - shared
     begins = np.flatnonzero(np.diff(unit, prepend=-1))
     ends = np.append(begins[1:], len(unit))
-    start, used = 0, 0
+    start, used, limit = 0, 0, 0
     for first, end in zip(begins.tolist(), ends.tolist(), strict=True):
         more = int(new_tokens[first:end].sum())
-        if first > start and used + more > budget:
+        if first > start and used + more > (limit if shared[first] >= more else budget):
             yield _layout_tree(batch, texts[start:first])
-            start, used, more = first, 0, more + int(shared[first])
+            start, used = first, 0
+        if start == first:
+            more += int(shared[first])
+            limit = max(budget, more * 3 // 2) if budget else 0
         used += more
     yield _layout_tree(batch, texts[start:])
 
