@@ -38,7 +38,12 @@ def _measure(store: Store, name: str, small: bool, repeats: int) -> None:
     from bench import decoding, drafts, kernels, overlap, profiling, savings
 
     benches = {"head": kernels.head, "attention": kernels.attention, "packing": kernels.packing}
-    benches |= {"savings": savings.savings, "matmul": savings.matmul, "rollout": decoding.rollout}
+    benches |= {
+        "savings": savings.savings,
+        "matmul": savings.matmul,
+        "compile": savings.compiled,
+        "rollout": decoding.rollout,
+    }
     benches |= {
         "drafts": drafts.drafts,
         "decoding": decoding.savings,

@@ -130,7 +130,7 @@ def savings(small: bool, repeats: int) -> Table:
         decoding.DecodeLoop(requests, sampler.end, 0, None).run(PlainDecodeCache(model, 0), 0)
 
     def by_a_table() -> None:
-        with patch.object(decoding, "draw", _from_a_table):
+        with patch.object(decoding, "sample_tokens", _from_a_table):
             ours(asked)
 
     ways: dict[str, Callable[[], object]] = {

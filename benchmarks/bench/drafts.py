@@ -50,7 +50,7 @@ class Passes:
         for layer in self.cache.layers:
             assert isinstance(layer, PreallocatedLayer)
             layer.length = CONTEXT
-            layer._show()
+            layer.keys, layer.values = layer._views()
 
 
 def needed(cost: float, drafted: int) -> float | None:

@@ -19,6 +19,7 @@ COMPONENTS = (
     "drafts",
     "overlap",
     "matmul",
+    "compile",
     "profile",
 )
 EVERYTHING = ("linear", *(work.name for work in WORKS), *COMPONENTS)

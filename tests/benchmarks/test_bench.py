@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from bench import clock, drafts, operations, rewards
 from bench.lengths import EndAt
 from bench.models import rollout
-from bench.options import parse
+from bench.options import COMPONENTS, parse
 from bench.page import page
 from bench.profiling import kind
 from bench.savings import groups
@@ -360,3 +363,15 @@ def test_what_siblings_say_behind_the_same_tokens_is_a_draft() -> None:
     assert drafts.agreement([group]) == (1.0, pytest.approx(11 / 13))
     assert drafts.agreement([[[5, 6, 7, 8], [5, 1, 7, 8]]]) == (pytest.approx(4 / 8), pytest.approx(2 / 4))
     assert drafts.agreement([[[3]]]) == (0.0, 0.0)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_every_component_runs_in_small(tmp_path: Path) -> None:
+    """With the names that the library has now. Run on a copy: results are written beside the scripts."""
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "benchmarks", tmp_path / "benchmarks")
+    command = [sys.executable, "benchmarks/speed.py", "--quick", "--repeats", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("`python benchmarks/speed.py --only") >= len(COMPONENTS)
