@@ -22,12 +22,13 @@ from functools import cached_property
 from pathlib import Path
 
 from bench.clock import heard, problems
-from bench.machine import alike, describe, has_bfloat16, when
+from bench.machine import alike, describe, when
 from bench.options import Options, parse
 from bench.page import publish
 from bench.store import Record, Store, Task, fingerprint, in_words, remaining
 from bench.trl_environment import TRL, python
 from bench.works import GSM8K, SIDES, Work, chosen, part_of, quick
+from policygrad.models.loading import has_bf16_products
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path("benchmarks")  # processes run in ROOT, so that their commands can be typed there
@@ -159,7 +160,7 @@ class Versus:
         for repeat in range(self.options.repeats):
             for work in works:
                 sides = [side for side in SIDES if side in (self.options.sides or work.sides)]
-                sides = [side for side in sides if has_bfloat16() or not side.endswith("bf16")]
+                sides = [side for side in sides if has_bf16_products() or not side.endswith("bf16")]
                 for threads in self.options.threads:
                     for side in sides if repeat % 2 == 0 else sides[::-1]:
                         place, micro = (work.name, side, threads), 0

@@ -55,10 +55,5 @@ def commit() -> str:
     return (told("describe", "--always") or "not told") + "-dirty" * bool(changed)
 
 
-def has_bfloat16() -> bool:
-    """Whether the processor multiplies in bfloat16; elsewhere it is many times slower than float32, and not measured."""
-    return any(flag in read(Path("/proc/cpuinfo")) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
 def read(file: Path) -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -11,12 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import policygrad as pg
 from bench.decoding import requests
-from bench.machine import has_bfloat16
 from bench.models import rollout, untrained
 from bench.savings import learned
 from bench.timing import Table
 from bench.works import SEVEN, SMALL, Shape
-from policygrad.models.loading import DTYPES
+from policygrad.models.loading import DTYPES, has_bf16_products
 
 KINDS = {
     "attention": ("attention", "flash"),
@@ -101,7 +100,7 @@ def profiled(small: bool, repeats: int) -> Table:
     """Shares of the time by kind of operation; `repeats` is not used, as a profile is one call."""
     shape, prompts, length = (SMALL, 2, 8) if small else (SEVEN, 16, 252)
     rows = list[tuple[str | float, ...]]()
-    for dtype in ("fp32", "bf16") if has_bfloat16() else ("fp32",):
+    for dtype in ("fp32", "bf16") if has_bf16_products() else ("fp32",):
         for name, work in works(shape, dtype, prompts, length).items():
             seconds, shares = parts(work)
             rows.append((f"{name}, {dtype}", seconds, *shares.values()))

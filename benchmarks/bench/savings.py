@@ -13,12 +13,11 @@ from torch import Tensor
 
 import policygrad as pg
 from bench import operations
-from bench.machine import has_bfloat16
 from bench.models import rollout, untrained
 from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, TWENTY_FIVE
 from policygrad.core.batch import Batch
-from policygrad.models.loading import DTYPES, load_model
+from policygrad.models.loading import DTYPES, has_bf16_products, load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout.rollouter import Rollouter
@@ -103,7 +102,7 @@ def matmul(small: bool, repeats: int) -> Table:
     prompts, length = (2, 16) if small else (4, 256)
     for name, shape in (("small", SMALL),) if small else (("7M", SEVEN), ("25M", TWENTY_FIVE)):
         batch = rollout(shape.vocabulary, prompts, 8, (length,))
-        for dtype in ("fp32", "bf16") if has_bfloat16() else ("fp32",):
+        for dtype in ("fp32", "bf16") if has_bf16_products() else ("fp32",):
             model = untrained(shape).to(DTYPES[dtype])
             algorithm = pg.DR_GRPO.with_max_tokens(length)
             learner = pg.LocalLearner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
+from policygrad.models import loading
 from policygrad.models.loading import ONEDNN_CACHE, load_model
 from policygrad.models.tokenizer import load_tokenizer
 
@@ -112,3 +114,28 @@ def test_a_generic_tokenizer_of_a_qwen_model_uses_its_own_file(random_model: Pat
     text = "Solve for e: 5 - 8*e = -51\nSpell don't 4567"
     assert len(loaded.hf) == len(plain.hf)
     assert loaded.encode(text, 8).tolist() == plain.encode(text, 8).tolist()
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_them"),
+    [
+        ("flags : fpu avx2 avx512f avx512_bf16", True),
+        ("flags : avx512f amx_bf16 amx_tile", True),
+        ("Features : fp asimd bf16 i8mm", True),
+        ("flags : fpu avx2 avx512f", False),
+    ],
+)
+def test_bf16_on_a_processor_without_its_instructions_is_warned_of(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, has_them: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    assert loading.has_bf16_products(tmp_path / "cpuinfo") is has_them
+    assert loading.has_bf16_products(tmp_path / "none")
+    monkeypatch.setattr(loading, "has_bf16_products", lambda: has_them)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_model(str(random_model), dtype="bf16")
+        load_model(str(random_model))
+    told = [str(w.message) for w in caught if "bfloat16" in str(w.message)]
+    assert len(told) == (not has_them)
+    assert has_them or "--learner.dtype fp32" in told[0]

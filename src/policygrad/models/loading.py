@@ -85,6 +85,12 @@ def load_model(
         ConfigError: Adapters that cannot be added, or that contradict those in the folder.
     """
     if DTYPES[dtype] == torch.bfloat16 and device == "cpu":
+        if not has_bf16_products():
+            warnings.warn(
+                "this processor has no instructions for bfloat16, so its products take tens of times as long as float32's: use "
+                "--learner.dtype fp32",
+                stacklevel=2,
+            )
         # oneDNN compiles an operation for every new shape, and micro-batches keep having new ones: without the limit they take
         # 400 of a run's 1,900 MiB, and no time is saved. oneDNN reads the variable at its first operation.
         os.environ.setdefault(*ONEDNN_CACHE)
@@ -195,6 +201,15 @@ def context_length(model: nn.Module) -> int | None:
     """Return the number of positions, in tokens; None if the configuration does not state it."""
     text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # without the vision tower, if there is one
     return getattr(text, "max_position_embeddings", None)
+
+
+def has_bf16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the processor multiplies in bfloat16; True where that cannot be read."""
+    try:
+        flags = set(re.findall(r"[\w-]+", cpuinfo.read_text(encoding="utf-8")))
+    except OSError:
+        return True
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def at_least_float32(x: Tensor) -> Tensor:
