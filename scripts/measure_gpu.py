@@ -347,6 +347,24 @@ def check_decode_ahead(device: str) -> dict[str, Any]:
     return {"same completions": f"{sum(same)} of 40", "nats": error, "tokens": sum(len(a.tokens) for a in drawn[0])}
 
 
+def check_conversations(device: str) -> dict[str, Any]:
+    """Turns of conversations that read only what is new: as those that read everything."""
+    model, drawn = calibration.build_model(TINY, "fp32", device), dict[bool, list[Tensor]]()
+    for continues in (False, True):
+        generator, sampler = torch.Generator().manual_seed(0), LocalSampler(model, frozenset({5}), 0)
+        contexts = [torch.randint(2, 512, (60 + i // 4,), generator=generator) for i in range(16)]
+        for turn in range(4):
+            sampling = SamplingParams(max_tokens=40, decode_rows=16)
+            requests = [Request(ids, (turn, i), sampling, 20 + i, continues) for i, ids in enumerate(contexts)]
+            generations = asyncio.run(sampler.generate(requests))
+            drawn[continues] = drawn.get(continues, []) + [x.tokens for x in generations]
+            answers = torch.randint(2, 512, (16, 30), generator=generator)
+            contexts = [torch.cat([c, x.tokens, a]) for c, x, a in zip(contexts, generations, answers, strict=True)]
+    same = sum(torch.equal(a, b) for a, b in zip(drawn[False], drawn[True], strict=True))
+    check(same >= 60, f"only {same} of 64 turns are the same")  # rounding may change a token, and what follows it
+    return {"same turns": f"{same} of 64"}
+
+
 @contextmanager
 def _set(module: Any, **values: Any) -> Iterator[None]:
     """Set a module's constants for the block."""
@@ -471,6 +489,7 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "head": (60, check_head),
     "sampler": (60, check_sampler),
     "decoding ahead": (60, check_decode_ahead),
+    "conversations": (60, check_conversations),
     "learner 16k": (40, partial(measure_learner, texts="texts_16k")),
     "learner 16k recomputed": (40, partial(measure_learner, texts="texts_16k", recompute=True)),
     "learner 64k recomputed": (60, partial(measure_learner, texts="texts_64k", recompute=True)),

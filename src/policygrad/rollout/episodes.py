@@ -127,7 +127,8 @@ class _Episode:
     def request(self, sampling: SamplingParams) -> Request:
         turn = len(self.rewards)
         key = (*self.spec.key, self.sample, turn) if turn else (*self.spec.key, self.sample)
-        return Request(self.context_ids, key, sampling, self.turn_budget)
+        continues = not isinstance(self.environment, SingleTurn)
+        return Request(self.context_ids, key, sampling, self.turn_budget, continues)
 
     async def step(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> None:
         """Add a sampled turn and pass it to the environment."""

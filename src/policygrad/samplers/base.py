@@ -59,6 +59,8 @@ class Request:
     sampling: SamplingParams
     max_tokens: int
     """Maximum tokens to sample, at least 1."""
+    continues: bool = False
+    """A later prompt may continue this text, as in a conversation: the sampler may keep what it has computed of it."""
 
 
 @dataclass(frozen=True, eq=False)

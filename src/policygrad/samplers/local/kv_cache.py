@@ -98,12 +98,7 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
     Returns:
         The model's output, with logits of the last position only, and the attention mask [C, L].
     """
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad)
-    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for i, prompt_ids in enumerate(prompts):
-        ids[i, width - len(prompt_ids) :] = prompt_ids
-        mask[i, width - len(prompt_ids) :] = 1
+    ids, mask = left_pad(prompts, pad)
     device = next(model.parameters()).device
     ids, mask = ids.to(device), mask.to(device)
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -123,6 +118,17 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
         **cache,
     )
     return out, mask
+
+
+def left_pad(texts: Sequence[Tensor], pad: int, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Return token ids [C, L] and their mask, 1 where there is a token; L is the longest text's length, or at least `width`."""
+    width = max(width, *map(len, texts))
+    ids = torch.full((len(texts), width), pad)
+    mask = torch.zeros(len(texts), width, dtype=torch.int64)
+    for i, text in enumerate(texts):
+        ids[i, width - len(text) :] = text
+        mask[i, width - len(text) :] = 1
+    return ids, mask
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__

@@ -14,9 +14,15 @@ from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.local.cuda_graphs import DecodeAhead
+from policygrad.samplers.local.kept_texts import KeptTexts, weights_version
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache
 from policygrad.samplers.local.sampling import check_finite_logits, philox_uniforms, sample_tokens
-from policygrad.samplers.local.shared_prefix import SharedPrefixCache, check_batched_decoding, supports_shared_prefix
+from policygrad.samplers.local.shared_prefix import (
+    SharedPrefixCache,
+    check_batched_decoding,
+    supports_continuing,
+    supports_shared_prefix,
+)
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 
@@ -46,6 +52,8 @@ class LocalSampler:
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
+        self._continues: bool | None = None  # likewise, at the first that may be continued
+        self._kept: KeptTexts | None = None  # of the last call
 
     @classmethod
     def from_tokenizer(
@@ -57,7 +65,7 @@ class LocalSampler:
     async def update(self, weights: PublishedWeights) -> None:
         """Copy the weights, unless they are this model's own tensors."""
         copy_weights_(weights.tensors, self.model)
-        self.version = weights.version
+        self.version, self._kept = weights.version, None
 
     @contextmanager
     def on_completion(self, callback: CompletionCallback) -> Iterator[None]:
@@ -77,13 +85,22 @@ class LocalSampler:
                 self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
                 if not self._shares_prefixes:
                     check_batched_decoding(self.model, self.pad)
-        cache_class = SharedPrefixCache if self._shares_prefixes else PlainDecodeCache
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.weights != weights_version(self.model):
+            kept = None
+        if self._shares_prefixes and self.routing is None and any(r.continues for r in requests):
+            if self._continues is None:
+                self._continues = supports_continuing(self.model, self.pad)
+            self._kept = KeptTexts(self.model) if self._continues else None
         for sampling in dict.fromkeys(r.sampling for r in requests):
             indices = [i for i, r in enumerate(requests) if r.sampling == sampling]
             with recording():
-                ahead = self.decodes_ahead and cache_class is SharedPrefixCache
-                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead)
-                completed = loop.run(cache_class(self.model, self.pad), self.version, self._callback)
+                ahead = self.decodes_ahead and bool(self._shares_prefixes)
+                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead, self._kept)
+                cache: DecodeCache = PlainDecodeCache(self.model, self.pad)
+                if self._shares_prefixes:
+                    cache = SharedPrefixCache(self.model, self.pad, kept)
+                completed = loop.run(cache, self.version, self._callback)
                 generations |= zip(indices, completed, strict=True)
         return [generations[i] for i in range(len(requests))]
 
@@ -97,9 +114,20 @@ class DecodeLoop:
     next prompts of the queue take the free slots."""
 
     def __init__(
-        self, requests: Sequence[Request], end: Tensor, pad: int, routing: Routing | None, decodes_ahead: bool = False
+        self,
+        requests: Sequence[Request],
+        end: Tensor,
+        pad: int,
+        routing: Routing | None,
+        decodes_ahead: bool = False,
+        kept: KeptTexts | None = None,
     ) -> None:
-        self.decodes_ahead = decodes_ahead  # look at the results every `cuda_graphs.STEPS` tokens only
+        """
+        Args:
+            decodes_ahead: Look at the results every `cuda_graphs.STEPS` tokens only.
+            kept: Takes the texts of requests that may be continued.
+        """
+        self.decodes_ahead, self.kept = decodes_ahead, kept
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
         self.limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
@@ -175,6 +203,7 @@ class DecodeLoop:
             if remaining < COMPACT_FRACTION * rows or (
                 self.queue and slots >= max(_REFILL_FRACTION * self.sampling.decode_rows, len(self.queue[0]))
             ):
+                self._keep_texts(cache, reported)
                 order = cache.keep_rows((~reported).nonzero().squeeze(1))
                 self.active, self.count = ahead.active[order], ahead.count[order]
                 return ahead.logits[order]
@@ -189,6 +218,16 @@ class DecodeLoop:
                     for i, tokens, n in zip(finished.tolist(), self.tokens[finished].cpu(), lengths, strict=True)
                 ]
             )
+
+    def _keep_texts(self, cache: DecodeCache, finished: Tensor) -> None:
+        """Keep the texts of finished rows that may be continued. The last token of each has not been read by the model."""
+        if self.kept is None or not isinstance(cache, SharedPrefixCache):
+            return
+        for row in finished.nonzero().squeeze(1).tolist():
+            index = int(self.active[row])
+            if self.requests[index].continues:
+                read = int(self.length[index]) - 1
+                self.kept.add(self.read_ids(index, read), cache.keep_text(row, read))
 
     def read_ids(self, index: int, sampled: int) -> Tensor:
         """Return the ids [P + t] that a request's row has read."""
@@ -207,6 +246,7 @@ class DecodeLoop:
         finished = stops | (count >= self.limit[active])
         if finished.any():
             self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
+            self._keep_texts(cache, finished)
             order = cache.keep_rows((~finished).nonzero().squeeze(1))
             active, count, token = active[order], count[order], token[order]
         self.active, self.count = active, count

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from policygrad.errors import ModelError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local import kv_cache
+from policygrad.samplers.local.kept_texts import KeptTexts, LayerTensors
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
 
 _FIRST_TOKENS = 8  # tokens that memory is allocated for at first; then twice as many
@@ -33,8 +34,12 @@ class SharedPrefixCache:
 
     supports_refill = True
 
-    def __init__(self, model: nn.Module, pad: int) -> None:
-        self.model, self.pad = model, pad
+    def __init__(self, model: nn.Module, pad: int, kept: KeptTexts | None = None) -> None:
+        """
+        Args:
+            kept: Texts that prompts may continue.
+        """
+        self.model, self.pad, self.kept = model, pad, kept
         self.device = next(model.parameters()).device
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.cache: Any = None
@@ -45,7 +50,8 @@ class SharedPrefixCache:
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         self.layout.column = None
-        out, mask = prefill(self.model, prompts, self.pad)
+        read = prefill if self.kept is None else self.kept.prefill
+        out, mask = read(self.model, prompts, self.pad)
         _, cache = kv_cache.get_cache(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise UnsupportedError("layers that do not keep all keys")
@@ -141,6 +147,18 @@ class SharedPrefixCache:
         if n:
             self._update_layout()
         return order
+
+    def keep_text(self, row: int, tokens: int) -> LayerTensors:
+        """Return copies of the keys and values of a row's prompt and its first `tokens` tokens."""
+        prompt, first = int(self.owner[row]), int(self.start[row])
+        is_token = self.prompt_mask[prompt] == 1
+        texts = []
+        for layer in self.layers:
+            before = layer.prompt[0][prompt].transpose(1, 2)[:, is_token], layer.prompt[1][prompt][:, is_token]
+            own = (x[row, :, first : first + tokens] for x in layer.row_buffers)
+            keys, values = (torch.cat(pair, 1) for pair in zip(before, own, strict=True))
+            texts.append((keys, values))
+        return texts
 
     def _update_layout(self) -> None:
         """Compute the layout of the current rows."""
@@ -375,6 +393,27 @@ def supports_shared_prefix(model: nn.Module, pad: int) -> bool:
         return False
     is_half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     return float((actual - expected).abs().max()) <= (0.05 if is_half else 1e-4) * effect
+
+
+@torch.no_grad()
+def supports_continuing(model: nn.Module, pad: int) -> bool:
+    """Return True if a text that continues a kept one gets the logits of the whole text, beside one that continues none."""
+    cache, kept = SharedPrefixCache(model, pad), KeptTexts(model)
+    tokens = torch.arange(24, device=cache.device).view(2, 12) * 5 % 7 + 1
+    cache.read([tokens[0, :7], tokens[1, :4]], torch.tensor([1, 1], device=cache.device), 4)
+    cache.step(tokens[[0, 1], [7, 4]], torch.tensor([7, 4], device=cache.device))
+    kept.add(tokens[0, :8].cpu(), cache.keep_text(0, 1))
+    prompts = [tokens[0, :11], tokens[1, :3]]
+    expected = _last_logits(model, prompts).float()
+    effect = float((expected[0] - expected[1]).abs().max())
+    try:
+        actual, _ = SharedPrefixCache(model, pad, kept).read(
+            [p.cpu() for p in prompts], torch.tensor([1, 1], device=cache.device), 4
+        )
+    except Exception:  # as above: texts are then read whole
+        return False
+    is_half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    return float((actual.float() - expected).abs().max()) <= (0.05 if is_half else 1e-4) * effect
 
 
 @torch.no_grad()

@@ -1,0 +1,85 @@
+"""Keep what a model has cached of a conversation's turn, so that the next turn reads only what has been added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from policygrad.samplers.local.kv_cache import left_pad, prefill
+
+LayerTensors = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [H, n, D]
+MAX_BYTES_CPU = 2**31
+MAX_SHARE = 0.25  # of a GPU's free memory
+
+
+class KeptTexts:
+    """Keys and values of texts [n], by their token ids."""
+
+    def __init__(self, model: nn.Module) -> None:
+        device = next(model.parameters()).device
+        on_gpu = device.type == "cuda"
+        self.room = int(MAX_SHARE * torch.cuda.mem_get_info(device)[0]) if on_gpu else MAX_BYTES_CPU
+        self.texts: dict[bytes, LayerTensors] = {}
+        self.lengths: set[int] = set()
+        self.weights = weights_version(model)
+
+    def add(self, ids: Tensor, layers: LayerTensors) -> None:
+        """Keep a text, unless memory is short: then it is read again."""
+        size = sum(x.nbytes for pair in layers for x in pair)
+        if size <= self.room:
+            self.room -= size
+            self.texts[ids.numpy().tobytes()] = layers
+            self.lengths.add(len(ids))
+
+    def find(self, ids: Tensor) -> tuple[int, LayerTensors]:
+        """Return the longest kept text that `ids` continues, as (its length, its tensors); (0, []) if there is none."""
+        for length in sorted(self.lengths, reverse=True):
+            if length < len(ids) and (layers := self.texts.get(ids[:length].numpy().tobytes())) is not None:
+                return length, layers
+        return 0, []
+
+    def prefill(self, model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any, Tensor]:
+        """Read prompts in one forward pass, what is kept of them not again.
+
+        Returns:
+            The model's output, with logits of the last position only, and the mask [C, L] of the keys that are tokens.
+        """
+        found = [self.find(ids) for ids in prompts]
+        added = [ids[length:] for ids, (length, _) in zip(prompts, found, strict=True)]
+        known = max(length for length, _ in found)
+        if not known or max(map(len, added)) + known // 8 >= max(map(len, prompts)):  # padding would cost what is saved
+            return prefill(model, prompts, pad)
+        ids, mask = left_pad(added, pad)
+        device = next(model.parameters()).device
+        _, past_mask = left_pad([ids[:length] for ids, (length, _) in zip(prompts, found, strict=True)], pad, known)
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        cache = DynamicCache(config=base.config.get_text_config(decoder=True))
+        like = next(layers for _, layers in found if layers)
+        for number, pair in enumerate(like):
+            padded = [x.new_zeros(len(prompts), x.shape[0], known, x.shape[2]) for x in pair]
+            for row, (length, layers) in enumerate(found):
+                for target, x in zip(padded, layers[number] if layers else (), strict=False):
+                    target[row, :, known - length :] = x
+            cache.update(padded[0], padded[1], number)
+        starts = torch.tensor([length for length, _ in found])
+        positions = (starts[:, None] + mask.cumsum(1) - 1).clamp(min=0)
+        mask = torch.cat([past_mask, mask], 1).to(device)
+        out = model(
+            input_ids=ids.to(device),
+            attention_mask=mask,
+            position_ids=positions.to(device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            return_dict=True,
+        )
+        return out, mask
+
+
+def weights_version(model: nn.Module) -> int:
+    """Return a number that changes when the weights are changed in place."""
+    return sum(p._version for p in model.parameters())
