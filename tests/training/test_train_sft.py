@@ -272,6 +272,11 @@ def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], comm
         (("--data", "a", "--stop-after", "0"), "--stop-after must be at least 1"),
         (("--data", "a", "--optimizer.schedule", "steps"), "must be one of constant, linear, cosine"),
         (("--data", "a", "--learner.score-parameters", "head"), "learner.score_parameters is for policy gradients"),
+        (
+            ("--data", "a", "--learner.compile"),
+            "learner.compile, learner.head and learner.attention are for policygrad train",
+        ),
+        (("--data", "a", "--learner.head", "fp32"), "learner.compile, learner.head and learner.attention are for"),
         (("--data", "a", "--task", "embedded"), "Unrecognized options: --task"),
         (("--data", str(tmp_path / "nosuch.jsonl")), "no such file"),
     ):
