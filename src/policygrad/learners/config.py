@@ -62,8 +62,8 @@ class LearnerConfig:
     dtype: str = "auto"
     """fp32, or bf16 with fp32 master weights; auto = bf16 on a GPU that supports it, else fp32."""
     head: str = AUTO
-    """Precision of the output head's product in learner and local sampler: model, or fp32 whatever the weights are; auto = the
-    algorithm's own (fp32 for scale_rl)."""
+    """Precision of the output head's product in learner and local sampler: model, or fp32 whatever the weights are.
+    auto = the algorithm's own: fp32 for scale_rl."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda if available."""
     micro_tokens: int = 0
