@@ -16,6 +16,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -517,31 +518,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--device", default="cuda", choices=sorted(SIZES))
+    parser.add_argument("--seconds", type=float, default=520.0, help="for all parts together (%(default)g)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     if unknown := [name for name in args.parts if name not in PARTS]:
         parser.error(f"no part is called {unknown[0]!r}: choose from {', '.join(PARTS)}")
-    found = run_part(lambda device: {"GPUs": torch.cuda.device_count()}, "cpu", 60)  # asked here, it would forbid forks
-    if args.device == "cuda" and not found["result"]["GPUs"]:
+    device = run_part(lambda _: {"name": name_device(args.device)}, "cpu", 60)["result"][
+        "name"
+    ]  # asked here, it would forbid forks
+    if not device:
         parser.error("this machine has no GPU that PyTorch can use: --device cpu runs the same code with tiny shapes")
     versions = {name: version(name) for name in ("torch", "transformers")} | {"policygrad": pg.__version__}
-    results: dict[str, Any] = {"versions": versions | {"python": sys.version.split()[0]}, "parts": {}}
+    versions |= {"python": sys.version.split()[0]}
+    results: dict[str, Any] = {"versions": versions, "device": device, "parts": {}}
     before = json.loads(args.results.read_text(encoding="utf-8")) if args.results.is_file() else {}
+    if (before.get("versions"), before.get("device")) == (versions, device):
+        results["parts"] = before["parts"]  # of earlier calls on such a machine
+    end = time.perf_counter() + args.seconds
     for name in args.parts:
         limit, work = PARTS[name]
-        outcome = run_part(work, args.device, limit)
+        limit = min(limit, int(end - time.perf_counter()))
+        outcome = {"error": "no time was left for it", "seconds": 0.0}
+        if limit > 0:
+            outcome = run_part(work, args.device, limit)
         results["parts"][name] = outcome
         print(
             f"{'ok    ' if 'result' in outcome else 'FAILED'} {outcome['seconds']:6.1f} s  {name}: {describe(outcome)}",
             flush=True,
         )
-        if "device" in outcome:
-            results["device"] = outcome.pop("device")
-        if [before.get(key) for key in ("versions", "device")] == [results["versions"], results.get("device")]:
-            results["parts"] = before["parts"] | results["parts"]  # of earlier calls on such a machine
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0 if all("result" in results["parts"][name] for name in args.parts) else 1
+
+
+def name_device(device: str) -> str:
+    """Return the GPU's name, or the processor; empty if there is no GPU."""
+    if device == "cpu":
+        return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name() if torch.cuda.device_count() else ""
 
 
 def run_part(work: Callable[[str], dict[str, Any]], device: str, limit: int) -> dict[str, Any]:
@@ -570,8 +584,6 @@ def _run_in_child(work: Callable[[str], dict[str, Any]], device: str, sender: An
     os.setsid()
     try:
         outcome: dict[str, Any] = {"result": work(device)}
-        if device != "cpu":
-            outcome["device"] = torch.cuda.get_device_name()
     except BaseException as error:
         traceback.print_exc()
         outcome = {"error": f"{type(error).__name__}: {error}"}

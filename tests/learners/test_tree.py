@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from policygrad.learners.local import tree_attention
 from policygrad.learners.local.tree_attention import AttentionTree
+from policygrad.models.replica import PlainAttention
 
 
 @st.composite
@@ -131,6 +134,7 @@ def test_where_flex_attention_cannot_be_compiled_another_is_used_and_the_reason_
         raise RuntimeError("no working Triton\nin many lines")
 
     monkeypatch.setattr(tree_attention, "_is_flex_broken", False)
+    monkeypatch.setattr(tree_attention, "_has_flex_worked", False)
     monkeypatch.setattr(tree_attention, "is_flex_possible", lambda query: True)
     monkeypatch.setattr(tree_attention, "compiled_flex_attention", lambda: fail)
     nodes, tree = laid_out([(0, 1, 2), (0, 1, 3)])
@@ -143,3 +147,22 @@ def test_where_flex_attention_cannot_be_compiled_another_is_used_and_the_reason_
     tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree)  # told once
     monkeypatch.setattr(tree_attention, "_is_flex_broken", False)
     tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree, use_flex=False)  # not tried
+    monkeypatch.setattr(tree_attention, "_has_flex_worked", True)
+    with pytest.raises(RuntimeError, match="Triton"):  # a fault of a later call is no lack of a compiler
+        tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree)
+
+
+def test_flex_attention_is_not_used_where_its_derivative_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within `PlainAttention`, for products with the Fisher matrix; in this thread only."""
+    query = torch.randn(1, 2, 3, 4)
+    monkeypatch.setattr(tree_attention, "FLEX_DEVICES", ("cpu",))
+    assert tree_attention.is_flex_possible(query)
+    with PlainAttention():
+        assert not tree_attention.is_flex_possible(query)
+        with PlainAttention():
+            pass
+        assert not tree_attention.is_flex_possible(query)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(tree_attention.is_flex_possible, query).result()
+    assert tree_attention.is_flex_possible(query)
+    assert not tree_attention.is_flex_possible(query.double())

@@ -105,6 +105,8 @@ def test_only_texts_that_may_be_continued_are_kept_as_far_as_memory_allows(
     monkeypatch.setattr(kept_texts, "MAX_BYTES_CPU", 100_000)
     result = tokens(converse(sampler, 3))
     assert 0 < len(sampler._kept.texts) < 7
+    sampler.forget_texts()
+    assert sampler._kept is None
     assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
 
 

@@ -38,11 +38,12 @@ SWITCHES = (
     "--overwrite",
     "--plain",
     TRUST_FLAG,
+    "--learner.compile",
     "--learner.gradient-checkpointing",
     "--learner.routing-replay",
 )
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
-"""Fields of an algorithm that are selected like parts: all that hold some, and old_policy, a plain word."""
+"""Fields of an algorithm that are selected like parts: all that hold some, and old_policy and head, plain words."""
 _CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()

@@ -254,6 +254,7 @@ def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[
         also.append(format_changed_part(a.reference))
     also += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
     also += ["π_old = μ"] if a.old_policy != usual.old_policy else []
+    also += ["fp32 head"] if a.head != usual.head else []
     return {**row, "also": tuple(also)}
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 
 OLD_POLICIES = ("learner", "sampler")
+HEADS = ("model", "fp32")
 
 
 def validate_algorithm(algorithm: Algorithm) -> None:
@@ -195,6 +196,8 @@ def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
         yield f"{names[0]} selects tokens of one gradient step, and TrustRegion tries several: use GradientSteps(), or remove it"
     if algorithm.old_policy not in OLD_POLICIES:
         yield f"old_policy must be {' or '.join(map(repr, OLD_POLICIES))}, not {algorithm.old_policy!r}"
+    if algorithm.head not in HEADS:
+        yield f"head must be {' or '.join(map(repr, HEADS))}, not {algorithm.head!r}"
     if algorithm.old_policy == "sampler" and gate.on_policy:
         yield (
             f"old_policy='sampler' puts the sampler into the ratio, which {name} ignores: use "

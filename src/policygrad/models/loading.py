@@ -232,13 +232,15 @@ def compute_head_in_float32(model: Any) -> None:
         ModelError: The head is not a plain matrix: it has an adapter, say.
     """
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.weight.dtype != at_least_float32(head.weight[:0]).dtype:
-        head.__class__ = Float32Head
-    elif not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Float32Head):
+    half = (torch.bfloat16, torch.float16)
+    if type(head) is Float32Head or all(p.dtype not in half for p in head.parameters()):
+        return
+    if type(head) is not nn.Linear:
         raise ModelError(
-            f"learner.head=fp32 needs an output head that is a plain matrix, and this model's is a {type(head).__name__}: leave "
-            "the head out of learner.lora's targets, or set learner.head=model"
+            f"learner.head=fp32 needs an output head that is a plain matrix, and this model's is a {type(head).__module__}."
+            f"{type(head).__name__}: leave the head out of learner.lora's targets, or set learner.head=model"
         )
+    head.__class__ = Float32Head
 
 
 # Locating a model: a folder, or a hub id. Other names are refused at once; without a network only the cache is used.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -175,11 +176,26 @@ def redistribute_like(shard: Tensor, x: Tensor) -> Tensor:
 
 
 class PlainAttention(TorchFunctionMode):
-    """Replace `scaled_dot_product_attention` by its math implementation, in this thread only.
+    """Replace `scaled_dot_product_attention` by its math implementation, and FlexAttention too, in this thread only.
 
     `sdpa_kernel(SDPBackend.MATH)` switches the entire process, so that a sampler in another thread would compute in another order
     at unpredictable times.
     """
+
+    _thread = threading.local()
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Return whether this thread is within such a block."""
+        return getattr(cls._thread, "depth", 0) > 0
+
+    def __enter__(self) -> Self:
+        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.depth -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,

@@ -63,6 +63,14 @@ class Request:
     """A later prompt may continue this text, as in a conversation: the sampler may keep what it has computed of it."""
 
 
+@runtime_checkable
+class KeepsTexts(Protocol):
+    """A sampler that keeps what it has computed of texts that may be continued."""
+
+    def forget_texts(self) -> None:
+        """Free it: no text will be continued."""
+
+
 @dataclass(frozen=True, eq=False)
 class Generation:
     """The completion of one request."""

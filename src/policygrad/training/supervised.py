@@ -27,7 +27,7 @@ from policygrad.errors import CheckpointError, ConfigError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
-from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, recompute_activations
+from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, choose_kernels, recompute_activations
 from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.models.adapters import describe_adapters
@@ -87,7 +87,8 @@ class LocalSupervisedLearner:
         if config.learner.gradient_checkpointing:
             recompute_activations(model)
         self.model, self.config = model, config.learner
-        self.evaluator = build_evaluator(model, 1.0) if causal else Evaluator(Network(model), 1.0)
+        evaluator = build_evaluator(model, 1.0) if causal else Evaluator(Network(model), 1.0)
+        self.evaluator = choose_kernels(evaluator, self.config)
         assert config.lr is not None  # `SupervisedConfig.resolve` has filled it in
         self.optimizer = Optimizer(model, config.optimizer, config.lr, steps)
 

@@ -30,6 +30,7 @@ from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, check_fsdp_optio
 from policygrad.learners.fsdp.watchdog import ControlStore
 from policygrad.learners.local.learner import check_vocabulary_sizes
 from policygrad.models.adapters import is_initial_adapter
+from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing
 from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
@@ -81,6 +82,10 @@ class FsdpController:
         check_tensor_parallel(model, config.tensor_parallel, algorithm)
         if config.routing_replay:
             Routing.for_model(model)  # before pickling: its hooks on the routers are part of the skeleton
+        if config.resolve(algorithm.head).head == "fp32":
+            for network in (model, reference):
+                if network is not None:
+                    compute_head_in_float32(network)
         skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
         reads_reference = "logp_ref" in algorithm.needs
         # π_ref is the policy without its adapters if it stays that, and no part needs both at once or a second one

@@ -36,7 +36,7 @@ from policygrad.learners.fsdp.sharding import (
     shard_model,
 )
 from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.forward import Evaluator
+from policygrad.learners.local.forward import Evaluator, choose_kernels
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
 from policygrad.models.replica import ModelFactory, full_tensor
@@ -146,7 +146,8 @@ class FsdpLearner(LocalLearner):
         if spec.stream_weights:
             self.full_model = None
         self._place = ShardPlacement(*build_meshes(spec.device, workers.size, tp_size), device)
-        self._policy_evaluator = shard_model(spec.policy, source, workers, self._place, temperature)
+        policy = shard_model(spec.policy, source, workers, self._place, temperature)
+        self._policy_evaluator = choose_kernels(policy, spec.learner.config)
         self.division = FsdpWorkDivision(workers, self._place.mesh, spec.policy.compute_dtype, tp_size)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:
@@ -155,7 +156,8 @@ class FsdpLearner(LocalLearner):
                 policy.network, policy.temperature, policy.window, root=policy.root
             )
         elif spec.reference is not None:
-            self._reference_evaluator = shard_model(spec.reference, reference, workers, self._place, temperature)
+            shared = shard_model(spec.reference, reference, workers, self._place, temperature)
+            self._reference_evaluator = choose_kernels(shared, spec.learner.config)
             self._reference_evaluator.model.requires_grad_(False)
         build = partial(spec.policy.build_empty, device, at_least_fp32=True)
         super().__init__(self._policy_evaluator.model, spec.learner, build=build)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.learners.config import AUTO, LearnerConfig
 from policygrad.learners.local.logprobs import FUSED_HEADS, fused_log_probability
 from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
@@ -20,6 +21,7 @@ from policygrad.models.loading import at_least_float32
 from policygrad.models.moe_routing import Routing
 
 Inputs = dict[str, Any]
+E = TypeVar("E", bound="Evaluator")
 MAX_LOGITS = 2**26  # logits in memory at a time, in elements (256 MiB in float32)
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
@@ -290,6 +292,11 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
         return tree
     disable_tree_attention(model)
     return best
+
+
+def choose_kernels(evaluator: E, config: LearnerConfig) -> E:
+    """Return an evaluator with the attention that `learner.attention` names."""
+    return replace(evaluator, network=replace(evaluator.network, use_flex=config.attention == AUTO))
 
 
 @contextmanager

@@ -15,17 +15,16 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
-from policygrad.learners.config import AUTO
 from policygrad.learners.local.compilation import CompiledBlocks, count_compiled_graphs
 from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.forward import Evaluator, build_evaluator, recompute_activations
+from policygrad.learners.local.forward import Evaluator, build_evaluator, choose_kernels, recompute_activations
 from policygrad.learners.local.networks import ImplicitRewardModel, TrainedNetworks, ValueModel, measure_values
 from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.updates import LocalProblem
 from policygrad.models.adapters import adapter_configs, is_initial_adapter, set_adapters_enabled
-from policygrad.models.loading import compute_head_in_float32
+from policygrad.models.loading import Float32Head, compute_head_in_float32
 from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import (
     ModelFactory,
@@ -79,7 +78,7 @@ class LocalLearner:
         if config.gradient_checkpointing:
             recompute_activations(model)
         set_trainable(model, config.trainable)
-        self.evaluator = self._choose_kernels(self._build_evaluator(model, spec.temperature))
+        self.evaluator = self._build_evaluator(model, spec.temperature)
         if config.routing_replay:
             check_routing_replay(algorithm)
             routed = replace(self.evaluator.network, routing=Routing.for_model(model))
@@ -88,8 +87,6 @@ class LocalLearner:
         critic = algorithm.critic
         self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)
         self.reference = self._build_reference(algorithm, reference, build)
-        if self.reference is not None:
-            self.reference = self._choose_kernels(self.reference)
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
             initial = self._frozen_copy(self.reference, build if reference is None else None)
@@ -105,14 +102,10 @@ class LocalLearner:
         self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
         self.norms = self._build_score_norms() if "grad_logp_sq_norm" in algorithm.needs else None
 
-    def _choose_kernels(self, evaluator: Evaluator) -> Evaluator:
-        """Return an evaluator with the attention that `learner.attention` names."""
-        return replace(evaluator, network=replace(evaluator.network, use_flex=self.config.attention == AUTO))
-
     # A sharded learner makes these otherwise.
 
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
-        return build_evaluator(model, temperature)
+        return choose_kernels(build_evaluator(model, temperature), self.config)
 
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         """Make an evaluator of a second, frozen model with the same weights."""
@@ -143,7 +136,9 @@ class LocalLearner:
                 set_adapters_enabled(evaluator.model, False)
             return evaluator
         check_vocabulary_sizes(algorithm, given, self.model)
-        return build_evaluator(given.requires_grad_(False), self.evaluator.temperature)
+        if isinstance(self.evaluator.network.head, Float32Head):
+            compute_head_in_float32(given)
+        return choose_kernels(build_evaluator(given.requires_grad_(False), self.evaluator.temperature), self.config)
 
     @property
     def reference_parameters(self) -> int:

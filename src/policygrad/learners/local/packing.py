@@ -180,8 +180,8 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
     a budget of 0: one completion each.
 
     No completion is split, even one of several texts, and with `keep_groups` no group, whatever the budget. Where one completion
-    takes most of the budget or more, others that share most of their tokens with it may add half as much again, as they would read
-    them anew otherwise.
+    takes most of the budget or more, others that share two thirds of their tokens with it may add half as much again, as they
+    would read them anew otherwise.
 
     Raises:
         DataError: The batch has no tokens or prompts.
@@ -200,7 +200,7 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
     start, used, limit = 0, 0, 0
     for first, end in zip(begins.tolist(), ends.tolist(), strict=True):
         more = int(new_tokens[first:end].sum())
-        if first > start and used + more > (limit if shared[first] >= more else budget):
+        if first > start and used + more > (limit if shared[first] >= 2 * more else budget):
             yield _layout_tree(batch, texts[start:first])
             start, used = first, 0
         if start == first:
@@ -299,7 +299,7 @@ class WorkDivision:
         dummy_pass: Callable[[Pack], object],
         count_tokens: Callable[[T], int],
     ) -> Iterator[T]:
-        """Iterate over this process's share of the micro-batches, made with at most so many tokens.
+        """Iterate over this process's share of the micro-batches, `make_packs(budget)`.
 
         `dummy_pass` adds nothing, for processes with fewer micro-batches than others.
         """

@@ -18,11 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from policygrad.errors import ConfigError
+from policygrad.models.replica import PlainAttention
+
 ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
 _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
 _SMALL_CALL = 2**15  # scores below which padding costs less than another call
 _MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
+FLEX_DEVICES = ("cuda",)
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_SCORES = 2**22
 """Scores under a mask from which on FlexAttention is used."""
@@ -188,25 +192,27 @@ def tree_attention(
 
 
 def is_flex_possible(query: Tensor) -> bool:
-    """Return True for plain tensors (not divided over processes) on a GPU, in a precision that FlexAttention has."""
-    return type(query) is Tensor and query.device.type == "cuda" and query.dtype in FLEX_DTYPES
+    """Return True for plain tensors (not divided over processes) on a GPU, in a precision that FlexAttention has, outside blocks
+    whose derivatives it lacks."""
+    if PlainAttention.is_active():
+        return False
+    return type(query) is Tensor and query.device.type in FLEX_DEVICES and query.dtype in FLEX_DTYPES
 
 
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None
 ) -> Tensor | None:
     """Return [1, heads, N, width] by FlexAttention; None, with a warning the first time, if it cannot be compiled here."""
-    global _is_flex_broken
+    global _is_flex_broken, _has_flex_worked
     if _is_flex_broken:
         return None
     shares_keys = query.shape[1] != key.shape[1]
+    mask = tree.flex_mask
     try:
-        return compiled_flex_attention()(
-            query, key, value, block_mask=tree.flex_mask, scale=scale, enable_gqa=shares_keys
-        )
-    except torch.OutOfMemoryError:
-        raise
+        out = compiled_flex_attention()(query, key, value, block_mask=mask, scale=scale, enable_gqa=shares_keys)
     except Exception as error:  # the compiler, Triton and the driver raise all kinds
+        if _has_flex_worked or isinstance(error, torch.OutOfMemoryError):
+            raise
         _is_flex_broken = True
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         warnings.warn(
@@ -215,9 +221,11 @@ def flex_attention(
             stacklevel=2,
         )
         return None
+    _has_flex_worked = True
+    return out
 
 
-_is_flex_broken = False  # in this process
+_is_flex_broken = _has_flex_worked = False  # in this process
 
 
 @cache
@@ -264,7 +272,14 @@ def exclude_attention_from_compilation(model: Any) -> None:
 
     name = model.config._attn_implementation
     interface: Any = AttentionInterface
-    interface.register(name, torch.compiler.disable(interface()[name]))  # type: ignore[no-untyped-call]
+    if name not in interface():
+        raise ConfigError(
+            f"learner.compile leaves attention as it is, and {type(model).__name__} has {name!r} attention, which is part of its "
+            "blocks: leave learner.compile out"
+        )
+    attention = interface()[name]
+    if not getattr(attention, "_torchdynamo_disable", False):
+        interface.register(name, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
 
 
 def disable_tree_attention(model: Any) -> None:

@@ -8,6 +8,7 @@ they are removed when enough of them have, and a new graph is captured for the o
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from policygrad.samplers.local.shared_prefix import SharedPrefixCache
 if TYPE_CHECKING:
     from policygrad.samplers.local.sampler import DecodeLoop
 
+_REFUSED = "_policygrad_cuda_graphs_refused"  # set on a model, so that it is tried once
 STEPS = 16  # tokens per row between two looks
 
 
@@ -32,7 +34,8 @@ class DecodeAhead:
         Args:
             logits: [N, V] of the rows' next tokens.
         """
-        self.loop, self.cache, self.captures = loop, cache, logits.device.type == "cuda"
+        self.loop, self.cache = loop, cache
+        self.captures = logits.device.type == "cuda" and not getattr(cache.model, _REFUSED, False)
         self.logits, self.active, self.count = logits.clone(), loop.active, loop.count.clone()
         self.finished = torch.zeros_like(self.active, dtype=torch.bool)
         self.broken = torch.zeros_like(self.finished)  # rows whose logits were no distribution
@@ -54,29 +57,25 @@ class DecodeAhead:
             if self.graph is None:
                 self._step()
             else:
-                self.graph.replay()
+                with torch.cuda.device(self.logits.device):
+                    self.graph.replay()
         self.cache.advance(steps)
         if bool(self.broken.any()):
             self._explain(int(self.broken.nonzero()[0]))
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """Return a graph of one step; None, with a warning, if the model does something that a graph cannot hold."""
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                self._step()
-        except (RuntimeError, NotImplementedError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = str(error).strip().splitlines()[0]
+            return capture_graph(self._step, self.logits.device)
+        except CaptureError as error:
             warnings.warn(
-                f"{type(self.cache.model).__name__} cannot be decoded by CUDA graphs ({reason}); its kernels are launched one by "
-                "one, which is slower. --sampler.cuda-graphs false silences this.",
+                f"{type(self.cache.model).__name__} cannot be decoded by CUDA graphs ({error}); its kernels are launched one by "
+                "one, which is slower. --sampler.no-cuda-graphs silences this.",
                 stacklevel=2,
             )
             self.captures = False
+            setattr(self.cache.model, _REFUSED, True)
             return None
-        return graph
 
     def _step(self) -> None:
         """Sample a token of each row that is not finished, store it, and compute the next logits. Nothing waits for the device."""
@@ -105,3 +104,28 @@ class DecodeAhead:
         raise NumericsError(
             "logits were not finite while decoding, and are when the text is read again. learner.dtype=fp32 has a larger range."
         )
+
+
+class CaptureError(Exception):
+    """Some operation cannot be part of a CUDA graph."""
+
+
+def capture_graph(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Return a graph of what `work` does on a device. Raises CaptureError, with the reason."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        before, pool = torch.cuda.current_stream(device), torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        try:
+            # thread_local: a learner in another thread may allocate memory meanwhile
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            # the end of a capture fails for what failed within, and leaves its stream current and the allocator filling its pool
+            torch.cuda.set_stream(before)
+            torch._C._cuda_endAllocateToPool(before.device_index, pool)
+            cause = error.__context__ or error
+            raise CaptureError(str(cause).strip().partition("\n")[0] or type(cause).__name__) from error
+    return graph

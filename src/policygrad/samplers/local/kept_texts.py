@@ -25,21 +25,27 @@ class KeptTexts:
         self.room = int(MAX_SHARE * torch.cuda.mem_get_info(device)[0]) if on_gpu else MAX_BYTES_CPU
         self.texts: dict[bytes, LayerTensors] = {}
         self.lengths: set[int] = set()
+        self.ends: set[tuple[int, bytes]] = (
+            set()
+        )  # of each text: its length and last tokens, which tell most others apart
         self.weights = weights_version(model)
 
     def add(self, ids: Tensor, layers: LayerTensors) -> None:
         """Keep a text, unless memory is short: then it is read again."""
-        size = sum(x.nbytes for pair in layers for x in pair)
-        if size <= self.room:
+        key, size = ids.numpy().tobytes(), sum(x.nbytes for pair in layers for x in pair)
+        if size <= self.room and key not in self.texts:
             self.room -= size
-            self.texts[ids.numpy().tobytes()] = layers
+            self.texts[key] = layers
             self.lengths.add(len(ids))
+            self.ends.add((len(ids), _end(ids)))
 
     def find(self, ids: Tensor) -> tuple[int, LayerTensors]:
         """Return the longest kept text that `ids` continues, as (its length, its tensors); (0, []) if there is none."""
         for length in sorted(self.lengths, reverse=True):
-            if length < len(ids) and (layers := self.texts.get(ids[:length].numpy().tobytes())) is not None:
-                return length, layers
+            if length < len(ids) and (length, _end(ids[:length])) in self.ends:
+                layers = self.texts.get(ids[:length].numpy().tobytes())
+                if layers is not None:
+                    return length, layers
         return 0, []
 
     def prefill(self, model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any, Tensor]:
@@ -80,6 +86,12 @@ class KeptTexts:
         return out, mask
 
 
+def _end(ids: Tensor) -> bytes:
+    """Return the last tokens of a text."""
+    return ids[-4:].numpy().tobytes()
+
+
 def weights_version(model: nn.Module) -> int:
-    """Return a number that changes when the weights are changed in place."""
+    """Return a number that changes when the weights are changed in place, except by a fused optimizer: `LocalSampler.update` is
+    called for that."""
     return sum(p._version for p in model.parameters())

@@ -49,6 +49,7 @@ class LocalSampler:
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
         self.cuda_graphs = cuda_graphs
+        self.keeps_texts = routing is None  # those that may be continued
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
@@ -66,6 +67,10 @@ class LocalSampler:
         """Copy the weights, unless they are this model's own tensors."""
         copy_weights_(weights.tensors, self.model)
         self.version, self._kept = weights.version, None
+
+    def forget_texts(self) -> None:
+        """Free what is kept of texts that were to be continued."""
+        self._kept = None
 
     @contextmanager
     def on_completion(self, callback: CompletionCallback) -> Iterator[None]:
@@ -88,7 +93,7 @@ class LocalSampler:
         kept, self._kept = self._kept, None
         if kept is not None and kept.weights != weights_version(self.model):
             kept = None
-        if self._shares_prefixes and self.routing is None and any(r.continues for r in requests):
+        if self._shares_prefixes and self.keeps_texts and any(r.continues for r in requests):
             if self._continues is None:
                 self._continues = supports_continuing(self.model, self.pad)
             self._kept = KeptTexts(self.model) if self._continues else None

@@ -249,6 +249,7 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
     def set_capacity(self, columns: int, rows: int) -> None:
         """Give `rows` rows this many columns, finite ones."""
         used, kept = self.layout.used, self.row_buffers
+        self.keys = self.values = None  # views, which would hold the old memory of all layers
         self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in kept)
         for buffer, x in zip(self.row_buffers, kept, strict=True):
             buffer[:, :, :used] = x[:rows, :, :used]

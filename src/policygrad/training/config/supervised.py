@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 import tyro
 
 from policygrad.errors import ConfigError
-from policygrad.learners.config import AUTO, LearnerConfig, OptimizerConfig
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.trackers.services import check_services
@@ -99,10 +99,9 @@ class SupervisedConfig:
             raise ConfigError(
                 f"learner.routing_replay replays a sampler's experts, and {self.kind} samples nothing: leave it out"
             )
-        if self.learner.compile or self.learner.head == "fp32" or self.learner.attention != AUTO:
+        if self.learner.compile or self.learner.head == "fp32":
             raise ConfigError(
-                f"learner.compile, learner.head and learner.attention are for policygrad train; {self.kind} has its own passes: "
-                "leave them out"
+                f"learner.compile and learner.head are for policygrad train, not {self.kind}: leave them out"
             )
         if self.learner.tensor_parallel > 1:
             raise ConfigError(
