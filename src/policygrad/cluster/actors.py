@@ -223,7 +223,7 @@ class SamplerActor(NamedActor):
                         parameter.copy_(constant[name])
             routing = Routing.for_model(model) if routed else None
             self._local = LocalSampler(model, end, pad, routing, cuda_graphs=cuda_graphs)
-            self._local.keeps_texts = False  # a conversation's next turn may come to another actor
+            self._local.caches_texts = False  # a conversation's next turn may come to another actor
         parameters = dict(self._local.model.named_parameters())
         with torch.no_grad():
             for name, tensor in ray.get(weights[0]).items():

@@ -34,7 +34,7 @@ from policygrad.models.chat_template import HistoryRewrittenError, Tools
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, Trajectory
-from policygrad.samplers.base import Generation, KeepsTexts, Request, Sampler, SamplingParams
+from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
 
@@ -70,8 +70,8 @@ async def run_episodes(
                     )
                 await _gather(active, (e.step(g, encoder, sampler) for e, g in zip(active, generations, strict=True)))
         finally:  # after an error or interruption, close all open environments together
-            if isinstance(sampler, KeepsTexts):
-                sampler.forget_texts()
+            if isinstance(sampler, CachesTexts):
+                sampler.clear_texts()
             await asyncio.gather(*(episode.abandon() for episode in episodes), return_exceptions=True)
     return [
         EpisodeGroup(spec, prompt_ids, tuple(episode.trajectory(encoder) for episode in group))

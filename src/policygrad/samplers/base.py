@@ -64,10 +64,10 @@ class Request:
 
 
 @runtime_checkable
-class KeepsTexts(Protocol):
+class CachesTexts(Protocol):
     """A sampler that keeps what it has computed of texts that may be continued."""
 
-    def forget_texts(self) -> None:
+    def clear_texts(self) -> None:
         """Free it: no text will be continued."""
 
 

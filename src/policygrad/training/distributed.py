@@ -86,7 +86,7 @@ async def _sample_together(
 ) -> list[Generation]:
     """Sample this rank's part and return all ranks' generations; an error in one rank is raised in all, so they stay in sync."""
     local, error = list[Generation](), None
-    sampler.keeps_texts = False  # a conversation's next turn may come to another rank
+    sampler.caches_texts = False  # a conversation's next turn may come to another rank
     begin, end = (len(requests) * rank // workers.size for rank in (workers.rank, workers.rank + 1))
     try:
         local = await sampler.generate(requests[begin:end])  # neighbours, since a group's prompt is computed once

@@ -120,9 +120,9 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
     return out, mask
 
 
-def left_pad(texts: Sequence[Tensor], pad: int, width: int = 0) -> tuple[Tensor, Tensor]:
-    """Return token ids [C, L] and their mask, 1 where there is a token; L is the longest text's length, or at least `width`."""
-    width = max(width, *map(len, texts))
+def left_pad(texts: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
+    """Return token ids [C, L], padded to the longest text's length, and their mask, 1 where there is a token."""
+    width = max(map(len, texts))
     ids = torch.full((len(texts), width), pad)
     mask = torch.zeros(len(texts), width, dtype=torch.int64)
     for i, text in enumerate(texts):

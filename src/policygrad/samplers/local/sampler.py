@@ -14,7 +14,6 @@ from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.local.cuda_graphs import DecodeAhead
-from policygrad.samplers.local.kept_texts import KeptTexts, weights_version
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache
 from policygrad.samplers.local.sampling import check_finite_logits, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
@@ -23,6 +22,7 @@ from policygrad.samplers.local.shared_prefix import (
     supports_continuing,
     supports_shared_prefix,
 )
+from policygrad.samplers.local.text_cache import TextCache, weights_version
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 
@@ -49,12 +49,12 @@ class LocalSampler:
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
         self.cuda_graphs = cuda_graphs
-        self.keeps_texts = routing is None  # those that may be continued
+        self.caches_texts = routing is None  # those that may be continued
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
         self._continues: bool | None = None  # likewise, at the first that may be continued
-        self._kept: KeptTexts | None = None  # of the last call
+        self._texts: TextCache | None = None  # of the last call
 
     @classmethod
     def from_tokenizer(
@@ -66,11 +66,11 @@ class LocalSampler:
     async def update(self, weights: PublishedWeights) -> None:
         """Copy the weights, unless they are this model's own tensors."""
         copy_weights_(weights.tensors, self.model)
-        self.version, self._kept = weights.version, None
+        self.version, self._texts = weights.version, None
 
-    def forget_texts(self) -> None:
-        """Free what is kept of texts that were to be continued."""
-        self._kept = None
+    def clear_texts(self) -> None:
+        """Free the cached texts: none will be continued."""
+        self._texts = None
 
     @contextmanager
     def on_completion(self, callback: CompletionCallback) -> Iterator[None]:
@@ -90,21 +90,21 @@ class LocalSampler:
                 self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
                 if not self._shares_prefixes:
                     check_batched_decoding(self.model, self.pad)
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.weights != weights_version(self.model):
-            kept = None
-        if self._shares_prefixes and self.keeps_texts and any(r.continues for r in requests):
+        texts, self._texts = self._texts, None
+        if texts is not None and texts.weights != weights_version(self.model):
+            texts = None
+        if self._shares_prefixes and self.caches_texts and any(r.continues for r in requests):
             if self._continues is None:
                 self._continues = supports_continuing(self.model, self.pad)
-            self._kept = KeptTexts(self.model) if self._continues else None
+            self._texts = TextCache(self.model) if self._continues else None
         for sampling in dict.fromkeys(r.sampling for r in requests):
             indices = [i for i, r in enumerate(requests) if r.sampling == sampling]
             with recording():
                 ahead = self.decodes_ahead and bool(self._shares_prefixes)
-                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead, self._kept)
+                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead, self._texts)
                 cache: DecodeCache = PlainDecodeCache(self.model, self.pad)
                 if self._shares_prefixes:
-                    cache = SharedPrefixCache(self.model, self.pad, kept)
+                    cache = SharedPrefixCache(self.model, self.pad, texts)
                 completed = loop.run(cache, self.version, self._callback)
                 generations |= zip(indices, completed, strict=True)
         return [generations[i] for i in range(len(requests))]
@@ -125,14 +125,14 @@ class DecodeLoop:
         pad: int,
         routing: Routing | None,
         decodes_ahead: bool = False,
-        kept: KeptTexts | None = None,
+        texts: TextCache | None = None,
     ) -> None:
         """
         Args:
             decodes_ahead: Look at the results every `cuda_graphs.STEPS` tokens only.
-            kept: Takes the texts of requests that may be continued.
+            texts: Takes the texts of requests that may be continued.
         """
-        self.decodes_ahead, self.kept = decodes_ahead, kept
+        self.decodes_ahead, self.texts = decodes_ahead, texts
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
         self.limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
@@ -208,7 +208,7 @@ class DecodeLoop:
             if remaining < COMPACT_FRACTION * rows or (
                 self.queue and slots >= max(_REFILL_FRACTION * self.sampling.decode_rows, len(self.queue[0]))
             ):
-                self._keep_texts(cache, reported)
+                self._cache_texts(cache, reported)
                 order = cache.keep_rows((~reported).nonzero().squeeze(1))
                 self.active, self.count = ahead.active[order], ahead.count[order]
                 return ahead.logits[order]
@@ -224,15 +224,15 @@ class DecodeLoop:
                 ]
             )
 
-    def _keep_texts(self, cache: DecodeCache, finished: Tensor) -> None:
+    def _cache_texts(self, cache: DecodeCache, finished: Tensor) -> None:
         """Keep the texts of finished rows that may be continued. The last token of each has not been read by the model."""
-        if self.kept is None or not isinstance(cache, SharedPrefixCache):
+        if self.texts is None or not isinstance(cache, SharedPrefixCache):
             return
         for row in finished.nonzero().squeeze(1).tolist():
             index = int(self.active[row])
             if self.requests[index].continues:
                 read = int(self.length[index]) - 1
-                self.kept.add(self.read_ids(index, read), cache.keep_text(row, read))
+                self.texts.add(self.read_ids(index, read), cache.copy_text(row, read))
 
     def read_ids(self, index: int, sampled: int) -> Tensor:
         """Return the ids [P + t] that a request's row has read."""
@@ -251,7 +251,7 @@ class DecodeLoop:
         finished = stops | (count >= self.limit[active])
         if finished.any():
             self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
-            self._keep_texts(cache, finished)
+            self._cache_texts(cache, finished)
             order = cache.keep_rows((~finished).nonzero().squeeze(1))
             active, count, token = active[order], count[order], token[order]
         self.active, self.count = active, count

@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicLayer
 from policygrad.errors import ModelError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local import kv_cache
-from policygrad.samplers.local.kept_texts import KeptTexts, LayerTensors
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
+from policygrad.samplers.local.text_cache import LayerTensors, TextCache
 
 _FIRST_TOKENS = 8  # tokens that memory is allocated for at first; then twice as many
 _ALIGNMENT = 32
@@ -34,12 +34,12 @@ class SharedPrefixCache:
 
     supports_refill = True
 
-    def __init__(self, model: nn.Module, pad: int, kept: KeptTexts | None = None) -> None:
+    def __init__(self, model: nn.Module, pad: int, texts: TextCache | None = None) -> None:
         """
         Args:
-            kept: Texts that prompts may continue.
+            texts: Texts that prompts may continue.
         """
-        self.model, self.pad, self.kept = model, pad, kept
+        self.model, self.pad, self.texts = model, pad, texts
         self.device = next(model.parameters()).device
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.cache: Any = None
@@ -50,7 +50,7 @@ class SharedPrefixCache:
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         self.layout.column = None
-        read = prefill if self.kept is None else self.kept.prefill
+        read = prefill if self.texts is None else self.texts.prefill
         out, mask = read(self.model, prompts, self.pad)
         _, cache = kv_cache.get_cache(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
@@ -148,7 +148,7 @@ class SharedPrefixCache:
             self._update_layout()
         return order
 
-    def keep_text(self, row: int, tokens: int) -> LayerTensors:
+    def copy_text(self, row: int, tokens: int) -> LayerTensors:
         """Return copies of the keys and values of a row's prompt and its first `tokens` tokens."""
         prompt, first = int(self.owner[row]), int(self.start[row])
         is_token = self.prompt_mask[prompt] == 1
@@ -248,10 +248,10 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
 
     def set_capacity(self, columns: int, rows: int) -> None:
         """Give `rows` rows this many columns, finite ones."""
-        used, kept = self.layout.used, self.row_buffers
+        used, before = self.layout.used, self.row_buffers
         self.keys = self.values = None  # views, which would hold the old memory of all layers
-        self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in kept)
-        for buffer, x in zip(self.row_buffers, kept, strict=True):
+        self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in before)
+        for buffer, x in zip(self.row_buffers, before, strict=True):
             buffer[:, :, :used] = x[:rows, :, :used]
 
     def _count_columns(self, used: int) -> int:
@@ -398,17 +398,17 @@ def supports_shared_prefix(model: nn.Module, pad: int) -> bool:
 
 @torch.no_grad()
 def supports_continuing(model: nn.Module, pad: int) -> bool:
-    """Return True if a text that continues a kept one gets the logits of the whole text, beside one that continues none."""
-    cache, kept = SharedPrefixCache(model, pad), KeptTexts(model)
+    """Return True if a text that continues a cached one gets the logits of the whole text, beside one that continues none."""
+    cache, texts = SharedPrefixCache(model, pad), TextCache(model)
     tokens = torch.arange(24, device=cache.device).view(2, 12) * 5 % 7 + 1
     cache.read([tokens[0, :7], tokens[1, :4]], torch.tensor([1, 1], device=cache.device), 4)
     cache.step(tokens[[0, 1], [7, 4]], torch.tensor([7, 4], device=cache.device))
-    kept.add(tokens[0, :8].cpu(), cache.keep_text(0, 1))
+    texts.add(tokens[0, :8].cpu(), cache.copy_text(0, 1))
     prompts = [tokens[0, :11], tokens[1, :3]]
     expected = _last_logits(model, prompts).float()
     effect = float((expected[0] - expected[1]).abs().max())
     try:
-        actual, _ = SharedPrefixCache(model, pad, kept).read(
+        actual, _ = SharedPrefixCache(model, pad, texts).read(
             [p.cpu() for p in prompts], torch.tensor([1, 1], device=cache.device), 4
         )
     except Exception:  # as above: texts are then read whole

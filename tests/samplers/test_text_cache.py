@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Generation, Request, SamplingParams
-from policygrad.samplers.local import kept_texts, shared_prefix
+from policygrad.samplers.local import shared_prefix, text_cache
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.weight_sync.base import PublishedWeights
 
@@ -66,8 +66,8 @@ def test_turns_are_the_same_and_read_what_is_new(random_model: Path, ahead: bool
         with counted(model) as seen:
             results.append(converse(sampler, 5, continues=continues))
         read.append(sum(seen))
-    for whole, kept in zip(*results, strict=True):
-        for a, b in zip(whole, kept, strict=True):
+    for whole, continued in zip(*results, strict=True):
+        for a, b in zip(whole, continued, strict=True):
             assert torch.equal(a.tokens, b.tokens)
             assert torch.allclose(a.logp, b.logp, atol=1e-4)
     assert read[1] < 0.6 * read[0]
@@ -79,8 +79,8 @@ def test_nothing_is_kept_of_other_weights(random_model: Path) -> None:
         model: Any = load_model(str(random_model))
         sampler = LocalSampler(model, frozenset({7}), 0)
         (first,) = converse(sampler, 1)
-        assert sampler._kept is not None
-        assert sampler._kept.texts
+        assert sampler._texts is not None
+        assert sampler._texts.texts
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
         if told:
@@ -98,15 +98,15 @@ def test_only_texts_that_may_be_continued_are_kept_as_far_as_memory_allows(
 ) -> None:
     sampler = LocalSampler(load_model(str(random_model)), frozenset({7}), 0)
     converse(sampler, 2, continues=False)
-    assert sampler._kept is None
+    assert sampler._texts is None
     expected = tokens(converse(sampler, 3))
-    assert sampler._kept is not None
-    assert len(sampler._kept.texts) == 7
-    monkeypatch.setattr(kept_texts, "MAX_BYTES_CPU", 100_000)
+    assert sampler._texts is not None
+    assert len(sampler._texts.texts) == 7
+    monkeypatch.setattr(text_cache, "MAX_BYTES_CPU", 100_000)
     result = tokens(converse(sampler, 3))
-    assert 0 < len(sampler._kept.texts) < 7
-    sampler.forget_texts()
-    assert sampler._kept is None
+    assert 0 < len(sampler._texts.texts) < 7
+    sampler.clear_texts()
+    assert sampler._texts is None
     assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
 
 
@@ -116,13 +116,13 @@ def test_a_model_that_cannot_continue_what_is_kept_reads_everything(
     """The test on a few made-up tokens fails: what a cache returns is not what it was given."""
     model = load_model(str(random_model))
     expected = tokens(converse(LocalSampler(model, frozenset({7}), 0), 3))
-    keep = shared_prefix.SharedPrefixCache.keep_text
+    keep = shared_prefix.SharedPrefixCache.copy_text
 
     def wrong(cache: Any, row: int, count: int) -> list[tuple[Tensor, Tensor]]:
         return [(keys * 1.1, values) for keys, values in keep(cache, row, count)]
 
-    monkeypatch.setattr(shared_prefix.SharedPrefixCache, "keep_text", wrong)
+    monkeypatch.setattr(shared_prefix.SharedPrefixCache, "copy_text", wrong)
     sampler = LocalSampler(model, frozenset({7}), 0)
     result = tokens(converse(sampler, 3))
-    assert sampler._kept is None
+    assert sampler._texts is None
     assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))

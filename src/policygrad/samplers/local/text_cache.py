@@ -16,7 +16,7 @@ MAX_BYTES_CPU = 2**31
 MAX_SHARE = 0.25  # of a GPU's free memory
 
 
-class KeptTexts:
+class TextCache:
     """Keys and values of texts [n], by their token ids."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,9 +25,7 @@ class KeptTexts:
         self.room = int(MAX_SHARE * torch.cuda.mem_get_info(device)[0]) if on_gpu else MAX_BYTES_CPU
         self.texts: dict[bytes, LayerTensors] = {}
         self.lengths: set[int] = set()
-        self.ends: set[tuple[int, bytes]] = (
-            set()
-        )  # of each text: its length and last tokens, which tell most others apart
+        self.tails = set[tuple[int, bytes]]()  # the length and last tokens of each text, which tell most others apart
         self.weights = weights_version(model)
 
     def add(self, ids: Tensor, layers: LayerTensors) -> None:
@@ -37,41 +35,41 @@ class KeptTexts:
             self.room -= size
             self.texts[key] = layers
             self.lengths.add(len(ids))
-            self.ends.add((len(ids), _end(ids)))
+            self.tails.add((len(ids), _tail(ids)))
 
     def find(self, ids: Tensor) -> tuple[int, LayerTensors]:
-        """Return the longest kept text that `ids` continues, as (its length, its tensors); (0, []) if there is none."""
+        """Return the longest cached text that `ids` continues, as (its length, its tensors); (0, []) if there is none."""
         for length in sorted(self.lengths, reverse=True):
-            if length < len(ids) and (length, _end(ids[:length])) in self.ends:
+            if length < len(ids) and (length, _tail(ids[:length])) in self.tails:
                 layers = self.texts.get(ids[:length].numpy().tobytes())
                 if layers is not None:
                     return length, layers
         return 0, []
 
     def prefill(self, model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any, Tensor]:
-        """Read prompts in one forward pass, what is kept of them not again.
+        """Read prompts in one forward pass, what is cached of them not again.
 
         Returns:
             The model's output, with logits of the last position only, and the mask [C, L] of the keys that are tokens.
         """
-        found = [self.find(ids) for ids in prompts]
-        added = [ids[length:] for ids, (length, _) in zip(prompts, found, strict=True)]
-        known = max(length for length, _ in found)
-        if not known or max(map(len, added)) + known // 8 >= max(map(len, prompts)):  # padding would cost what is saved
+        matches = [self.find(prompt) for prompt in prompts]
+        past = [prompt[:length] for prompt, (length, _) in zip(prompts, matches, strict=True)]
+        new = [prompt[length:] for prompt, (length, _) in zip(prompts, matches, strict=True)]
+        width = max(map(len, past))
+        if not width or max(map(len, new)) + width // 8 >= max(map(len, prompts)):  # padding would cost what is saved
             return prefill(model, prompts, pad)
-        ids, mask = left_pad(added, pad)
+        ids, mask = left_pad(new, pad)
         device = next(model.parameters()).device
-        _, past_mask = left_pad([ids[:length] for ids, (length, _) in zip(prompts, found, strict=True)], pad, known)
+        _, past_mask = left_pad(past, pad)
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         cache = DynamicCache(config=base.config.get_text_config(decoder=True))
-        like = next(layers for _, layers in found if layers)
-        for number, pair in enumerate(like):
-            padded = [x.new_zeros(len(prompts), x.shape[0], known, x.shape[2]) for x in pair]
-            for row, (length, layers) in enumerate(found):
+        for number, pair in enumerate(next(layers for _, layers in matches if layers)):
+            padded = [x.new_zeros(len(prompts), x.shape[0], width, x.shape[2]) for x in pair]
+            for row, (length, layers) in enumerate(matches):
                 for target, x in zip(padded, layers[number] if layers else (), strict=False):
-                    target[row, :, known - length :] = x
+                    target[row, :, width - length :] = x
             cache.update(padded[0], padded[1], number)
-        starts = torch.tensor([length for length, _ in found])
+        starts = torch.tensor([length for length, _ in matches])
         positions = (starts[:, None] + mask.cumsum(1) - 1).clamp(min=0)
         mask = torch.cat([past_mask, mask], 1).to(device)
         out = model(
@@ -86,7 +84,7 @@ class KeptTexts:
         return out, mask
 
 
-def _end(ids: Tensor) -> bytes:
+def _tail(ids: Tensor) -> bytes:
     """Return the last tokens of a text."""
     return ids[-4:].numpy().tobytes()
 
