@@ -71,12 +71,12 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
 def test_equal_shapes_are_one_call_and_a_long_text_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = np.stack([np.r_[0:4, 4 + 2 * i : 6 + 2 * i] for i in range(3)])
     lengths, shared = np.full(3, 6), np.array([0, 4, 4])
-    result = AttentionTree(paths, lengths, shared).blocks
+    result = AttentionTree(paths, lengths, shared).blocks[0]
     assert [(tuple(b.queries.shape), b.mask is None) for b in result] == [((1, 6), True), ((2, 2), False)]
     monkeypatch.setattr(
         tree_attention, "_MAX_SCORES", 11
     )  # a mask of 2 × 6 is too large: its queries begin at the beginning
-    assert all(b.mask is None for b in AttentionTree(paths, lengths, shared).blocks)
+    assert all(b.mask is None for b in AttentionTree(paths, lengths, shared).blocks[0])
 
 
 @given(forests(), st.sampled_from([1, 2, 4]))

@@ -187,6 +187,10 @@ def test_external_engines_need_urls() -> None:
 def test_chunks_need_an_engine() -> None:
     with pytest.raises(ConfigError, match=r"sampler.chunk_tokens is an option of servers, and sampler.engine is local"):
         SamplerConfig(chunk_tokens=3)
+    with pytest.raises(
+        ConfigError, match=r"cuda_graphs is for sampling in this process, and sampler.engine is llama_cpp"
+    ):
+        SamplerConfig(engine="llama_cpp", cuda_graphs=False)
 
 
 def test_four_bit_weights_are_not_published_in_full(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -97,6 +97,11 @@ class SamplerConfig:
                         f"{'|'.join(ENGINES)}, or leave it out."
                     )
             return
+        if not self.cuda_graphs:
+            raise ConfigError(
+                f"sampler.cuda_graphs is for sampling in this process, and sampler.engine is {self.engine}: leave it out, or see "
+                "the engine's own options"
+            )
         name, engine = self.engine, load_engine_class(self.engine)
         if not self.urls and not engine.starts_server:
             raise ConfigError(

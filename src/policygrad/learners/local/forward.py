@@ -222,7 +222,7 @@ class Evaluator:
         states, tokens, index = self.network_for(part).states(part), part.tokens[part.mask], part.predictor[part.mask]
         network, head, temperature = self.network, self.network.head, self.temperature
         statistics: Sequence[Tensor | None]
-        if type(head) in FUSED_HEADS and not compared:
+        if isinstance(head, nn.Linear) and type(head) in FUSED_HEADS and not compared:
             gradient = None if expected is None else expected[part.mask]
             statistics = fused_log_probability(
                 states, head, index, tokens, temperature, entropy="entropy" in names, expected=gradient

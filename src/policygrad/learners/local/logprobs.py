@@ -57,7 +57,7 @@ class TokenPairs:
 
 def fused_log_probability(
     states: Tensor,
-    head: nn.Module | None,
+    head: nn.Linear,
     index: Tensor,
     tokens: Tensor,
     temperature: float,
@@ -70,7 +70,6 @@ def fused_log_probability(
     pairs = TokenPairs.of(index, tokens)
     hint = None if expected is None or entropy or not torch.is_grad_enabled() else expected[pairs.order]
     room = MAX_CACHED if hint is None and torch.is_grad_enabled() else 0
-    assert isinstance(head, nn.Linear)  # one of FUSED_HEADS
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
     if type(head) is Float32Head:

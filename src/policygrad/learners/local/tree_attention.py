@@ -62,25 +62,12 @@ class AttentionTree:
         return int(((self.lengths - self.shared) * self.lengths)[self.shared > 0].sum())
 
     @cached_property
-    def blocks(self) -> tuple[AttentionBlock, ...]:
-        """The texts in groups of similar shape, for one call of scaled-dot-product attention each."""
-        convert = self.convert
-        return tuple(
-            AttentionBlock(convert(queries), convert(keys), None if mask is None else convert(mask))
-            for queries, keys, mask in self._blocks[0]
-        )
-
-    @cached_property
-    def output_index(self) -> Tensor:
-        """[N] index of each node's output in the concatenated outputs of the blocks."""
-        return self.convert(torch.from_numpy(self._blocks[1]))
-
-    @cached_property
-    def _blocks(self) -> tuple[list[tuple[Tensor, Tensor, Tensor | None]], Ints]:
-        """The blocks' queries, keys and masks, and the output index, on the host."""
+    def blocks(self) -> tuple[tuple[AttentionBlock, ...], Tensor]:
+        """The texts in groups of similar shape, for one call of scaled-dot-product attention each, and [N] the index of each node's
+        output in their concatenated outputs."""
         paths, lengths, shared = self.paths, self.lengths, self.shared
         output_index = np.zeros(int((lengths - shared).sum()), dtype=np.int64)
-        blocks, offset = list[tuple[Tensor, Tensor, Tensor | None]](), 0
+        blocks, offset = list[AttentionBlock](), 0
         for rows in _group_blocks(lengths, lengths - shared):
             skip = np.where(_needs_mask(lengths[rows], lengths[rows] - shared[rows]), shared[rows], 0)
             q, k = int((lengths[rows] - skip).max()), int(lengths[rows].max())
@@ -90,9 +77,12 @@ class AttentionTree:
             queries = np.take_along_axis(paths[rows], depth, 1)
             output_index[queries[is_new]] = offset + np.flatnonzero(is_new)
             offset += queries.size
-            mask = torch.from_numpy(np.arange(k) <= depth[:, :, None])[:, None] if skip.any() else None
-            blocks.append((torch.from_numpy(queries), torch.from_numpy(paths[rows, :k].copy()), mask))
-        return blocks, output_index
+            mask: Tensor | None = None
+            if skip.any():
+                mask = self.convert(torch.from_numpy(np.arange(k) <= depth[:, :, None])[:, None])
+            keys = torch.from_numpy(paths[rows, :k].copy())
+            blocks.append(AttentionBlock(self.convert(torch.from_numpy(queries)), self.convert(keys), mask))
+        return tuple(blocks), self.convert(torch.from_numpy(output_index))
 
     @cached_property
     def flex_mask(self) -> Any:
@@ -126,12 +116,10 @@ class AttentionTree:
 
     def subtree_ends(self) -> Ints:
         """Return [N] the first node after each node's subtree."""
-        counts = self.lengths - self.shared
-        ends = np.full(int(counts.sum()), int(counts.sum()), dtype=np.int64)
-        for text, first in enumerate(
-            np.cumsum(counts)[:-1], 1
-        ):  # what the next text does not share ends where it begins
-            ends[self.paths[text - 1, self.shared[text] : self.lengths[text - 1]]] = first
+        first_nodes = np.cumsum(self.lengths - self.shared)  # of the text after each
+        ends = np.full(int(first_nodes[-1]), first_nodes[-1], dtype=np.int64)
+        for text, first in enumerate(first_nodes[:-1]):  # what the next text does not share ends where that begins
+            ends[self.paths[text, self.shared[text + 1] : self.lengths[text]]] = first
         return ends
 
 
@@ -182,13 +170,14 @@ def tree_attention(
         out = flex_attention(query, key, value, tree, options.get("scaling"))
         if out is not None:
             return out.transpose(1, 2), None
+    blocks, output_index = tree.blocks
     outputs = []
-    for b in tree.blocks:
+    for b in blocks:
         q, k, v = _gather_nodes(query, b.queries), _gather_nodes(key, b.keys), _gather_nodes(value, b.keys)
         outputs.append(sdpa(module, q, k, v, b.mask, **options)[0].flatten(0, 1))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     heads, width = merged.shape[1:]
-    return merged.flatten(1).index_select(0, tree.output_index).view(1, -1, heads, width), None
+    return merged.flatten(1).index_select(0, output_index).view(1, -1, heads, width), None
 
 
 def is_flex_possible(query: Tensor) -> bool:

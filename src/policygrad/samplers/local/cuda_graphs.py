@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,7 +126,8 @@ def capture_graph(work: Callable[[], object], device: torch.device) -> torch.cud
                 raise
             # the end of a capture fails for what failed within, and leaves its stream current and the allocator filling its pool
             torch.cuda.set_stream(before)
-            torch._C._cuda_endAllocateToPool(before.device_index, pool)
+            with suppress(RuntimeError):  # it ended orderly
+                torch._C._cuda_endAllocateToPool(before.device_index, pool)
             cause = error.__context__ or error
             raise CaptureError(str(cause).strip().partition("\n")[0] or type(cause).__name__) from error
     return graph

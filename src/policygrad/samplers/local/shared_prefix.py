@@ -75,14 +75,14 @@ class SharedPrefixCache:
         return out.logits[:, -1].repeat_interleave(repeats, 0), mask.shape[1]
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        column, fixed = self.layout.length + self.layout.used, self.layout.column
-        if fixed is not None:
-            self.layout.mask.index_fill_(-1, fixed + self.layout.length, 0)
+        layout = self.layout
+        if layout.column is not None:
+            layout.mask.index_fill_(-1, layout.length + layout.column, 0)
         else:
-            if column == self.layout.mask.shape[-1]:
-                more = self.layout.mask.new_full((len(self.rows), 1, 1, _MASK_TOKENS), -torch.inf)
-                self.layout.mask = torch.cat([self.layout.mask, more], -1)
-            self.layout.mask[..., column] = 0
+            if layout.length + layout.used == layout.mask.shape[-1]:
+                more = layout.mask.new_full((len(self.rows), 1, 1, _MASK_TOKENS), -torch.inf)
+                layout.mask = torch.cat([layout.mask, more], -1)
+            layout.mask[..., layout.length + layout.used] = 0
         out = self.model(
             input_ids=token[:, None],
             attention_mask=torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=self.device),
@@ -91,10 +91,10 @@ class SharedPrefixCache:
             use_cache=True,
             return_dict=True,
         )
-        if fixed is not None:
-            fixed += 1
+        if layout.column is not None:
+            layout.column.add_(1)  # `advance` counts
         else:
-            self.layout.used += 1
+            layout.used += 1
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def reserve(self, steps: int) -> bool:
