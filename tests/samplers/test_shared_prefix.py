@@ -78,15 +78,15 @@ def test_shared_prefix_logprobs_equal_full_sequences(name: str, rows: int) -> No
 
 @pytest.mark.parametrize("rows", [512, 7, 1])
 def test_unused_columns_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """With the alignment of half precision: beyond a multiple of 32, after moves, with later rows, and uninitialised memory set
-    to NaN."""
+    """With the attention and the alignment of half precision: beyond a multiple of 32, after moves, with later rows, and with
+    uninitialised memory set to NaN."""
     model, sampling = built("qwen3"), SamplingParams(max_tokens=90, decode_rows=rows)
     requests = [
         replace(r, max_tokens=max(r.max_tokens, 40 + 7 * i % 50)) for i, r in enumerate(asked(GROUPS, sampling))
     ]
     never = torch.tensor([-1])
     plain = DecodeLoop(requests, never, 0, None).run(SharedPrefixCache(model, 0), 0)
-    monkeypatch.setattr(shared_prefix, "column_alignment", lambda keys: 32)
+    monkeypatch.setattr(shared_prefix, "is_half_on_cpu", lambda keys: True)
     empty = Tensor.new_empty
 
     def dirty(x: Tensor, *size: Any, **how: Any) -> Tensor:
@@ -205,10 +205,15 @@ def test_experts_are_recorded_when_slots_are_refilled(kind: type[PlainDecodeCach
         assert (x.routed_experts[-1] == -1).all()
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("gqa", [False, True])
 @pytest.mark.parametrize("owner", [[0, 0, 1, 1], [0, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
-def test_shared_attention_equals_plain_attention(owner: list[int], gqa: bool) -> None:
-    """The reference is `scaled_dot_product_attention` over the prompt's keys followed by the row's own."""
+def test_shared_attention_equals_plain_attention(
+    owner: list[int], gqa: bool, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is `scaled_dot_product_attention` over the prompt's keys followed by the row's own. `half`: by the kernels of
+    half precision, here in float64."""
+    monkeypatch.setattr(shared_prefix, "is_half_on_cpu", lambda keys: half)
     g = torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, 2, 2, 5, 4, generator=g, dtype=torch.float64)  # two prompts of 5, two heads
     query, rows = torch.randn(4, 4 if gqa else 2, 1, 4, generator=g, dtype=torch.float64), torch.tensor(owner)
@@ -218,7 +223,10 @@ def test_shared_attention_equals_plain_attention(owner: list[int], gqa: bool) ->
     counts, most = rows.bincount(minlength=2), int(rows.bincount().max())
     nth = torch.tensor([owner[:i].count(x) for i, x in enumerate(owner)])
     hidden = torch.zeros(blind.shape, dtype=torch.float64).masked_fill_(blind, -torch.inf)
-    layout = PrefixLayout(rows * most + nth, len(counts), most, hidden, length=5)
+    prompt_mask = torch.zeros(2, 1, 1, 5, dtype=torch.float64)
+    prompt_mask[1, ..., :2] = -torch.inf
+    hidden = F.pad(hidden, (0, 31), value=-torch.inf)  # room for the columns that half precision computes with
+    layout = PrefixLayout(rows * most + nth, len(counts), most, hidden, prompt_mask, length=5)
     layer = SharedPrefixLayer(keys, values, 4, layout)
     k, v = layer.update(parameters[0], parameters[1])
     got = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
@@ -233,7 +241,7 @@ def test_shared_attention_equals_plain_attention(owner: list[int], gqa: bool) ->
 
 def test_shared_keys_refuse_other_operations() -> None:
     x = torch.randn(1, 1, 3, 2)
-    layer = SharedPrefixLayer(x, x, 1, PrefixLayout(None, 1, 1, torch.zeros(1, 1, 1, 4), 3))
+    layer = SharedPrefixLayer(x, x, 1, PrefixLayout(None, 1, 1, torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 3), 3))
     k, v = layer.update(x[:, :, :1], x[:, :, :1])
     with pytest.raises(UnsupportedError, match="on shared keys"):
         _ = x @ k.transpose(2, 3)

@@ -22,8 +22,9 @@ _BLOCK = 64  # tokens of a vocabulary that are summed at a time
 def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution at u: one random number per token, on any device.
 
-    Sums are in float64, so devices differ only if u is within the rounding of a probability (not of a sum) of a token's boundary.
-    A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all weights.
+    Cumulative sums are in float64, so devices differ only if u is within the rounding of a probability (not of a long sum) of a
+    token's boundary. A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all
+    weights.
 
     Args:
         logits: [N, V].
@@ -48,7 +49,9 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
         token = torch.searchsorted(cumulative, u * total, right=True).clamp_(max=size - 1)  # NaN would give `size`
     else:
         split = size - size % _BLOCK
-        sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
+        sums = (
+            weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1).double()
+        )  # converting all weights first is slow
         remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
         cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
         total = cumulative[:, -1:]

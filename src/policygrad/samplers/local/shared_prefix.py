@@ -46,7 +46,7 @@ class SharedPrefixCache:
         self.layers: list[SharedPrefixLayer] = []
         self.owner, self.start = self.rows, self.rows  # of each row: its prompt, and its first column
         self.prompt_mask = self.rows.new_empty(0, 0)  # [C, L], 1 where a prompt has a token
-        self.layout = PrefixLayout(None, 0, 0, torch.empty(0), 0)
+        self.layout = PrefixLayout(None, 0, 0, torch.empty(0), torch.empty(0), 0)
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         self.layout.column = None
@@ -154,7 +154,7 @@ class SharedPrefixCache:
         is_token = self.prompt_mask[prompt] == 1
         texts = []
         for layer in self.layers:
-            before = layer.prompt[0][prompt].transpose(1, 2)[:, is_token], layer.prompt[1][prompt][:, is_token]
+            before = (x[prompt][:, is_token] for x in layer.prompt)
             own = (x[row, :, first : first + tokens] for x in layer.row_buffers)
             keys, values = (torch.cat(pair, 1) for pair in zip(before, own, strict=True))
             texts.append((keys, values))
@@ -175,8 +175,10 @@ class SharedPrefixCache:
         columns = torch.arange(count if self.layout.column is None else self.layout.capacity, device=self.device)
         hidden = (columns < self.start[:, None]) | (columns >= self.layout.used)
         hidden = torch.cat([self.prompt_mask[self.owner] == 0, hidden], 1)[:, None, None]
-        dtype = torch.promote_types(self.layers[0].dtype, torch.float32)
-        self.layout.mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        self.layout.mask, self.layout.prompt_mask = (
+            torch.zeros(x.shape, dtype=self.layers[0].dtype, device=self.device).masked_fill_(x, -torch.inf)
+            for x in (hidden, (self.prompt_mask == 0)[:, None, None])
+        )
         self.layout.place, self.layout.prompts, self.layout.most = None if is_full else place, prompts, most
         self.layout.length = width
 
@@ -191,6 +193,7 @@ class PrefixLayout:
     most: int  # rows of the prompt that has the most
     mask: Tensor
     """[N, 1, 1, L + capacity], added to scores, −∞ for hidden columns: the prompt's columns first, then the row's own."""
+    prompt_mask: Tensor  # [prompts, 1, 1, L] likewise
     length: int  # columns L of the prompts, which are left-padded
     used: int = 0  # columns of completions in use
     column: Tensor | None = None  # [1] `used` on the device, while steps are captured (`SharedPrefixCache.reserve`)
@@ -211,7 +214,7 @@ class PrefixLayout:
 
 
 class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
-    """Keys [C, H, D, L] and values [C, H, L, D] of prompts, and both of the tokens sampled since, [rows, H, capacity, D]."""
+    """Keys and values of prompts, [C, H, L, D], and of the tokens sampled since, [rows, H, capacity, D]."""
 
     def __init__(self, keys: Tensor, values: Tensor, rows: int, layout: PrefixLayout) -> None:
         """
@@ -219,7 +222,7 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
             keys, values: Of the prompts, [C, H, L, D].
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layout, self.prompt = layout, (keys.transpose(2, 3).contiguous(), values.contiguous())
+        self.layout, self.prompt = layout, (keys.contiguous(), values.contiguous())
         self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], _FIRST_TOKENS, x.shape[3]) for x in (keys, values))
         self.alignment = column_alignment(keys)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
@@ -276,10 +279,9 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
     def add_prompts(self, keys: Tensor, values: Tensor, rows: slice) -> None:
         """Add prompts whose rows are at `rows`, and zero their earlier columns, as hidden columns must be finite."""
         width = max(self.prompt[1].shape[2], keys.shape[2])
-        pairs = self.prompt, (keys.transpose(2, 3), values)
-        self.prompt = (
-            torch.cat([F.pad(x[0], (width - x[0].shape[3], 0)) for x in pairs]),
-            torch.cat([F.pad(x[1], (0, 0, width - x[1].shape[2], 0)) for x in pairs]),
+        self.prompt = tuple(  # type: ignore[assignment]
+            torch.cat([F.pad(x, (0, 0, width - x.shape[2], 0)) for x in pair])
+            for pair in zip(self.prompt, (keys, values), strict=True)
         )
         if (missing := rows.stop - len(self.row_buffers[0])) > 0:
             self.row_buffers = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.row_buffers)
@@ -290,7 +292,11 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
 def column_alignment(keys: Tensor) -> int:
     """Return the multiple of columns that attention computes with. In half precision on a CPU, oneDNN compiles a matrix product for
     every new shape and keeps it, which would be one per length."""
-    return _ALIGNMENT if keys.dtype.itemsize < 4 and keys.device.type == "cpu" else 1
+    return _ALIGNMENT if is_half_on_cpu(keys) else 1
+
+
+def is_half_on_cpu(x: Tensor) -> bool:
+    return x.dtype.itemsize < 4 and x.device.type == "cpu"
 
 
 class UnsupportedError(NotImplementedError):
@@ -356,16 +362,37 @@ def _attend(
     with torch._C.DisableTorchFunctionSubclass():
         keys, values = key.as_subclass(Tensor), value.as_subclass(Tensor)
         rows, heads, used, width = keys.shape
-        q = (query * (width**-0.5 if scale is None else scale)).reshape(rows, heads, -1, width)
-        prompt_scores = layout.from_grid(layout.to_grid(q) @ prompt[0])
-        # keys qᵀ reads keys as they are stored; q keysᵀ would copy them first in half precision
-        row_scores = (keys @ q.transpose(2, 3)).transpose(2, 3)
-        scores = at_least_float32(torch.cat([prompt_scores, row_scores], -1))
+        scale = width**-0.5 if scale is None else scale
+        if is_half_on_cpu(keys):
+            return _attend_in_half_precision(query, keys, values, layout, prompt, scale)
+        q = (query * scale).reshape(rows, heads, -1, width)
+        prompt_scores = layout.from_grid(layout.to_grid(q) @ prompt[0].transpose(2, 3))
+        scores = at_least_float32(torch.cat([prompt_scores, q @ keys.transpose(2, 3)], -1))
         scores += layout.mask[..., : layout.length + used]
         p = scores.softmax(-1).to(values.dtype)
         out = p[..., layout.length :] @ values
         out += layout.from_grid(layout.to_grid(p[..., : layout.length]) @ prompt[1])
         return out.reshape(*query.shape[:-1], values.shape[-1])
+
+
+def _attend_in_half_precision(
+    query: Tensor, keys: Tensor, values: Tensor, layout: PrefixLayout, prompt: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
+    """Compute the same on a CPU, with scores and sums in float32 although products are in half precision.
+
+    The kernel also returns log Σ exp(score). A softmax over the columns of both parts weights the prompt's by its share of the sum,
+    1 / (1 + exp(own − prompt's)).
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    rows, heads, used, width = keys.shape
+    mask = layout.mask[..., layout.length : layout.length + used]
+    own, own_total = flash(query.reshape(rows, -1, 1, width), keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    grid = layout.to_grid(query.reshape(rows, heads, -1, width))
+    shared, total = flash(grid, *prompt, 0.0, False, attn_mask=layout.prompt_mask, scale=scale)
+    shared, total = layout.from_grid(shared), layout.from_grid(total[..., None])
+    share = (total - own_total.view(total.shape)).sigmoid_()
+    out = at_least_float32(own.view(shared.shape)).lerp(at_least_float32(shared), share).to(query.dtype)
+    return out.reshape(*query.shape[:-1], values.shape[-1])
 
 
 # Tests of a model on a few made-up tokens, before the first completion.
