@@ -1,6 +1,6 @@
 """One measurement of policygrad: trains on a work's folder, and prints what every step took.
 
-python benchmarks/ours.py FOLDER [--dtype bf16] [--seed 0] [--keep FOLDER]
+python benchmarks/ours.py FOLDER [--dtype bf16] [--compile] [--micro-tokens 8192] [--seed 0] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Timer(Callback):
 
 
 def train(
-    folder: Path, work: Work, reward: str, dtype: str, seed: int, keep: Path | None
+    folder: Path, work: Work, reward: str, learner: pg.LearnerConfig, seed: int, keep: Path | None
 ) -> tuple[Timer, dict[str, list[int]]]:
     """The run, and what was sampled in it."""
     timer, sampler = Timer(Keeping(keep, work.keep)), list[Watched]()
@@ -113,7 +113,7 @@ def train(
             seed=seed,
             sampling=pg.SamplingParams(max_tokens=work.max_tokens),
             evaluation=pg.EvaluationConfig(problems=0),
-            learner=pg.LearnerConfig(dtype=dtype, device="cpu"),
+            learner=learner,
             output=str(Path(output) / "run"),
         )
         pg.train(run, sampler=watched, display=False, callbacks=[timer])
@@ -124,13 +124,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--compile", action="store_true", help="as --learner.compile")
+    parser.add_argument("--micro-tokens", type=int, default=0, help="as --learner.micro-tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="where weights are kept, for a work that has some kept")
     args = parser.parse_args()
     written = json.loads((args.folder / "work.json").read_text(encoding="utf-8"))
     reward = written.pop("reward")
     source = written.pop("data")
-    timer, facts = train(args.folder, from_dict(written), reward, args.dtype, args.seed, args.keep)
+    learner = pg.LearnerConfig(dtype=args.dtype, device="cpu", compile=args.compile, micro_tokens=args.micro_tokens)
+    timer, facts = train(args.folder, from_dict(written), reward, learner, args.seed, args.keep)
     learned = {"loss": timer.loss, "grad_norm": timer.grad_norm, "moved": timer.moved, "updates": timer.updates}
     versions = {name: version(name) for name in ("torch", "transformers")} | {"threads": str(torch.get_num_threads())}
     say(timer.clock, source, {**facts, **learned}, versions)

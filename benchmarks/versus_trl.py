@@ -88,6 +88,8 @@ class Versus:
         )
         environment = (("OMP_NUM_THREADS", str(threads)), ("MKL_NUM_THREADS", str(threads)))
         command = (*words, *(["--dtype", dtype] if dtype != "fp32" else []))
+        if ours and dtype == "bf16" and work.shape is not None:  # its best micro-batch, as TRL has its own
+            command = (*command, "--compile", "--micro-tokens", "8192")
         if work.keep and not part:  # repeats of what is learned differ by more than the clock
             command = (
                 *command,

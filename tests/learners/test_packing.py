@@ -346,4 +346,5 @@ def test_micro_batch_size_depends_on_device_and_model() -> None:
     with torch.device("meta"):
         large = torch.nn.Linear(5000, 1000)
     assert LearnerConfig().resolve_micro_tokens("cpu", sum(p.numel() for p in large.parameters())) == 1024
+    assert LearnerConfig(dtype="bf16").resolve_micro_tokens("cpu", sum(p.numel() for p in large.parameters())) == 2048
     assert micro_batch_tokens(LearnerConfig(), large) == 16384  # no CPU
