@@ -48,7 +48,7 @@ def embedded(folder: Path, work: Work) -> dict[str, str]:
     load_tokenizer("tiny", model).hf.save_pretrained(folder / "model")
     examples = [task.train_example(i) for i in range(work.prompts * (work.steps + 1))]
     write(folder, [(str(e.prompt), str(e.columns["answer"])) for e in examples])
-    return {"reward": "exact", "data": "the embedded task"}
+    return {"reward": "exact", "data": "the embedded task", "observation": ""}
 
 
 def shaped(folder: Path, work: Work, shape: Shape, data: Path) -> dict[str, str]:
@@ -63,7 +63,8 @@ def shaped(folder: Path, work: Work, shape: Shape, data: Path) -> dict[str, str]
     if work.prompt_tokens:
         prompts = [joined(texts, 50 * i, work.prompt_tokens, tokenizer) for i in range(needed)]
     write(folder, [(prompt, "") for prompt in prompts])
-    return {"reward": "spread", "data": source}
+    observation = said(texts, work.observation_tokens, tokenizer) if work.observation_tokens else ""
+    return {"reward": "spread", "data": source, "observation": observation}
 
 
 def joined(texts: list[str], first: int, tokens: int, tokenizer: Any) -> str:
@@ -72,6 +73,12 @@ def joined(texts: list[str], first: int, tokens: int, tokenizer: Any) -> str:
     while len(ids := tokenizer(text)["input_ids"]) < tokens:
         text, first = text + texts[first % len(texts)] + "\n", first + 1
     return str(tokenizer.decode(ids[:tokens]))
+
+
+def said(texts: list[str], tokens: int, tokenizer: Any) -> str:
+    """A text that has exactly so many tokens, also when it is read again."""
+    cut = (joined(texts, first, tokens, tokenizer) for first in range(len(texts)))
+    return next(text for text in cut if len(tokenizer(text)["input_ids"]) == tokens)
 
 
 def questions(data: Path) -> tuple[list[str], list[str], str]:

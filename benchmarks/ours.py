@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 import policygrad as pg
-from bench.clock import Clock, Moved, say
+from bench.clock import Clock, Moved, per_step, say
 from bench.keeping import Keeping
 from bench.works import Work, from_dict
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
@@ -45,10 +46,11 @@ class InOrder:
 
 
 class Watched:
-    """The local sampler, with what it was asked for; where lengths are given, each completion has its own."""
+    """The local sampler, with what it was asked for; where lengths are given, each completion has its own. `goes_on`: they are
+    turns of conversations."""
 
-    def __init__(self, inner: pg.LocalSampler, lengths: Sequence[int] | None) -> None:
-        self.inner, self.lengths = inner, lengths
+    def __init__(self, inner: pg.LocalSampler, lengths: Sequence[int] | None, goes_on: bool = False) -> None:
+        self.inner, self.lengths, self.goes_on = inner, lengths, goes_on
         self.facts: dict[str, list[int]] = {"completions": [], "prompt_tokens": [], "tokens": []}
 
     async def update(self, weights: pg.PublishedWeights) -> None:
@@ -59,6 +61,8 @@ class Watched:
             n = len(self.lengths)
             requests = [replace(r, max_tokens=self.lengths[i % n]) for i, r in enumerate(requests)]
         found: Sequence[pg.Generation] = await self.inner.generate(requests)
+        if self.goes_on:  # a turn that is cut off would end the episode
+            found = [replace(generation, finish_reason="stop") for generation in found]
         for name, value in (
             ("completions", len(requests)),
             ("prompt_tokens", sum(len(r.prompt_ids) for r in requests)),
@@ -66,6 +70,22 @@ class Watched:
         ):
             self.facts[name].append(value)
         return found
+
+
+class Conversation:
+    """An environment that says the same after every turn, until the turns are over."""
+
+    waits = False
+
+    def __init__(self, example: pg.Example, turns: int, observation: str) -> None:
+        self.example, self.left, self.observation = example, turns, observation
+
+    async def reset(self) -> pg.Observation:
+        return pg.Observation(self.example.prompt)
+
+    async def step(self, action: pg.Action) -> pg.Step:
+        self.left -= 1
+        return pg.Step(observation=pg.Observation(self.observation) if self.left else None)
 
 
 class Timer(Callback):
@@ -90,14 +110,20 @@ class Timer(Callback):
 
 
 def train(
-    folder: Path, work: Work, reward: str, learner: pg.LearnerConfig, seed: int, keep: Path | None
+    folder: Path,
+    work: Work,
+    reward: str,
+    observation: str,
+    learner: pg.LearnerConfig,
+    seed: int,
+    keep: Path | None,
 ) -> tuple[Timer, dict[str, list[int]]]:
     """The run, and what was sampled in it."""
     timer, sampler = Timer(Keeping(keep, work.keep)), list[Watched]()
 
     def watched(model: nn.Module, tokenizer: Tokenizer) -> Watched:
         end = tokenizer.end_ids if work.lengths is None else frozenset({-1})  # a token that is never drawn
-        sampler.append(Watched(pg.LocalSampler(model, end, pad_token_id(tokenizer)), work.lengths))
+        sampler.append(Watched(pg.LocalSampler(model, end, pad_token_id(tokenizer)), work.lengths, work.turns > 1))
         return sampler[0]
 
     with tempfile.TemporaryDirectory() as output:
@@ -111,13 +137,14 @@ def train(
             samples_per_prompt=work.samples,
             lr=work.lr,
             seed=seed,
-            sampling=pg.SamplingParams(max_tokens=work.max_tokens),
+            sampling=pg.SamplingParams(max_tokens=work.turns * work.max_tokens),
             evaluation=pg.EvaluationConfig(problems=0),
             learner=learner,
             output=str(Path(output) / "run"),
         )
-        pg.train(run, sampler=watched, display=False, callbacks=[timer])
-    return timer, sampler[0].facts
+        environment = partial(Conversation, turns=work.turns, observation=observation) if work.turns > 1 else None
+        pg.train(run, sampler=watched, environment=environment, display=False, callbacks=[timer])
+    return timer, per_step(sampler[0].facts, work.turns)
 
 
 def main() -> None:
@@ -131,9 +158,9 @@ def main() -> None:
     args = parser.parse_args()
     written = json.loads((args.folder / "work.json").read_text(encoding="utf-8"))
     reward = written.pop("reward")
-    source = written.pop("data")
+    source, observation = written.pop("data"), written.pop("observation")
     learner = pg.LearnerConfig(dtype=args.dtype, device="cpu", compile=args.compile, micro_tokens=args.micro_tokens)
-    timer, facts = train(args.folder, from_dict(written), reward, learner, args.seed, args.keep)
+    timer, facts = train(args.folder, from_dict(written), reward, observation, learner, args.seed, args.keep)
     learned = {"loss": timer.loss, "grad_norm": timer.grad_norm, "moved": timer.moved, "updates": timer.updates}
     versions = {name: version(name) for name in ("torch", "transformers")} | {"threads": str(torch.get_num_threads())}
     say(timer.clock, source, {**facts, **learned}, versions)

@@ -18,10 +18,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 from bench import rewards
-from bench.clock import Clock, Moved, say
+from bench.clock import Clock, Moved, per_step, say
 from bench.keeping import Keeping
 from bench.lengths import EndAt
 from bench.works import Work, from_dict, part_of
+
+
+def converse(work: Work, observation: list[int]) -> Any:
+    """A `rollout_func` that has conversations as TRL's own loop of tool calls has them: a call of `generate` for each turn, over
+    the whole text so far. Nothing is looked for in what was sampled."""
+
+    def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        prompt_ids, *_ = trainer._tokenize_prompts(prompts)
+        texts, masks = [list(ids) for ids in prompt_ids], [list[int]() for _ in prompt_ids]
+        for turn in range(work.turns):
+            sampled, _ = trainer._generate_single_turn(texts, None, {}, num_generations=1)
+            answer = observation if turn < work.turns - 1 else []
+            for text, mask, ids in zip(texts, masks, sampled, strict=True):
+                text += [*ids, *answer]
+                mask += [1] * len(ids) + [0] * len(answer)
+        completions = [text[len(ids) :] for text, ids in zip(texts, prompt_ids, strict=True)]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None, "env_mask": masks}
+
+    return roll_out
 
 
 def watch(model: Any, work: Work, end: int) -> dict[str, list[int]]:
@@ -72,7 +91,7 @@ def configuration(work: Work, micro: int, dtype: str, seed: int, output: str) ->
         num_generations=work.samples,
         num_iterations=1,
         max_steps=work.steps + 1,
-        max_completion_length=work.max_tokens,
+        max_completion_length=work.turns * work.max_tokens + work.observed,
         loss_type="dr_grpo",
         scale_rewards="none",
         beta=0.0,
@@ -108,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     written = json.loads((args.folder / "work.json").read_text(encoding="utf-8"))
     reward = getattr(rewards, written.pop("reward"))
-    source = written.pop("data")
+    source, observation = written.pop("data"), written.pop("observation")
     work = part_of(from_dict(written)) if args.part else from_dict(written)
     model = AutoModelForCausalLM.from_pretrained(args.folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
@@ -116,7 +135,7 @@ def main() -> None:
     timer = Timer(model, tokenizer, Keeping(args.keep, work.keep))
 
     def counted(prompts: Any, completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        facts["tokens"].append(sum(map(len, completion_ids)))
+        facts["tokens"].append(sum(len(ids) - work.observed for ids in completion_ids))
         return list(reward(prompts, completions, **columns))
 
     rows = [json.loads(line) for line in (args.folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -128,12 +147,15 @@ def main() -> None:
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[timer],
+            rollout_func=converse(work, tokenizer(observation)["input_ids"]) if work.turns > 1 else None,
         )
         trainer.train()
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     learned = {name: [float(entry[name]) for entry in logged] for name in ("loss", "grad_norm")}
     versions = {name: version(name) for name in ("trl", "torch", "transformers")}
     versions["threads"] = str(torch.get_num_threads())
+    tokens = facts.pop("tokens")  # of a step already
+    facts = {**per_step(facts, work.turns), "tokens": tokens}
     say(timer.clock, source, {**facts, **learned, "moved": timer.moved, "updates": timer.updates}, versions)
 
 

@@ -83,6 +83,12 @@ class Moved:
         return float((self.weight.detach().float() - self.before).pow(2).mean().sqrt())
 
 
+def per_step(facts: dict[str, list[int]], turns: int) -> dict[str, list[int]]:
+    """What was seen at every turn, summed over the turns of a step; completions are the same ones in each."""
+    found = {name: [sum(seen[i : i + turns]) for i in range(0, len(seen), turns)] for name, seen in facts.items()}
+    return {**found, "completions": [count // turns for count in found["completions"]]}
+
+
 def problems(facts: dict[str, Any], steps: int, completions: int, tokens: int | None) -> list[str]:
     """What is wrong with a worker's run, if it has not done the work: its `facts` are lists with an entry per step, and
     `moved`, `updates`."""

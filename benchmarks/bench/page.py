@@ -108,8 +108,12 @@ def _work(measured: Data, work: Work) -> str:
     one = next(record for key, record in measured.items() if key.startswith(f"{work.name}/"))
     facts = one["facts"]
     size = (
-        f"{facts['completions'][-1]} completions a step, {facts['tokens'][-1]:,} sampled tokens, prompts of "
-        f"{facts['prompt_tokens'][-1] / facts['completions'][-1]:.0f} tokens ({one['data']}).{_shared(work, facts)}"
+        _conversations(work, facts, one["data"])
+        if work.turns > 1
+        else (
+            f"{facts['completions'][-1]} completions a step, {facts['tokens'][-1]:,} sampled tokens, prompts of "
+            f"{facts['prompt_tokens'][-1] / facts['completions'][-1]:.0f} tokens ({one['data']}).{_shared(work, facts)}"
+        )
     )
     body = []
     for row in found:
@@ -121,6 +125,21 @@ def _work(measured: Data, work: Work) -> str:
         name = f"{row.side}, {row.threads} thread{'s' * (row.threads > 1)}"
         body.append((name, str(row.cpu), str(row.wall), str(row.memory), *ratios, str(row.cpu.count)))
     return f"### {work.title[0].upper()}{work.title[1:]}\n\n{size}\n\n{table(HEAD, body)}"
+
+
+def _conversations(work: Work, facts: dict[str, Any], source: str) -> str:
+    """What a step of conversations has, and how much of it has to be read where nothing is read twice."""
+    count, sampled, read = (facts[name][-1] for name in ("completions", "tokens", "prompt_tokens"))
+    added = work.max_tokens + work.observation_tokens  # a turn and the observation after it
+    prompts = (read - count * added * work.turns * (work.turns - 1) // 2) // work.turns
+    after = sampled + count * work.observed
+    return (
+        f"{count} conversations a step, {work.samples} to a prompt ({source}), of {work.turns} turns with {work.max_tokens} "
+        f"sampled tokens each and an observation of {work.observation_tokens} between two. To sample, a turn after the other "
+        f"without anything kept between them reads {read:,} tokens. The texts have {prompts + after:,}; with each prompt once, "
+        f"{prompts // work.samples + after:,}. TRL's turns are those of its loop of tool calls, by a `rollout_func`: a call of "
+        "`generate` with the whole text so far for each."
+    )
 
 
 def _shared(work: Work, facts: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ class Work:
     samples: int
     """G, completions per prompt."""
     max_tokens: int
+    """Of a completion, and of each turn of a conversation."""
     lengths: tuple[int, ...] | None = None
     """Tokens of the completions, in turn and from the beginning again, whatever is sampled; None = the model ends them."""
     lr: float = 1e-5
@@ -57,6 +58,10 @@ class Work:
     """Steps between the weights that are kept, to be measured on held-out problems afterwards; 0 = none are."""
     prompt_tokens: int = 0
     """Tokens of each prompt, questions one after another; 0 = one question each."""
+    turns: int = 1
+    """Of a conversation; the policy samples in each."""
+    observation_tokens: int = 0
+    """What a conversation's environment answers after every turn but the last."""
     scale: int = 0
     """How many times the smallest of its series, for the works that show how time grows; 0 = no such work."""
 
@@ -69,7 +74,12 @@ class Work:
         """Sampled per step, where that is known beforehand."""
         if self.lengths is None:
             return None
-        return sum(self.lengths[i % len(self.lengths)] for i in range(self.completions))
+        return self.turns * sum(self.lengths[i % len(self.lengths)] for i in range(self.completions))
+
+    @property
+    def observed(self) -> int:
+        """Tokens of all of a conversation's observations."""
+        return (self.turns - 1) * self.observation_tokens
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,6 +154,18 @@ WORKS = (
         grid=(2, 4, 8),
     ),
     Work(
+        "conversations",
+        "7M parameters, conversations of eight turns",
+        SEVEN,
+        4,
+        8,
+        32,
+        (32,),
+        turns=8,
+        observation_tokens=64,
+        grid=(4, 8, 16, 32),
+    ),
+    Work(
         "learning",
         "learning the embedded task",
         None,
@@ -172,6 +194,8 @@ def quick(work: Work) -> Work:
         max_tokens=work.max_tokens if lengths is None else max(lengths),
         lengths=lengths,
         prompt_tokens=work.prompt_tokens // 16,
+        turns=min(work.turns, 3),
+        observation_tokens=work.observation_tokens // 16,
         steps=1,
         keep=min(work.keep, 1),
         grid=(samples, prompts * samples) if work.grid else (),
