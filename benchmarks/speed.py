@@ -1,5 +1,5 @@
 """Parts of a step alone: the head, attention, packing, each of the learner's savings, the share of the matrix-multiply rate, the
-rollout against `generate`, whether drafts would pay, rewards beside sampling, and a profile.
+rollout against `generate`, whether fewer bits or drafts would pay, rewards beside sampling, and a profile.
 
     python benchmarks/speed.py [--only head matmul …] [--repeats 3] [--quick]
 
@@ -47,6 +47,7 @@ def _measure(store: Store, name: str, small: bool, repeats: int) -> None:
     benches |= {
         "drafts": drafts.drafts,
         "decoding": decoding.savings,
+        "precision": decoding.precision,
         "overlap": overlap.overlap,
         "profile": profiling.profiled,
     }

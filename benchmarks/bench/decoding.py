@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import policygrad as pg
 from bench.lengths import EndAt
@@ -18,8 +20,8 @@ from bench.models import rollout as made_up
 from bench.models import untrained
 from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, geometric
-from policygrad.models.loading import load_model
-from policygrad.models.tokenizer import load_tokenizer, pad_token_id
+from policygrad.models.loading import has_bf16_products, load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer, pad_token_id
 from policygrad.samplers.local import sampler as decoding
 from policygrad.samplers.local.kv_cache import PlainDecodeCache
 from policygrad.samplers.local.sampling import log_probabilities
@@ -55,12 +57,17 @@ def requests(prompts: list[Tensor], samples: int, lengths: list[int]) -> list[pg
     ]
 
 
+def embedded(prompts: int) -> tuple[Any, Tokenizer, list[Tensor]]:
+    """The model inside the package, and prompts of its task."""
+    model, task = load_model("tiny"), pg.load_task("embedded")
+    tokenizer = load_tokenizer("tiny", model)
+    return model, tokenizer, [tokenizer.encode(task.train_example(i).prompt, 32) for i in range(prompts)]
+
+
 def rollout(small: bool, repeats: int) -> Table:
     """Sampled tokens per second, of ours and of `generate`."""
     rows = list[tuple[str | float, ...]]()
-    model, task = load_model("tiny"), pg.load_task("embedded")
-    tokenizer = load_tokenizer("tiny", model)
-    prompts, samples = [tokenizer.encode(task.train_example(i).prompt, 32) for i in range(8 if small else 64)], 8
+    (model, tokenizer, prompts), samples = embedded(8 if small else 64), 8
     short = requests(prompts, samples, [32] * len(prompts) * samples)
     pad, ours = pad_token_id(tokenizer), pg.LocalSampler.from_tokenizer(model, tokenizer)
     rows.append(_row("embedded task, at most 32 tokens", ours, short, model, prompts, samples, pad, None, repeats))
@@ -145,6 +152,57 @@ def savings(small: bool, repeats: int) -> Table:
     said = f"{min(lengths)} to {max(lengths)} tokens to {count // 8} prompts of 100"
     note = f"{count} completions of {said}. What is drawn is the same."
     return Table("Decoding's savings", note, ("way", "CPU s", "× every saving"), rows)
+
+
+def precision(small: bool, repeats: int) -> Table:
+    """Drawing with weights of fewer bits than the policy's, which is in float32, and how far what is drawn is from the policy."""
+    shape, prompts, length = (SMALL, 2, 8) if small else (SEVEN, 16, 252)
+    made = made_up(shape.vocabulary, prompts, 8, (length,), 60).prompts
+    model, tokenizer, prompts_of_task = embedded(8 if small else 64)
+    short = requests(prompts_of_task, 8, [32] * 8 * len(prompts_of_task))
+    found = {"embedded task": _in_fewer_bits(model, short, tokenizer.end_ids, repeats)}
+    asked = requests(list(made or ()), 8, [length] * 8 * prompts)
+    found["7M, random weights"] = _in_fewer_bits(untrained(shape), asked, frozenset({-1}), repeats)
+    note = (
+        f"The embedded task, and {8 * prompts} completions of {length} tokens, drawn with a copy of the policy in fewer bits (int8 "
+        "by torch's dynamic quantization). The ratio π/μ of the float32 policy to what was drawn from corrects for it; the last "
+        "column is the share of tokens that are left in effect, (Σ w)² / n Σ w²."
+    )
+    columns = ("policy", "weights", "CPU s", "× float32", "mean of abs log π/μ", "largest", "tokens in effect")
+    return Table("Drawing in fewer bits", note, columns, tuple((name, *row) for name in found for row in found[name]))
+
+
+def _in_fewer_bits(
+    policy: Any, asked: list[pg.Request], ends: frozenset[int], repeats: int
+) -> list[tuple[str | float, ...]]:
+    models: dict[str, Any] = {"float32": policy}
+    if has_bf16_products():
+        models["bfloat16"] = copy.deepcopy(policy).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's successor of this function is another package
+        models["int8"] = torch.ao.quantization.quantize_dynamic(copy.deepcopy(policy), {nn.Linear})
+    samplers = {name: pg.LocalSampler(model, ends, 0) for name, model in models.items()}
+    drawn: dict[str, list[pg.Generation]] = {}
+
+    def draw(name: str) -> None:
+        drawn[name] = asyncio.run(samplers[name].generate(asked))
+
+    took = cpu_seconds({name: partial(draw, name) for name in models}, repeats)
+    rows = list[tuple[str | float, ...]]()
+    for name, seconds in took.items():
+        pairs = zip(asked[::8], drawn[name][::8], strict=True)
+        weights = torch.cat([_ratios(policy, request.prompt_ids, generation) for request, generation in pairs])
+        off, share = weights.log().abs(), float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+        rows.append((name, seconds, seconds / took["float32"], float(off.mean()), float(off.max()), share))
+    return rows
+
+
+@torch.no_grad()
+def _ratios(policy: Any, prompt: Tensor, drawn: pg.Generation) -> Tensor:
+    """π/μ [T] of a completion's tokens."""
+    logits = policy(input_ids=torch.cat([prompt, drawn.tokens])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logp = logits.log_softmax(-1).gather(-1, drawn.tokens[:, None])[:, 0]
+    return (logp.double() - drawn.logp.double()).exp()
 
 
 def _from_a_table(logits: Tensor, u: Tensor, sampling: pg.SamplingParams) -> tuple[Tensor, Tensor]:

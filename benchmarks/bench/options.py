@@ -16,6 +16,7 @@ COMPONENTS = (
     "savings",
     "rollout",
     "decoding",
+    "precision",
     "drafts",
     "overlap",
     "matmul",
