@@ -163,7 +163,7 @@ WORKS = (
         (32,),
         turns=8,
         observation_tokens=64,
-        grid=(4, 8, 16, 32),
+        grid=(8, 16),
     ),
     Work(
         "learning",
