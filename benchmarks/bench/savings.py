@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -126,12 +127,14 @@ def compiled(small: bool, repeats: int) -> Table:
     """The learner with `--learner.compile` and without."""
     rows = list[tuple[str | float, ...]]()
     prompts, length = (2, 16) if small else (4, 252)
-    for name, shape in (("small", SMALL),) if small else (("7M", SEVEN), ("25M", TWENTY_FIVE)):
+    models = (("small", SMALL),) if small else (("7M", SEVEN), ("25M", TWENTY_FIVE))
+    dtypes = ("fp32", "bf16") if has_bf16_products() else ("fp32",)
+    for (name, shape), dtype in product(models, dtypes):
         batch = rollout(shape.vocabulary, prompts, 8, (length, length // 2, length // 3))
         works, gradients = dict[str, Callable[[], object]](), dict[bool, Tensor]()
         for use in (False, True):
-            model, algorithm = untrained(shape), pg.DR_GRPO.with_max_tokens(length)
-            config = pg.LearnerConfig(dtype="fp32", compile=use)
+            model, algorithm = untrained(shape).to(DTYPES[dtype]), pg.DR_GRPO.with_max_tokens(length)
+            config = pg.LearnerConfig(dtype=dtype, compile=use)
             learner = pg.LocalLearner(model, pg.LearnerSpec(algorithm, lr=0.0, steps=1, config=config))
             problem = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
             started = time.process_time()
@@ -141,8 +144,10 @@ def compiled(small: bool, repeats: int) -> Table:
             works["compiled" if use else "as it is"] = partial(learned, learner, problem)
         took = cpu_seconds(works, repeats)
         off = float((gradients[True] - gradients[False]).norm() / gradients[False].norm())
-        rows.append((name, took["as it is"], took["compiled"], took["as it is"] / took["compiled"], first, off))
-    note = f"{prompts * 8} completions of up to {length} tokens, float32. The first pass also compiles."
+        rows.append(
+            (f"{name}, {dtype}", took["as it is"], took["compiled"], took["as it is"] / took["compiled"], first, off)
+        )
+    note = f"{prompts * 8} completions of up to {length} tokens. The first pass also compiles."
     columns = ("model", "CPU s", "compiled, CPU s", "ratio", "first pass, CPU s", "gradient off by")
     return Table("`--learner.compile`", note, columns, tuple(rows))
 
