@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import policygrad as pg
-from bench.clock import Clock, Moved, per_step, say
+from bench.clock import Clock, Moved, say, sum_turns
 from bench.keeping import Keeping
 from bench.works import Work, from_dict
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
@@ -133,7 +133,7 @@ def train(
             task=InOrder(folder / "prompts.jsonl"),
             reward=(f"{HERE / 'bench' / 'rewards.py'}:{reward}",),
             steps=work.steps + 1,
-            prompts_per_step=work.prompts,
+            prompts_sum_turns=work.prompts,
             samples_per_prompt=work.samples,
             lr=work.lr,
             seed=seed,
@@ -144,7 +144,7 @@ def train(
         )
         environment = partial(Conversation, turns=work.turns, observation=observation) if work.turns > 1 else None
         pg.train(run, sampler=watched, environment=environment, display=False, callbacks=[timer])
-    return timer, per_step(sampler[0].facts, work.turns)
+    return timer, sum_turns(sampler[0].facts, work.turns)
 
 
 def main() -> None:

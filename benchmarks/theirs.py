@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 from bench import rewards
-from bench.clock import Clock, Moved, per_step, say
+from bench.clock import Clock, Moved, say, sum_turns
 from bench.keeping import Keeping
 from bench.lengths import EndAt
 from bench.works import Work, from_dict, part_of
@@ -155,7 +155,7 @@ def main() -> None:
     versions = {name: version(name) for name in ("trl", "torch", "transformers")}
     versions["threads"] = str(torch.get_num_threads())
     tokens = facts.pop("tokens")  # of a step already
-    facts = {**per_step(facts, work.turns), "tokens": tokens}
+    facts = {**sum_turns(facts, work.turns), "tokens": tokens}
     say(timer.clock, source, {**facts, **learned, "moved": timer.moved, "updates": timer.updates}, versions)
 
 

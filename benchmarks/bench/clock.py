@@ -83,7 +83,7 @@ class Moved:
         return float((self.weight.detach().float() - self.before).pow(2).mean().sqrt())
 
 
-def per_step(facts: dict[str, list[int]], turns: int) -> dict[str, list[int]]:
+def sum_turns(facts: dict[str, list[int]], turns: int) -> dict[str, list[int]]:
     """What was seen at every turn, summed over the turns of a step; completions are the same ones in each."""
     found = {name: [sum(seen[i : i + turns]) for i in range(0, len(seen), turns)] for name, seen in facts.items()}
     return {**found, "completions": [count // turns for count in found["completions"]]}

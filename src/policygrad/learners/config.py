@@ -75,7 +75,7 @@ class LearnerConfig:
     """sdpa = scaled_dot_product_attention; auto = FlexAttention on a GPU where many texts share prefixes, else sdpa."""
     compile: bool = False
     """Compile the model's blocks with torch.compile: on a GPU a third faster after some twenty seconds.
-    On a CPU a fifth faster in bf16, hardly in fp32."""
+    On a CPU it helps in bf16, hardly in fp32."""
     world_size: int = 1
     """Processes that learn together, with weights, gradients and moments sharded over them (FSDP2); one GPU each."""
     tensor_parallel: int = 1

@@ -49,9 +49,8 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
         token = torch.searchsorted(cumulative, u * total, right=True).clamp_(max=size - 1)  # NaN would give `size`
     else:
         split = size - size % _BLOCK
-        sums = (
-            weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1).double()
-        )  # converting all weights first is slow
+        # in the weights' precision: converting all of them first is slow
+        sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1).double()
         remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
         cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
         total = cumulative[:, -1:]
