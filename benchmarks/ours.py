@@ -133,7 +133,7 @@ def train(
             task=InOrder(folder / "prompts.jsonl"),
             reward=(f"{HERE / 'bench' / 'rewards.py'}:{reward}",),
             steps=work.steps + 1,
-            prompts_sum_turns=work.prompts,
+            prompts_per_step=work.prompts,
             samples_per_prompt=work.samples,
             lr=work.lr,
             seed=seed,
