@@ -1,6 +1,7 @@
-"""Small servers that stand in for other projects' while check_extras.py tries an extra: stand_in_servers.py judge|openenv|vllm
+"""Small servers that stand in for other projects' in tests: stand_in_servers.py judge|openenv|vllm
 
-Each prints its address, then serves until it is killed. `make test-environments` and `make test-vllm` use the real ones.
+Each prints its address, then serves until it is killed. As vLLM it can be started by a run: of the words of `vllm serve` it reads
+`--port N`. `make test-environments` and `make test-vllm` use the real ones.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ def serve_vllm() -> None:
             return {"success": True}
         return {"status": "done"} if path.startswith(("/pause", "/reset_prefix_cache", "/resume")) else None
 
-    _serve_json(respond)
+    _serve_json(respond, int(sys.argv[sys.argv.index("--port") + 1]) if "--port" in sys.argv else 0)
 
 
-def _serve_json(respond: Callable[[str, Any], Any]) -> None:
+def _serve_json(respond: Callable[[str, Any], Any], port: int = 0) -> None:
     """Answer GET and POST, one at a time, with `respond(path, JSON body)`; None is a 404."""
     lock = Lock()
 
@@ -110,7 +111,7 @@ def _serve_json(respond: Callable[[str, Any], Any]) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()
 

@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -44,7 +45,9 @@ from policygrad.rollout.trajectory import TRAIN
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import llama_server, probe
-from policygrad.samplers.engines.llama_cpp import LlamaCppSampler, LlamaServerProcess
+from policygrad.samplers.engines.base import LaunchOptions
+from policygrad.samplers.engines.llama_cpp import LlamaCppSampler
+from policygrad.samplers.engines.server_process import ServerProcess, find_free_port
 from policygrad.training.base_trainer import Callback
 from policygrad.training.loop import StepResult
 from policygrad.weight_sync.base import PublishedWeights
@@ -129,15 +132,19 @@ class Proxy:
 class Engine:
     """A real server that follows a folder, and its proxy."""
 
-    process: LlamaServerProcess
+    process: ServerProcess
     proxy: Proxy
 
     def native(self) -> int | None:
         """Return the process that serves, the child of the one that watches; None = it is not running."""
-        assert self.process.process is not None
-        pid = self.process.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children else None
+        assert self.process.guard is not None
+        pid: int | None = self.process.guard.pid
+        for _ in range(2):  # the guard's child watches the folder, and its child serves
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            pid = int(children[0]) if children else None
+            if pid is None:
+                break
+        return pid
 
     def alive(self) -> int:
         """Wait for the process that serves, and return it."""
@@ -171,10 +178,14 @@ def two_engines(folder: Path, draw: random.Random) -> Iterator[list[Engine]]:
     with contextlib.ExitStack() as stack:
         engines = []
         for _ in range(2):
-            process = LlamaServerProcess(folder, max_concurrency=PARALLEL, context_length=CONTEXT, threads=1)
+            port = find_free_port()
+            options = LaunchOptions("", str(folder), "127.0.0.1", port, "float32", CONTEXT, PARALLEL, threads=1)
+            environment, argv = LlamaCppSampler.launch_command(options)
+            command = environment, [sys.executable, *argv[1:]]
+            process = ServerProcess(folder / f"server-{port}.log", partial(tuple[Any, ...], command))
             process.ensure_running()
             stack.callback(process.stop)
-            proxy = Proxy(process.port, draw)
+            proxy = Proxy(port, draw)
             stack.callback(proxy.close)
             engines.append(Engine(process, proxy))
         yield engines
@@ -183,7 +194,7 @@ def two_engines(folder: Path, draw: random.Random) -> Iterator[list[Engine]]:
 @contextlib.contextmanager
 def keeping(weights: Path, folder: Path) -> Iterator[int]:
     """Start a server that keeps the first published weights, and yield its port. folder: for its copy."""
-    port = LlamaServerProcess(folder, max_concurrency=PARALLEL, context_length=CONTEXT, threads=1).port
+    port = find_free_port()
     shutil.rmtree(folder, ignore_errors=True)
     children: list[subprocess.Popen[bytes]] = []
 

@@ -36,6 +36,9 @@ with interchangeable parts
                                           models, their differences
   policygrad engine ENGINE --model M      start a server that samples
                                           completions; --print shows the command
+  policygrad engine install vllm --into DIR
+                                          make an environment with an engine,
+                                          for train --sampler.python DIR
   policygrad engine check URL --model M   check that a server has the model
   policygrad export RUN                   export the model of a stopped run
   policygrad export RUN --merge           merge a trained adapter into a full
@@ -47,6 +50,8 @@ with interchangeable parts
                                           memory, time and cost of a run in
                                           advance; what to change if it does
                                           not fit
+  policygrad doctor                       what this machine is, what works on
+                                          it, and what would make the rest work
   policygrad report RUN ...               an HTML page about runs: curves,
                                           completions, costs; --watch follows
                                           them live

@@ -324,7 +324,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("engine vllm --dtype fp16", "--dtype must be fp32 or bf16"),
         ("train --sampler.engine llama", "sampler.engine must be one of local, llama_cpp, vllm, sglang"),
         ("train --sampler.urls http://a", "Choose --sampler.engine"),
-        ("train --sampler.engine vllm", "policygrad engine vllm --print"),
+        ("train --sampler.engine vllm", "`policygrad engine install vllm --into DIR` makes an environment"),
         ("eval", "MODEL"),
         ("eval tiny --samples 0", "--samples must be at least 1"),
         ("eval tiny --task gdc", "did you mean gcd"),

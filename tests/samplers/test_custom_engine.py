@@ -70,7 +70,10 @@ def test_custom_engine_samples_from_the_policy(random_model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"urls": ()}, "sampler.engine=mine needs servers"),
+        (
+            {"urls": ()},
+            "sampler.engine=mine has no servers, and policygrad does not start any of this engine. Start it with",
+        ),
         ({"lora_sync": "adapter"}, "supported by vllm and sglang; mine takes full models"),
         ({"weight_transport": "nccl"}, "supported by vllm and sglang, not by mine"),
         ({"max_concurrency": 0}, "mine reports none"),

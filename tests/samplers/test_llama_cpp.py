@@ -138,26 +138,30 @@ def test_unsupported_models_are_refused_before_a_server_starts(tokenizer: Tokeni
         LlamaCppSampler(AutoModelForCausalLM.from_config(stretched), tokenizer, CONFIG, tmp_path)
 
 
-def test_server_that_does_not_start_is_given_up_with_its_log(
+def test_server_that_does_not_start_ends_the_run_with_its_log(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
-    sampler = LlamaCppSampler(model, tokenizer, replace(CONFIG, recovery_timeout=3.0), tmp_path)
+    sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     sampler.versions.write = lambda tensors, folder: (folder / "model.gguf").write_text("no such thing") and None
     try:
-        with pytest.raises(EngineError, match=r"no server has answered for 3 seconds .*llama.cpp does not start with"):
+        with pytest.raises(
+            EngineError, match=r"(?s)exit code 1 before it answered.*server-0.log.*llama.cpp does not start"
+        ):
             wait(sampler.update(publish(model, 0)))
     finally:
         wait(sampler.close())
 
 
 def find_server_pid(sampler: LlamaCppSampler) -> int:
-    """Return the process that serves, the child of the one that watches the folder."""
-    assert sampler.process is not None
-    assert sampler.process.process is not None
-    [child] = (
-        Path(f"/proc/{sampler.process.process.pid}/task/{sampler.process.process.pid}/children").read_text().split()
-    )
+    """Return the process that serves, the child of the one that watches the folder, which is the guard's."""
+    [process] = sampler.processes.values()
+    assert process.guard is not None
+    return find_child(find_child(process.guard.pid))
+
+
+def find_child(pid: int) -> int:
+    [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
 
 
@@ -167,8 +171,8 @@ def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path:
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path / "weights")
     wait(sampler.update(publish(model, 0)))
     wait(sampler.update(publish(model, 7, 1e-3)))
-    server, watcher = find_server_pid(sampler), sampler.process and sampler.process.process
-
+    server = find_server_pid(sampler)
+    [process] = sampler.processes.values()
     complete = sampler.complete
     started: list[int] = []
 
@@ -185,10 +189,10 @@ def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path:
     assert sampler.servers.num_retries >= 1
     assert find_server_pid(sampler) != server
 
-    assert watcher is not None
-    server = find_server_pid(sampler)
-    watcher.kill()  # the watching process too, and its server with it
-    watcher.wait()
+    guard, server = process.guard, find_server_pid(sampler)
+    assert guard is not None
+    os.kill(find_child(guard.pid), signal.SIGKILL)  # the watching process too, and its server with it
+    guard.wait()
     wait_for_exit(server)
     assert len(wait(sampler.generate(make_requests(8)))) == 8
     served = find_server_pid(sampler)
@@ -360,9 +364,9 @@ class Ending(Callback):
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
         if step == 2:
-            process = trainer.resources.rollouter.sampler.process
+            [process] = trainer.resources.rollouter.sampler.processes.values()
             process.stop()
-            process.ensure_running = lambda: None
+            process.ensure_running = lambda: ""
 
 
 class Phases(pg.Tracker):

@@ -190,6 +190,17 @@ def test_a_file_cannot_write_weights_outside_its_folder(run_command: Command, he
     assert not other.exists()
 
 
+def test_a_file_cannot_choose_a_program_to_run(run_command: Command, here: Path) -> None:
+    for python in (str(here.parent / "venv"), "runs/x/venv", "runs/venv/bin/python", "../venv"):
+        run_file(here / "runs" / "x", f"[sampler]\nengine = 'vllm'\npython = '{python}'\n")
+        code, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
+        assert (code, "a program would be run" in err, f"--allow-code {python}" in err) == (2, True, True), err
+        for argv in (("--allow-code", python), ("--sampler.python", "venv")):
+            assert run_command("train", "--resume", "runs/x", *argv, "--dry-run")[0] == 0
+    run_file(here / "runs" / "x", "[sampler]\nengine = 'vllm'\npython = 'venv'\n")  # the user's own
+    assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
+
+
 def test_local_servers_and_those_of_the_command_line_need_no_permission(run_command: Command, here: Path) -> None:
     run_file(here / "runs" / "x", SAMPLER.format("localhost:8000"))
     assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0

@@ -9,6 +9,7 @@ COMMANDS = {  # module:function
     "export": "policygrad.commands.export:export",
     "compare": "policygrad.commands.compare:compare",
     "plan": "policygrad.commands.plan:plan",
+    "doctor": "policygrad.commands.doctor:doctor",
     "report": "policygrad.commands.report:report",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",

@@ -1,11 +1,13 @@
-"""`policygrad engine`: start a server of an engine, show how it is started, or check a running one."""
+"""`policygrad engine`: start a server of an engine, show how it is started, install one, or check a running one."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shlex
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,7 @@ from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
 from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig
+from policygrad.samplers.engines.installation import find_installation, install, is_installed_here
 from policygrad.samplers.engines.registry import (
     ENGINES,
     build_engine_sampler,
@@ -23,11 +26,14 @@ from policygrad.samplers.engines.registry import (
     list_engines,
     load_engine_class,
 )
+from policygrad.samplers.engines.server_process import LaunchCommand
+from policygrad.training.config.run import optional_arg
 
-CHECK = "check"
+CHECK, INSTALL = ACTIONS = ("check", "install")
 HELP = (
     f"Start a server of an engine ({', '.join(ENGINES)}), or with --print show the command; check compares a running server with a "
-    "model.",
+    "model; install makes an environment that has an engine. A run starts its servers itself: train --sampler.engine vllm.",
+    "policygrad engine install vllm --into DIR  makes a virtual environment, for train --sampler.python DIR",
     "policygrad engine vllm --model M --print  shows the environment and the command that start a server",
     "policygrad engine check URL --model M  compares what a server samples with the model's distribution",
 )
@@ -38,14 +44,20 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 class EngineOptions:
     """Options of `policygrad engine`."""
 
-    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENGINE|check")]
-    """The engine; or check, for the server at URL."""
-    url: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[URL]")] = None
-    """check: the server, http://host:port."""
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENGINE|check|install")]
+    """The engine; check, for the server at URL; or install, for the engine after it."""
+    subject: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[URL|ENGINE]")] = None
+    """check: the server, http://host:port; install: the engine."""
     model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
     """Directory or hub id; tiny = the embedded base model; a run's folder = the model that it trained."""
     print: bool = False
     """Show the command instead of running it."""
+    python: Annotated[str | None, optional_arg("PATH", "this environment")] = None
+    """Virtual environment, or its Python, that has the engine."""
+    into: Annotated[Path | None, optional_arg("DIR", "none")] = None
+    """install: the virtual environment to make."""
+    requirements: Annotated[tuple[str, ...], optional_arg("SPEC", "the tested version")] = ()
+    """install: what pip installs instead, such as vllm==0.33.0."""
     folder: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """llama_cpp: the folder of weights that the server follows, the run's --sampler.folder."""
     host: str = "127.0.0.1"
@@ -70,19 +82,29 @@ class EngineOptions:
     """check: largest accepted difference of log-probabilities in nats; 0 = 1e-4 in fp32, 0.2 in bf16."""
 
     def __post_init__(self) -> None:
-        if self.target not in (*ENGINES, CHECK):
-            raise ConfigError(f"ENGINE must be one of {', '.join(ENGINES)}, or {CHECK}, not {self.target!r}")
+        if self.target not in (*ENGINES, *ACTIONS):
+            raise ConfigError(f"ENGINE must be one of {', '.join((*ENGINES, *ACTIONS))}, not {self.target!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
         if self.weight_transport not in WEIGHT_TRANSPORTS:
             raise ConfigError(f"--weight-transport must be {FOLDER} or {NCCL}, not {self.weight_transport!r}")
-        if (self.target == CHECK) is not (self.url is not None):
-            raise ConfigError("only check takes an address: policygrad engine check http://127.0.0.1:8000 --model M")
+        if (self.target in ACTIONS) is not (self.subject is not None):
+            raise ConfigError(
+                "check takes an address, policygrad engine check http://127.0.0.1:8000 --model M, and install an engine, "
+                "policygrad engine install vllm --into DIR; nothing else takes a second word"
+            )
+        if self.target == INSTALL and (self.subject not in ENGINES or self.into is None):
+            raise ConfigError(
+                f"install takes one of {', '.join(ENGINES)} and a folder for its virtual environment: policygrad engine install "
+                "vllm --into DIR"
+            )
+        if self.target != INSTALL and (self.into is not None or self.requirements):
+            raise ConfigError(f"--into and --requirements are for install: leave them out for {self.target}")
         if (lora := parse_lora(self.lora)) is not None and lora.bits is not None:
             raise ConfigError(
                 "--lora: bits are the learner's; the precision of a server's weights is set by its own options. Leave bits out."
             )
-        engine = None if self.target == CHECK else load_engine_class(self.target)
+        engine = None if self.target in ACTIONS else load_engine_class(self.target)
         if self.lora and (engine is None or not engine.supports_lora):
             supported = " and ".join(list_engines(lambda e: e.supports_lora))
             raise ConfigError(f"--lora is for servers of {supported}. Leave it out for {self.target}.")
@@ -95,20 +117,31 @@ def engine(args: list[str]) -> int:
     options = parse_arguments(EngineOptions, args, "engine", *HELP)
     if options.target == CHECK:
         return _check(options)
+    if options.target == INSTALL:
+        return _install(options)
+    kind = load_engine_class(options.target)
     environment, argv = build_launch_command(options)
+    if not options.print or options.python is not None or is_installed_here(kind):
+        argv = find_installation(kind, options.target, options.python, "--python").resolve(argv)
     if options.print:
-        print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(argv)]))
+        print(format_command(environment, argv))
         return 0
     # PYTHONSAFEPATH: for processes that the server starts too, whose Python may be another one
-    os.environ |= environment | {"PYTHONSAFEPATH": "1"}
+    os.environ.update({"PYTHONSAFEPATH": "1", **environment})
     try:
-        os.execvp(argv[0], argv)
+        os.execvp(argv[0], [*argv])
     except OSError as error:
         raise EngineError(f"{argv[0]} cannot be started ({error}). Install the engine, or run it elsewhere.") from error
 
 
-def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
+def format_command(environment: Mapping[str, str], argv: Sequence[str]) -> str:
+    """Return a command with its environment variables, for a shell."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(argv)])
+
+
+def build_launch_command(options: EngineOptions) -> LaunchCommand:
     """Return the environment variables and the argv that start a server."""
+    import torch
     from transformers import AutoConfig
 
     from policygrad.models.loading import load_error, read_config, resolve_model
@@ -138,15 +171,25 @@ def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[s
             threads=options.threads or os.cpu_count() or 1,
             weight_transport=options.weight_transport,
             lora=lora,
+            on_cpu=not torch.cuda.is_available(),
         )
     )
+
+
+def _install(options: EngineOptions) -> int:
+    name, folder = str(options.subject), Path(str(options.into)).expanduser()
+    engine = load_engine_class(name)
+    installed = install(engine, folder, options.requirements, lambda text: print(text, file=sys.stderr, flush=True))
+    print(f"{engine.name} {installed.version} is in {folder}. A run starts its server:")
+    print(f"  policygrad train --sampler.engine {name} --sampler.python {shlex.quote(str(options.into))}")
+    return 0
 
 
 def _check(options: EngineOptions) -> int:
     from policygrad.models.loading import load_model, resolve_model
     from policygrad.models.tokenizer import load_tokenizer
 
-    url = str(options.url).rstrip("/")
+    url = str(options.subject).rstrip("/")
     config = SamplerConfig(
         engine=asyncio.run(detect_engine(url)),
         urls=(url,),

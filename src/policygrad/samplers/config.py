@@ -26,9 +26,22 @@ class SamplerConfig:
     engine: Annotated[str, tyro.conf.arg(metavar="|".join((LOCAL, *ENGINES)))] = LOCAL
     """local = sample in this process with the learner's weights; otherwise sample from servers of that engine (docs/engines.md)."""
     urls: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="URL", help_behavior_hint="(default: start one, if the engine can)")
+        tuple[str, ...], tyro.conf.arg(metavar="URL", help_behavior_hint="(default: start them on this machine)")
     ] = ()
     """Servers, http://host:port each. Requests go to the least busy one."""
+    servers: int = 1
+    """Servers to start on this machine, each on a GPU of its own if there are enough; used without --sampler.urls."""
+    gpus: Annotated[
+        tuple[int, ...],
+        tyro.conf.arg(metavar="N", help_behavior_hint="(default: those that the learner leaves, else its own)"),
+    ] = ()
+    """Numbers of the GPUs for servers that are started here, in turn."""
+    gpu_memory: float = 0.0
+    """Share of a GPU's memory for a server that is started here; 0 = the engine's default, on the learner's GPU 0.4."""
+    python: Annotated[
+        str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: the environment of policygrad)")
+    ] = None
+    """Virtual environment, or its Python, that has the engine to start (policygrad engine install ENGINE --into DIR)."""
     folder: Annotated[
         str | None,
         tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder, or a temporary one)"),
@@ -50,7 +63,9 @@ class SamplerConfig:
     """Maximum tokens of prompt and completion for a server that is started here.
     0 = the larger of 4096 and twice sampling.max_tokens, up to the model's limit."""
     threads: int = 0
-    """Threads of a server that is started here; 0 = one for a small model, else one per core."""
+    """CPU threads of a server that is started here; 0 = one for a small model, else one per core."""
+    start_timeout: float = 600.0
+    """Seconds that a server may take to start."""
     timeout: float = 600.0
     """Seconds per request."""
     heartbeat: float = 30.0
@@ -66,15 +81,30 @@ class SamplerConfig:
         for name, choices in {"lora_sync": LORA_SYNCS, "weight_transport": WEIGHT_TRANSPORTS}.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"sampler.{name} must be {_join(choices, 'or')}, not {value!r}")
+        if self.servers < 1:
+            raise ConfigError(f"sampler.servers must be at least 1, not {self.servers}")
+        if not 0 <= self.gpu_memory < 1:
+            raise ConfigError(f"sampler.gpu_memory must be at least 0 and below 1, not {self.gpu_memory:g}")
+        if min(self.gpus, default=0) < 0:
+            raise ConfigError(f"sampler.gpus must be numbers of GPUs, from 0, not {min(self.gpus)}")
+        own = {"servers": self.servers > 1, "python": self.python is not None, "gpus": bool(self.gpus)}
+        own["gpu_memory"] = self.gpu_memory > 0
+        if self.urls and any(own.values()):
+            option = next(name for name, is_set in own.items() if is_set)
+            raise ConfigError(
+                f"sampler.{option} is for servers that the run starts, and sampler.urls names some that run already: leave one of "
+                "them out"
+            )
         if min(self.max_concurrency, self.chunk_tokens, self.context_length, self.threads) < 0:
             raise ConfigError(
                 "sampler.max_concurrency, sampler.chunk_tokens, sampler.context_length and sampler.threads must be at least 0"
             )
-        positive, non_negative = (self.timeout, self.recovery_timeout), (self.logprob_tolerance, self.heartbeat)
+        positive = (self.timeout, self.recovery_timeout, self.start_timeout)
+        non_negative = (self.logprob_tolerance, self.heartbeat)
         if not (all(0 < x < math.inf for x in positive) and all(0 <= x < math.inf for x in non_negative)):
             raise ConfigError(
-                "sampler.timeout and sampler.recovery_timeout must be above 0, sampler.logprob_tolerance and sampler.heartbeat at "
-                "least 0, and all finite"
+                "sampler.timeout, sampler.recovery_timeout and sampler.start_timeout must be above 0, sampler.logprob_tolerance "
+                "and sampler.heartbeat at least 0, and all finite"
             )
         if invalid := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"sampler.urls must be addresses such as http://127.0.0.1:8080, not {invalid[0]!r}")
@@ -85,6 +115,7 @@ class SamplerConfig:
         if self.engine == LOCAL:
             options = {
                 "urls": bool(self.urls),
+                **own,
                 "weight_transport": self.weight_transport != FOLDER,
                 "lora_sync": self.lora_sync != AUTO,
                 "max_concurrency": self.max_concurrency == 0,
@@ -103,10 +134,10 @@ class SamplerConfig:
                 "the engine's own options"
             )
         name, engine = self.engine, load_engine_class(self.engine)
-        if not self.urls and not engine.starts_server:
+        if not self.urls and not engine.package:
             raise ConfigError(
-                f"sampler.engine={name} needs servers. Start one (`policygrad engine {name} --print` shows the command) and name "
-                "it: --sampler.urls http://127.0.0.1:8000"
+                f"sampler.engine={name} has no servers, and policygrad does not start any of this engine. {engine.launch_hint}; "
+                "then name it: --sampler.urls http://127.0.0.1:8000"
             )
         if self.lora_sync == ADAPTER and not engine.supports_lora:
             supported = _join(list_engines(lambda e: e.supports_lora), "and")

@@ -120,7 +120,7 @@ def find_backend(name: str = "auto") -> SandboxBackend:
         + ". Install bubblewrap (apt install bubblewrap, dnf install bubblewrap), or boot a Linux kernel from 5.13 on with "
         "Landlock (lsm=landlock,… on its command line). In a container, allow it user namespaces, or the system calls landlock_* "
         "and seccomp (Docker: a newer version, or --security-opt seccomp=FILE). "
-        "Programs that a model wrote are not run without a sandbox"
+        "Programs that a model wrote are not run without a sandbox. `policygrad doctor` tells whether one works now"
     )
 
 

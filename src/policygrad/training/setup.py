@@ -108,7 +108,9 @@ def load_resources(
     """
     reward_options, options = resolve_rewards(options), resolve_config_paths(options)
     folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
-    engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase)
+    device = pick_device(options.learner.device)
+    learner_gpus = list_learner_gpus(device, options.learner.world_size)
+    engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, learner_gpus)
     environment = resolve_environment(options.environment, environment)
     if environment is not None and placement.environment is not None:
         environment = placement.environment(environment)
@@ -135,7 +137,7 @@ def load_resources(
     model = load_model(
         options.model,
         dtype=options.learner.resolve().dtype,
-        device=pick_device(options.learner.device),
+        device=device,
         trust_remote_code=options.trust_remote_code,
         lora=None if algorithm is None else options.learner.adapters,
         seed=options.seed,
@@ -261,8 +263,17 @@ def pick_device(name: str) -> str:
     try:
         torch.empty(1, device=name).tolist()  # reading fails on the meta device
     except (RuntimeError, AssertionError) as error:
-        raise RunError(f"learner.device={name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise RunError(
+            f"learner.device={name!r} cannot be used here: {str(error).splitlines()[0]}. `policygrad doctor` shows the devices."
+        ) from error
     return name
+
+
+def list_learner_gpus(device: str, world_size: int) -> range:
+    """Return the numbers of the learner's GPUs."""
+    kind, _, number = device.partition(":")
+    first = int(number or 0)
+    return range(first, first + world_size if kind == "cuda" else first)
 
 
 def choose_rewards(

@@ -434,7 +434,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def resume_command(self) -> str:
         if self.config.object_options or self._python_arguments:
             return f"pg.train(run, resume={str(self.folder)!r})"
-        sampler = {"urls": list(self.config.sampler.urls), "folder": self.config.sampler.folder}
+        sampler = {name: getattr(self.config.sampler, name) for name in ("urls", "folder", "python")}
         options = {**_code_options(resolve_config_paths(self.config)), "sampler": sampler}
         missing = missing_permissions(options, self.folder / self.file, new_process=True)
         allow = f" --allow-code {shlex.join(missing)}" if missing else ""

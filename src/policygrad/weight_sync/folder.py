@@ -35,7 +35,6 @@ from policygrad.weight_sync.base import (
 
 CURRENT_FILE = "current.json"
 """Names the version to serve, {"name": …, "version": …}, for servers that watch the folder."""
-SERVER_LOG = "server.log"  # output of a server that was started here
 _VERSION_NAME = re.compile(r"(\.tmp-)?v\d{8,}-[0-9a-f]{8}")
 WeightWriter = Callable[[Mapping[str, Tensor], Path], None]
 """Writes a policy's parameters into an empty folder, in an engine's format."""
@@ -80,18 +79,17 @@ class VersionFolder:
             ) from error
         return WeightVersion(name, weights.version, final, sum(file.stat().st_size for file in _list_files(final)))
 
-    def remove_old_versions(self, current: WeightVersion) -> None:
-        """Remove every version but this one, and what a killed process has left."""
+    def remove_old_versions(self, *kept: WeightVersion) -> None:
+        """Remove every version but these, and what a killed process has left."""
         for path in self._list_versions():
-            if path.name != current.name:
+            if path.name not in {version.name for version in kept}:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove all versions, and the folder if nothing else is in it. Called when the run is over."""
         for path in self._list_versions():
             shutil.rmtree(path, ignore_errors=True)
-        for name in (CURRENT_FILE, SERVER_LOG):
-            (self.root / name).unlink(missing_ok=True)
+        (self.root / CURRENT_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.root.rmdir()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -23,15 +24,18 @@ from torch import nn
 
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum
 from policygrad.errors import ConfigError, EngineError
+from policygrad.learners.config import SMALL_MODEL_PARAMETERS
 from policygrad.models.adapters import adapter_configs
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.config import ADAPTER, FOLDER, MERGED, NCCL, SamplerConfig
 from policygrad.samplers.engines import probe, server_pool
-from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.samplers.engines.http import HttpClient, ServerStartingError, ServerUnavailableError
+from policygrad.samplers.engines.installation import Installation, find_installation
 from policygrad.samplers.engines.nccl_transfer import WeightTransfer
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
+from policygrad.samplers.engines.server_process import LaunchCommand, ServerProcess, find_free_port
 from policygrad.samplers.local.sampling import derive_seeds
 from policygrad.utils.async_runner import gather_or_cancel
 from policygrad.utils.progress import ProgressCallback, ignore_progress
@@ -46,6 +50,7 @@ from policygrad.weight_sync.folder import (
 
 TAIL_QUANTILE = 0.9  # completions after this quantile are the tail of a rollout
 CALLBACK_INTERVAL = 0.05  # seconds between calls of the completion callback while no completion finishes
+ADAPTIVE_SLOTS = 256  # concurrent requests that a server is started for, if their number is adjusted to its load
 REQUEST_TIMEOUT = 10.0  # seconds for a request that needs no computation
 
 
@@ -72,9 +77,8 @@ class LaunchOptions:
     threads: int
     weight_transport: str = FOLDER
     lora: Lora | None = None  # the adapter that the run will send; None = merged weights
-
-
-LaunchCommand = tuple[dict[str, str], list[str]]  # (environment variables, argv)
+    on_cpu: bool = False  # True on a machine without a GPU
+    memory_fraction: float = 0.0  # of a GPU's memory, for weights and cache; 0 = the engine's own default
 
 
 class EngineSampler(ABC):
@@ -90,8 +94,9 @@ class EngineSampler(ABC):
     """A route that answers at once, however busy the server is."""
     detection_routes: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(route, key of its JSON reply) by which servers of this engine are recognised."""
-    starts_server: ClassVar[bool] = False
-    """True if the sampler starts a server when `sampler.urls` is empty."""
+    package: ClassVar[str] = ""
+    """The Python package that has its servers. The run starts servers with `launch_command` when `sampler.urls` is empty; "" = it
+    cannot, and needs `sampler.urls`."""
     gauges: ClassVar[server_pool.PrometheusGauges | None] = None
     """Load metrics at /metrics; None if servers report none. `sampler.max_concurrency=0` needs them."""
     supports_lora: ClassVar[bool] = False
@@ -111,6 +116,7 @@ class EngineSampler(ABC):
         folder: Path,
         temperature: float = 1.0,
         on_progress: ProgressCallback = ignore_progress,
+        log_folder: Path | None = None,
     ) -> None:
         """
         Args:
@@ -118,12 +124,14 @@ class EngineSampler(ABC):
                 is sharded.
             folder: Where weights are published.
             on_progress: Called while no server is available.
+            log_folder: Where servers that are started here write what they print; default: beside `folder`.
 
         Raises:
             EngineError: The engine cannot serve this model, or cannot be sent its weights as configured.
         """
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.temperature, self.on_progress = temperature, on_progress
+        self.log_folder = log_folder or folder.parent
         # Each version of an adapter has its own name, which every request states, so that a token's version is the name in its
         # request, and a server's prefix cache is never read across versions: vLLM hashes prefixes with the adapter's name
         # (vllm/v1/core/kv_cache_utils.py), SGLang keeps them by an id that is new at each load
@@ -154,6 +162,8 @@ class EngineSampler(ABC):
         self.load_monitor = server_pool.LoadMonitor(
             lambda url: self.http.get(url, config.heartbeat or config.timeout), self.gauges
         )
+        self.processes: dict[str, ServerProcess] = {}  # by server, of those that are started here
+        self._start_versions: dict[str, WeightVersion] = {}  # by server: what its process was started with
         self._callback: CompletionCallback | None = None
         self._tail = 0.0
         dtype = next(model.parameters()).dtype
@@ -190,12 +200,10 @@ class EngineSampler(ABC):
     async def handshake(self, url: str) -> None:  # noqa: B027
         """Called before a server loads weights, to learn what `complete` needs to know."""
 
-    def start_servers(self) -> Sequence[str]:
-        """Return the servers' addresses; start a server if none is configured and the engine can."""
-        return self.config.urls
-
-    async def stop_servers(self) -> None:  # noqa: B027
-        """Stop what `start_servers` started."""
+    @classmethod
+    def requirements(cls, *, has_gpu: bool) -> list[str]:
+        """Return pip's arguments that install the tested version of the engine."""
+        return [cls.package]
 
     # The interface of a sampler.
 
@@ -265,7 +273,8 @@ class EngineSampler(ABC):
         self.published = self.versions.publish(weights)
         self.probe_results.clear()
         await self.servers.ready()
-        self.versions.remove_old_versions(self.published)
+        starting = {self._start_versions.get(url) for url, process in self.processes.items() if process.is_starting}
+        self.versions.remove_old_versions(self.published, *filter(None, starting))
         metrics: Metrics = {
             "publication/seconds": Sum(time.perf_counter() - started),
             "publication/bytes": Sum(float(self.published.bytes)),
@@ -292,7 +301,10 @@ class EngineSampler(ABC):
         if self.transfer is not None:
             await self.transfer.close(self.http)
         await self.http.close()
-        await self.stop_servers()
+        for process in self.processes.values():
+            process.ask_to_stop()
+        for process in self.processes.values():
+            process.stop()
         self.versions.remove()
 
     async def unload_adapter(self, url: str, name: str) -> None:
@@ -331,13 +343,32 @@ class EngineSampler(ABC):
         if self._servers is None:
             config = self.config
             limit = config.max_concurrency or server_pool.INITIAL_CONCURRENCY
-            self._servers = ServerPool(
-                self.start_servers(), self._prepare, limit, config.recovery_timeout, self.on_progress
-            )
+            urls = config.urls or self._list_own_servers()
+            self._servers = ServerPool(urls, self._prepare, limit, config.recovery_timeout, self.on_progress)
         return self._servers
 
     async def _prepare(self, server: EngineServer) -> None:
-        """Let a server load the current weights, and probe it."""
+        """Let a server load the current weights, and probe it; start it if it is one of this run's that does not run."""
+        process = self.processes.get(server.url)
+        if process is None:
+            await self._load_and_probe(server)
+            return
+        failure = process.ensure_running()
+        if failure:
+            raise EngineError(
+                f"{self.name} does not start: {failure}\n`policygrad doctor` shows what this machine has."
+            )
+        try:
+            await self._load_and_probe(server)
+        except ServerUnavailableError as error:
+            seconds, timeout = process.seconds_since_start, self.config.start_timeout
+            if process.is_starting and seconds < timeout:
+                text = f"starting {self.name}, for up to {timeout:g} s (its log: {process.log})"
+                raise ServerStartingError(text, seconds, timeout) from error
+            raise ServerUnavailableError(f"{error}. {process.read_log_end()}") from error
+        process.is_starting = False
+
+    async def _load_and_probe(self, server: EngineServer) -> None:
         assert self.published is not None
         await self.handshake(server.url)
         if not self.config.max_concurrency:
@@ -351,6 +382,60 @@ class EngineSampler(ABC):
             self.failed_probes.add(server.url)
             raise
         self.failed_probes.discard(server.url)
+
+    def _list_own_servers(self) -> list[str]:
+        """Return the addresses of the servers that the run starts, at free ports of this machine."""
+        installation = find_installation(type(self), self.config.engine, self.config.python)
+        for number in range(self.config.servers):
+            port = find_free_port()
+            url, log = f"http://127.0.0.1:{port}", self.log_folder / f"server-{number}.log"
+            self.processes[url] = ServerProcess(log, partial(self._make_launch_command, installation, number, url))
+        return list(self.processes)
+
+    def _make_launch_command(self, installation: Installation, number: int, url: str) -> LaunchCommand:
+        """Return what starts a server with the newest weights, or with the base model if only an adapter is sent."""
+        assert self.published is not None
+        self._start_versions[url] = self.published
+        config, gpus = self.config, self.config.gpus
+        is_small = sum(p.numel() for p in self.model.parameters()) < SMALL_MODEL_PARAMETERS
+        lora = None
+        if self.adapter_only:
+            [adapter] = adapter_configs(self.model).values()
+            targets = adapter.target_modules
+            lora = Lora(rank=adapter.r, targets=targets if isinstance(targets, str) else "+".join(sorted(targets)))
+        environment, argv = self.launch_command(
+            LaunchOptions(
+                model=self.find_served_model(),
+                folder=str(self.versions.root),
+                host="127.0.0.1",
+                port=int(url.rpartition(":")[2]),
+                dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
+                context_length=config.resolve_context_length(self.tokenizer.context_length),
+                max_concurrency=config.max_concurrency or ADAPTIVE_SLOTS,
+                threads=config.threads or (1 if is_small else os.cpu_count() or 1),
+                weight_transport=config.weight_transport,
+                lora=lora,
+                on_cpu=not gpus,
+                memory_fraction=config.gpu_memory,
+            )
+        )
+        if gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            gpu = gpus[number % len(gpus)]
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": visible[gpu] if visible != [""] else str(gpu)}
+        return environment, installation.resolve(argv)
+
+    def find_served_model(self) -> str:
+        """Return the folder or hub id that a server starts with: the published weights, or the model that an adapter adapts."""
+        if self.published is not None and (self.published.path / "config.json").is_file():
+            return str(self.published.path)
+        name = str(getattr(getattr(self.model, "config", None), "_name_or_path", ""))
+        if not name:
+            raise EngineError(
+                f"a server of {self.name} starts with the run's model from a folder, and the model is an object that names none. "
+                "Save it and pass the folder, or start the server yourself: --sampler.urls URL"
+            )
+        return name
 
     async def _complete_at(self, request: Request, seed: int, server: EngineServer) -> Generation:
         published = self.published  # a server loads others only after it has answered its open requests

@@ -16,6 +16,19 @@ class ServerUnavailableError(Exception):
     """The server did not answer, or asked to try later: retry, or use another server. Never reaches the user."""
 
 
+class ServerStartingError(ServerUnavailableError):
+    """A server that was just started here does not answer yet: its time to recover has not begun."""
+
+    def __init__(self, message: str, seconds: float, timeout: float) -> None:
+        """
+        Args:
+            seconds: Since it was started.
+            timeout: Seconds that it may take.
+        """
+        super().__init__(message)
+        self.seconds, self.timeout = seconds, timeout
+
+
 class HttpClient:
     """A connection pool for all servers. It ignores proxy variables of the environment, as engines run close to the learner."""
 

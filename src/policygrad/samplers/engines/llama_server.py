@@ -20,6 +20,7 @@ from pathlib import Path
 
 CURRENT_FILE, MODEL_FILE = "current.json", "model.gguf"
 _POLL_SECONDS = 0.02  # seconds between reads of the folder
+_MAX_FAILURES = 3  # exits of a server with an error, on one version, after which it is not started again
 _RESTART_SECONDS = 0.5  # seconds before a server that died is started again
 _SERVE_OPTIONS = ("host", "port", "max_concurrency", "context_length", "threads", "device_layers")
 
@@ -45,12 +46,16 @@ def main(args: list[str]) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    name, child, started = "", None, 0.0
+    name, child, started, failures = "", None, 0.0, 0
     try:
         while _is_parent_alive(options.parent):
             current = read_current_name(options.folder)
             died = child is not None and child.poll() is not None
+            failures = failures if current == name else 0
             if current and (current != name or (died and time.monotonic() - started > _RESTART_SECONDS)):
+                failures += child is not None and died and child.returncode > 0
+                if failures == _MAX_FAILURES:
+                    return 1
                 _kill(child)
                 name, started = current, time.monotonic()
                 serve = [sys.executable, "-P", __file__, "serve", f"--file={options.folder / name / MODEL_FILE}"]

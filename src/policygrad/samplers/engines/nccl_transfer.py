@@ -134,7 +134,7 @@ class WeightTransfer(VersionFolder, ABC):
         size = sum(spec.nbytes for spec in tensor_specs(self._tensors).values())
         return WeightVersion(name, weights.version, self.root / name, size)
 
-    def remove_old_versions(self, current: WeightVersion) -> None:
+    def remove_old_versions(self, *kept: WeightVersion) -> None:
         """Do nothing: older versions are stored nowhere."""
 
     async def send(self, http: HttpClient, url: str, version: WeightVersion, server_version: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.samplers.engines.installation import find_installation
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:  # the command line reads the names without importing torch
@@ -27,6 +28,10 @@ ENGINES = {
     "sglang": "policygrad.samplers.engines.sglang:SglangSampler",
 }
 WEIGHTS_FOLDER = "weights"  # default folder for published weights, inside the run's folder or a temporary one
+LEARNER_GPU_SHARE, OWN_GPU_SHARE = (
+    0.4,
+    0.9,
+)  # of a GPU's memory, for all servers on one that also learns, or only samples
 _DETECTION_TIMEOUT = 10.0  # seconds per request
 
 
@@ -76,11 +81,13 @@ def build_engine_sampler(
     """Return the sampler of the configured engine.
 
     Args:
-        folder: Where weights are published if `config.folder` is None.
+        folder: Where weights are published if `config.folder` is None; servers that are started here write their logs beside it.
         on_progress: Called while no server is available.
     """
+    logs = folder.resolve().parent
     folder = folder if config.folder is None else Path(config.folder).expanduser()
-    return load_engine_class(config.engine)(model, tokenizer, config, folder.resolve(), temperature, on_progress)
+    engine = load_engine_class(config.engine)
+    return engine(model, tokenizer, config, folder.resolve(), temperature, on_progress, logs)
 
 
 def make_engine_factory(
@@ -89,27 +96,59 @@ def make_engine_factory(
     sampling: SamplingParams,
     sampler: Any = None,
     on_progress: ProgressCallback = ignore_progress,
+    learner_gpus: Sequence[int] = (),
 ) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
     """Return a function that builds the configured engine's sampler from a model and its tokenizer; None for the local sampler.
 
     Args:
         folder, on_progress: As in `build_engine_sampler`.
         sampler: A sampler passed from Python.
+        learner_gpus: Numbers of the learner's GPUs.
 
     Raises:
-        ConfigError: An engine is configured and a sampler is passed too.
+        ConfigError: An engine is configured and a sampler is passed too, or an engine to start is not installed.
     """
+    import torch
+
     from policygrad.samplers.config import LOCAL
 
     if config.engine == LOCAL:
         return None
     if sampler is not None:
         raise ConfigError(f"sampler= is given and sampler.engine is {config.engine}. Use only one of them.")
+    if not config.urls:  # before anything is loaded
+        find_installation(load_engine_class(config.engine), config.engine, config.python)
 
     def make(model: nn.Module, tokenizer: Tokenizer) -> EngineSampler:
-        length = config.resolve_context_length(tokenizer.context_length, sampling.max_tokens)
-        return build_engine_sampler(
-            replace(config, context_length=length), model, tokenizer, folder, sampling.temperature, on_progress
+        resolved = replace(
+            config, context_length=config.resolve_context_length(tokenizer.context_length, sampling.max_tokens)
         )
+        if not config.urls:
+            resolved = assign_gpus(resolved, learner_gpus, torch.cuda.device_count())
+        return build_engine_sampler(resolved, model, tokenizer, folder, sampling.temperature, on_progress)
 
     return make
+
+
+def assign_gpus(config: SamplerConfig, learner_gpus: Sequence[int], gpu_count: int) -> SamplerConfig:
+    """Return the options with the GPUs of the servers that the run starts, and their share of a GPU that is not theirs alone.
+
+    Args:
+        learner_gpus: Numbers of the learner's GPUs.
+        gpu_count: GPUs of this machine; 0 = servers run on the CPU.
+
+    Raises:
+        ConfigError: A GPU is named that does not exist.
+    """
+    if missing := [gpu for gpu in config.gpus if gpu >= gpu_count]:
+        raise ConfigError(f"sampler.gpus names GPU {missing[0]}, and this machine has {gpu_count}, numbered from 0")
+    free = [gpu for gpu in range(gpu_count) if gpu not in learner_gpus]
+    gpus = config.gpus or tuple(free) or tuple(range(gpu_count))
+    if not gpus:
+        return config
+    used = [gpus[i % len(gpus)] for i in range(config.servers)]
+    per_gpu = max(used.count(gpu) for gpu in used)
+    available = LEARNER_GPU_SHARE if set(used) & set(learner_gpus) else OWN_GPU_SHARE
+    is_shared = per_gpu > 1 or available < OWN_GPU_SHARE
+    share = config.gpu_memory or (round(available / per_gpu, 3) if is_shared else 0.0)
+    return replace(config, gpus=gpus, gpu_memory=share)

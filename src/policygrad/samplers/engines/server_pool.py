@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from policygrad.errors import EngineError
-from policygrad.samplers.engines.http import ServerUnavailableError
+from policygrad.samplers.engines.http import ServerStartingError, ServerUnavailableError
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 
 T = TypeVar("T")
@@ -206,6 +206,7 @@ class ServerPool:
             server.draining = False
         deadline, delay = time.monotonic() + self.recovery_timeout, _FIRST_RETRY
         while not server.ready:
+            starting: ServerStartingError | None = None
             try:
                 await self.prepare(server)
                 server.ready, server.last_error, server.rejections = True, "", 0
@@ -213,6 +214,8 @@ class ServerPool:
                 self._end_wait()
             except ServerUnavailableError as error:
                 server.last_error, server.rejections = str(error) or type(error).__name__, 0
+                if isinstance(error, ServerStartingError):
+                    starting, deadline = error, time.monotonic() + self.recovery_timeout
             except EngineError as error:
                 server.last_error, server.rejections = str(error), server.rejections + 1
                 if not server.ready_count:
@@ -229,7 +232,10 @@ class ServerPool:
                 # report the wait once it takes longer than loading new weights
                 now = time.monotonic()
                 self._unavailable_since = now if self._unavailable_since is None else self._unavailable_since
-                if now - self._unavailable_since >= WAIT_REPORT_SECONDS:
+                if starting is not None:
+                    self._reported = True
+                    self.on_progress(str(starting), int(starting.seconds), int(starting.timeout))
+                elif now - self._unavailable_since >= WAIT_REPORT_SECONDS:
                     self._reported = True
                     reasons = "; ".join(f"{s.url}: {s.last_error[:_MAX_SHOWN]}" for s in self.all if s.last_error)
                     self.on_progress(

@@ -10,24 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from policygrad.errors import EngineError
+from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS
 from policygrad.samplers.base import Request
 from policygrad.samplers.config import FOLDER
 from policygrad.samplers.engines.base import (
     EngineCompletion,
     EngineSampler,
-    LaunchCommand,
     LaunchOptions,
     lora_refused_error,
 )
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
+from policygrad.samplers.engines.server_process import LaunchCommand
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 from policygrad.weight_sync.nccl import StoreGroup
 
+VERSION = "0.5"  # whose documented interface this follows
 # (part of the reply, how to solve it).
 _LORA_HINTS = (
     ("answers 404", "Use a server that loads adapters at run time, SGLang 0.5 or later"),
@@ -85,7 +86,7 @@ class SglangTransfer(WeightTransfer):
 class SglangSampler(EngineSampler):
     """Samples from servers of `sglang.launch_server`."""
 
-    name = "SGLang"
+    name, package = "SGLang", "sglang"
     launch_hint = (
         "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, in the learner's precision, as "
         "`policygrad engine sglang --print` shows"
@@ -103,6 +104,10 @@ class SglangSampler(EngineSampler):
         argv += ["--context-length", str(options.context_length)]
         argv += ["--max-running-requests", str(options.max_concurrency)]
         argv += ["--host", options.host, "--port", str(options.port), "--sampling-defaults", "openai"]
+        if options.on_cpu:
+            argv += ["--device", "cpu"]
+        elif options.memory_fraction:
+            argv += ["--mem-fraction-static", f"{options.memory_fraction:g}"]
         if options.lora is not None:
             argv += ["--max-loras-per-batch", "1", "--max-lora-rank", str(options.lora.rank or DEFAULT_RANK)]
         argv += ["--enable-metrics"]
@@ -111,6 +116,14 @@ class SglangSampler(EngineSampler):
             argv += ["--enable-lora", "--lora-target-modules"]
             argv += ("all" if targets == DEFAULT_TARGETS else targets).split("+")
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}, argv
+
+    @classmethod
+    def requirements(cls, *, has_gpu: bool) -> list[str]:
+        if not has_gpu:
+            raise ConfigError(
+                "SGLang has no release for machines without a GPU: build it from its sources, or use vllm"
+            )
+        return [f"sglang[all]=={VERSION}.*"]
 
     def weight_writer(self) -> WeightWriter:
         return make_safetensors_writer(self.model, self.tokenizer.hf)

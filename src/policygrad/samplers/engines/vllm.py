@@ -8,6 +8,7 @@ server of that version (docs/engines.md).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,17 +22,19 @@ from policygrad.samplers.engines.base import (
     REQUEST_TIMEOUT,
     EngineCompletion,
     EngineSampler,
-    LaunchCommand,
     LaunchOptions,
     lora_refused_error,
 )
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
+from policygrad.samplers.engines.server_process import LaunchCommand
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 from policygrad.weight_sync.nccl import UniqueIdGroup
 
+VERSION = "0.32.0"  # the tested one
+CPU_CACHE_GIB = "2"  # of the key-value cache on a CPU
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # valid values of --max-lora-rank (vllm/config/lora.py)
 _SERVER_ERROR = "500"
 """How an error begins whose cause is in the engine: vLLM replies with that status whatever its engine raises."""
@@ -98,7 +101,7 @@ class VllmTransfer(WeightTransfer):
 class VllmSampler(EngineSampler):
     """Samples from servers of `vllm serve`."""
 
-    name = "vLLM"
+    name, package = "vLLM", "vllm"
     launch_hint = (
         "Start it with --logprobs-mode processed_logprobs --generation-config vllm, in the learner's precision, as "
         "`policygrad engine vllm --print` shows"
@@ -125,8 +128,17 @@ class VllmSampler(EngineSampler):
         argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         if options.weight_transport == NCCL:
             argv += ["--weight-transfer-config", '{"backend":"nccl"}']
+        environment: dict[str, str] = {}
+        if options.on_cpu:  # nothing is gained there by compiling, and by default it takes most of the memory
+            argv += ["--enforce-eager"]
+            environment = {
+                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB),
+                "OMP_NUM_THREADS": str(options.threads),
+            }
+        elif options.memory_fraction:
+            argv += ["--gpu-memory-utilization", f"{options.memory_fraction:g}"]
         if options.lora is None:
-            return {"VLLM_SERVER_DEV_MODE": "1"}, argv
+            return {"VLLM_SERVER_DEV_MODE": "1", **environment}, argv
         rank = options.lora.rank or DEFAULT_RANK
         if rank > LORA_RANKS[-1]:
             raise ConfigError(
@@ -134,7 +146,15 @@ class VllmSampler(EngineSampler):
                 f"{MERGED}"
             )
         argv += ["--max-loras", "1", "--max-lora-rank", str(min(r for r in LORA_RANKS if r >= rank)), "--enable-lora"]
-        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, argv
+        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", **environment}, argv
+
+    @classmethod
+    def requirements(cls, *, has_gpu: bool) -> list[str]:
+        # vllm-project/vllm, docs/getting_started/installation/cpu.x86.inc.md
+        wheel = f"vllm-{VERSION}+cpu-cp38-abi3-manylinux_2_34_x86_64.whl"
+        release = f"https://github.com/vllm-project/vllm/releases/download/v{VERSION}/{wheel}"
+        on_cpu = [release, "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+        return [f"vllm=={VERSION}"] if has_gpu else on_cpu
 
     def weight_writer(self) -> WeightWriter:
         # vLLM 0.32 keeps the old head when tied embeddings are reloaded, so the head is written under its own name too

@@ -6,12 +6,14 @@ A file may come from anyone, so code that it names is imported only if one of th
 - it lies below the current folder, but neither in the folder that the file came in nor among the installed packages;
 - this process has already imported it, and it is not an installed package.
 
-Servers on other machines, and folders outside the file's own, always need `--allow-code`. Nothing is imported to find this out.
+The Python of an engine that the run starts is code in this sense. Servers on other machines, and folders outside the file's own,
+always need `--allow-code`. Nothing is imported to find this out.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import sys
 import sysconfig
@@ -29,6 +31,8 @@ from policygrad.utils.user_code import add_cwd_to_path, is_user_reference
 RUN_FILE = "run.toml"
 GENERATED_FILES = (RUN_FILE, "sft.toml", "reward-model.toml", "plan.json")
 """Configuration files that policygrad writes into the folder of a run or comparison; code beside them came with them."""
+SAMPLER_TARGETS = ("sampler.urls", "sampler.folder", "sampler.python")
+"""Options that say where prompts and weights go, or what program is run."""
 _TEXT_FIELDS = ("name", "old_policy", "head")  # fields of an algorithm that hold text rather than parts
 
 
@@ -41,7 +45,7 @@ class CodePermissions:
     remote_code: bool = False
     """Whether a model's own code may run."""
     overridden: frozenset[str] = frozenset()
-    """Options that the command line sets, so that the file's values are not used: `sampler.urls`, `sampler.folder`."""
+    """Options that the command line sets, so that the file's values are not used: some of `SAMPLER_TARGETS`."""
 
 
 NO_PERMISSIONS = CodePermissions()
@@ -57,9 +61,10 @@ def check_permissions(data: Mapping[str, Any], file: Path, permissions: CodePerm
     require_permissions(missing, bool(data.get("trust_remote_code")), file, permissions)
     if targets := find_remote_targets(data, file, permissions):
         raise ConfigError(
-            f"{file}: sampler.urls and sampler.folder name {', '.join(targets)}: prompts and weights would go to servers on "
-            f"another machine, or to a folder outside {file.parent}, which a file cannot allow. To allow it, add --allow-code "
-            f"{shlex.join(targets)} (in Python allow_code={tuple(targets)}), or set --sampler.urls, --sampler.folder yourself"
+            f"{file}: sampler.urls, sampler.folder and sampler.python name {', '.join(targets)}: prompts and weights would go to "
+            f"servers on another machine or to a folder outside {file.parent}, or a program would be run, which a file cannot "
+            f"allow. To allow it, add --allow-code {shlex.join(targets)} (in Python allow_code={tuple(targets)}), or set "
+            "--sampler.urls, --sampler.folder, --sampler.python yourself"
         )
 
 
@@ -90,12 +95,19 @@ def missing_permissions(
 def find_remote_targets(
     data: Mapping[str, Any], file: Path, permissions: CodePermissions = NO_PERMISSIONS
 ) -> list[str]:
-    """Return the sampler's servers on other machines, and its folder if that is outside the file's own, without permission."""
+    """Return the sampler's servers on other machines, the Python that starts its servers, and its folder if that is outside the
+    file's own, without permission."""
     sampler = data.get("sampler")
     if not isinstance(sampler, Mapping):
         return []
     urls = [] if "sampler.urls" in permissions.overridden else sampler.get("urls", ())
     targets = [str(url) for url in urls if not is_local_url(str(url))] if isinstance(urls, (list, tuple)) else []
+    python = None if "sampler.python" in permissions.overridden else sampler.get("python")
+    # not resolved: the Python of a virtual environment is a link to another one
+    if isinstance(python, str) and not _is_below_current_folder(
+        Path(os.path.abspath(os.path.expanduser(python))), file
+    ):
+        targets.append(python)
     folder = None if "sampler.folder" in permissions.overridden else sampler.get("folder")
     if isinstance(folder, str):
         is_allowed = False
@@ -137,7 +149,7 @@ def code_in_argv(argv: Sequence[str]) -> list[str]:
 def overridden_in_argv(argv: Sequence[str]) -> frozenset[str]:
     """Return the options of `CodePermissions.overridden` that a command line sets."""
     flags = {word.partition("=")[0] for word in argv}
-    return frozenset(name for name in ("sampler.urls", "sampler.folder") if f"--{name}" in flags)
+    return frozenset(name for name in SAMPLER_TARGETS if f"--{name}" in flags)
 
 
 def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
@@ -201,6 +213,15 @@ def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, n
     installed |= {path for path in sys.path if path.endswith("-packages")}
     if any(file.is_relative_to(Path(path).resolve()) for path in installed):
         return False
+    if _is_below_current_folder(file, options_file):
+        return True
+    return not new_process and any(
+        getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())
+    )
+
+
+def _is_below_current_folder(file: Path, options_file: Path) -> bool:
+    """Return whether a file lies below the current folder, and not in the folder that the options came in."""
     current, folder = Path.cwd().resolve(), options_file.resolve().parent
     if folder == current:
         came_with_options = options_file.name in GENERATED_FILES
@@ -208,8 +229,4 @@ def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, n
         came_with_options = file.is_relative_to(current / folder.relative_to(current).parts[0])
     else:
         came_with_options = current.is_relative_to(folder)
-    if file.is_relative_to(current) and not came_with_options:
-        return True
-    return not new_process and any(
-        getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())
-    )
+    return file.is_relative_to(current) and not came_with_options

@@ -1,0 +1,349 @@
+"""`policygrad doctor`: what this machine is, what of policygrad works on it, and what would make the rest work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from policygrad.commands.options import parse_arguments
+from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
+from policygrad.errors import ConfigError, PolicygradError, install_command
+from policygrad.rewards.workers.limits import format_size
+from policygrad.training.config.run import optional_arg
+
+HELP = (
+    "Show what this machine is and what works on it, a line each, with what to do about the rest. Nothing is changed, and nothing "
+    "is sent anywhere, except that the hub is asked whether it answers.",
+    "policygrad doctor --model Qwen3-0.6B  also tells whether a model can be trained here",
+)
+OK, ABSENT, PROBLEM = "ok", "--", "!!"
+"""It works; it is not there, and only needed by what its line names; it does not work, or will fail."""
+MIN_SHM, MIN_DISK, MIN_FILES = 2**30, 10 * 2**30, 4096
+"""Bytes of /dev/shm and of a disk, and open files, below which a run may fail."""
+TOKENS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "TINKER_API_KEY")
+_HUB_TIMEOUT = 3.0  # seconds
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `policygrad doctor`."""
+
+    model: Annotated[str | None, optional_arg("SHAPE", "none")] = None
+    """Also tell whether this model fits: a name such as Qwen3-0.6B, a config.json, or a folder with one."""
+    python: Annotated[str | None, optional_arg("PATH", "this environment")] = None
+    """Where engines are looked for: a virtual environment, or its Python (--sampler.python of train)."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line."""
+
+    group: str
+    name: str
+    value: str
+    status: str = OK
+    remedy: str = ""
+
+
+def doctor(args: list[str]) -> int:
+    """Run `policygrad doctor [options]`."""
+    options = parse_arguments(DoctorOptions, args, "doctor", *HELP)
+    findings = [*examine_machine(), *examine_torch(), *examine_engines(options.python), *examine_packages()]
+    findings += [*examine_hub(os.environ)]
+    if options.model is not None:
+        findings += examine_model(options.model)
+    if options.json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, ensure_ascii=False))
+    else:
+        print_lines(format_findings(findings, get_terminal_width()))
+    return 0
+
+
+def examine_machine() -> Iterator[Finding]:
+    """System, memory, disks, limits, the sandbox."""
+    yield Finding(
+        "Machine", "system", f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}, {platform.machine()}"
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("Machine", "processor", f"{cores} cores, {'bf16' if has_bf16() else 'no bf16'} products")
+    memory = read_meminfo()
+    if memory:
+        total, free = memory["MemTotal"], memory["MemAvailable"]
+        yield Finding("Machine", "memory", f"{format_size(total)}, {format_size(free)} of it free")
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        yield _judge_room("/dev/shm", shm, MIN_SHM, "in a container: docker run --shm-size 8g, or --ipc=host")
+    yield _judge_room("disk of runs", Path.cwd(), MIN_DISK, "a run writes here: choose another disk with --output DIR")
+    yield _judge_room("disk of temporary files", Path(tempfile.gettempdir()), MIN_DISK, "TMPDIR names another one")
+    yield _examine_open_files()
+    try:
+        with socket.socket() as free_port:
+            free_port.bind(("127.0.0.1", 0))
+        yield Finding("Machine", "ports", "servers can listen on 127.0.0.1")
+    except OSError as error:
+        remedy = "engines, judges and several learners need local ports: allow them to this user or container"
+        yield Finding("Machine", "ports", f"none can be opened: {error}", PROBLEM, remedy)
+    yield _examine_sandbox()
+
+
+def examine_torch() -> Iterator[Finding]:
+    """Python, torch and its build, GPUs, precision, compilers, attention kernels."""
+    import torch
+
+    from policygrad.learners.local.compilation import COMPILERS
+
+    python = f"{platform.python_version()} in {_shorten(Path(sys.prefix))}"
+    yield Finding("Learner", "python", python)
+    for package in ("policygrad", "transformers"):
+        yield Finding("Learner", package, importlib.metadata.version(package))
+    build = (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}" if torch.version.hip else ""
+    )
+    build = build or "for the CPU"
+    yield Finding("Learner", "torch", f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads")
+    count = torch.cuda.device_count()
+    if not count:
+        has_driver = shutil.which("nvidia-smi") is not None
+        remedy = "torch is built for the CPU: install a build for CUDA" if has_driver and not torch.version.cuda else ""
+        remedy = remedy or ("torch does not find it: is its driver newer than torch's CUDA?" if has_driver else "")
+        value = (
+            "a driver, but none that torch can use"
+            if has_driver
+            else "none: models of some million parameters learn on a CPU"
+        )
+        yield Finding("Learner", "gpu", value, PROBLEM if has_driver else ABSENT, remedy)
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        value = f"{properties.name}, {format_size(total)}, {format_size(free)} of it free, {capability}"
+        is_taken = free < total / 2
+        remedy = "another process holds most of it: nvidia-smi names it" if is_taken else ""
+        yield Finding("Learner", f"gpu {index}", value, PROBLEM if is_taken else OK, remedy)
+    on_gpu = count > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = "bf16, as the GPU multiplies in it" if on_gpu else "fp32"
+    yield Finding("Learner", "--learner.dtype auto", precision)
+    compiler = next(filter(shutil.which, COMPILERS), None)
+    needed = "" if compiler else "it is needed by --learner.compile and by torch's own kernels: apt install g++"
+    yield Finding("Learner", "C++ compiler", compiler or "none", OK if compiler else ABSENT, needed)
+    kernel = "scaled_dot_product_attention"
+    yield Finding(
+        "Learner", "attention", f"FlexAttention where texts share prefixes, else {kernel}" if count else kernel
+    )
+
+
+def examine_engines(python: str | None) -> Iterator[Finding]:
+    """Each engine: where it is, and which version.
+
+    Args:
+        python: `sampler.python`.
+    """
+    from policygrad.samplers.engines.installation import find_installation, find_python
+    from policygrad.samplers.engines.registry import ENGINES, load_engine_class
+
+    find_python(python)  # an error, if it is none
+    yield Finding("Sampler", "local", "this process")
+    for name in ENGINES:
+        engine = load_engine_class(name)
+        if importlib.util.find_spec("httpx") is None:
+            yield Finding("Sampler", name, "its client needs httpx", ABSENT, install_command("engines"))
+            continue
+        found = None
+        for place in dict.fromkeys((python, None)):
+            with suppress(ConfigError):  # it is not there
+                found = found or find_installation(engine, name, place)
+        if found is None:
+            remedy = (
+                f"`policygrad engine install {name} --into DIR`, then --python DIR here, --sampler.python DIR in a run"
+            )
+            yield Finding("Sampler", name, f"{engine.name} is not found", ABSENT, remedy)
+        else:
+            environment = _shorten(Path(found.python).parent.parent)
+            yield Finding("Sampler", name, f"{engine.name} {found.version} in {environment}")
+
+
+def examine_packages() -> Iterator[Finding]:
+    """The extras of the package that are installed, and what installs each of the others."""
+    extras = {extra: missing for extra, missing in find_extras().items() if extra not in ("dev", "docs")}
+    installed = [extra for extra, missing in extras.items() if not missing]
+    yield Finding("Extras", "installed", ", ".join(installed) or "none", OK if installed else ABSENT)
+    for extra, missing in extras.items():
+        if missing:
+            yield Finding("Extras", extra, f"without {', '.join(missing)}", ABSENT, install_command(extra))
+
+
+def examine_hub(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether models can be downloaded, which are here already, and which keys are set: their names, never their values."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    endpoint = constants.ENDPOINT
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("Hub", endpoint, "not asked, as HF_HUB_OFFLINE is set", ABSENT, "unset it to download models")
+    else:
+        answer = ask_hub(endpoint)
+        remedy = "" if not answer else "models come from folders and the cache: --model DIR. HF_ENDPOINT names a mirror"
+        yield Finding("Hub", endpoint, answer or "answers", ABSENT if answer else OK, remedy)
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        found = scan_cache_dir(cache)
+        value = f"{len(found.repos)} repositories, {format_size(found.size_on_disk)}"
+    except (CacheNotFound, ValueError):
+        value = "empty"
+    yield Finding("Hub", "cache", f"{_shorten(cache)}: {value}")
+    names = [name for name in TOKENS if environment.get(name)]
+    yield Finding("Hub", "keys that are set", ", ".join(names) or "none", OK if names else ABSENT)
+
+
+def examine_model(model: str) -> list[Finding]:
+    """Whether a model can be trained by GRPO on this machine's device, by 128 completions of up to 1,792 tokens a step, and what to
+    change if it cannot."""
+    import torch
+
+    from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
+    from policygrad.planning.hardware import DEVICES, Efficiency
+    from policygrad.planning.model_shapes import load_shape
+    from policygrad.planning.planner import CapacityPlan, PlanRequest, suggest_changes
+    from policygrad.training.config.serialization import load_algorithm
+    from policygrad.training.cost_estimate import compute_plannable_cost
+
+    shape, on_gpu = load_shape(model), torch.cuda.device_count() > 0
+    device = DEVICES["H100" if on_gpu else "cpu"]  # of which only the memory matters here
+    if on_gpu:
+        device = replace(device, memory=torch.cuda.get_device_properties(0).total_memory)
+    elif meminfo := read_meminfo():
+        device = replace(device, memory=meminfo["MemAvailable"])
+    workload = Workload(
+        prompts=16, samples_per_prompt=8, prompt_tokens=256, completion_tokens=512, max_completion_tokens=1792
+    )
+    layout = ParallelLayout(
+        gpus=1,
+        dtype="bf16" if on_gpu else "fp32",
+        micro_tokens=MICRO_TOKENS if on_gpu else MICRO_TOKENS_CPU,
+        decode_rows=workload.num_completions,
+    )
+    cost = compute_plannable_cost(load_algorithm("grpo"))
+    plan = CapacityPlan(PlanRequest(shape, device, workload, cost, Efficiency()), layout)
+    size = f"{shape.parameters / 1e9:.2f}B parameters in {layout.dtype}"
+    need = f"{format_size(int(plan.peak_bytes))} of {format_size(int(plan.usable_bytes))} that can be used"
+    if plan.fits:
+        return [Finding("Model", shape.name, f"{size}: fits, {need}")]
+    changes = "; ".join(change.description for change in suggest_changes(plan)) or "adapters, --learner.lora rank=16"
+    remedy = f"{changes}. `policygrad plan --model {model}` has the details, and counts other devices"
+    return [Finding("Model", shape.name, f"{size}: does not fit, {need}", PROBLEM, remedy)]
+
+
+def format_findings(findings: list[Finding], width: int) -> list[StyledLine]:
+    """Format the lines by group, each remedy below its line."""
+    lines: list[StyledLine] = []
+    names = max(len(finding.name) for finding in findings)
+    text, group = max(60, min(width, 120)), ""
+    for finding in findings:
+        if finding.group != group:
+            lines += [()] * bool(group) + [((finding.group, HEAD),)]
+            group = finding.group
+        style = {OK: "green", ABSENT: QUIET, PROBLEM: "bold red"}[finding.status]
+        start = ((f"  {finding.status}  ", style), (f"{finding.name.ljust(names)}  ", NAME))
+        lines += wrap_styled(start, finding.value, text)
+        if finding.remedy:
+            lines += wrap_styled(((" " * (names + 8), ""),), finding.remedy, text, QUIET)
+    return lines
+
+
+def find_extras() -> dict[str, list[str]]:
+    """Return the extras of the package by name, each with the packages that it lacks."""
+    extras: dict[str, list[str]] = {}
+    for requirement in importlib.metadata.requires("policygrad") or ():
+        match = re.match(r"([\w.-]+)(?:\[[^]]*\])?.*;.*extra == ['\"]([\w-]+)['\"]", requirement)
+        if match is None:
+            continue
+        package, extra = match.groups()
+        missing = extras.setdefault(extra, [])
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    return dict(sorted(extras.items()))
+
+
+def ask_hub(endpoint: str) -> str:
+    """Ask whether the hub answers.
+
+    Returns:
+        Why it does not; "" if it does.
+    """
+    import httpx
+
+    try:
+        httpx.head(endpoint, timeout=_HUB_TIMEOUT)
+    except httpx.HTTPError as error:
+        return f"does not answer ({type(error).__name__})"
+    return ""
+
+
+def read_meminfo() -> dict[str, int]:
+    """Return the fields of /proc/meminfo in bytes; empty where there is none."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def has_bf16() -> bool:
+    """Return whether the processor multiplies in bfloat16."""
+    from policygrad.models.loading import has_bf16_products
+
+    return has_bf16_products()
+
+
+def _judge_room(name: str, path: Path, least: int, remedy: str) -> Finding:
+    free = shutil.disk_usage(path).free
+    is_short = free < least
+    return Finding(
+        "Machine", name, f"{format_size(free)} free", PROBLEM if is_short else OK, remedy if is_short else ""
+    )
+
+
+def _examine_open_files() -> Finding:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return Finding("Machine", "open files", "no limit is known", ABSENT)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_short = soft < MIN_FILES
+    remedy = f"ulimit -n {min(hard, 65536)}: engines and environments open one per connection" if is_short else ""
+    return Finding("Machine", "open files", f"up to {soft:,}", PROBLEM if is_short else OK, remedy)
+
+
+def _examine_sandbox() -> Finding:
+    from policygrad.sandbox.backends import find_backend
+
+    try:
+        return Finding("Machine", "sandbox for programs", find_backend().name)
+    except PolicygradError as error:
+        reason, _, remedy = str(error).partition(". ")
+        return Finding("Machine", "sandbox for programs", reason, ABSENT, remedy)
+
+
+def _shorten(path: Path) -> str:
+    """Return a path relative to the current folder or the home directory, if it is in one of them."""
+    for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if path.is_relative_to(base):
+            return prefix + str(path.relative_to(base))
+    return str(path)
