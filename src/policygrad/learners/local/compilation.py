@@ -36,7 +36,7 @@ class CompiledBlocks:
         if not any(map(shutil.which, COMPILERS)):
             raise ConfigError(
                 f"learner.compile needs a C++ compiler, and none of {', '.join(COMPILERS)} is on the PATH: install one (on "
-                "Debian: apt install g++), or leave learner.compile out"
+                "Debian: apt install g++), or leave learner.compile out; `policygrad doctor` looks for one"
             )
         blocks = getattr(get_backbone(model), "layers", None)
         if not isinstance(blocks, nn.ModuleList):
