@@ -55,6 +55,7 @@ def serve_vllm() -> None:
 
     model: Any = None
     weight_version = "default"
+    asleep: set[str] = set()  # parts of the memory that it has lent
 
     @torch.no_grad()
     def sample(prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> tuple[list[int], list[float]]:
@@ -70,6 +71,15 @@ def serve_vllm() -> None:
 
     def respond(path: str, body: Any) -> Any:
         nonlocal model, weight_version
+        if path.startswith("/sleep"):
+            model = None  # level 2: they are lost
+            asleep.update({"weights", "kv_cache"})
+            return {"status": "sleeping"}
+        if path.startswith("/wake_up"):
+            asleep.discard(path.partition("tags=")[2])
+            return {"status": "awake"}
+        if path == "/is_sleeping":
+            return {"is_sleeping": bool(asleep)}
         if path == "/v1/completions":
             ids, logprobs = sample(body["prompt"], body["max_tokens"], body["temperature"], body["seed"])
             return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}

@@ -123,13 +123,13 @@ def test_server_with_old_weights_is_left_out_until_it_loads_new_ones(make: Make,
     two = sampler.standins[TWO]
     two.stale = True
     assert wait(sampler.update(weights(sampler, 1, 1e-3)))["publication/servers"].value == 2
-    assert sampler.failed_probes == {TWO}
+    assert sampler.must_reload == {TWO}
     assert not any(server.ready for server in sampler.servers.all if server.url == TWO)
     assert "an older version" in sampler.servers.all[1].last_error
     two.stale = False
     assert wait(sampler.update(weights(sampler, 2, 1e-3)))["publication/servers"].value == 1
     assert all(server.ready for server in sampler.servers.all)
-    assert not sampler.failed_probes
+    assert not sampler.must_reload
 
 
 def test_run_ends_if_all_servers_keep_old_weights(make: Make, wait: AsyncRunner) -> None:

@@ -72,6 +72,8 @@ class EngineOptions:
     """Maximum concurrent requests: --sampler.max-concurrency."""
     lora: Annotated[str, tyro.conf.arg(metavar="rank=…")] = ""
     """The run's --learner.lora, whose adapter is sent alone; empty = all weights are sent."""
+    routing_replay: bool = False
+    """The run's --learner.routing-replay: completions come with the experts of each token."""
     threads: int = 0
     """llama_cpp: threads; 0 = one per core."""
     weight_transport: Annotated[str, tyro.conf.arg(metavar="|".join(WEIGHT_TRANSPORTS))] = FOLDER
@@ -171,6 +173,7 @@ def build_launch_command(options: EngineOptions) -> LaunchCommand:
             threads=options.threads or os.cpu_count() or 1,
             weight_transport=options.weight_transport,
             lora=lora,
+            records_experts=options.routing_replay,
             on_cpu=not torch.cuda.is_available(),
         )
     )

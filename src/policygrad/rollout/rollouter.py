@@ -55,7 +55,7 @@ from policygrad.rollout.trajectory import (
     RolloutRequest,
     add_step_marks,
 )
-from policygrad.samplers.base import Sampler, SamplingParams, SupportsInFlightUpdates
+from policygrad.samplers.base import LendsMemory, Sampler, SamplingParams, SupportsInFlightUpdates
 from policygrad.tasks.base import Example, encode_level_index
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
@@ -129,6 +129,10 @@ class Rollouter:
     def update_weights(self, weights: PublishedWeights) -> Metrics:
         """Use these weights for all further episodes. Returns the metrics of the transfer."""
         return self.run_async(self.sampler.update(weights)) or {}
+
+    def lend_memory(self) -> Metrics:
+        """Let a sampler on the learner's GPU give its memory to the learner, until weights are updated or episodes are run."""
+        return self.run_async(self.sampler.lend_memory()) if isinstance(self.sampler, LendsMemory) else {}
 
     @property
     def in_flight(self) -> bool:

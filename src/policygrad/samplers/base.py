@@ -71,6 +71,18 @@ class CachesTexts(Protocol):
         """Free it: no text will be continued."""
 
 
+@runtime_checkable
+class LendsMemory(Protocol):
+    """A sampler on the learner's own GPU, which can give its memory to the learner while the learner learns."""
+
+    async def lend_memory(self) -> Metrics:
+        """Free it. The next `update`, or the next `generate`, takes it back.
+
+        Returns:
+            Metrics of the step, if any.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class Generation:
     """The completion of one request."""

@@ -37,7 +37,10 @@ class SamplerConfig:
     ] = ()
     """Numbers of the GPUs for servers that are started here, in turn."""
     gpu_memory: float = 0.0
-    """Share of a GPU's memory for a server that is started here; 0 = the engine's default, on the learner's GPU 0.4."""
+    """Share of a GPU's memory for a server that is started here.
+    0 = the engine's default; on the learner's GPU 0.4, or with --sampler.colocate what the learner's state leaves."""
+    colocate: bool = False
+    """Start servers on the learner's own GPUs. They sleep, and lend it their memory, while the learner learns."""
     python: Annotated[
         str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: the environment of policygrad)")
     ] = None
@@ -88,7 +91,7 @@ class SamplerConfig:
         if min(self.gpus, default=0) < 0:
             raise ConfigError(f"sampler.gpus must be numbers of GPUs, from 0, not {min(self.gpus)}")
         own = {"servers": self.servers > 1, "python": self.python is not None, "gpus": bool(self.gpus)}
-        own["gpu_memory"] = self.gpu_memory > 0
+        own |= {"gpu_memory": self.gpu_memory > 0, "colocate": self.colocate}
         if self.urls and any(own.values()):
             option = next(name for name, is_set in own.items() if is_set)
             raise ConfigError(
@@ -138,6 +141,12 @@ class SamplerConfig:
             raise ConfigError(
                 f"sampler.engine={name} has no servers, and policygrad does not start any of this engine. {engine.launch_hint}; "
                 "then name it: --sampler.urls http://127.0.0.1:8000"
+            )
+        if self.colocate and not engine.can_sleep:
+            supported = _join(list_engines(lambda e: e.can_sleep), "and")
+            raise ConfigError(
+                f"sampler.colocate is supported by {supported}, whose servers can sleep; {name} cannot. Leave it out: its server "
+                "and the learner share the memory"
             )
         if self.lora_sync == ADAPTER and not engine.supports_lora:
             supported = _join(list_engines(lambda e: e.supports_lora), "and")

@@ -120,6 +120,7 @@ def run_step(
     collect = partial(rollouter.collect, algorithm, config, evaluate=learner.evaluate)
     with interruptible():
         rollout = producer.take(1 if rollouter.in_flight else max(1, run.rollouts_ahead(step)), collect)
+    lent = rollouter.lend_memory()
     sampled = time.perf_counter()
     with producer.produce_during(run.rollouts_ahead(step + 1), collect):
         algorithm, batch = resolve_old_policy(algorithm, rollout.batch, learner.version)
@@ -140,7 +141,7 @@ def run_step(
     }
     if run.max_staleness:
         clock["time/sampler_idle"] = Sum(max(0.0, finished - started - (producer.busy_seconds - busy)))
-    metrics = merge(rollout.metrics, age, algorithm.report(batch), update_metrics, published, clock)
+    metrics = merge(rollout.metrics, lent, age, algorithm.report(batch), update_metrics, published, clock)
     outcome = callbacks.on_step(StepResult(step, algorithm, rollout, batch, psi, metrics))
     if outcome.restored_state is not None:
         state = outcome.restored_state

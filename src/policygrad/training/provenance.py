@@ -32,7 +32,7 @@ EXCLUDED_OPTIONS = {
 # Prefixes of options that do not affect what a step learns (`rewards.memory` does).
 NON_LEARNING_PREFIXES = (
     *("steps", "track", "checkpoint.", "evaluation.", "rewards."),
-    *("sampler.urls", "sampler.servers", "sampler.python", "sampler.gpus", "sampler.gpu_memory"),
+    *("sampler.urls", "sampler.servers", "sampler.python", "sampler.gpus", "sampler.gpu_memory", "sampler.colocate"),
     *("sampler.timeout", "sampler.heartbeat", "sampler.start_timeout"),
 )
 Fingerprint = Mapping[str, Mapping[str, Any]]

@@ -24,6 +24,7 @@ from policygrad.models.loading import compute_head_in_float32, load_model
 from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import clone_model, load_reference
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.planning.cost_model import static_bytes
 from policygrad.rewards.base import Reward
 from policygrad.rewards.builtin import StepEnd
 from policygrad.rewards.config import RewardConfig
@@ -34,13 +35,14 @@ from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.samplers.base import AsyncCloseable, Sampler
 from policygrad.samplers.config import LOCAL
-from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
+from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, LearnerFacts, make_engine_factory
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.base import Task
 from policygrad.tasks.rows import RowOptions
 from policygrad.training.config.paths import resolve_config_paths, resolve_rewards
 from policygrad.training.config.run import Run, RunOptions
+from policygrad.training.cost_estimate import compute_algorithm_cost
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
@@ -109,8 +111,13 @@ def load_resources(
     reward_options, options = resolve_rewards(options), resolve_config_paths(options)
     folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
     device = pick_device(options.learner.device)
-    learner_gpus = list_learner_gpus(device, options.learner.world_size)
-    engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, learner_gpus)
+    replays_routing = algorithm is not None and options.learner.routing_replay
+    facts = LearnerFacts(
+        gpus=list_learner_gpus(device, options.learner.world_size),
+        replays_experts=replays_routing,
+        resident_bytes=partial(compute_resident_bytes, options, algorithm),
+    )
+    engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, facts)
     environment = resolve_environment(options.environment, environment)
     if environment is not None and placement.environment is not None:
         environment = placement.environment(environment)
@@ -156,7 +163,6 @@ def load_resources(
     if samples_ahead and (factory is None or callable(factory)):  # it samples while the learner changes its weights
         sampling_model = clone_model(model)
     if factory is None:
-        replays_routing = algorithm is not None and options.learner.routing_replay
         routing = Routing.for_model(sampling_model) if replays_routing else None
         loaded: object = LocalSampler.from_tokenizer(
             sampling_model, tokenizer, routing, cuda_graphs=options.sampler.cuda_graphs
@@ -267,6 +273,20 @@ def pick_device(name: str) -> str:
             f"learner.device={name!r} cannot be used here: {str(error).splitlines()[0]}. `policygrad doctor` shows the devices."
         ) from error
     return name
+
+
+def compute_resident_bytes(options: RunOptions, algorithm: Algorithm | None, parameters: int) -> float:
+    """Return the bytes of a GPU that the learner keeps while completions are sampled: weights, gradients and moments.
+
+    Args:
+        parameters: Of the policy.
+    """
+    number = 2 if options.learner.resolve().dtype == "bf16" else 4
+    if algorithm is None or options.learner.lora:  # adapters and their moments are small
+        return float(parameters * number)
+    cost = compute_algorithm_cost(algorithm)
+    state = static_bytes(parameters, number, cost.trained_models, cost.frozen_models, options.learner.world_size)
+    return sum(state.values())
 
 
 def list_learner_gpus(device: str, world_size: int) -> range:

@@ -10,27 +10,31 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum
 from policygrad.errors import ConfigError, EngineError
 from policygrad.learners.config import SMALL_MODEL_PARAMETERS
 from policygrad.models.adapters import adapter_configs
 from policygrad.models.lora_config import Lora
+from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.config import ADAPTER, FOLDER, MERGED, NCCL, SamplerConfig
 from policygrad.samplers.engines import probe, server_pool
+from policygrad.samplers.engines.colocation import ColocatedServer, Memory
 from policygrad.samplers.engines.http import HttpClient, ServerStartingError, ServerUnavailableError
 from policygrad.samplers.engines.installation import Installation, find_installation
 from policygrad.samplers.engines.nccl_transfer import WeightTransfer
@@ -50,6 +54,7 @@ from policygrad.weight_sync.folder import (
 
 TAIL_QUANTILE = 0.9  # completions after this quantile are the tail of a rollout
 CALLBACK_INTERVAL = 0.05  # seconds between calls of the completion callback while no completion finishes
+MAX_WAKE_FAILURES = 3  # attempts to wake a server, after which it is stopped and started again
 ADAPTIVE_SLOTS = 256  # concurrent requests that a server is started for, if their number is adjusted to its load
 REQUEST_TIMEOUT = 10.0  # seconds for a request that needs no computation
 
@@ -61,6 +66,8 @@ class EngineCompletion:
     tokens: Sequence[int]
     logp: Sequence[float]  # nats, one per token
     weight_version: str | None = None  # name of the weights that it was sampled with, if the engine tells
+    routed_experts: np.ndarray | None = None
+    """[tokens that the model read, layers, k], prompt first: the experts of each token; all but the last token are read."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ class LaunchOptions:
     threads: int
     weight_transport: str = FOLDER
     lora: Lora | None = None  # the adapter that the run will send; None = merged weights
+    colocate: bool = False  # True: it can sleep while the learner learns on its GPU
+    records_experts: bool = False  # True: completions come with the experts that each token was routed to
     on_cpu: bool = False  # True on a machine without a GPU
     memory_fraction: float = 0.0  # of a GPU's memory, for weights and cache; 0 = the engine's own default
 
@@ -105,8 +114,10 @@ class EngineSampler(ABC):
     """Prefix of the routes /load_lora_adapter and /unload_lora_adapter."""
     transfer_class: ClassVar[type[WeightTransfer] | None] = None
     """Sends weights over NCCL; None if servers only read folders."""
+    can_sleep: ClassVar[bool] = False
+    """True if servers free their GPU's memory on request, by `sleep` and `wake`: `sampler.colocate` needs it."""
     returns_routed_experts: ClassVar[bool] = False
-    """True if completions have `Generation.routed_experts`."""
+    """True if completions have `Generation.routed_experts` where `records_experts` is set."""
 
     def __init__(
         self,
@@ -156,9 +167,12 @@ class EngineSampler(ABC):
         self.in_flight = config.chunk_tokens > 0
         self.probe_results: dict[str, probe.ProbeResult] = {}  # by server, for the current weights
         self.adapter_names: dict[str, str] = {}  # by server: the current adapter
-        self.failed_probes = set[str]()  # servers that load their weights again, whatever version they report
+        self.must_reload = set[str]()  # servers that load their weights again, whatever version they report
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         self.vocab_size = len(tokenizer.hf) if embeddings is None else int(embeddings.weight.shape[0])
+        self.colocated: dict[str, ColocatedServer] = {}  # by server, of those that sleep while the learner learns
+        self.records_experts = False
+        """True: completions must come with the experts that each token was routed to. Set it before the first request."""
         self.load_monitor = server_pool.LoadMonitor(
             lambda url: self.http.get(url, config.heartbeat or config.timeout), self.gauges
         )
@@ -199,6 +213,14 @@ class EngineSampler(ABC):
 
     async def handshake(self, url: str) -> None:  # noqa: B027
         """Called before a server loads weights, to learn what `complete` needs to know."""
+
+    async def sleep(self, url: str) -> None:
+        """As in `SleepingEngine`; only for an engine with `can_sleep`."""
+        raise NotImplementedError
+
+    async def wake(self, url: str, part: str) -> None:
+        """As in `SleepingEngine`; only for an engine with `can_sleep`."""
+        raise NotImplementedError
 
     @classmethod
     def requirements(cls, *, has_gpu: bool) -> list[str]:
@@ -268,9 +290,11 @@ class EngineSampler(ABC):
             EngineError: The weights cannot be written, or a server samples from something else.
         """
         started, is_first = time.perf_counter(), self.published is None
-        num_ready = sum(server.ready for server in self.servers.all)
+        num_ready = sum(server.ready or self._is_lent(server.url) for server in self.servers.all)
         self._logit_source = load_logit_source(weights, self.model)
         self.published = self.versions.publish(weights)
+        if self.colocated and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the learner's allocator holds and does not use
         self.probe_results.clear()
         await self.servers.ready()
         starting = {self._start_versions.get(url) for url, process in self.processes.items() if process.is_starting}
@@ -290,6 +314,32 @@ class EngineSampler(ABC):
         if self.probe_results:
             metrics["publication/probe_max"] = Max(max(result.difference for result in self.probe_results.values()))
         return metrics
+
+    async def lend_memory(self) -> Metrics:
+        """Put servers that share the learner's GPU to sleep; the next update or request wakes them.
+
+        Raises:
+            EngineError: A server cannot sleep.
+        """
+        if not self.config.colocate:
+            return {}
+        started = time.perf_counter()
+        await gather_or_cancel(map(self._lend_memory_of, self.servers.all))
+        return {"time/lend_memory": Sum(time.perf_counter() - started)}
+
+    async def _lend_memory_of(self, server: EngineServer) -> None:
+        colocated, process = self.colocated[server.url], self.processes[server.url]
+        server.ready = False  # the next request prepares it first
+        try:
+            await colocated.lend()
+            self.must_reload.add(server.url)
+        except ServerUnavailableError as error:
+            if not colocated.has_slept:
+                raise EngineError(f"{self.name} does not go to sleep: {error}. {process.read_log_end()}") from error
+            await asyncio.to_thread(process.stop)  # so that its memory is free; it is started again when it is needed
+
+    def _is_lent(self, url: str) -> bool:
+        return url in self.colocated and self.colocated[url].memory is not Memory.AWAKE
 
     async def close(self) -> None:
         """Close connections, stop servers that were started here, and remove the published weights."""
@@ -358,9 +408,15 @@ class EngineSampler(ABC):
             raise EngineError(
                 f"{self.name} does not start: {failure}\n`policygrad doctor` shows what this machine has."
             )
+        if process.is_starting and server.url in self.colocated:
+            self.colocated[server.url].mark_restarted()
         try:
             await self._load_and_probe(server)
         except ServerUnavailableError as error:
+            if self._is_lent(server.url):
+                self.colocated[server.url].failures += 1
+                if self.colocated[server.url].failures == MAX_WAKE_FAILURES:
+                    await asyncio.to_thread(process.stop)
             seconds, timeout = process.seconds_since_start, self.config.start_timeout
             if process.is_starting and seconds < timeout:
                 text = f"starting {self.name}, for up to {timeout:g} s (its log: {process.log})"
@@ -373,15 +429,20 @@ class EngineSampler(ABC):
         await self.handshake(server.url)
         if not self.config.max_concurrency:
             await self.load_monitor.read(server.url)
+        colocated = self.colocated.get(server.url)
+        if colocated is not None and await colocated.begin_waking():
+            self.must_reload.add(server.url)
         await self.load_weights(server.url, self.published)
+        if colocated is not None:
+            await colocated.finish_waking()
         try:
             self.probe_results[server.url] = await self.probe(server.url)
         except StaleWeightsError as error:
             raise ServerUnavailableError(f"it is probed after the next update: {error}") from error
         except EngineError:
-            self.failed_probes.add(server.url)
+            self.must_reload.add(server.url)
             raise
-        self.failed_probes.discard(server.url)
+        self.must_reload.discard(server.url)
 
     def _list_own_servers(self) -> list[str]:
         """Return the addresses of the servers that the run starts, at free ports of this machine."""
@@ -390,6 +451,8 @@ class EngineSampler(ABC):
             port = find_free_port()
             url, log = f"http://127.0.0.1:{port}", self.log_folder / f"server-{number}.log"
             self.processes[url] = ServerProcess(log, partial(self._make_launch_command, installation, number, url))
+            if self.config.colocate:
+                self.colocated[url] = ColocatedServer(self, url)
         return list(self.processes)
 
     def _make_launch_command(self, installation: Installation, number: int, url: str) -> LaunchCommand:
@@ -415,6 +478,8 @@ class EngineSampler(ABC):
                 threads=config.threads or (1 if is_small else os.cpu_count() or 1),
                 weight_transport=config.weight_transport,
                 lora=lora,
+                colocate=config.colocate,
+                records_experts=self.records_experts,
                 on_cpu=not gpus,
                 memory_fraction=config.gpu_memory,
             )
@@ -477,7 +542,45 @@ class EngineSampler(ABC):
         if request.sampling.temperature == 0:  # the token has probability 1, whatever an engine returns
             sampled = torch.zeros_like(sampled)
         reason: Literal["stop", "length"] = "length" if end is None else "stop"
-        return Generation(torch.tensor(tokens, dtype=torch.int64), sampled, reason, version)
+        experts = self._align_experts(url, request, completion, len(tokens)) if self.records_experts else None
+        return Generation(torch.tensor(tokens, dtype=torch.int64), sampled, reason, version, experts)
+
+    def _align_experts(self, url: str, request: Request, completion: EngineCompletion, length: int) -> Tensor:
+        """Return the experts of prompt and completion [P + n, layers with experts, k], -1 for the last token.
+
+        Args:
+            length: n, tokens of the completion up to its first end token.
+
+        Raises:
+            EngineError: The server returns none, or not one row for every token but the last.
+        """
+        if completion.routed_experts is None:
+            raise EngineError(
+                f"{url} returns no experts, and learner.routing_replay needs those that each token was routed to. Start it with "
+                "--enable-return-routed-experts, or leave learner.routing_replay out"
+            )
+        experts = torch.from_numpy(completion.routed_experts.astype(np.int16))
+        read = len(request.prompt_ids) + len(completion.tokens) - 1
+        layers, k = self.expert_layers
+        has_layers = experts.ndim == 3 and (experts.shape[1] == len(layers) or experts.shape[1] > layers[-1])
+        if not has_layers or len(experts) != read or experts.shape[2] != k:
+            raise EngineError(
+                f"{url} returns experts of the shape {list(experts.shape)} for {read} tokens that were read; the model has "
+                f"{len(layers)} layers with {k} experts per token"
+            )
+        if experts.shape[1] > len(layers):  # those of layers without experts are there too
+            experts = experts[:, layers]
+        kept = experts[: len(request.prompt_ids) + length - 1]
+        return torch.cat([kept, kept.new_full((1, *kept.shape[1:]), -1)])
+
+    @cached_property
+    def expert_layers(self) -> tuple[list[int], int]:
+        """The numbers of the layers with experts, and how many experts each token is routed to."""
+        routing = Routing.for_model(self.model)
+        names = {module: name for name, module in self.model.named_modules()}
+        numbers = [re.search(r"\.(\d+)\.", f".{names[router.module]}.") for router in routing.routers]
+        layers = [i if number is None else int(number[1]) for i, number in enumerate(numbers)]
+        return layers, routing.routers[0].k
 
 
 def lora_refused_error(url: str, reply: object, hints: Sequence[tuple[str, str]], engine: str) -> EngineError:
@@ -499,12 +602,18 @@ def concat_generations(chunks: Sequence[Generation]) -> Generation:
     if len(chunks) == 1:
         return chunks[0]
     versions = [chunk.version for chunk in chunks]
+    experts = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
+    joined, length = None, 0
+    for part in experts:  # a chunk's last token is read by the next one, as the end of its prompt
+        joined = part if joined is None else torch.cat([joined[:-1], part[length - 1 :]])
+        length = len(part)
     same = versions[0] if all(isinstance(v, int) and v == versions[0] for v in versions) else None
     return Generation(
         torch.cat([chunk.tokens for chunk in chunks]),
         torch.cat([chunk.logp for chunk in chunks]),
         chunks[-1].finish_reason,
         torch.cat([torch.as_tensor(c.version).expand(len(c.tokens)) for c in chunks]) if same is None else same,
+        joined,
     )
 
 

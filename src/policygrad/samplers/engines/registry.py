@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ConfigError, EngineError
+from policygrad.samplers.engines.colocation import memory_share
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.installation import find_installation
 from policygrad.utils.progress import ProgressCallback, ignore_progress
@@ -33,6 +34,20 @@ LEARNER_GPU_SHARE, OWN_GPU_SHARE = (
     0.9,
 )  # of a GPU's memory, for all servers on one that also learns, or only samples
 _DETECTION_TIMEOUT = 10.0  # seconds per request
+
+
+def _no_bytes(parameters: int) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True)
+class LearnerFacts:
+    """What an engine must know of the learner that it samples for."""
+
+    gpus: Sequence[int] = ()  # their numbers
+    replays_experts: bool = False  # it needs the experts that each token was routed to
+    resident_bytes: Callable[[int], float] = _no_bytes
+    """Returns the bytes of a GPU that the learner keeps while completions are sampled, from the policy's number of parameters."""
 
 
 def load_engine_class(name: str) -> type[EngineSampler]:
@@ -96,14 +111,14 @@ def make_engine_factory(
     sampling: SamplingParams,
     sampler: Any = None,
     on_progress: ProgressCallback = ignore_progress,
-    learner_gpus: Sequence[int] = (),
+    learner: LearnerFacts | None = None,
 ) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
     """Return a function that builds the configured engine's sampler from a model and its tokenizer; None for the local sampler.
 
     Args:
         folder, on_progress: As in `build_engine_sampler`.
         sampler: A sampler passed from Python.
-        learner_gpus: Numbers of the learner's GPUs.
+        learner: None = nothing learns.
 
     Raises:
         ConfigError: An engine is configured and a sampler is passed too, or an engine to start is not installed.
@@ -119,13 +134,22 @@ def make_engine_factory(
     if not config.urls:  # before anything is loaded
         find_installation(load_engine_class(config.engine), config.engine, config.python)
 
+    facts = learner or LearnerFacts()
+
     def make(model: nn.Module, tokenizer: Tokenizer) -> EngineSampler:
         resolved = replace(
             config, context_length=config.resolve_context_length(tokenizer.context_length, sampling.max_tokens)
         )
         if not config.urls:
-            resolved = assign_gpus(resolved, learner_gpus, torch.cuda.device_count())
-        return build_engine_sampler(resolved, model, tokenizer, folder, sampling.temperature, on_progress)
+            resolved = assign_gpus(resolved, facts.gpus, torch.cuda.device_count())
+        if resolved.colocate and not resolved.gpu_memory:
+            total = torch.cuda.get_device_properties(resolved.gpus[0]).total_memory
+            kept = facts.resident_bytes(sum(p.numel() for p in model.parameters()))
+            per_gpu = -(-resolved.servers // len(resolved.gpus))
+            resolved = replace(resolved, gpu_memory=round(memory_share(total, kept) / per_gpu, 3))
+        engine = build_engine_sampler(resolved, model, tokenizer, folder, sampling.temperature, on_progress)
+        engine.records_experts = facts.replays_experts
+        return engine
 
     return make
 
@@ -138,14 +162,19 @@ def assign_gpus(config: SamplerConfig, learner_gpus: Sequence[int], gpu_count: i
         gpu_count: GPUs of this machine; 0 = servers run on the CPU.
 
     Raises:
-        ConfigError: A GPU is named that does not exist.
+        ConfigError: A GPU is named that does not exist, or there is none to share.
     """
+    if config.colocate and not learner_gpus:
+        raise ConfigError(
+            "sampler.colocate shares the learner's GPU with its servers, and the learner has none: leave it out, a server on the "
+            "CPU and the learner share the memory"
+        )
     if missing := [gpu for gpu in config.gpus if gpu >= gpu_count]:
         raise ConfigError(f"sampler.gpus names GPU {missing[0]}, and this machine has {gpu_count}, numbered from 0")
     free = [gpu for gpu in range(gpu_count) if gpu not in learner_gpus]
-    gpus = config.gpus or tuple(free) or tuple(range(gpu_count))
-    if not gpus:
-        return config
+    gpus = config.gpus or tuple(learner_gpus if config.colocate else free) or tuple(range(gpu_count))
+    if not gpus or config.colocate:
+        return replace(config, gpus=gpus)
     used = [gpus[i % len(gpus)] for i in range(config.servers)]
     per_gpu = max(used.count(gpu) for gpu in used)
     available = LEARNER_GPU_SHARE if set(used) & set(learner_gpus) else OWN_GPU_SHARE

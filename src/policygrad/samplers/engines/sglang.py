@@ -6,9 +6,12 @@ form, not against a running server, which needs a GPU (docs/engines.md).
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS
@@ -20,6 +23,7 @@ from policygrad.samplers.engines.base import (
     LaunchOptions,
     lora_refused_error,
 )
+from policygrad.samplers.engines.colocation import CACHE, WEIGHTS
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
@@ -94,6 +98,8 @@ class SglangSampler(EngineSampler):
     detection_routes = (("/get_model_info", "model_path"), ("/model_info", "model_path"))
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
     supports_lora = True
+    can_sleep = True
+    returns_routed_experts = True
     transfer_class = SglangTransfer
 
     @classmethod
@@ -111,6 +117,10 @@ class SglangSampler(EngineSampler):
         if options.lora is not None:
             argv += ["--max-loras-per-batch", "1", "--max-lora-rank", str(options.lora.rank or DEFAULT_RANK)]
         argv += ["--enable-metrics"]
+        if options.colocate:
+            argv += ["--enable-memory-saver", *["--enable-weights-cpu-backup"] * (options.lora is not None)]
+        if options.records_experts:
+            argv += ["--enable-return-routed-experts"]
         if options.lora is not None:
             targets = options.lora.targets or DEFAULT_TARGETS
             argv += ["--enable-lora", "--lora-target-modules"]
@@ -135,7 +145,7 @@ class SglangSampler(EngineSampler):
         if self.transfer is not None:
             info = await _get_first_supported(self.http, url, "/model_info", "/get_model_info")
             server_version = info.get("weight_version")
-            if server_version != version.name or url in self.failed_probes:
+            if server_version != version.name or url in self.must_reload:
                 await self.transfer.send(self.http, url, version, server_version)
             return
         body = {
@@ -174,6 +184,8 @@ class SglangSampler(EngineSampler):
         }
         if self.adapter_only:
             body["lora_path"] = self.adapter_names.get(url)
+        if self.records_experts:
+            body["return_routed_experts"] = True
         reply = await self.http.post(f"{url}/generate", body)
         try:
             info = reply["meta_info"]
@@ -184,11 +196,28 @@ class SglangSampler(EngineSampler):
             if [int(entry[1]) for entry in entries] != tokens[: len(entries)]:
                 raise EngineError(f"{url} returns log-probabilities of other tokens than it sampled")
             version = None if self.adapter_only else info.get("weight_version")  # when the completion started
-            return EngineCompletion(tokens, [entry[0] for entry in entries], version)
+            experts = self._decode_experts(info.get("routed_experts")) if self.records_experts else None
+            return EngineCompletion(tokens, [entry[0] for entry in entries], version, experts)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
             ) from error
+
+    async def sleep(self, url: str) -> None:
+        body = {"tags": [CACHE, WEIGHTS]}
+        await self.http.post(f"{url}/release_memory_occupation", body, self.config.recovery_timeout)
+
+    async def wake(self, url: str, part: str) -> None:
+        await self.http.post(f"{url}/resume_memory_occupation", {"tags": [part]}, self.config.recovery_timeout)
+
+    def _decode_experts(self, text: str | None) -> np.ndarray | None:
+        """Decode the experts of a reply, int32 numbers in base64: [tokens read, all layers of the model, k]."""
+        if text is None:
+            return None
+        config: Any = self.model.config
+        return np.frombuffer(base64.b64decode(text), np.int32).reshape(
+            -1, config.num_hidden_layers, self.expert_layers[1]
+        )
 
     # Adapters: `/load_lora_adapter` and `/unload_lora_adapter`.
     #

@@ -7,12 +7,16 @@ server of that version (docs/engines.md).
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import DEFAULT_RANK
@@ -25,6 +29,7 @@ from policygrad.samplers.engines.base import (
     LaunchOptions,
     lora_refused_error,
 )
+from policygrad.samplers.engines.colocation import CACHE
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
@@ -109,6 +114,8 @@ class VllmSampler(EngineSampler):
     detection_routes = (("/version", "version"),)
     gauges = PrometheusGauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     supports_lora = True
+    can_sleep = True
+    returns_routed_experts = True
     lora_route = "/v1"
     transfer_class = VllmTransfer
 
@@ -128,6 +135,10 @@ class VllmSampler(EngineSampler):
         argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         if options.weight_transport == NCCL:
             argv += ["--weight-transfer-config", '{"backend":"nccl"}']
+        if options.colocate:
+            argv += ["--enable-sleep-mode"]
+        if options.records_experts:
+            argv += ["--enable-return-routed-experts"]
         environment: dict[str, str] = {}
         if options.on_cpu:  # nothing is gained there by compiling, and by default it takes most of the memory
             argv += ["--enforce-eager"]
@@ -146,7 +157,8 @@ class VllmSampler(EngineSampler):
                 f"{MERGED}"
             )
         argv += ["--max-loras", "1", "--max-lora-rank", str(min(r for r in LORA_RANKS if r >= rank)), "--enable-lora"]
-        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", **environment}, argv
+        sleeping = {"VLLM_SERVER_DEV_MODE": "1"} if options.colocate else {}
+        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", **sleeping, **environment}, argv
 
     @classmethod
     def requirements(cls, *, has_gpu: bool) -> list[str]:
@@ -174,7 +186,7 @@ class VllmSampler(EngineSampler):
             return
         info = await self._control(url, "GET", "/weight_info")
         server_version = info.get("weight_version") if isinstance(info, dict) else None
-        if server_version == version.name and url not in self.failed_probes:
+        if server_version == version.name and url not in self.must_reload:
             return
         await self._control(url, "POST", "/pause?mode=keep")
         try:
@@ -230,11 +242,31 @@ class VllmSampler(EngineSampler):
             tokens, logp = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if tokens is None:
                 raise EngineError(f"{url} returns no token ids; vLLM 0.11 or later does (return_token_ids)")
-            return EngineCompletion(tokens, logp, str(reply["model"]) if self.adapter_only else None)
+            experts = decode_experts(choice.get("routed_experts")) if self.records_experts else None
+            return EngineCompletion(tokens, logp, str(reply["model"]) if self.adapter_only else None, experts)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
             ) from error
+
+    async def sleep(self, url: str) -> None:
+        # level 2 forgets the weights, which are replaced anyway; level 1 keeps a copy in the host's memory, for an adapter's base
+        level = 1 if self.adapter_only else 2
+        await self._control(url, "POST", f"/sleep?level={level}&mode=wait", None, self.config.recovery_timeout)
+        if not await self._is_sleeping(url):
+            raise ServerUnavailableError("it says that it sleeps, and is awake")
+
+    async def wake(self, url: str, part: str) -> None:
+        await self._control(url, "POST", f"/wake_up?tags={part}", None, self.config.recovery_timeout)
+        if part == CACHE and await self._is_sleeping(url):
+            raise ServerUnavailableError("it says that it is awake, and sleeps")
+
+    async def _is_sleeping(self, url: str) -> bool:
+        reply = await self._control(url, "GET", "/is_sleeping")
+        try:
+            return bool(reply["is_sleeping"])
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{url}/is_sleeping returns {reply!r}: is it a server of vLLM?") from error
 
     async def _control(
         self, url: str, method: str, route: str, body: dict[str, Any] | None = None, timeout: float = REQUEST_TIMEOUT
@@ -264,7 +296,7 @@ class VllmSampler(EngineSampler):
             loaded = [str(card["id"]) for card in cards if Path(str(card.get("root"))).parent == version.path.parent]
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"{url}/v1/models lists no models: is it a server of vLLM?") from error
-        is_loaded = version.name in loaded and url not in self.failed_probes
+        is_loaded = version.name in loaded and url not in self.must_reload
         for name in loaded:
             if not (is_loaded and name == version.name):
                 await self.unload_adapter(url, name)
@@ -280,6 +312,11 @@ class VllmSampler(EngineSampler):
                 raise
             raise lora_refused_error(url, error, _LORA_HINTS, "vllm") from error
         self.adapter_names[url] = version.name
+
+
+def decode_experts(text: str | None) -> np.ndarray | None:
+    """Decode the experts of a reply, a NumPy file in base64: [tokens read, all layers of the model, k]."""
+    return None if text is None else np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
 def _format_shape(config: Mapping[str, Any]) -> str:

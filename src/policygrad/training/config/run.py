@@ -345,6 +345,11 @@ def check_run(run: Run) -> None:
             f"learner.routing_replay replays the experts that the sampler used, which {engine} does not report: set it "
             "to false, or use --sampler.engine local"
         )
+    if run.sampler.colocate and run.max_staleness:
+        raise ConfigError(
+            f"sampler.colocate lets servers sleep while the learner learns, and with max_staleness={run.max_staleness} they sample "
+            "then: leave one of them out"
+        )
     check_fsdp_options(run.learner)
     check_lr(run.lr)
     check_seed(run.seed)
