@@ -120,6 +120,7 @@ def reasons(data: Data) -> list[str]:
         TARGETS[0].measure: _time(data),
         TARGETS[1].measure: _half(data),
         TARGETS[2].measure: _memory(data),
+        TARGETS[3].measure: _share(data),
         TARGETS[5].measure: _embedded(data),
         TARGETS[7].measure: _grown(data),
         TARGETS[8].measure: _learned(data),
@@ -166,17 +167,29 @@ def _half(data: Data) -> str:
 
 
 def _memory(data: Data) -> str:
-    """What is there before a model is."""
+    """How TRL's peak follows its micro-batch, of which it has the fastest."""
     theirs, ours = row(data, "7m", TRL), row(data, "7m", OURS)
-    resident = cell("profile", "process", "resident, MiB")(data)
-    if theirs is None or ours is None or resident is None:
+    grid = [r for k, r in data.get("grid", {}).items() if k.startswith(f"7m/{TRL}/1/")]
+    sizes = sorted(int(k.rpartition("/")[2]) for k in data.get("grid", {}) if k.startswith(f"7m/{TRL}/1/"))
+    if theirs is None or ours is None or len(grid) < 2:
         return ""
-    asked = theirs.memory.median / TARGETS[2].asked
-    without = (theirs.memory.median - resident) / (ours.memory.median - resident)
+    peaks = [r["peak_mib"] for r in grid]
     return (
-        f"**Memory of the 7M work.** Python with torch, transformers and policygrad holds {resident:,.0f} MiB before there is a "
-        f"model, of the {asked:,.0f} that were asked for. Without these on both sides the ratio is {short(without)}."
+        f"**Memory of the 7M work.** TRL's peak follows its micro-batch, from {min(peaks):,.0f} MiB at {sizes[0]} completions to "
+        f"{max(peaks):,.0f} at {sizes[-1]} on a quarter of the prompts, and it has the fastest: {theirs.memory.median:,.0f} MiB in "
+        f"a whole step. policygrad's {ours.memory.median:,.0f} MiB is that of one micro-batch of tokens whatever the work, and of "
+        "the cache of the completions that are drawn at once."
     )
+
+
+def _share(data: Data) -> str:
+    """What the learner's time goes to."""
+    parts = ("matrix products", "attention", "element by element", "between operations")
+    shares = [cell("profile", "learning, fp32", part)(data) for part in parts]
+    if None in shares:
+        return ""
+    told = [f"{share:.0%} {part}" for share, part in zip(shares, parts, strict=True) if share is not None]
+    return f"**Share of the rate.** Of the learner's time in float32 are {', '.join(told[:-1])} and {told[-1]} (profile below)."
 
 
 def _embedded(data: Data) -> str:

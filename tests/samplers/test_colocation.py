@@ -16,6 +16,7 @@ import pytest
 import policygrad as pg
 from doubles.engine_environment import make_environment
 from policygrad.errors import ConfigError, EngineError
+from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import LendsMemory, Request, SamplingParams
@@ -292,13 +293,13 @@ def test_run_lends_the_memory_in_every_step(tmp_path: Path, monkeypatch: pytest.
     )
     updates: list[Memory] = []
     trainer = pg.Trainer(run, display=False, callbacks=[order])
-    update = type(trainer.learner).update
+    update = LocalLearner.update
 
     def watching(learner: Any, *args: Any) -> Any:
         updates.extend(c.memory for c in trainer.resources.rollouter.sampler.colocated.values())  # type: ignore[attr-defined]
         return update(learner, *args)
 
-    monkeypatch.setattr(type(trainer.learner), "update", watching)
+    monkeypatch.setattr(LocalLearner, "update", watching)
     assert trainer.train().steps == 2
     assert updates == [Memory.ASLEEP] * 2
     assert order.held == [Memory.AWAKE] * 2  # the published weights are loaded

@@ -179,11 +179,6 @@ def test_tied_head_is_written_twice_for_vllm(random_model: Path, tokenizer: Toke
         assert (result.path / "tokenizer.json").is_file()
 
 
-def test_external_engines_need_urls() -> None:
-    with pytest.raises(ConfigError, match=r"policygrad engine vllm --print.*--sampler.urls"):
-        SamplerConfig(engine="vllm")
-
-
 def test_chunks_need_an_engine() -> None:
     with pytest.raises(ConfigError, match=r"sampler.chunk_tokens is an option of servers, and sampler.engine is local"):
         SamplerConfig(chunk_tokens=3)

@@ -252,7 +252,10 @@ def wait_for_exit(pid: int) -> None:
 class Killing(Callback):
     """Kills the server after step 2."""
 
+    folder: Path  # of the published weights
+
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        self.folder = trainer.resources.rollouter.sampler.versions.root
         if step == 2:
             os.kill(find_server_pid(trainer.resources.rollouter.sampler), signal.SIGKILL)
 
@@ -268,9 +271,10 @@ def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
         rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
-    first = pg.train(run, stop_after=3, display=False, callbacks=[Killing()])
+    killing = Killing()
+    first = pg.train(run, stop_after=3, display=False, callbacks=[killing])
     assert first.steps == 3
-    assert not (tmp_path / "run" / "weights").exists()
+    assert not killing.folder.exists()
     resumed = pg.train(resume=tmp_path / "run", display=False)
     assert resumed.steps == 5
     assert resumed.before is not None

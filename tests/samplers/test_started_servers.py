@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 
 import policygrad as pg
+import policygrad.weight_sync.folder as folder_module
 from doubles.engine_environment import make_environment
 from policygrad.errors import ConfigError, EngineError
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.registry import assign_gpus
 from policygrad.training.base_trainer import Callback
 from policygrad.training.setup import list_learner_gpus
+from policygrad.weight_sync.folder import SHARED_MEMORY, choose_folder
 
 VLLM = SamplerConfig(engine="vllm", max_concurrency=4)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for child processes in /proc")
@@ -51,13 +54,19 @@ def find_processes(word: str) -> list[int]:
     return found
 
 
+def find_children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Killing(Callback):
     """Kills a server after every step but the last, in turn."""
 
     def __init__(self) -> None:
         self.killed: list[str] = []
+        self.folder: Path | None = None
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        self.folder = trainer.resources.rollouter.sampler.versions.root
         processes = trainer.resources.rollouter.sampler.processes
         url = list(processes)[step % len(processes)]
         for pid in find_processes(url.rpartition(":")[2]):
@@ -83,7 +92,11 @@ def test_servers_that_are_killed_are_started_again_and_nothing_is_lost(servers: 
     logs = [(tmp_path / "run" / f"server-{i}.log").read_text() for i in range(servers)]
     assert sum(log.count("http://127.0.0.1:") for log in logs) > servers  # each start is in them
     assert not (tmp_path / "run" / "weights").exists()
-    assert not find_processes(str(tmp_path / "run"))  # the folder of weights is in every server's command
+    assert killing.folder is not None
+    assert killing.folder.parent == SHARED_MEMORY
+    assert not killing.folder.exists()
+    assert not find_processes(str(killing.folder))  # it is in the command of every guard
+    assert not find_processes(str(environment))
 
 
 @linux
@@ -102,13 +115,27 @@ def test_no_server_is_left_when_the_run_is_killed(tmp_path: Path) -> None:
                 break
         else:
             pytest.fail("".join(printed))
-        weights = str(tmp_path / "run" / "weights")
-        servers = find_processes(weights)
-        assert len(servers) == 2  # the guard and the server
+        [guard] = find_processes(str(environment / "bin" / "vllm"))
+        [server] = find_children(guard)
+        words = Path(f"/proc/{guard}/cmdline").read_bytes().decode().split("\0")
+        [folder] = [Path(word) for word in words if Path(word).parent == SHARED_MEMORY]
+        assert list(folder.iterdir())
         run.kill()
-    for pid in servers:
+    for pid in (guard, server):
         subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=60, check=True)
-    assert not find_processes(weights)
+    assert not folder.exists()
+
+
+def test_weights_go_through_memory_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, other = tmp_path / "shm", tmp_path / "run" / "weights"
+    monkeypatch.setattr(folder_module, "SHARED_MEMORY", memory)
+    assert choose_folder(other, 1000) == other  # this machine has none
+    memory.mkdir()
+    first, second = choose_folder(other, 1000), choose_folder(other, 1000)
+    assert first.parent == second.parent == memory
+    assert first != second
+    free = shutil.disk_usage(memory).free
+    assert choose_folder(other, free) == other  # one version, and no room for the next
 
 
 def test_server_that_cannot_start_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -126,7 +153,7 @@ def test_server_that_never_answers_is_given_up_after_its_time_to_start(tmp_path:
     run = make_run(tmp_path / "run", environment, start_timeout=0.5, recovery_timeout=0.5)
     with pytest.raises(EngineError, match=r"(?s)no server has answered for 0\.5 seconds .*loading"):
         pg.train(run, display=False)
-    assert not find_processes(str(tmp_path / "run" / "weights"))
+    assert not find_processes(str(environment))
 
 
 def test_missing_engine_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

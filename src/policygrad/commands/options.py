@@ -40,7 +40,9 @@ SWITCHES = (
     TRUST_FLAG,
     "--learner.compile",
     "--learner.gradient-checkpointing",
+    "--learner.offload",
     "--learner.routing-replay",
+    "--sampler.colocate",
 )
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy and head, plain words."""

@@ -76,6 +76,9 @@ class LearnerConfig:
     compile: bool = False
     """Compile the model's blocks with torch.compile: on a GPU a third faster after some twenty seconds.
     On a CPU it helps in bf16, hardly in fp32."""
+    offload: bool = False
+    """Keep AdamW's moments and fp32 masters in this machine's memory while completions are sampled: more of the GPU for a server
+    beside the learner (--sampler.colocate)."""
     world_size: int = 1
     """Processes that learn together, with weights, gradients and moments sharded over them (FSDP2); one GPU each."""
     tensor_parallel: int = 1
@@ -110,6 +113,10 @@ class LearnerConfig:
         if self.compile and max(self.world_size, self.tensor_parallel) > 1:
             raise ConfigError(
                 f"learner.compile is for a learner in one process, and learner.world_size is {self.world_size}: leave it out"
+            )
+        if self.offload and max(self.world_size, self.tensor_parallel) > 1:
+            raise ConfigError(
+                f"learner.offload is for a learner in one process, and learner.world_size is {self.world_size}: leave it out"
             )
         for name in ("world_size", "tensor_parallel"):
             if getattr(self, name) < 1:

@@ -47,7 +47,9 @@ class SamplerConfig:
     """Virtual environment, or its Python, that has the engine to start (policygrad engine install ENGINE --into DIR)."""
     folder: Annotated[
         str | None,
-        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder, or a temporary one)"),
+        tyro.conf.arg(
+            metavar="DIR", help_behavior_hint="(default: in the run's folder; for servers started here in /dev/shm)"
+        ),
     ] = None
     """Folder for published weights; servers must see it under the same path."""
     weight_transport: Annotated[str, tyro.conf.arg(metavar="|".join(WEIGHT_TRANSPORTS))] = FOLDER

@@ -112,6 +112,11 @@ def load_resources(
     folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
     device = pick_device(options.learner.device)
     replays_routing = algorithm is not None and options.learner.routing_replay
+    if algorithm is not None and options.learner.offload and not device.startswith("cuda"):
+        raise ConfigError(
+            "learner.offload moves the optimizer's state from a GPU to this machine's memory, and the learner's device is "
+            f"{device}: leave it out"
+        )
     facts = LearnerFacts(
         gpus=list_learner_gpus(device, options.learner.world_size),
         replays_experts=replays_routing,
@@ -285,6 +290,8 @@ def compute_resident_bytes(options: RunOptions, algorithm: Algorithm | None, par
     if algorithm is None or options.learner.lora:  # adapters and their moments are small
         return float(parameters * number)
     cost = compute_algorithm_cost(algorithm)
+    if options.learner.offload:
+        return float(parameters * number * (cost.trained_models + cost.frozen_models))
     state = static_bytes(parameters, number, cost.trained_models, cost.frozen_models, options.learner.world_size)
     return sum(state.values())
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from policygrad.weight_sync.base import (
     with_alias,
 )
 
+SHARED_MEMORY = Path("/dev/shm")
+"""A file system in memory, through which processes of one machine exchange files."""
+VERSIONS_IN_MEMORY = 3  # room that must be free there: two versions and the one that is being written
 CURRENT_FILE = "current.json"
 """Names the version to serve, {"name": …, "version": …}, for servers that watch the folder."""
 _VERSION_NAME = re.compile(r"(\.tmp-)?v\d{8,}-[0-9a-f]{8}")
@@ -96,6 +100,20 @@ class VersionFolder:
     def _list_versions(self) -> list[Path]:
         """Return the folders that `publish` makes; the folder may contain other files."""
         return [path for path in self.root.glob("*") if path.is_dir() and _VERSION_NAME.fullmatch(path.name)]
+
+
+def choose_folder(folder: Path, num_bytes: int) -> Path:
+    """Return where to write weights for servers of this machine: a new folder in shared memory where it has room, else `folder`.
+
+    Args:
+        num_bytes: Of one version.
+    """
+    try:
+        if shutil.disk_usage(SHARED_MEMORY).free < VERSIONS_IN_MEMORY * num_bytes:
+            return folder
+        return Path(tempfile.mkdtemp(prefix="policygrad-", dir=SHARED_MEMORY))
+    except OSError:  # there is none, or it is not ours to write to
+        return folder
 
 
 def copy_to_cpu(x: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +84,8 @@ class LocalLearner:
             check_routing_replay(algorithm)
             routed = replace(self.evaluator.network, routing=Routing.for_model(model))
             self.evaluator = replace(self.evaluator, network=routed)
-        self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, spec.steps * rule.updates)
+        total = spec.steps * rule.updates
+        self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, total, offload=config.offload)
         critic = algorithm.critic
         self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)
         self.reference = self._build_reference(algorithm, reference, build)
@@ -209,6 +211,7 @@ class LocalLearner:
                 "learner.routing_replay needs the experts that the sampler used, and this sampler does not report them "
                 "(Generation.routed_experts): use --sampler.engine local, or set learner.routing_replay=false"
             )
+        loading = self._move_optimizers(Optimizer.load)
         try:
             graphs = count_compiled_graphs() if self.config.compile else 0
             metrics = algorithm.update_rule(self.build_problem(batch, psi, algorithm))
@@ -216,13 +219,16 @@ class LocalLearner:
                 metrics |= {"compiled_graphs": Sum(float(count_compiled_graphs() - graphs))}
         finally:
             self.networks.release()
+            moving = loading + self._move_optimizers(Optimizer.unload)
+        if self.config.offload:
+            metrics |= {"time/offload": Sum(moving)}
         self.rollouts += 1
         settings = algorithm.reference
         if settings is not None and self.reference is not None and settings.should_refresh(self.rollouts):
             copy_weights(self.model, self.reference.model)
             self._on_reference_refreshed()
             if settings.reset_optimizer:
-                self.optimizer.adam.state.clear()  # the schedule continues
+                self.optimizer.clear_moments()  # the schedule continues
             metrics |= {"reference/refreshed": Sum(1.0)}
         return metrics if self.critic is None else metrics | measure_values(batch)
 
@@ -260,8 +266,8 @@ class LocalLearner:
         if self.refreshed and self.reference is not None:
             changed = trainable_parameters(self.reference.model, self.model)
             tensors |= {f"reference/{name}": p.detach() for name, p in changed.items()}
-        for name, network in self._auxiliary_optimizers().items():
-            more, state[name] = network.state()
+        for name, optimizer in self._auxiliary_optimizers().items():
+            more, state[name] = optimizer.state()
             tensors |= {f"{name}/{key}": tensor for key, tensor in more.items()}
         return tensors, state
 
@@ -273,9 +279,9 @@ class LocalLearner:
                 check_moments(tensors, values[name], f"{name}/")
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        for name, network in self._auxiliary_optimizers().items():
+        for name, optimizer in self._auxiliary_optimizers().items():
             stored = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(f"{name}/")}
-            network.restore(stored, values[name])
+            optimizer.restore(stored, values[name])
         if values["refreshed"] and self.reference is not None:
             for name, parameter in trainable_parameters(self.reference.model, self.model).items():
                 parameter.data.copy_(tensors[f"reference/{name}"])
@@ -289,6 +295,13 @@ class LocalLearner:
             )
         self.optimizer.restore(policy, values["optimizer"])
         self.rollouts, self.refreshed = values["rollouts"], values["refreshed"]
+
+    def _move_optimizers(self, move: Callable[[Optimizer], None]) -> float:
+        """Load or unload every optimizer; return the seconds that it took."""
+        started = time.perf_counter()
+        for optimizer in (self.optimizer, *self._auxiliary_optimizers().values()):
+            move(optimizer)
+        return time.perf_counter() - started
 
     def _auxiliary_optimizers(self) -> dict[str, Optimizer]:
         networks = {"critic": self.critic, "reward_model": self.reward_model}

@@ -87,7 +87,8 @@ class ValueModel:
         self.division.shard(self.network)
         passes = spec.steps + min(spec.steps, critic.pretrain) * (critic.pretrain_epochs - 1)
         total = passes * spec.algorithm.update_rule.critic_updates
-        self.optimizer = Optimizer(self.network, spec.optimizer, critic.learning_rate(spec.lr), total)
+        rate, offload = critic.learning_rate(spec.lr), spec.config.offload
+        self.optimizer = Optimizer(self.network, spec.optimizer, rate, total, offload=offload)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Pack]:
         return self.division.micro_batches(
@@ -186,7 +187,8 @@ class ImplicitRewardModel:
         if spec.config.gradient_checkpointing:
             recompute_activations(evaluator.model)
         total = spec.steps * spec.algorithm.update_rule.critic_updates
-        self.optimizer = Optimizer(evaluator.model, spec.optimizer, part.learning_rate(spec.lr), total)
+        rate, offload = part.learning_rate(spec.lr), spec.config.offload
+        self.optimizer = Optimizer(evaluator.model, spec.optimizer, rate, total, offload=offload)
 
     def accumulate(self, batch: Batch) -> Metrics:
         """Add the gradient of the cross-entropy, a mean over the update's completions."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from policygrad.learners.config import OptimizerConfig
+from policygrad.learners.local.host_memory import HostMemory
 from policygrad.models.replica import full_tensor, local_tensor, redistribute_like
 
 
@@ -21,7 +22,14 @@ class Optimizer:
     A bf16 weight changes in steps of 1/256 of itself, far more than a policy-gradient step; the masters keep the rest.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, lr: float, total: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, lr: float, total: int, *, offload: bool = False
+    ) -> None:
+        """
+        Args:
+            total: Updates of the run, for the schedule.
+            offload: Keep masters and moments in the host's memory except between `load` and `unload`.
+        """
         self.config, self.lr, self.total = config, lr, total
         self.num_updates = 0  # steps and moves: the version of the weights
         self.consistent = True  # False during a step
@@ -48,6 +56,26 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=self.is_fused or None,
         )
+        self.host = HostMemory() if offload else None
+        self.unload()
+
+    def load(self) -> None:
+        """Move masters and moments back to their device; nothing if they are not offloaded."""
+        if self.host is not None:
+            self.host.move_back()
+
+    def unload(self) -> None:
+        """Move masters and moments to the host's memory, if they are offloaded. Weights that the model computes with stay."""
+        if self.host is not None:
+            own = (m for n, m in self.masters.items() if m is not self.parameters[n])
+            self.host.move_out([*own, *self._moments()])
+
+    def _moments(self) -> list[Tensor]:
+        return [x for state in self.adam.state.values() for x in state.values() if isinstance(x, Tensor) and x.ndim]
+
+    def _values(self, x: Tensor) -> Tensor:
+        """Return a master's or a moment's values, on the host if it is there."""
+        return x if self.host is None else self.host.find(x)
 
     def accumulate_master_grads(self) -> None:
         """Move a micro-batch's bf16 gradients to the fp32 masters, so that they are summed in fp32."""
@@ -123,7 +151,7 @@ class Optimizer:
         """Copy the masters to the model, in its own precision."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+                parameter.copy_(self._values(self.masters[name]))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return master weights, AdamW's moments and the number of updates.
@@ -133,10 +161,12 @@ class Optimizer:
         """
         if not self.consistent:
             raise CheckpointError("an error interrupted an update, so the weights belong to no single step")
-        tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
+        tensors = {f"weights/{name}": self._values(master).detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self.adam.state.get(master, {}).items():
-                tensors[f"adam/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"adam/{name}/{key}"] = (
+                    self._values(value) if isinstance(value, Tensor) else torch.tensor(value)
+                )
         moments = sum(name.startswith("adam/") for name in tensors)
         return tensors, {"taken": self.num_updates, "moments": moments}
 
@@ -156,16 +186,25 @@ class Optimizer:
                     )
         with torch.no_grad():
             for name, master in self.masters.items():
-                master.copy_(tensors[f"weights/{name}"])
+                self._values(master).copy_(tensors[f"weights/{name}"])
         self.sync_to_model()
-        self.adam.state.clear()
+        self.clear_moments()
         for key, tensor in tensors.items():
             if key.startswith("adam/"):
                 name, moment = key.removeprefix("adam/").rsplit("/", 1)
                 master = self.masters[name]
                 on_host = moment == "step" and not self.is_fused  # AdamW keeps its counter on the CPU
-                self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
+                value = tensor.clone() if on_host else tensor.to(master.device, copy=True)
+                self.adam.state[master][moment] = value
+                if self.host is not None and value.ndim:  # one at a time: a server may have the memory of the rest
+                    self.host.move_out([value])
         self.num_updates = values["taken"]
+
+    def clear_moments(self) -> None:
+        """Let AdamW start anew."""
+        if self.host is not None:
+            self.host.forget(self._moments())
+        self.adam.state.clear()
 
 
 def group_by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

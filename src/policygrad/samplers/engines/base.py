@@ -45,6 +45,7 @@ from policygrad.utils.async_runner import gather_or_cancel
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights, StaleWeightsError, load_logit_source
 from policygrad.weight_sync.folder import (
+    SHARED_MEMORY,
     VersionFolder,
     WeightVersion,
     WeightWriter,
@@ -447,10 +448,13 @@ class EngineSampler(ABC):
     def _list_own_servers(self) -> list[str]:
         """Return the addresses of the servers that the run starts, at free ports of this machine."""
         installation = find_installation(type(self), self.config.engine, self.config.python)
+        root = self.versions.root
+        shared_folder = str(root) if self.config.folder is None and root.is_relative_to(SHARED_MEMORY) else ""
         for number in range(self.config.servers):
             port = find_free_port()
             url, log = f"http://127.0.0.1:{port}", self.log_folder / f"server-{number}.log"
-            self.processes[url] = ServerProcess(log, partial(self._make_launch_command, installation, number, url))
+            make_command = partial(self._make_launch_command, installation, number, url)
+            self.processes[url] = ServerProcess(log, make_command, shared_folder)
             if self.config.colocate:
                 self.colocated[url] = ColocatedServer(self, url)
         return list(self.processes)

@@ -20,6 +20,7 @@ from policygrad.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     from policygrad.samplers.engines.base import EngineSampler
 
+_SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # modules of the current folder would hide those of the environment
 _QUERY_TIMEOUT = 60.0  # seconds in which a Python tells the version of a package
 _QUERY = """
 import importlib.metadata, importlib.util, sys
@@ -55,7 +56,11 @@ def find_python(path: str | None) -> str:
     if path is None:
         return sys.executable
     named = Path(path).expanduser()
-    python = named / ("Scripts/python.exe" if os.name == "nt" else "bin/python") if named.is_dir() else named
+    python = (
+        named.joinpath(*(("Scripts", "python.exe") if os.name == "nt" else ("bin", "python")))
+        if named.is_dir()
+        else named
+    )
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(
             f"{path!r} is no Python: name a virtual environment, or the Python in it, such as DIR/bin/python"
@@ -70,12 +75,13 @@ def find_version(python: str, package: str) -> str | None:
     Raises:
         ConfigError: The interpreter does not run.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    own = Path(python) == Path(sys.executable)
+    environment = dict(os.environ)
+    if Path(python) != Path(sys.executable):
+        environment.pop("PYTHONPATH", None)
     try:
         done = subprocess.run(
             [python, "-c", _QUERY, package],
-            env=dict(os.environ) if own else environment,
+            env=environment | _SAFE_PATH,
             capture_output=True,
             text=True,
             timeout=_QUERY_TIMEOUT,
@@ -136,7 +142,7 @@ def install(
         raise ConfigError(f"--into {folder}: it exists and is no virtual environment. Name a new folder.")
     requirements = requirements or engine.requirements(has_gpu=shutil.which("nvidia-smi") is not None)
     on_progress(f"making a virtual environment in {folder}")
-    _run([sys.executable, "-m", "venv", str(folder)], "the environment cannot be made")
+    _run([sys.executable, "-P", "-m", "venv", str(folder)], "the environment cannot be made")
     python = find_python(str(folder))
     on_progress(f"installing {' '.join(requirements)}: some gigabytes, some minutes")
     _run([python, "-m", "pip", "install", "--disable-pip-version-check", *requirements], "pip fails")
@@ -149,6 +155,6 @@ def install(
 
 def _run(argv: Sequence[str], failure: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(argv, env=environment, stdout=2)  # standard error: its output is progress
+    done = subprocess.run(argv, env=environment | _SAFE_PATH, stdout=2)  # standard error: its output is progress
     if done.returncode:
         raise EngineError(f"{failure} (exit code {done.returncode}): see its output above")

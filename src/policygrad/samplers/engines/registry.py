@@ -13,6 +13,7 @@ from policygrad.samplers.engines.colocation import memory_share
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.installation import find_installation
 from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.weight_sync.folder import choose_folder
 
 if TYPE_CHECKING:  # the command line reads the names without importing torch
     from torch import nn
@@ -96,11 +97,15 @@ def build_engine_sampler(
     """Return the sampler of the configured engine.
 
     Args:
-        folder: Where weights are published if `config.folder` is None; servers that are started here write their logs beside it.
+        folder: Where weights are published if `config.folder` is None, unless the servers are started here and shared memory has
+            room. Their logs are beside it.
         on_progress: Called while no server is available.
     """
     logs = folder.resolve().parent
-    folder = folder if config.folder is None else Path(config.folder).expanduser()
+    if config.folder is not None:
+        folder = Path(config.folder).expanduser()
+    elif not config.urls:
+        folder = choose_folder(folder, sum(p.numel() * p.element_size() for p in model.parameters()))
     engine = load_engine_class(config.engine)
     return engine(model, tokenizer, config, folder.resolve(), temperature, on_progress, logs)
 

@@ -4,13 +4,16 @@ Between this process and a server stands a guard: this file, run as a program wi
 processes of its own (vLLM's engine core, SGLang's schedulers), which outlive it when it is killed, and keep its GPU memory. The
 guard ends all of them when the server ends, when it is told to (SIGTERM), or when the process that started it is gone.
 
-    python server_process.py PARENT COMMAND...
+    python server_process.py PARENT FOLDER COMMAND...
+
+FOLDER holds weights in shared memory, which the guard removes if its parent can no longer do it; "" = none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,13 +40,14 @@ LaunchCommand = tuple[Mapping[str, str], Sequence[str]]  # (environment variable
 class ServerProcess:
     """One server on this machine, with its guard and its log."""
 
-    def __init__(self, log: Path, make_command: Callable[[], LaunchCommand]) -> None:
+    def __init__(self, log: Path, make_command: Callable[[], LaunchCommand], shared_folder: str = "") -> None:
         """
         Args:
             log: The file that its output is appended to.
             make_command: Called at every start: the command may name the newest weights.
+            shared_folder: A folder in shared memory to remove if this process is killed; "" = none.
         """
-        self.log, self._make_command = log, make_command
+        self.log, self._make_command, self._shared_folder = log, make_command, shared_folder
         self.guard: subprocess.Popen[bytes] | None = None
         self.is_starting = True
         """The owner sets it to False once the server has answered; a server that ends later is started again."""
@@ -101,7 +105,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)
             self.guard = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(os.getpid()), *argv],
+                [sys.executable, "-P", __file__, str(os.getpid()), self._shared_folder, *argv],
                 env=inherited | {"PYTHONSAFEPATH": "1", **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -138,8 +142,11 @@ def find_free_port() -> int:
 # The guard.
 
 
-def guard(parent: int, argv: Sequence[str]) -> int:
+def guard(parent: int, shared_folder: str, argv: Sequence[str]) -> int:
     """Run a command, and end it and everything it started when it ends, on SIGTERM, or when the process `parent` is gone.
+
+    Args:
+        shared_folder: Removed when the parent is gone.
 
     Returns:
         The command's exit code.
@@ -171,6 +178,8 @@ def guard(parent: int, argv: Sequence[str]) -> int:
                 break
             time.sleep(_POLL_SECONDS)
     _kill_descendants()
+    if shared_folder and os.getppid() != parent:
+        shutil.rmtree(shared_folder, ignore_errors=True)
     return 1 if code is None else code if code >= 0 else 128 - code
 
 
@@ -228,4 +237,4 @@ def _call_prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(guard(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -137,9 +137,14 @@ class VllmSampler(EngineSampler):
             argv += ["--weight-transfer-config", '{"backend":"nccl"}']
         if options.colocate:
             argv += ["--enable-sleep-mode"]
-        if options.records_experts:
-            argv += ["--enable-return-routed-experts"]
         environment: dict[str, str] = {}
+        if options.records_experts:
+            if options.on_cpu:
+                raise ConfigError(
+                    "learner.routing_replay: vLLM returns experts on a GPU only. Use --sampler.engine local, or leave it out"
+                )
+            argv += ["--enable-return-routed-experts"]
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them, and it needs Triton
         if options.on_cpu:  # nothing is gained there by compiling, and by default it takes most of the memory
             argv += ["--enforce-eager"]
             environment = {

@@ -99,9 +99,9 @@ class SupervisedConfig:
             raise ConfigError(
                 f"learner.routing_replay replays a sampler's experts, and {self.kind} samples nothing: leave it out"
             )
-        if self.learner.compile or self.learner.head == "fp32":
+        if self.learner.compile or self.learner.offload or self.learner.head == "fp32":
             raise ConfigError(
-                f"learner.compile and learner.head are for policygrad train, not {self.kind}: leave them out"
+                f"learner.compile, learner.offload and learner.head are for policygrad train, not {self.kind}: leave them out"
             )
         if self.learner.tensor_parallel > 1:
             raise ConfigError(

@@ -1,0 +1,59 @@
+"""Keep an optimizer's tensors in the host's memory while their memory on the GPU is lent to a server or a cache.
+
+A tensor that is away stays the same object, of which AdamW's state and the learner hold references: only its storage is empty.
+Its values are in a copy on the host, in pinned memory, so that moving them runs at the link's speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """The copies of tensors that are away, and their buffers, which are used again."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Tensor, Tensor] = {}  # of tensors that are away or have been
+        self._away: set[Tensor] = set()
+
+    @torch.no_grad()
+    def move_out(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors to the host and free their own memory. Each must own its storage whole."""
+        moved = [x for x in tensors if x not in self._away]
+        for x in moved:
+            if x.untyped_storage().nbytes() != x.nbytes:
+                raise ValueError(f"a tensor of shape {list(x.shape)} shares its memory with others")
+            if x not in self._copies:
+                self._copies[x] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+            self._copies[x].copy_(x, non_blocking=True)
+        _wait_for_copies(moved)
+        for x in moved:
+            x.untyped_storage().resize_(0)
+        self._away.update(moved)
+
+    @torch.no_grad()
+    def move_back(self) -> None:
+        """Give every tensor that is away its memory and its values back."""
+        for x in self._away:
+            x.untyped_storage().resize_(self._copies[x].nbytes)
+            x.copy_(self._copies[x], non_blocking=True)
+        _wait_for_copies(self._away)
+        self._away.clear()
+
+    def find(self, x: Tensor) -> Tensor:
+        """Return where a tensor's values are: itself, or its copy if it is away. What is written there comes back with it."""
+        return self._copies[x] if x in self._away else x
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Drop the copies of tensors that nothing uses any more."""
+        for x in tensors:
+            self._copies.pop(x, None)
+            self._away.discard(x)
+
+
+def _wait_for_copies(tensors: Iterable[Tensor]) -> None:
+    for device in {x.device for x in tensors if x.is_cuda}:
+        torch.cuda.synchronize(device)
