@@ -365,6 +365,29 @@ def test_what_siblings_say_behind_the_same_tokens_is_a_draft() -> None:
     assert drafts.agreement([[[3]]]) == (0.0, 0.0)
 
 
+def test_turns_of_a_step_are_summed_and_its_conversations_counted_once() -> None:
+    facts = {"completions": [4, 4, 4, 4], "tokens": [1, 2, 3, 4], "prompt_tokens": [10, 20, 30, 40]}
+    assert clock.sum_turns(facts, 2) == {"completions": [4, 4], "tokens": [3, 7], "prompt_tokens": [30, 70]}
+    assert clock.sum_turns(facts, 1) == facts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["conversations", "geometric"])
+def test_a_small_work_is_measured_whole(name: str, tmp_path: Path) -> None:
+    """With the names that the library has now: the steps, and the completions and tokens that the work says."""
+    work, scripts = quick(next(w for w in WORKS if w.name == name)), Path(__file__).parents[2] / "benchmarks"
+    make = [sys.executable, scripts / "make_work.py", name, tmp_path / name, "--quick", "--data", tmp_path]
+    subprocess.run(make, check=True, capture_output=True)
+    done = subprocess.run([sys.executable, scripts / "ours.py", tmp_path / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = clock.heard(done.stdout)
+    assert found is not None
+    assert len(found["steps"]) == work.steps + 1
+    assert found["facts"]["completions"] == [work.completions] * (work.steps + 1)
+    assert found["facts"]["tokens"] == [work.tokens()] * (work.steps + 1)
+    assert found["facts"]["updates"] == work.steps + 1
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_every_component_runs_in_small(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from policygrad.compare.plan import LADDERS
 from policygrad.compare.report import build_report
 from policygrad.compare.runner import ComparisonRun
 
+ROOT = Path(__file__).resolve().parents[2]
 GRID = (3e-4, 1e-3)
 
 
@@ -200,3 +201,13 @@ def test_results_of_control_runs_are_appended_and_removed(tmp_path: Path) -> Non
     path.write_text(path.read_text() + '{"name": "gr')
     with pytest.raises(measure_control.MeasureError, match=r"line 2 is not JSON"):
         measure_control.read_results(path)
+
+
+def test_readmes_figures_of_a_gpu_are_those_that_were_measured() -> None:
+    results = json.loads((ROOT / "docs" / "results" / "gpu.json").read_text(encoding="utf-8"))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    parts = {name: part["result"] for name, part in results["parts"].items()}
+    speed = int(parts["learner 16k compiled"]["text tokens/s"] // 1000)
+    device, error = results["device"].removeprefix("NVIDIA "), parts["algorithms"]["cuda float64"]["error"]
+    assert f"On an {device} every algorithm's update equals the CPU's ({error:.0e}, in float64)" in readme
+    assert f"learns from {speed},000 tokens a second with `--learner.compile`" in readme
