@@ -4,7 +4,8 @@ python scripts/measure_engines.py [--engines local llama_cpp vllm] [--vllm VENV]
 python scripts/measure_engines.py --throughput --vllm VENV
 
 Each engine has one run of grpo per seed with the default options, whose evaluation accuracy is compared with that of runs without
-an engine; and one of a hundred short steps, after each of which the weights are published to disk, loaded by the server and probed.
+an engine; and one of a hundred short steps, after each of which the weights are published, loaded by the server and probed. The
+runs start their servers.
 --throughput samples the same number of tokens from a vLLM server as its own benchmark, `vllm bench serve`, in turns.
 
 VENV is a virtual environment with vLLM 0.32. Runs that are complete in the folder are skipped.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
@@ -135,26 +135,16 @@ def publications(folder: Path) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def engine_options(engine: str, venv: str | None, folder: Path) -> Iterator[list[str]]:
-    """Yield the run's options, while the engine's server is running if the run does not start it."""
-    if engine == "vllm":
-        assert venv is not None
-        with serving(venv, folder) as url:
-            yield ["--sampler.engine", "vllm", "--sampler.urls", url, "--sampler.recovery-timeout", str(START)]
-    else:
-        yield [] if engine == "local" else ["--sampler.engine", engine]
-
-
 def measure(engine: str, seeds: Sequence[int], venv: str | None, folder: Path) -> dict[str, Any]:
     """Run and measure one engine."""
     place = folder / engine
-    place.mkdir(parents=True, exist_ok=True)
-    with engine_options(engine, venv, place) as argv:
-        for seed in seeds:
-            train([*argv, "--seed", str(seed)], place / f"seed-{seed}")
-        if engine != "local":
-            train([*argv, *LONG], place / "long")
+    argv = [] if engine == "local" else ["--sampler.engine", engine]
+    if engine == "vllm":
+        argv += ["--sampler.python", str(venv)]
+    for seed in seeds:
+        train([*argv, "--seed", str(seed)], place / f"seed-{seed}")
+    if engine != "local":
+        train([*argv, *LONG], place / "long")
     found: dict[str, Any] = {"seeds": {str(seed): accuracy(place / f"seed-{seed}") for seed in seeds}}
     return found | ({"long": publications(place / "long")} if engine != "local" else {})
 

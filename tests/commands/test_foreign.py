@@ -73,7 +73,7 @@ def test_every_foreign_option_is_refused_by_name(ours: set[str]) -> None:
         ("train grpo +actor_rollout_ref.rollout.n=5", "here it is --samples-per-prompt 5"),
         ("train grpo trainer.project_name=x", "trainer.project_name is verl's; there is no such option here"),
         ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first argument of `train`"),
-        ("train --use-vllm", "--use-vllm is TRL's; here it is --sampler.engine (vllm or sglang"),
+        ("train --use-vllm", "--use-vllm is TRL's; here it is --sampler.engine (vllm, sglang or llama_cpp"),
         ("train grpo --load_in_4bit", "--load_in_4bit is TRL's; here it is --learner.lora bits=4 (4-bit (NF4) frozen weights"),
         ("train grpo --log_completions", "--log_completions is TRL's; there is no such option here (every completion is"),
         ("train grpo --push_to_hub true", "there is no such option here (nothing is uploaded during training"),

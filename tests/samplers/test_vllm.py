@@ -5,7 +5,11 @@ POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, on a GPU 
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.training.base_trainer import Callback
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import make_safetensors_writer
@@ -88,6 +93,67 @@ def test_run_with_vllm_learns(url: str, tmp_path: Path) -> None:
     assert result.before is not None
     assert result.after is not None
     assert result.after - result.before > 0.3
+
+
+class Killing(Callback):
+    """Kills every process of the server, but the guard, after each of the first steps."""
+
+    def __init__(self, kills: int) -> None:
+        self.left, self.killed = kills, list[int]()
+
+    def step(self, trainer: Any, step: int, metrics: Any) -> None:
+        if self.left:
+            [process] = trainer.resources.rollouter.sampler.processes.values()
+            self.left -= 1
+            self.killed += list_descendants(process.guard.pid)
+            for pid in list_descendants(process.guard.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.guard.wait()
+
+
+def list_descendants(pid: int) -> list[int]:
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [*children, *(below for child in children for below in list_descendants(child))]
+
+
+def test_server_of_the_run_is_killed_five_times_and_nothing_is_lost(tmp_path: Path) -> None:
+    killing = Killing(5)
+    run = pg.Run(
+        sampler=SamplerConfig(engine="vllm", python=VENV),
+        steps=7,
+        prompts_per_step=32,
+        evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
+        output=str(tmp_path / "run"),
+    )
+    result = pg.train(run, display=False, callbacks=[killing])
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after - result.before > 0.3
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "reward" in row] == [*range(1, 8)]
+    assert max(row["publication/probe_max"] for row in rows if "publication/probe_max" in row) < 1e-4
+    assert len(killing.killed) >= 10  # the server and its engine's process, five times
+    assert not [pid for pid in killing.killed if Path(f"/proc/{pid}").exists()]
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
+    engine = ("--sampler.engine", "vllm", "--sampler.python", VENV, "--output", str(tmp_path / "run"), "--plain")
+    options = ("--prompts-per-step", "4", "--evaluation.problems", "0", *engine)
+    command = [sys.executable, "-m", "policygrad", "train", "grpo", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        assert run.stdout is not None
+        printed: list[str] = []
+        while not (printed and printed[-1].startswith("step ")):
+            printed.append(run.stdout.readline())
+            assert printed[-1], "".join(printed)
+        left = list_descendants(run.pid)
+        run.kill()
+    for pid in left:
+        subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=60, check=True)
+    assert len(left) >= 3  # the guard, the server, its engine
 
 
 @pytest.mark.parametrize(

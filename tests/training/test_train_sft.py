@@ -274,9 +274,12 @@ def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], comm
         (("--data", "a", "--learner.score-parameters", "head"), "learner.score_parameters is for policy gradients"),
         (
             ("--data", "a", "--learner.compile"),
-            "learner.compile and learner.head are for policygrad train",
+            "learner.compile, learner.offload and learner.head are for policygrad train",
         ),
-        (("--data", "a", "--learner.head", "fp32"), "learner.compile and learner.head are for policygrad train"),
+        (
+            ("--data", "a", "--learner.head", "fp32"),
+            "learner.compile, learner.offload and learner.head are for policygrad train",
+        ),
         (("--data", "a", "--task", "embedded"), "Unrecognized options: --task"),
         (("--data", str(tmp_path / "nosuch.jsonl")), "no such file"),
     ):

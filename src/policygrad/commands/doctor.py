@@ -106,6 +106,7 @@ def examine_torch() -> Iterator[Finding]:
     import torch
 
     from policygrad.learners.local.compilation import COMPILERS
+    from policygrad.utils.devices import choose_device, multiplies_in_bf16
 
     python = f"{platform.python_version()} in {_shorten(Path(sys.prefix))}"
     yield Finding("Learner", "python", python)
@@ -135,7 +136,11 @@ def examine_torch() -> Iterator[Finding]:
         is_taken = free < total / 2
         remedy = "another process holds most of it: nvidia-smi names it" if is_taken else ""
         yield Finding("Learner", f"gpu {index}", value, PROBLEM if is_taken else OK, remedy)
-    on_gpu = count > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
+    for kind, maker in (("xpu", "Intel"), ("mps", "Apple")):
+        if getattr(torch, kind).is_available():
+            remedy = f"--learner.device {kind} uses it, which was not tested on one"
+            yield Finding("Learner", f"gpu {kind}", f"of {maker}", OK, remedy)
+    on_gpu = multiplies_in_bf16(choose_device())
     precision = "bf16, as the GPU multiplies in it" if on_gpu else "fp32"
     yield Finding("Learner", "--learner.dtype auto", precision)
     compiler = next(filter(shutil.which, COMPILERS), None)

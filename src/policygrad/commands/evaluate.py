@@ -96,7 +96,7 @@ class EvalOptions:
     seed: int = 0
     """Seed of the samples."""
     device: Annotated[str, _short("learner.device", "--device")] = "auto"
-    """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
+    """cpu, cuda, cuda:1, xpu, mps; auto = cuda or xpu if available, else cpu."""
     dtype: Annotated[str, _short("learner.dtype", "--dtype")] = "fp32"
     """fp32 or bf16."""
     reward_timeout: Annotated[float, _short("rewards.timeout", "--timeout")] = 10.0

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from policygrad.core.precision import move
 from policygrad.errors import ConfigError
 
 _SHAPES = {
@@ -184,7 +185,7 @@ class Batch(_Tensors):
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
         prompts = None if self.prompts is None else tuple(row.to(device) for row in self.prompts)
-        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
+        moved: dict[str, Any] = {name: move(value, device) for name, value in self.tensors().items()}
         return replace(self, prompts=prompts, **moved)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Gate
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.precision import widen, widest_dtype
 from policygrad.core.ratios import (
     SELECTED,
     bounded_exp,
@@ -410,7 +411,7 @@ class SecondMomentFilter(Gate):
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """Choose the dropped tokens."""
-        change = log_ratio(require_policy_output(out, self), batch.logp_old, batch.mask).double()
+        change = widen(log_ratio(require_policy_output(out, self), batch.logp_old, batch.mask))
         pushed = batch.mask & (((psi > 0) & (change > 0)) | ((psi < 0) & (change < 0)))
         square = change**2
         ordered = square[pushed].sort().values
@@ -470,7 +471,7 @@ class ClipCov(Gate):
         cov = covariance(logp, psi, batch.mask)
         band = batch.mask & (cov > self.cov_low) & (cov < self.cov_high) & ~(below | above)
         ordered, count = cov[band].sort().values, max(1, int(self.fraction * int(batch.mask.sum())))
-        ranks = torch.arange(min(count, len(ordered)), device=cov.device, dtype=torch.float64) + 0.5
+        ranks = torch.arange(min(count, len(ordered)), device=cov.device, dtype=widest_dtype(cov.device)) + 0.5
         sampled = ordered[(ranks * (len(ordered) / max(1, len(ranks)))).long()]
         return band & torch.isin(cov, sampled)
 

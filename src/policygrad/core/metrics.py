@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policygrad.core.precision import widen
+
 Number = float | Tensor
 
 
@@ -121,10 +123,10 @@ def list_means(values: Mapping[str, Sequence[float]]) -> Metrics:
 
 def masked_mean(x: Tensor, where: Tensor) -> Mean:
     """Mean of x [B, T] over the True positions."""
-    return Mean(torch.where(where, x, 0).to(torch.float64).sum(), where.to(torch.float64).sum())
+    return Mean(widen(torch.where(where, x, 0)).sum(), widen(where).sum())
 
 
 def effective_size(rho: Tensor, where: Tensor) -> EffectiveSize:
     """Effective sample size of the weights rho [B, T] at the True positions."""
-    rho = torch.where(where, rho, 0).to(torch.float64)
-    return EffectiveSize(rho.sum(), rho.square().sum(), where.to(torch.float64).sum())
+    rho = widen(torch.where(where, rho, 0))
+    return EffectiveSize(rho.sum(), rho.square().sum(), widen(where).sum())

@@ -21,6 +21,7 @@ from policygrad.core.batch import Batch, Coefficients, Forward
 from policygrad.core.kl_controllers import beta_metrics
 from policygrad.core.metrics import Max, Metrics, Sum, effective_size, masked_mean
 from policygrad.core.outputs import check_per_token, is_finite
+from policygrad.core.precision import widen
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.errors import ConfigError
@@ -218,14 +219,14 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
     ratio = _compute_ratio(out, batch, algorithm)
     logp = masked.apply_mask(out.logp.detach(), mask)
     metrics: Metrics = beta_metrics(algorithm.parts()) | {
-        "objective": Sum(objective(out, batch, psi, algorithm, coef).double()),
+        "objective": Sum(widen(objective(out, batch, psi, algorithm, coef))),
         "ratio/max": Max(masked.apply_mask(ratio, mask).max() if mask.any() else 1.0),
     }
     clipped = algorithm.gate.clipped(ratio, psi, batch)
     if clipped is not None:
         for name, tokens in zip(("low", "high"), clipped, strict=True):
             tokens = check_per_token(tokens, algorithm.gate, mask, "clipped")
-            metrics[f"clip_ratio/{name}"] = masked_mean(tokens.double(), mask)
+            metrics[f"clip_ratio/{name}"] = masked_mean(widen(tokens), mask)
     if batch.logp_ref is not None:
         u = logp - masked.apply_mask(batch.logp_ref, mask)
         # Without r, a token whose probability has collapsed would count about e^9.

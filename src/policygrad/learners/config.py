@@ -60,12 +60,12 @@ class LearnerConfig:
     """Options of the learner: precision, device, processes, what trains."""
 
     dtype: str = "auto"
-    """fp32, or bf16 with fp32 master weights; auto = bf16 on a GPU that supports it, else fp32."""
+    """fp32, or bf16 with fp32 master weights; auto = bf16 on a GPU of NVIDIA, AMD or Intel that supports it, else fp32."""
     head: str = AUTO
     """Precision of the output head's product in learner and local sampler: model, or fp32 whatever the weights are.
     auto = the algorithm's own: fp32 for scale_rl."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto = cuda if available."""
+    """cpu, cuda, cuda:1, xpu, mps; auto = cuda or xpu if available, else cpu."""
     micro_tokens: int = 0
     """Tokens per forward and backward pass, shared ones once.
     0 = 16384 on a GPU, 1024 on a CPU (2048 for a small model or bf16)."""
@@ -77,8 +77,8 @@ class LearnerConfig:
     """Compile the model's blocks with torch.compile: on a GPU a third faster after some twenty seconds.
     On a CPU it helps in bf16, hardly in fp32."""
     offload: bool = False
-    """Keep AdamW's moments and fp32 masters in this machine's memory while completions are sampled: more of the GPU for a server
-    beside the learner (--sampler.colocate)."""
+    """Keep AdamW's moments and fp32 masters in this machine's memory while completions are sampled.
+    That leaves more of the GPU to a server beside the learner (--sampler.colocate)."""
     world_size: int = 1
     """Processes that learn together, with weights, gradients and moments sharded over them (FSDP2); one GPU each."""
     tensor_parallel: int = 1
@@ -135,11 +135,10 @@ class LearnerConfig:
             return replace(self, head=head).resolve()
         if self.dtype != AUTO:
             return self
-        import torch  # slow to import, and the command line does not need it
+        from policygrad.utils import devices  # imports torch, which is slow, and the command line does not need it
 
-        on_gpu = self.device.startswith("cuda") or (self.device == AUTO and torch.cuda.is_available())
-        use_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-        return replace(self, dtype="bf16" if use_bf16 else "fp32")
+        device = devices.choose_device() if self.device == AUTO else self.device
+        return replace(self, dtype="bf16" if devices.multiplies_in_bf16(device) else "fp32")
 
     @property
     def adapters(self) -> Lora | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policygrad.core.precision import widen
 from policygrad.errors import ConfigError, ModelError, install_command
 from policygrad.models.lora_config import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, Lora
 
@@ -371,11 +372,11 @@ def check_4bit_gradients(model: nn.Module) -> None:
     generator, device = torch.Generator().manual_seed(0), layer.weight.device
     x, y = (torch.randn(3, n, generator=generator).to(device, dtype) for n in (layer.in_features, layer.out_features))
     with torch.no_grad():
-        forward = float(((layer(x) - layer(torch.zeros_like(x))).double() * y.double()).sum())
+        forward = float((widen(layer(x) - layer(torch.zeros_like(x))) * widen(y)).sum())
     x.requires_grad_()
     (gradient,) = torch.autograd.grad((layer(x) * y).sum(), x)
-    backward = float((gradient.double() * x.detach().double()).sum())
-    size = float(y.double().norm() * layer(x).detach().double().norm())
+    backward = float((widen(gradient) * widen(x.detach())).sum())
+    size = float(widen(y).norm() * widen(layer(x).detach()).norm())
     if not abs(forward - backward) <= (0.02 if dtype == torch.bfloat16 else 1e-3) * size:
         raise ModelError(
             "learner.lora bits=4: this version of bitsandbytes computes wrong gradients on this device: install another, or leave "

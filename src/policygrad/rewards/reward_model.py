@@ -24,6 +24,7 @@ from policygrad.models.classifier import (
 )
 from policygrad.models.loading import context_length, locate_model
 from policygrad.models.tokenizer import check_vocabulary
+from policygrad.utils.devices import choose_device
 
 SCORING_TIMEOUT = 600.0  # seconds for one batch of completions
 
@@ -104,7 +105,7 @@ class ModelReward:
 
 @lru_cache(maxsize=2)
 def _load_model(path: str) -> tuple[Any, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device()
     model, tokenizer = load_classifier(path, device=device), load_classifier_tokenizer(path)
     check_vocabulary(tokenizer.hf, model, path)
     return model, tokenizer

@@ -32,6 +32,7 @@ from policygrad.planning.hardware import DEVICES, Calibration, Efficiency
 from policygrad.planning.model_shapes import ModelShape
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.utils.devices import synchronize
 
 
 @dataclass(frozen=True)
@@ -232,11 +233,9 @@ def time_call(work: Callable[[], object], repeats: int, device: str) -> float:
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     seconds = list[float]()
     for _ in range(repeats + 1):
-        if device != "cpu":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         started = clock()
         work()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds.append(clock() - started)
     return max(min(seconds[1:]), 1e-9)

@@ -44,6 +44,7 @@ from policygrad.training.config.paths import resolve_config_paths, resolve_rewar
 from policygrad.training.config.run import Run, RunOptions
 from policygrad.training.cost_estimate import compute_algorithm_cost
 from policygrad.utils.async_runner import AsyncRunner
+from policygrad.utils.devices import choose_device
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import load_object
@@ -268,9 +269,9 @@ def call_factory(value: object, kind: type, *args: object) -> object:
 
 
 def pick_device(name: str) -> str:
-    """Return the device; auto = cuda if there is one. Raises RunError if this machine has no such device."""
+    """Return the device; auto = the machine's GPU if there is one. Raises RunError if this machine has no such device."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return choose_device()
     try:
         torch.empty(1, device=name).tolist()  # reading fails on the meta device
     except (RuntimeError, AssertionError) as error:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.batch import Batch
+from policygrad.core.precision import widest_dtype
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
@@ -126,7 +127,7 @@ def sum_log_likelihood(shard: LearnerShard, batch: Batch) -> float:
     """Return Σ log π(o_t), in nats."""
     total = 0.0
     for pack in _micro_batches(shard, batch):
-        total += float(shard.evaluator(pack.to(get_device(shard))).double().sum())
+        total += float(shard.evaluator(pack.to(get_device(shard))).sum(dtype=widest_dtype(get_device(shard))))
     return float(shard.division.all_reduce(torch.tensor(total, dtype=torch.float64)))
 
 

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.objective import objective
+from policygrad.core.precision import move, widen
 from policygrad.learners.local.forward import MAX_LOGITS, compute_exact, scale_logits
 from policygrad.learners.local.logprobs import TokenPairs
 from policygrad.learners.local.networks import TrainedNetworks
@@ -119,7 +120,7 @@ class Curvature:
         tangents = {name: t.to(optimizer.parameters[name].dtype) for name, t in optimizer.split(v).items()}
 
         def dummy_pass(part: Pack) -> None:
-            self._product(part, tangents, 0 * part.mask.double(), sampled)
+            self._product(part, tangents, 0 * widen(part.mask), sampled)
 
         for part, weight in self._micro_batches(batch, dummy_pass):
             self._product(part, tangents, weight, sampled)
@@ -150,11 +151,11 @@ class Curvature:
         with self._shifted(delta) as compare:
             for part, weight in self._micro_batches(batch, compare, algorithm.gate.requires_full_groups):
                 rows, device = part.rows.cpu(), weight.device
-                coef = tuple(c[rows].to(device) for c in coefficients)
-                share, row_psi = bare.select(rows).to(device), psi[rows].to(device)
+                coef = tuple(move(c[rows], device) for c in coefficients)
+                share, row_psi = bare.select(rows).to(device), move(psi[rows], device)
                 out = compare(part)
                 assert out.kl_old is not None
-                totals[0] += float(objective(replace(out, logp=out.logp.double()), share, row_psi, algorithm, coef))
+                totals[0] += float(objective(replace(out, logp=widen(out.logp)), share, row_psi, algorithm, coef))
                 totals[1] += float((weight * out.kl_old).sum())
         surrogate, divergence = self.networks.division.all_reduce(totals).tolist()
         return surrogate, divergence
@@ -185,7 +186,7 @@ class Curvature:
         """Iterate over all completions with a sampled token, whatever their Ψ, with each token's share [b, T] of the mean."""
         tokens, device = max(1, int(batch.mask.sum())), self.networks.device
         for part in self.networks.micro_batches(batch, dummy_pass, keep_groups=keep_groups):
-            yield part.to(device), (part.mask.double() / tokens).to(device)
+            yield part.to(device), move(part.mask.double() / tokens, device)
 
     def _head(self, states: Tensor) -> Tensor:
         """Return [n, V] logits at the sampling temperature, in float32 or better."""

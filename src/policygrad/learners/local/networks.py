@@ -16,6 +16,7 @@ from policygrad.core.aggregation import TokenMean
 from policygrad.core.auxiliary import Critic, ImplicitReward, explained_variance
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Max, Mean, Metric, Metrics, Sum, merge
+from policygrad.core.precision import move, widen
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.compilation import CompiledBlocks
@@ -150,12 +151,12 @@ class ValueModel:
         device, metrics = self._device, dict[str, Metric]()
         self.network.train(self.config.gradient_checkpointing)
         for part in self._micro_batches(batch):
-            share, c = bare.select(part.rows).to(device), coefficient[part.rows].to(device)
+            share, c = bare.select(part.rows).to(device), move(coefficient[part.rows], device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
             torch.autograd.backward(loss)
             self.optimizer.accumulate_master_grads()
-            metrics = merge(metrics, {"value_loss": Sum(loss.detach().double())})
+            metrics = merge(metrics, {"value_loss": Sum(widen(loss.detach()))})
         self.network.eval()
         metrics = self.division.reduce_metrics(metrics)
         return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}

@@ -16,6 +16,7 @@ from policygrad.core.kl_controllers import adapt_penalties
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import find_nonfinite_factors, measure_forward, surrogate, with_selected_tokens
 from policygrad.core.outputs import explain_nonfinite
+from policygrad.core.precision import move
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite
@@ -120,8 +121,8 @@ class LocalGradientProblem:
         dummy_pass = networks.dummy_pass(networks.policy, needs)
         keep_groups = self.algorithm.gate.requires_full_groups
         for part in networks.micro_batches(batch, dummy_pass, rows=rows, keep_groups=keep_groups):
-            coef = tuple(c[part.rows].to(device) for c in coefficients)
-            yield part, bare.select(part.rows).to(device), self.psi[part.rows].to(device), coef
+            coef = tuple(move(c[part.rows], device) for c in coefficients)
+            yield part, bare.select(part.rows).to(device), move(self.psi[part.rows], device), coef
 
     def descend(self) -> Metrics:
         """Take one AdamW step; none, which is counted, if no completion had a gradient."""

@@ -125,7 +125,7 @@ def score_tokens(
         outputs = (row for batch in batches for row in model(nn.utils.rnn.pad_sequence(batch, batch_first=True)))
     for request, generation, full in zip(requests, generations, outputs, strict=True):
         start = len(request.prompt_ids) - 1
-        logits = at_least_float32(full)[start : start + len(generation.tokens)].double().cpu()
+        logits = at_least_float32(full)[start : start + len(generation.tokens)].cpu().double()
         tempered = (logits / request.sampling.temperature).log_softmax(-1)
         token = generation.tokens[:, None]
         token_logp = tempered.gather(-1, token)

@@ -13,7 +13,6 @@ from policygrad.samplers.engines.colocation import memory_share
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.installation import find_installation
 from policygrad.utils.progress import ProgressCallback, ignore_progress
-from policygrad.weight_sync.folder import choose_folder
 
 if TYPE_CHECKING:  # the command line reads the names without importing torch
     from torch import nn
@@ -101,6 +100,8 @@ def build_engine_sampler(
             room. Their logs are beside it.
         on_progress: Called while no server is available.
     """
+    from policygrad.weight_sync.folder import choose_folder  # imports torch
+
     logs = folder.resolve().parent
     if config.folder is not None:
         folder = Path(config.folder).expanduser()

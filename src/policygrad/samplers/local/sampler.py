@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from policygrad.core.precision import move, widest_dtype
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request
@@ -140,7 +141,7 @@ class DecodeLoop:
         width = max(r.max_tokens for r in requests)
         self.tokens = torch.full((rows, width), pad, device=self.device)
         self.logps = torch.zeros(rows, width, device=self.device)
-        self.u = torch.empty(rows, width, dtype=torch.float64, device=self.device)
+        self.u = torch.empty(rows, width, dtype=widest_dtype(self.device), device=self.device)
         self.length = self.limit.clone()
         self.ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self.experts = RoutedExpertsRecorder(routing, requests, width)
@@ -171,7 +172,7 @@ class DecodeLoop:
                 new_logits, width = cache.read(prompts, repeats, max_tokens)
                 self.experts.add_prompts(new, repeats, width)
                 u = philox_uniforms([self.requests[i].key for i in new], max_tokens)
-                self.u[rows, :max_tokens] = u.to(self.device)
+                self.u[rows, :max_tokens] = move(u, self.device)
                 self.active = torch.cat([self.active, rows])
                 self.count = torch.cat([self.count, torch.zeros_like(rows)])
                 logits = new_logits if logits is None else torch.cat([logits, new_logits])

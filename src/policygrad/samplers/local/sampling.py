@@ -11,24 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from policygrad.core.precision import move
 from policygrad.errors import NumericsError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.base import SamplingParams
 
-_BELOW_ONE = 1 - 2**-40  # keeps u·total below the total after rounding, so that no token of probability 0 is sampled
+_BELOW_ONE = {torch.float64: 1 - 2**-40, torch.float32: 1 - 2**-22}
+"""Largest u: u·total stays below the total after rounding, so that no token of probability 0 is sampled."""
 _BLOCK = 64  # tokens of a vocabulary that are summed at a time
 
 
 def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution at u: one random number per token, on any device.
 
-    Cumulative sums are in float64, so devices differ only if u is within the rounding of a probability (not of a long sum) of a
-    token's boundary. A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all
-    weights.
+    Cumulative sums are in float64 where the device has it, so devices differ only if u is within the rounding of a probability
+    (not of a long sum) of a token's boundary. A large vocabulary is summed by blocks, and only the block with the token is
+    cumulated: one pass over all weights.
 
     Args:
         logits: [N, V].
-        u: [N] float64 in [0, 1).
+        u: [N] in [0, 1), in the device's most precise type.
 
     Returns:
         The tokens [N] and their log-probabilities [N] in nats.
@@ -40,29 +42,30 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
         if sampling.temperature != 1:
             logits = logits / sampling.temperature
     largest = logits.amax(-1, keepdim=True)
-    weights, u = (logits - largest).exp_(), u.to(logits.device)[:, None] * _BELOW_ONE
-    size = weights.shape[1]
+    weights, u = (logits - largest).exp_(), move(u, logits.device)[:, None]
+    size, wide = weights.shape[1], u.dtype
+    u = u * _BELOW_ONE[wide]
     # the first token [N, 1] whose cumulative weight exceeds u [N, 1] times the total [N, 1]
     if size <= 8 * _BLOCK:
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        cumulative = weights.cumsum(-1, dtype=wide)
         total = cumulative[:, -1:]
         token = torch.searchsorted(cumulative, u * total, right=True).clamp_(max=size - 1)  # NaN would give `size`
     else:
         split = size - size % _BLOCK
         # in the weights' precision: converting all of them first is slow
-        sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1).double()
-        remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
+        sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1).to(wide)
+        remainder = weights[:, split:].sum(-1, dtype=wide, keepdim=True)
         cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
         total = cumulative[:, -1:]
         block = torch.searchsorted(cumulative, u * total, right=True).clamp_(max=cumulative.shape[1] - 1)  # likewise
         before = nn.functional.pad(cumulative, (1, 0)).gather(1, block)
         positions = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
         in_block = weights.gather(1, positions.clamp(max=size - 1)).masked_fill_(positions >= size, 0)
-        inner = in_block.cumsum(-1, dtype=torch.float64)
+        inner = in_block.cumsum(-1, dtype=wide)
         offset = torch.searchsorted(inner, u * total - before, right=True)
         last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # a block's two sums may differ in the last bit
         token = (block * _BLOCK + torch.minimum(offset, last)).clamp_(max=size - 1)
-    logp = logits.gather(-1, token).double() - largest - total.log()
+    logp = logits.gather(-1, token).to(wide) - largest - total.log()
     return token.squeeze(1), logp.to(logits.dtype).squeeze(1)
 
 

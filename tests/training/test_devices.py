@@ -1,0 +1,114 @@
+"""Devices other than NVIDIA's: a run on one that has no float64, and what may name CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles import python_device
+from policygrad.core import precision
+from policygrad.core.precision import move, widen
+from policygrad.samplers.base import SamplingParams
+from policygrad.samplers.local.sampling import sample_tokens
+from policygrad.utils import devices
+
+SOURCE, TESTS = Path(pg.__file__).parent, Path(__file__).resolve().parents[1]
+CUDA = {
+    "commands/doctor.py",  # lists GPUs
+    "commands/engine.py",  # engines run on GPUs or a CPU
+    "commands/plan.py",  # as calibration.py
+    "cluster/actors.py",  # Ray's GPUs
+    "learners/fsdp/learner.py",
+    "learners/fsdp/processes.py",  # NCCL
+    "learners/local/host_memory.py",  # pinned memory
+    "samplers/engines/base.py",  # memory that a server shares
+    "samplers/engines/registry.py",
+    "samplers/local/cuda_graphs.py",
+    "samplers/local/text_cache.py",  # room on the GPU
+    "training/calibration.py",
+    "training/trainer.py",  # peak memory
+    "utils/devices.py",
+    "weight_sync/nccl.py",
+}
+
+
+def test_only_what_needs_cuda_names_it() -> None:
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"torch\.cuda\b|\.cuda\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == CUDA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_run_on_a_device_without_float64_equals_the_cpus(algorithm: str, tmp_path: Path) -> None:
+    """Every tensor is where it belongs, as the device refuses those of the CPU; and the same tokens are sampled."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(SOURCE.parent), str(TESTS)))}
+    command = [sys.executable, "-m", "doubles.python_device", str(tmp_path), algorithm]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected, actual = (read_rows(tmp_path / algorithm / device) for device in ("cpu", python_device.NAME))
+    assert len(actual) == 2
+    assert [row.keys() for row in actual] == [row.keys() for row in expected]
+    for name in ("tokens/sampled", "reward", "entropy", "completions/computed"):
+        assert actual[0][name] == pytest.approx(expected[0][name], rel=1e-4, abs=1e-6), name
+    assert actual[1]["entropy"] == pytest.approx(expected[1]["entropy"], rel=0.05)  # Adam makes much of rounding
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if "reward" in row]
+
+
+def test_float64_becomes_float32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([1.0, 2.0])
+    assert widen(x).dtype == torch.float64
+    assert move(x.double(), "cpu").dtype == torch.float64
+    monkeypatch.setattr(precision, "DEVICES_WITHOUT_FLOAT64", {"cpu"})
+    assert widen(x.bfloat16()).dtype == torch.float32
+    assert move(x.double(), "cpu").dtype == torch.float32
+    assert move(torch.tensor([3]), "cpu").dtype == torch.int64
+
+
+@pytest.mark.parametrize("vocabulary", [7, 5000])
+def test_sampling_in_float32_draws_no_impossible_token(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for the largest number below 1; and else the tokens of float64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, vocabulary, generator=generator)
+    logits[:, -3:] = -torch.inf
+    u = torch.rand(200, generator=generator, dtype=torch.float64)
+    u[0], u[1] = 0.0, 1 - 2**-53
+    exact, exact_logp = sample_tokens(logits, u, SamplingParams())
+    monkeypatch.setattr(precision, "DEVICES_WITHOUT_FLOAT64", {"cpu"})
+    token, logp = sample_tokens(logits, u, SamplingParams())
+    assert int(token.max()) < vocabulary - 3
+    assert (token == exact).float().mean() > 0.98
+    same = token == exact
+    assert torch.allclose(logp[same], exact_logp[same], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("present", "device", "has_bf16"), [({"cuda"}, "cuda", True), ({"xpu"}, "xpu", True), ({"mps"}, "cpu", False)]
+)
+def test_auto_is_the_gpu_that_is_there(
+    present: set[str], device: str, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apple's must be named."""
+    for kind in ("cuda", "xpu", "mps"):
+        monkeypatch.setattr(getattr(torch, kind), "is_available", lambda kind=kind: kind in present)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: True)
+    assert devices.choose_device() == device
+    assert pg.LearnerConfig().resolve().dtype == ("bf16" if has_bf16 else "fp32")
+    assert pg.LearnerConfig(device="mps").resolve().dtype == "fp32"
