@@ -22,10 +22,11 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.base import EngineSampler
+from policygrad.samplers.engines.base import EngineSampler, LaunchOptions
 from policygrad.samplers.engines.http import HttpClient
 from policygrad.samplers.engines.sglang import SglangSampler
 from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.samplers.local.sampling import log_probabilities
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
@@ -258,3 +259,64 @@ def test_vllm_with_a_model_of_another_shape_is_refused_and_both_are_named(
     monkeypatch.setattr(server, "tell", other)  # a server that has loaded weights before may have a passing fault
     with pytest.raises(EngineError, match="no server has answered"):
         wait(sampler.update(publish(sampler, 6)))
+
+
+class MaskingVllm(VllmForm):
+    """`/inference/v1/generate` of vLLM 0.32, started with --return-sampling-mask; without it if `silent`."""
+
+    silent = False
+
+    def tell(self, path: str, body: Any) -> Any:
+        if path != "/inference/v1/generate":
+            return super().tell(path, body)
+        asked = body["sampling_params"]
+        params = SamplingParams(temperature=asked["temperature"], top_p=asked["top_p"], top_k=asked["top_k"])
+        generator, token = torch.Generator().manual_seed(asked["seed"]), body["token_ids"][-1]
+        tokens, logp, left = list[int](), list[float](), list[list[int]]()
+        while len(tokens) < asked["max_tokens"] and token not in self.end:
+            rows = log_probabilities(self.table[token][None], params)[0]
+            token = int(rows.exp().multinomial(1, generator=generator))
+            tokens.append(token)
+            logp.append(float(rows[token]))
+            left.append((rows > -torch.inf).nonzero().squeeze(1).tolist())
+        choice = {
+            "index": 0,
+            "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logp, strict=True)]},
+            "finish_reason": "stop" if tokens[-1] in self.end else "length",
+            "token_ids": tokens,
+            "sampling_mask": None if self.silent else left,
+        }
+        return {"request_id": "1", "model": body["model"], "choices": [choice]}
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 2])
+def test_vllm_tells_what_top_p_left(chunk_tokens: int, tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner) -> None:
+    model = Bigram(len(tokenizer.hf))
+    config = SamplerConfig(engine="vllm", urls=(URL,), recovery_timeout=0.2, chunk_tokens=chunk_tokens)
+    sampler = VllmSampler(model, tokenizer, config, tmp_path / "weights")
+    server = MaskingVllm(model.table, tokenizer.end_ids)
+    sampler.http = HttpClient(5.0, server.transport)
+    wait(sampler.update(publish(sampler, 0)))
+    params = SamplingParams(temperature=0.8, top_p=0.6, max_tokens=7)
+    request = Request(torch.tensor([3, 9]), (1, 2), params, 7, needs_mask=True)
+    [generation] = wait(sampler.generate([request]))
+    rows = torch.cat([torch.tensor([9]), generation.tokens[:-1]])
+    logits = model.table[rows].detach()
+    assert generation.sampling_mask is not None
+    masked = generation.sampling_mask.apply_(logits / 0.8).log_softmax(-1)
+    assert torch.equal(masked > -torch.inf, log_probabilities(logits, params) > -torch.inf)
+    assert torch.allclose(masked.gather(-1, generation.tokens[:, None])[:, 0], generation.logp, atol=1e-5)
+    server.silent = True
+    with pytest.raises(EngineError, match=r"Start it with --return-sampling-mask"):
+        wait(sampler.generate([request]))
+
+
+def test_vllm_is_started_so_that_it_returns_masks_and_on_a_gpu_only() -> None:
+    options = LaunchOptions("m", None, "h", 1, "bfloat16", 64, 4, 1, returns_masks=True)
+    environment, argv = VllmSampler.launch_command(options)
+    assert "--return-sampling-mask" in argv
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    with pytest.raises(ConfigError, match=r"top_p and top_k: vLLM returns what they leave on a GPU only"):
+        VllmSampler.launch_command(replace(options, on_cpu=True))
+    with pytest.raises(ConfigError, match=r"learner.routing_replay: vLLM returns experts on a GPU only"):
+        VllmSampler.launch_command(replace(options, on_cpu=True, returns_masks=False, records_experts=True))

@@ -15,6 +15,7 @@ import torch
 
 import policygrad as pg
 from doubles import python_device
+from policygrad.algorithms import ALGORITHMS
 from policygrad.core import precision
 from policygrad.core.precision import move, widen
 from policygrad.samplers.base import SamplingParams
@@ -50,8 +51,16 @@ def test_only_what_needs_cuda_names_it() -> None:
     assert found == CUDA
 
 
+USUAL = ("grpo", "ppo")
+LEFT_OUT = {"trpo", "natural", "trpo_vine", "distill"}
+"""Three need forward-mode derivatives, which torch does not do on such a device, and one a teacher."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [*USUAL, *(pytest.param(n, marks=pytest.mark.long) for n in ALGORITHMS if n not in {*USUAL, *LEFT_OUT})],
+)
 def test_run_on_a_device_without_float64_equals_the_cpus(algorithm: str, tmp_path: Path) -> None:
     """Every tensor is where it belongs, as the device refuses those of the CPU; and the same tokens are sampled."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(SOURCE.parent), str(TESTS)))}

@@ -74,6 +74,8 @@ class EngineOptions:
     """The run's --learner.lora, whose adapter is sent alone; empty = all weights are sent."""
     routing_replay: bool = False
     """The run's --learner.routing-replay: completions come with the experts of each token."""
+    sampling_mask: bool = False
+    """The run's --top-p or --top-k is set: completions come with the tokens that these left."""
     threads: int = 0
     """llama_cpp: threads; 0 = one per core."""
     weight_transport: Annotated[str, tyro.conf.arg(metavar="|".join(WEIGHT_TRANSPORTS))] = FOLDER
@@ -174,6 +176,7 @@ def build_launch_command(options: EngineOptions) -> LaunchCommand:
             weight_transport=options.weight_transport,
             lora=lora,
             records_experts=options.routing_replay,
+            returns_masks=options.sampling_mask,
             on_cpu=not torch.cuda.is_available(),
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from policygrad.errors import ConfigError
 
 _SHAPES = {
     "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
-    "weight version entropy turn_state selected",
+    "weight version entropy turn_state selected sampling_mask_counts",
     "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
@@ -21,6 +22,44 @@ _DTYPES = (
     ("step_end selected truncated in_statistics demonstration", torch.bool, "bool() converts 0/1"),
     ("positions version turn_state example_id level levels", torch.int64, "long() converts it"),
 )
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """Which tokens top-k and top-p left to sample from, for each of n tokens. The others had probability 0.
+
+    A policy is compared with the one that sampled under the same mask: its distribution over the tokens that were left, made to
+    sum to 1. Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, "keep sampling mask".
+    """
+
+    ids: Tensor
+    """[m] int32; the tokens left for the first token, for the second, and so on."""
+    counts: Tensor
+    """[n] int32; how many they are. 0 = the whole vocabulary."""
+
+    @classmethod
+    def of(cls, left: Tensor) -> SamplingMask:
+        """Return the mask of n tokens from left [n, V] bool, True for the tokens that may be sampled."""
+        return cls(left.nonzero()[:, 1].to(torch.int32), left.sum(1, dtype=torch.int32))
+
+    @classmethod
+    def concat(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Join the masks of consecutive tokens."""
+        return cls(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
+
+    def select(self, tokens: Tensor) -> SamplingMask:
+        """Return the mask of some of the tokens: [n] bool."""
+        return SamplingMask(self.ids[tokens.repeat_interleave(self.counts)], self.counts[tokens])
+
+    def apply_(self, logits: Tensor, start: int = 0) -> Tensor:
+        """Set the logits [k, V] of the tokens from `start` on to −∞ where the sampler's were, in place."""
+        counts = self.counts[start : start + len(logits)]
+        first = int(self.counts[:start].sum())
+        ids = self.ids[first : first + int(counts.sum())]
+        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        left = (counts == 0)[:, None].expand(logits.shape).clone()
+        left[rows, ids.long()] = True
+        return logits.masked_fill_(~left, -torch.inf)
 
 
 class _Tensors:
@@ -117,6 +156,10 @@ class Batch(_Tensors):
     """[B, T, layers, k] integers; experts that a mixture-of-experts sampler routed each token to, -1 where not recorded."""
     prompt_routed_experts: tuple[Tensor, ...] = ()
     """[P, layers, k] for each group's prompt, with `routed_experts`."""
+    sampling_mask_counts: Tensor | None = None
+    """[B, T] int32; `SamplingMask.counts` of each token; 0 where nothing was sampled. None = every token was possible."""
+    sampling_mask_ids: tuple[Tensor, ...] = ()
+    """`SamplingMask.ids` of each completion, with `sampling_mask_counts`."""
     rewards: Tensor | None = None
     """[B, K] unweighted result of each reward function; `reward` is their weighted sum."""
     reward_names: tuple[str, ...] = ()
@@ -154,6 +197,11 @@ class Batch(_Tensors):
                 f"Batch.routed_experts has shape {list(self.routed_experts.shape)}, expected [B, T, layers, k] with "
                 f"[B, T] = {list(self.mask.shape)}"
             )
+        if self.sampling_mask_counts is not None and len(self.sampling_mask_ids) != len(self.mask):
+            raise ConfigError(
+                f"Batch.sampling_mask_ids has {len(self.sampling_mask_ids)} entries, expected one for each of the "
+                f"{len(self.mask)} completions"
+            )
         if self.rewards is not None:
             num_names, num_weights = len(self.reward_names), len(self.reward_weights)
             if self.rewards.shape != (len(self.mask), num_names) or num_weights != num_names:
@@ -180,7 +228,22 @@ class Batch(_Tensors):
     def select(self, rows: Tensor) -> Batch:
         """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
+        if self.sampling_mask_ids:
+            kept = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
+            chosen["sampling_mask_ids"] = tuple(self.sampling_mask_ids[i] for i in kept.tolist())
         return replace(self, **chosen)
+
+    def without_texts(self) -> Batch:
+        """Return a copy without what only a model reads: token ids, experts, sampling masks."""
+        texts: dict[str, Any] = dict.fromkeys(("prompts", "tokens", "routed_experts", "sampling_mask_counts"))
+        return replace(self, **texts, prompt_routed_experts=(), sampling_mask_ids=())
+
+    def sampling_mask(self, rows: Tensor) -> SamplingMask | None:
+        """Return the mask of the sampled tokens of the completions `rows` (indices), in their order; None if there is none."""
+        if self.sampling_mask_counts is None:
+            return None
+        ids = torch.cat([self.sampling_mask_ids[i] for i in rows.tolist()])
+        return SamplingMask(ids, self.sampling_mask_counts[rows].flatten()).select(self.mask[rows].flatten())
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""

@@ -78,6 +78,15 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
         fields["prompt_routed_experts"] = tuple(
             x[: len(g.prompt_ids)] for g in groups if (x := g.trajectories[0].routed_experts) is not None
         )
+    masks = [t.sampling_mask for t in rows]
+    if any(left is not None for left in masks):
+        free, ids = torch.zeros(0, dtype=torch.int32), []
+        counts = torch.zeros(within.shape, dtype=torch.int32)
+        for row, left in enumerate(masks):
+            ids.append(free if left is None else left.ids)
+            if left is not None:
+                counts[row, : len(left.counts)] = left.counts
+        fields |= {"sampling_mask_counts": counts, "sampling_mask_ids": tuple(ids)}
     if branched:
         fields["positions"] = pad([t.positions(len(g.prompt_ids)) for g in groups for t in g.trajectories])
     if "demonstration" in needs or any(t.demonstration for t in rows):

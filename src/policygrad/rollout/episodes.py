@@ -33,7 +33,7 @@ from policygrad.errors import EngineError
 from policygrad.models.chat_template import HistoryRewrittenError, Tools
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
-from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
@@ -99,7 +99,7 @@ class _Episode:
         self.text = ""  # text of the last turn
         self.token_budget = self.turn_budget = spec.max_tokens
         """Tokens the episode, and the next turn, may still sample."""
-        self.done = self.truncated = False
+        self.done = self.truncated = self.needs_mask = False
         self.budget_reason, self.stop_reason = TOKENS, ""
         self._close: Callable[[], Any] | None = None
         try:
@@ -130,7 +130,8 @@ class _Episode:
         turn = len(self.rewards)
         key = (*self.spec.key, self.sample, turn) if turn else (*self.spec.key, self.sample)
         continues = not isinstance(self.environment, SingleTurn)
-        return Request(self.context_ids, key, sampling, self.turn_budget, continues)
+        self.needs_mask = sampling.is_truncated and self.spec.key[1] == TRAIN
+        return Request(self.context_ids, key, sampling, self.turn_budget, continues, self.needs_mask)
 
     async def step(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> None:
         """Add a sampled turn and pass it to the environment."""
@@ -140,6 +141,12 @@ class _Episode:
             raise EngineError(
                 f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for "
                 f"a request of at most {self.turn_budget} tokens: return one of each per token, and at least one token"
+            )
+        left = generation.sampling_mask
+        if self.needs_mask and (left is None or len(left.counts) != n):
+            raise EngineError(
+                f"{type(sampler).__name__}.generate does not return the tokens that top-k and top-p left "
+                "(Generation.sampling_mask), which training needs: leave --top-p 1 and --top-k 0"
             )
         self.truncated = cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import metrics
-from policygrad.core.batch import Batch
+from policygrad.core.batch import Batch, SamplingMask
 from policygrad.core.metrics import Metrics
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, StepMarks, Trajectory
@@ -18,7 +18,7 @@ from policygrad.tasks.base import Example
 
 LEFTOVER_PREFIX, QUEUED_PREFIX = "leftover/", "queued/"
 """First part of the names of tensors that belong to leftover groups, and to queued rollouts."""
-RAGGED_FIELDS = ("prompts", "prompt_routed_experts")  # batch fields that are tuples of tensors
+RAGGED_FIELDS = ("prompts", "prompt_routed_experts", "sampling_mask_ids")  # batch fields that are tuples of tensors
 PackedState = tuple[dict[str, Tensor], dict[str, Any]]  # (tensors by name, plain values)
 
 
@@ -101,6 +101,8 @@ def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list
             s.routed_experts for t in trajectories for s in t.branch_ends if s.routed_experts is not None
         ],
         "new_tokens": [s.new_tokens for s in segments if s.new_tokens is not None],
+        "mask_ids": [s.sampling_mask.ids for s in segments if s.sampling_mask is not None],
+        "mask_counts": [s.sampling_mask.counts for s in segments if s.sampling_mask is not None],
     }
     tensors |= {name: torch.cat(parts) for name, parts in optional.items() if parts}
     values: list[dict[str, Any]] = []
@@ -133,6 +135,7 @@ def _pack_trajectory(row: Trajectory, state_ids: dict[Hashable, int]) -> dict[st
             "sampled": s.is_sampled,
             "version": s.version if isinstance(s.version, int) else None,  # None: it changed within the segment
             "routed_experts": 0 if experts is None else len(experts),
+            "mask_ids": None if s.sampling_mask is None else len(s.sampling_mask.ids),
         }
         if s.prefix_length is not None:
             num_new = None if s.new_tokens is None else len(s.new_tokens)
@@ -168,7 +171,10 @@ def unpack_groups(
             return Segment(tokens, prefix_length=value.get("prefix_length"), new_tokens=new_tokens)
         version = take("version", n)
         experts = take("routed_experts", value["routed_experts"] or None)
-        return Segment(tokens, take("logp", n), version if value["version"] is None else value["version"], experts)
+        num_ids = value.get("mask_ids")
+        left = None if num_ids is None else SamplingMask(take("mask_ids", num_ids), take("mask_counts", n))
+        version = version if value["version"] is None else value["version"]
+        return Segment(tokens, take("logp", n), version, experts, sampling_mask=left)
 
     def trajectory(value: Mapping[str, Any]) -> Trajectory:
         segments, marks = tuple(map(segment, value["segments"])), value["step_marks"]

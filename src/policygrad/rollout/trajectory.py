@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.batch import Batch
+from policygrad.core.batch import Batch, SamplingMask
 from policygrad.environments.base import ENVIRONMENT, TOKENS
 from policygrad.rewards.base import StepScores
 from policygrad.samplers.base import Generation, SamplingParams
@@ -88,12 +88,15 @@ class Segment:
     prefix_length: int | None = None
     """Set where a branch begins, because the chat template rewrote the conversation: the number of earlier ids, prompt included,
     that these tokens follow. None = they follow all earlier ids."""
+    sampling_mask: SamplingMask | None = None
+    """Which tokens top-k and top-p left at each token; None = all."""
     new_tokens: Tensor | None = None
     """[m] int64; the new part of `tokens`, for texts and reward functions; None = all."""
 
     @classmethod
     def from_generation(cls, generation: Generation) -> Segment:
-        return cls(generation.tokens, generation.logp, generation.version, generation.routed_experts)
+        made = cls(generation.tokens, generation.logp, generation.version, generation.routed_experts)
+        return made if generation.sampling_mask is None else replace(made, sampling_mask=generation.sampling_mask)
 
     @property
     def is_sampled(self) -> bool:
@@ -204,6 +207,19 @@ class Trajectory:
             if s.routed_experts is not None
         ]
         return _concat(read) if len(read) == len(begins) else None
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """Of all tokens; None if none was sampled under one."""
+        if all(s.sampling_mask is None for s in self.segments):
+            return None
+        free = torch.empty(0, dtype=torch.int32)
+        return SamplingMask.concat(
+            [
+                s.sampling_mask or SamplingMask(free, torch.zeros_like(s.tokens, dtype=torch.int32))
+                for s in self.segments
+            ]
+        )
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from policygrad.core.batch import SamplingMask
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.weight_sync.base import PublishedWeights
@@ -61,6 +62,8 @@ class Request:
     """Maximum tokens to sample, at least 1."""
     continues: bool = False
     """A later prompt may continue this text, as in a conversation: the sampler may keep what it has computed of it."""
+    needs_mask: bool = False
+    """`Generation.sampling_mask` is needed: the completion is trained on, and top-k or top-p is in use."""
 
 
 @runtime_checkable
@@ -98,6 +101,8 @@ class Generation:
     routed_experts: Tensor | None = None
     """[P + n, layers, k] int16: the experts that each token of prompt and completion was routed to, -1 for a token that was not
     read (the last one). None = no experts, or not recorded."""
+    sampling_mask: SamplingMask | None = None
+    """Which tokens top-k and top-p left at each of the n tokens; None = all, or not recorded."""
 
 
 @runtime_checkable

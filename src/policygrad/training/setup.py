@@ -121,6 +121,7 @@ def load_resources(
     facts = LearnerFacts(
         gpus=list_learner_gpus(device, options.learner.world_size),
         replays_experts=replays_routing,
+        needs_masks=algorithm is not None and options.sampling.is_truncated,
         resident_bytes=partial(compute_resident_bytes, options, algorithm),
     )
     engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, facts)

@@ -146,7 +146,7 @@ class Curvature:
     def evaluate(self, batch: Batch, psi: Tensor, algorithm: Algorithm, delta: Tensor) -> tuple[float, float]:
         """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token, exact over the vocabulary) at θ + delta."""
         coefficients = algorithm.all_coefficients(batch)
-        bare = replace(batch, prompts=None, tokens=None)
+        bare = batch.without_texts()
         totals = torch.zeros(2, dtype=torch.float64)
         with self._shifted(delta) as compare:
             for part, weight in self._micro_batches(batch, compare, algorithm.gate.requires_full_groups):

@@ -225,21 +225,33 @@ class Evaluator:
         if isinstance(head, nn.Linear) and type(head) in FUSED_HEADS and not compared:
             gradient = None if expected is None else expected[part.mask]
             statistics = fused_log_probability(
-                states, head, index, tokens, temperature, entropy="entropy" in names, expected=gradient
+                states,
+                head,
+                index,
+                tokens,
+                temperature,
+                entropy="entropy" in names,
+                expected=gradient,
+                sampling_mask=part.sampling_mask,
             )
         else:  # through the head module; the backward pass recomputes a chunk's logits
             with torch.no_grad():
                 compared_states = [other.states(part).index_select(0, index) for other in compared]
 
-            def compute(tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
-                logits = network.logits(states)
+            def compute(places: Tensor, tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
+                def mask(logits: Tensor) -> Tensor:
+                    left = part.sampling_mask
+                    return logits if left is None else left.apply_(logits.clone(), int(places[0]))
+
+                logits = mask(network.logits(states))
                 with torch.no_grad():
-                    fixed = [other.network.logits(x) for other, x in zip(compared, other_states, strict=True)]
+                    fixed = [mask(other.network.logits(x)) for other, x in zip(compared, other_states, strict=True)]
                 old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
                 logp = selected_logp(logits, tokens, temperature)
                 return logp, *compute_exact(logits, old, names, temperature, reference)
 
-            columns = (tokens, states.index_select(0, index), *compared_states)
+            places = torch.arange(len(index), device=index.device)
+            columns = (places, tokens, states.index_select(0, index), *compared_states)
             size = max(1, MAX_LOGITS // network.width(states))
             recomputed = partial(checkpoint, compute, use_reentrant=False)
             run = recomputed if torch.is_grad_enabled() and len(index) > size else compute

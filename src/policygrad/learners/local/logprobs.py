@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from policygrad.core.batch import SamplingMask
 from policygrad.models.loading import Float32Head, at_least_float32
 
 BUFFER_CPU = 2**21  # elements of the logits buffer on a CPU: few enough for the processor's cache
@@ -64,9 +65,17 @@ def fused_log_probability(
     *,
     entropy: bool = False,
     expected: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log π [n] of `tokens` [n] at the states [u, H] given by `index` [n] and, if asked for, the entropy [n];
-    nats, with graph. `expected`: [n] the gradient that log π will receive, if known."""
+    nats, with graph.
+
+    Args:
+        expected: [n] the gradient that log π will receive, if known.
+        sampling_mask: Of the n tokens; log π and the entropy are those of the distribution over what it leaves.
+    """
+    if sampling_mask is not None:  # tokens with a common state may have different masks
+        states, index = states.index_select(0, index), torch.arange(len(index), device=index.device)
     pairs = TokenPairs.of(index, tokens)
     hint = None if expected is None or entropy or not torch.is_grad_enabled() else expected[pairs.order]
     room = MAX_CACHED if hint is None and torch.is_grad_enabled() else 0
@@ -75,7 +84,7 @@ def fused_log_probability(
     if type(head) is Float32Head:
         states, weight, bias = states.float(), weight.float(), None if bias is None else bias.float()
     logp, h = _LogProbability.apply(  # type: ignore[no-untyped-call]
-        states, weight, bias, pairs, temperature, entropy, hint, room
+        states, weight, bias, pairs, temperature, entropy, hint, room, sampling_mask
     )
     return pairs.unsort(logp), h.index_select(0, index) if entropy else None
 
@@ -83,8 +92,20 @@ def fused_log_probability(
 class _Logits:
     """Computes logits z of a chunk of states."""
 
-    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
+    def __init__(
+        self,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        sampling_mask: SamplingMask | None,
+    ) -> None:
+        """
+        Args:
+            sampling_mask: One token per state; None = every token is possible.
+        """
         self.states, self.weight, self.bias, self.temperature = states, weight, bias, temperature
+        self.sampling_mask = sampling_mask
         limit = BUFFER_CPU if states.device.type == "cpu" else BUFFER_ACCELERATOR
         self.size = min(len(states), max(16, limit // len(weight)))
 
@@ -99,7 +120,9 @@ class _Logits:
         z = at_least_float32(z)
         if self.bias is not None:
             z += self.bias
-        return z.div_(self.temperature) if self.temperature != 1 else z
+        if self.temperature != 1:
+            z.div_(self.temperature)
+        return z if self.sampling_mask is None else self.sampling_mask.apply_(z, which.start)
 
 
 class _HeadGradient:
@@ -168,8 +191,9 @@ class _LogProbability(torch.autograd.Function):
         entropy: bool,
         expected: Tensor | None,
         room: int,
+        sampling_mask: SamplingMask | None,
     ) -> tuple[Tensor, Tensor]:
-        logits = _Logits(states, weight, bias, temperature)
+        logits = _Logits(states, weight, bias, temperature, sampling_mask)
         gradient = None if expected is None else _HeadGradient(logits, pairs, ctx.needs_input_grad)
         dtype = at_least_float32(states[:0]).dtype
         logp = states.new_empty(len(pairs.index), dtype=dtype)
@@ -187,7 +211,7 @@ class _LogProbability(torch.autograd.Function):
                 h[which] = -(p.log().masked_fill_(p == 0, 0).mul_(p)).sum(-1)
             if room >= 0:
                 cached.append(p)
-        ctx.pairs, ctx.temperature, ctx.expected = pairs, temperature, expected
+        ctx.pairs, ctx.temperature, ctx.expected, ctx.sampling_mask = pairs, temperature, expected, sampling_mask
         ctx.gradient, ctx.cached = gradient, cached
         ctx.save_for_backward(states, weight, bias)
         ctx.set_materialize_grads(False)
@@ -201,10 +225,10 @@ class _LogProbability(torch.autograd.Function):
         if g is None:
             g = states.new_zeros(len(pairs.index), dtype=at_least_float32(states[:0]).dtype)
         if gradient is None or not torch.equal(g, ctx.expected):
-            logits = _Logits(states, weight, bias, ctx.temperature)
+            logits = _Logits(states, weight, bias, ctx.temperature, ctx.sampling_mask)
             gradient = _HeadGradient(logits, pairs, ctx.needs_input_grad)
             for i, (which, pair) in enumerate(pairs.chunks(len(states), logits.size)):
                 p = ctx.cached[i] if i < len(ctx.cached) else _softmax_(logits(which))[0]
                 gradient.add(which, pair, p, g[pair], None if g_entropy is None else g_entropy[which])
         ctx.gradient, ctx.cached = None, []  # both have been overwritten
-        return (*gradient.gradients(), None, None, None, None, None)
+        return (*gradient.gradients(), *[None] * 6)

@@ -147,7 +147,7 @@ class ValueModel:
         assert batch.returns is not None
         assert batch.values is not None
         coefficient = TokenMean()(batch.mask, batch.group).to(batch.reward.dtype)
-        bare = replace(batch, prompts=None, tokens=None, routed_experts=None)
+        bare = batch.without_texts()
         device, metrics = self._device, dict[str, Metric]()
         self.network.train(self.config.gradient_checkpointing)
         for part in self._micro_batches(batch):
@@ -200,7 +200,7 @@ class ImplicitRewardModel:
         if not len(rows):
             return {}
         model, recompute = self.evaluator.model, self.config.gradient_checkpointing
-        bare, metrics, device = replace(batch, prompts=None, tokens=None), Metrics(), next(model.parameters()).device
+        bare, metrics, device = batch.without_texts(), Metrics(), next(model.parameters()).device
 
         def dummy_pass(part: Pack) -> None:
             with backward_mode(model, recompute):

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from policygrad.core.batch import Batch
+from policygrad.core.batch import Batch, SamplingMask
 from policygrad.core.metrics import Metrics
 from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
@@ -144,6 +144,8 @@ class Pack:
     tree: AttentionTree
     routes: Tensor | None = None
     """[N, layers, k] experts that each node is sent to, -1 = the model's own choice; None = that everywhere."""
+    sampling_mask: SamplingMask | None = None
+    """Of the tokens on the mask, row by row; None = every token was possible."""
 
     @property
     def completions(self) -> int:
@@ -154,6 +156,8 @@ class Pack:
         """Return the pack with every tensor replaced."""
         tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
         changed: dict[str, Any] = {name: function(x) for name, x in tensors.items()}
+        if (left := self.sampling_mask) is not None:
+            changed["sampling_mask"] = SamplingMask(function(left.ids), function(left.counts))
         return replace(self, **changed, tree=self.tree.map(function))
 
     def to(self, device: torch.device | str) -> Pack:
@@ -267,6 +271,7 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
         mask=mask,
         tree=AttentionTree(distinct_paths, lengths, skip),
         routes=routes,
+        sampling_mask=batch.sampling_mask(rows),
     )
 
 

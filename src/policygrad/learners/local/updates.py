@@ -117,7 +117,7 @@ class LocalGradientProblem:
     ) -> Iterator[tuple[Pack, Batch, Tensor, Coefficients]]:
         """Iterate over micro-batches of the completions `rows`, each with its share of the batch, of Ψ and of the coefficients."""
         networks, needs, device = self.networks, self.algorithm.forward_needs, self.networks.device
-        bare = replace(batch, prompts=None, tokens=None, routed_experts=None)  # the equation does not read them
+        bare = batch.without_texts()  # which the equation does not read
         dummy_pass = networks.dummy_pass(networks.policy, needs)
         keep_groups = self.algorithm.gate.requires_full_groups
         for part in networks.micro_batches(batch, dummy_pass, rows=rows, keep_groups=keep_groups):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from policygrad.core.batch import SamplingMask
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum
 from policygrad.errors import ConfigError, EngineError
 from policygrad.learners.config import SMALL_MODEL_PARAMETERS
@@ -69,6 +70,8 @@ class EngineCompletion:
     weight_version: str | None = None  # name of the weights that it was sampled with, if the engine tells
     routed_experts: np.ndarray | None = None
     """[tokens that the model read, layers, k], prompt first: the experts of each token; all but the last token are read."""
+    sampling_mask: Sequence[Sequence[int]] | None = None
+    """For each token the ids that top-k and top-p left."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class LaunchOptions:
     lora: Lora | None = None  # the adapter that the run will send; None = merged weights
     colocate: bool = False  # True: it can sleep while the learner learns on its GPU
     records_experts: bool = False  # True: completions come with the experts that each token was routed to
+    returns_masks: bool = False  # True: completions come with the tokens that top-k and top-p left
     on_cpu: bool = False  # True on a machine without a GPU
     memory_fraction: float = 0.0  # of a GPU's memory, for weights and cache; 0 = the engine's own default
 
@@ -119,6 +123,8 @@ class EngineSampler(ABC):
     """True if servers free their GPU's memory on request, by `sleep` and `wake`: `sampler.colocate` needs it."""
     returns_routed_experts: ClassVar[bool] = False
     """True if completions have `Generation.routed_experts` where `records_experts` is set."""
+    returns_sampling_masks: ClassVar[bool] = False
+    """True if completions have `Generation.sampling_mask` where `Request.needs_mask` is set."""
 
     def __init__(
         self,
@@ -173,6 +179,7 @@ class EngineSampler(ABC):
         self.vocab_size = len(tokenizer.hf) if embeddings is None else int(embeddings.weight.shape[0])
         self.colocated: dict[str, ColocatedServer] = {}  # by server, of those that sleep while the learner learns
         self.records_experts = False
+        self.returns_masks = False  # whether servers that are started here must return sampling masks
         """True: completions must come with the experts that each token was routed to. Set it before the first request."""
         self.load_monitor = server_pool.LoadMonitor(
             lambda url: self.http.get(url, config.heartbeat or config.timeout), self.gauges
@@ -484,6 +491,7 @@ class EngineSampler(ABC):
                 lora=lora,
                 colocate=config.colocate,
                 records_experts=self.records_experts,
+                returns_masks=self.returns_masks,
                 on_cpu=not gpus,
                 memory_fraction=config.gpu_memory,
             )
@@ -547,7 +555,25 @@ class EngineSampler(ABC):
             sampled = torch.zeros_like(sampled)
         reason: Literal["stop", "length"] = "length" if end is None else "stop"
         experts = self._align_experts(url, request, completion, len(tokens)) if self.records_experts else None
-        return Generation(torch.tensor(tokens, dtype=torch.int64), sampled, reason, version, experts)
+        left = self._read_mask(url, tokens, completion) if request.needs_mask else None
+        return Generation(torch.tensor(tokens, dtype=torch.int64), sampled, reason, version, experts, left)
+
+    def _read_mask(self, url: str, tokens: Sequence[int], completion: EngineCompletion) -> SamplingMask:
+        """Return which tokens top-k and top-p left, for `tokens`, the completion up to its first end token.
+
+        Raises:
+            EngineError: The server returns none, or one that leaves out a token that it sampled.
+        """
+        if completion.sampling_mask is None:
+            raise EngineError(
+                f"{url} does not return the tokens that top-k and top-p left, which training needs. Start it with "
+                "--return-sampling-mask, or leave --top-p 1 and --top-k 0"
+            )
+        left = completion.sampling_mask[: len(tokens)]
+        if len(left) != len(tokens) or any(token not in ids for token, ids in zip(tokens, left, strict=True)):
+            raise EngineError(f"{url} returns a sampling mask without the tokens that it sampled")
+        counts = torch.tensor([len(ids) for ids in left], dtype=torch.int32)
+        return SamplingMask(torch.tensor([token for ids in left for token in ids], dtype=torch.int32), counts)
 
     def _align_experts(self, url: str, request: Request, completion: EngineCompletion, length: int) -> Tensor:
         """Return the experts of prompt and completion [P + n, layers with experts, k], -1 for the last token.
@@ -607,6 +633,7 @@ def concat_generations(chunks: Sequence[Generation]) -> Generation:
         return chunks[0]
     versions = [chunk.version for chunk in chunks]
     experts = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
+    masks = [chunk.sampling_mask for chunk in chunks if chunk.sampling_mask is not None]
     joined, length = None, 0
     for part in experts:  # a chunk's last token is read by the next one, as the end of its prompt
         joined = part if joined is None else torch.cat([joined[:-1], part[length - 1 :]])
@@ -618,6 +645,7 @@ def concat_generations(chunks: Sequence[Generation]) -> Generation:
         chunks[-1].finish_reason,
         torch.cat([torch.as_tensor(c.version).expand(len(c.tokens)) for c in chunks]) if same is None else same,
         joined,
+        SamplingMask.concat(masks) if masks else None,
     )
 
 

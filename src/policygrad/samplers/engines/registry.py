@@ -46,6 +46,7 @@ class LearnerFacts:
 
     gpus: Sequence[int] = ()  # their numbers
     replays_experts: bool = False  # it needs the experts that each token was routed to
+    needs_masks: bool = False  # it needs the tokens that top-k and top-p left
     resident_bytes: Callable[[int], float] = _no_bytes
     """Returns the bytes of a GPU that the learner keeps while completions are sampled, from the policy's number of parameters."""
 
@@ -154,7 +155,7 @@ def make_engine_factory(
             per_gpu = -(-resolved.servers // len(resolved.gpus))
             resolved = replace(resolved, gpu_memory=round(memory_share(total, kept) / per_gpu, 3))
         engine = build_engine_sampler(resolved, model, tokenizer, folder, sampling.temperature, on_progress)
-        engine.records_experts = facts.replays_experts
+        engine.records_experts, engine.returns_masks = facts.replays_experts, facts.needs_masks
         return engine
 
     return make

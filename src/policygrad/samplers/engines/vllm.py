@@ -116,6 +116,7 @@ class VllmSampler(EngineSampler):
     supports_lora = True
     can_sleep = True
     returns_routed_experts = True
+    returns_sampling_masks = True
     lora_route = "/v1"
     transfer_class = VllmTransfer
 
@@ -138,13 +139,15 @@ class VllmSampler(EngineSampler):
         if options.colocate:
             argv += ["--enable-sleep-mode"]
         environment: dict[str, str] = {}
-        if options.records_experts:
-            if options.on_cpu:
-                raise ConfigError(
-                    "learner.routing_replay: vLLM returns experts on a GPU only. Use --sampler.engine local, or leave it out"
-                )
-            argv += ["--enable-return-routed-experts"]
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them, and it needs Triton
+        for is_needed, option, what in (
+            (options.records_experts, "--enable-return-routed-experts", "learner.routing_replay: vLLM returns experts"),
+            (options.returns_masks, "--return-sampling-mask", "top_p and top_k: vLLM returns what they leave"),
+        ):
+            if is_needed and options.on_cpu:
+                raise ConfigError(f"{what} on a GPU only. Use --sampler.engine local, or leave it out")
+            if is_needed:
+                argv += [option]
+                environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them, and it needs Triton
         if options.on_cpu:  # nothing is gained there by compiling, and by default it takes most of the memory
             argv += ["--enforce-eager"]
             environment = {
@@ -220,10 +223,8 @@ class VllmSampler(EngineSampler):
         await self._control(url, "POST", "/update_weight_version", {"new_version": version.name})
 
     async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
-        sampling = request.sampling
-        body: dict[str, Any] = {
-            "model": self.adapter_names.get(url, self.model_names[url]),
-            "prompt": request.prompt_ids.tolist(),
+        sampling, model = request.sampling, self.adapter_names.get(url, self.model_names[url])
+        options: dict[str, Any] = {
             "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -235,20 +236,29 @@ class VllmSampler(EngineSampler):
             "seed": seed,
             "n": 1,
             "logprobs": 0,
-            "return_token_ids": True,
-            "add_special_tokens": False,
             "ignore_eos": False,
             "stop_token_ids": sorted(self.tokenizer.end_ids),
-            "stream": False,
         }
-        reply = await self.http.post(f"{url}/v1/completions", body)
+        left: list[list[int]] | None = None
+        if request.needs_mask:  # only this route returns it
+            body = {"model": model, "token_ids": request.prompt_ids.tolist(), "sampling_params": options}
+            reply = await self.http.post(f"{url}/inference/v1/generate", body | {"stream": False})
+        else:
+            own: dict[str, Any] = {"return_token_ids": True, "add_special_tokens": False, "stream": False}
+            body = {"model": model, "prompt": request.prompt_ids.tolist(), **options, **own}
+            reply = await self.http.post(f"{url}/v1/completions", body)
         try:
             choice = reply["choices"][0]
-            tokens, logp = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            tokens = choice["token_ids"]
+            if request.needs_mask:
+                left, logp = choice["sampling_mask"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            else:
+                logp = choice["logprobs"]["token_logprobs"]
             if tokens is None:
                 raise EngineError(f"{url} returns no token ids; vLLM 0.11 or later does (return_token_ids)")
             experts = decode_experts(choice.get("routed_experts")) if self.records_experts else None
-            return EngineCompletion(tokens, logp, str(reply["model"]) if self.adapter_only else None, experts)
+            version = str(reply["model"]) if self.adapter_only else None
+            return EngineCompletion(tokens, logp, version, experts, left)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"

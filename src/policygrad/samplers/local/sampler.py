@@ -10,13 +10,14 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from policygrad.core.batch import SamplingMask
 from policygrad.core.precision import move, widest_dtype
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
-from policygrad.samplers.base import CompletionCallback, Generation, Request
+from policygrad.samplers.base import CompletionCallback, Generation, Request, SamplingParams
 from policygrad.samplers.local.cuda_graphs import DecodeAhead
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache
-from policygrad.samplers.local.sampling import check_finite_logits, philox_uniforms, sample_tokens
+from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
     SharedPrefixCache,
     check_batched_decoding,
@@ -98,10 +99,10 @@ class LocalSampler:
             if self._continues is None:
                 self._continues = supports_continuing(self.model, self.pad)
             self._texts = TextCache(self.model) if self._continues else None
-        for sampling in dict.fromkeys(r.sampling for r in requests):
-            indices = [i for i, r in enumerate(requests) if r.sampling == sampling]
+        for kind in dict.fromkeys((r.sampling, r.needs_mask) for r in requests):
+            indices = [i for i, r in enumerate(requests) if (r.sampling, r.needs_mask) == kind]
             with recording():
-                ahead = self.decodes_ahead and bool(self._shares_prefixes)
+                ahead = self.decodes_ahead and bool(self._shares_prefixes) and not requests[indices[0]].needs_mask
                 loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead, self._texts)
                 cache: DecodeCache = PlainDecodeCache(self.model, self.pad)
                 if self._shares_prefixes:
@@ -145,6 +146,8 @@ class DecodeLoop:
         self.length = self.limit.clone()
         self.ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self.experts = RoutedExpertsRecorder(routing, requests, width)
+        self.masks: list[list[Tensor]] | None = [[] for _ in requests] if requests[0].needs_mask else None
+        """By request, the tokens that top-k and top-p left at each token."""
         groups: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(id(request.prompt_ids), []).append(i)
@@ -192,9 +195,15 @@ class DecodeLoop:
         completions, logps = (torch.split(x[within].cpu(), lengths) for x in (self.tokens, self.logps))
         ends = zip(completions, logps, lengths, self.ended.tolist(), strict=True)
         return [
-            Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n))
+            Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n), self._mask(i))
             for i, (ids, p, n, end) in enumerate(ends)
         ]
+
+    def _mask(self, request: int) -> SamplingMask | None:
+        if self.masks is None:
+            return None
+        ids = self.masks[request]
+        return SamplingMask(torch.cat(ids), torch.tensor([len(x) for x in ids], dtype=torch.int32))
 
     def _run_ahead(self, cache: SharedPrefixCache, logits: Tensor, callback: CompletionCallback | None) -> Tensor:
         """Decode until rows have to be removed or can be added; return the logits [N, V] of the remaining ones."""
@@ -245,7 +254,13 @@ class DecodeLoop:
         check_finite_logits(
             logits, self.sampling, cache.model, lambda row: self.read_ids(int(active[row]), int(count[row]))
         )
-        token, logp = sample_tokens(logits, self.u[active, count], self.sampling)
+        sampling = self.sampling
+        if self.masks is not None:
+            logits, sampling = log_probabilities(logits, sampling), SamplingParams()
+            left = SamplingMask.of(logits > -torch.inf)
+            for i, ids in zip(active.tolist(), torch.split(left.ids.cpu(), left.counts.tolist()), strict=True):
+                self.masks[i].append(ids)
+        token, logp = sample_tokens(logits, self.u[active, count], sampling)
         self.tokens[active, count], self.logps[active, count] = token, logp.to(self.logps.dtype)
         count = count + 1
         stops = torch.isin(token, self.end)

@@ -367,10 +367,7 @@ def check_run(run: Run) -> None:
     if run.sampling.temperature == 0:
         raise ConfigError("temperature=0 makes all samples of a prompt equal: set --temperature above 0")
     if run.sampling.is_truncated:
-        raise ConfigError(
-            "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that is trained, and the "
-            "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval accepts both)"
-        )
+        check_truncated_sampling(run.algorithm, run.sampler.engine)
     if run.learner.score_parameters and "grad_logp_sq_norm" not in run.algorithm.needs:
         raise ConfigError(
             f"learner.score_parameters is {run.learner.score_parameters!r}, but no part of {run.algorithm.name} reads score "
@@ -398,6 +395,24 @@ def check_run(run: Run) -> None:
     if run.minibatch_warning and "minibatches" not in {f.name for f in fields(rule)}:  # type: ignore[arg-type]
         raise ConfigError(
             f"{rule.minibatches} minibatches of whole groups need as many prompts per step, not {run.prompts_per_step}"
+        )
+
+
+def check_truncated_sampling(algorithm: Algorithm, engine: str) -> None:
+    """Raise ConfigError for training with top-p or top-k where the learner could not compare under the same mask."""
+    if engine != LOCAL and not load_engine_class(engine).returns_sampling_masks:
+        raise ConfigError(
+            f"training with top_p < 1 or top_k > 0 needs to know which tokens they left, which {engine} does not tell: use "
+            "--sampler.engine local or vllm, or leave top_p = 1 and top_k = 0 (eval accepts both)"
+        )
+    unsupported = {
+        type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
+        "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
+    }
+    for name in (name for name, is_used in unsupported.items() if is_used):
+        raise ConfigError(
+            f"{name} evaluates the policy over the whole vocabulary, and top_p or top_k leave a part of it: leave top_p = 1 and "
+            "top_k = 0, or choose an algorithm without it, such as grpo"
         )
 
 
