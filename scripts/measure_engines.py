@@ -225,7 +225,8 @@ def main() -> None:
         parser.error("--vllm VENV: a virtual environment with vLLM 0.32")
     file = RESULTS / "engines.json"
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    argv = ["VENV" if word == args.vllm else word for word in sys.argv[1:]]
+    places = {args.vllm: "VENV", str(args.folder): "DIR"}
+    argv = [places.get(word, word) for word in sys.argv[1:]]
     called = shlex.join(["python", "scripts/measure_engines.py", *argv])
     about = {"machine": f"{platform.system()} {platform.machine()}", "torch": version("torch"), "command": called}
     if args.throughput:

@@ -44,13 +44,13 @@ class DoctorOptions:
     model: Annotated[str | None, optional_arg("SHAPE", "none")] = None
     """Also tell whether this model fits: a name such as Qwen3-0.6B, a config.json, or a folder with one."""
     python: Annotated[str | None, optional_arg("PATH", "this environment")] = None
-    """Where engines are looked for: a virtual environment, or its Python (--sampler.python of train)."""
+    """Look for engines in this virtual environment, or that of this Python (--sampler.python of train)."""
     json: bool = False
     """Print one JSON object instead of lines."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One line."""
 
     group: str
@@ -74,17 +74,17 @@ def doctor(args: list[str]) -> int:
     return 0
 
 
-def examine_machine() -> Iterator[Finding]:
+def examine_machine() -> Iterator[Check]:
     """System, memory, disks, limits, the sandbox."""
-    yield Finding(
+    yield Check(
         "Machine", "system", f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}, {platform.machine()}"
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("Machine", "processor", f"{cores} cores, {'bf16' if has_bf16() else 'no bf16'} products")
+    yield Check("Machine", "processor", f"{cores} cores, {'bf16' if has_bf16() else 'no bf16'} products")
     memory = read_meminfo()
     if memory:
         total, free = memory["MemTotal"], memory["MemAvailable"]
-        yield Finding("Machine", "memory", f"{format_size(total)}, {format_size(free)} of it free")
+        yield Check("Machine", "memory", f"{format_size(total)}, {format_size(free)} of it free")
     shm = Path("/dev/shm")
     if shm.is_dir():
         yield _judge_room("/dev/shm", shm, MIN_SHM, "in a container: docker run --shm-size 8g, or --ipc=host")
@@ -94,14 +94,14 @@ def examine_machine() -> Iterator[Finding]:
     try:
         with socket.socket() as free_port:
             free_port.bind(("127.0.0.1", 0))
-        yield Finding("Machine", "ports", "servers can listen on 127.0.0.1")
+        yield Check("Machine", "ports", "servers can listen on 127.0.0.1")
     except OSError as error:
         remedy = "engines, judges and several learners need local ports: allow them to this user or container"
-        yield Finding("Machine", "ports", f"none can be opened: {error}", PROBLEM, remedy)
+        yield Check("Machine", "ports", f"none can be opened: {error}", PROBLEM, remedy)
     yield _examine_sandbox()
 
 
-def examine_torch() -> Iterator[Finding]:
+def examine_torch() -> Iterator[Check]:
     """Python, torch and its build, GPUs, precision, compilers, attention kernels."""
     import torch
 
@@ -109,14 +109,14 @@ def examine_torch() -> Iterator[Finding]:
     from policygrad.utils.devices import choose_device, multiplies_in_bf16
 
     python = f"{platform.python_version()} in {_shorten(Path(sys.prefix))}"
-    yield Finding("Learner", "python", python)
+    yield Check("Learner", "python", python)
     for package in ("policygrad", "transformers"):
-        yield Finding("Learner", package, importlib.metadata.version(package))
+        yield Check("Learner", package, importlib.metadata.version(package))
     build = (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}" if torch.version.hip else ""
     )
     build = build or "for the CPU"
-    yield Finding("Learner", "torch", f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads")
+    yield Check("Learner", "torch", f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads")
     count = torch.cuda.device_count()
     if not count:
         has_driver = shutil.which("nvidia-smi") is not None
@@ -127,7 +127,7 @@ def examine_torch() -> Iterator[Finding]:
             if has_driver
             else "none: models of some million parameters learn on a CPU"
         )
-        yield Finding("Learner", "gpu", value, PROBLEM if has_driver else ABSENT, remedy)
+        yield Check("Learner", "gpu", value, PROBLEM if has_driver else ABSENT, remedy)
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -135,24 +135,22 @@ def examine_torch() -> Iterator[Finding]:
         value = f"{properties.name}, {format_size(total)}, {format_size(free)} of it free, {capability}"
         is_taken = free < total / 2
         remedy = "another process holds most of it: nvidia-smi names it" if is_taken else ""
-        yield Finding("Learner", f"gpu {index}", value, PROBLEM if is_taken else OK, remedy)
+        yield Check("Learner", f"gpu {index}", value, PROBLEM if is_taken else OK, remedy)
     for kind, maker in (("xpu", "Intel"), ("mps", "Apple")):
         if getattr(torch, kind).is_available():
             remedy = f"--learner.device {kind} uses it, which was not tested on one"
-            yield Finding("Learner", f"gpu {kind}", f"of {maker}", OK, remedy)
+            yield Check("Learner", f"gpu {kind}", f"of {maker}", OK, remedy)
     on_gpu = multiplies_in_bf16(choose_device())
     precision = "bf16, as the GPU multiplies in it" if on_gpu else "fp32"
-    yield Finding("Learner", "--learner.dtype auto", precision)
+    yield Check("Learner", "--learner.dtype auto", precision)
     compiler = next(filter(shutil.which, COMPILERS), None)
     needed = "" if compiler else "it is needed by --learner.compile and by torch's own kernels: apt install g++"
-    yield Finding("Learner", "C++ compiler", compiler or "none", OK if compiler else ABSENT, needed)
+    yield Check("Learner", "C++ compiler", compiler or "none", OK if compiler else ABSENT, needed)
     kernel = "scaled_dot_product_attention"
-    yield Finding(
-        "Learner", "attention", f"FlexAttention where texts share prefixes, else {kernel}" if count else kernel
-    )
+    yield Check("Learner", "attention", f"FlexAttention where texts share prefixes, else {kernel}" if count else kernel)
 
 
-def examine_engines(python: str | None) -> Iterator[Finding]:
+def examine_engines(python: str | None) -> Iterator[Check]:
     """Each engine: where it is, and which version.
 
     Args:
@@ -162,62 +160,64 @@ def examine_engines(python: str | None) -> Iterator[Finding]:
     from policygrad.samplers.engines.registry import ENGINES, load_engine_class
 
     find_python(python)  # an error, if it is none
-    yield Finding("Sampler", "local", "this process")
+    yield Check("Sampler", "local", "this process")
     for name in ENGINES:
         engine = load_engine_class(name)
         if importlib.util.find_spec("httpx") is None:
-            yield Finding("Sampler", name, "its client needs httpx", ABSENT, install_command("engines"))
+            yield Check("Sampler", name, "its client needs httpx", ABSENT, install_command("engines"))
             continue
-        found = None
+        installation = None
         for place in dict.fromkeys((python, None)):
             with suppress(ConfigError):  # it is not there
-                found = found or find_installation(engine, name, place)
-        if found is None:
+                installation = installation or find_installation(engine, name, place)
+        if installation is None:
             remedy = (
                 f"`policygrad engine install {name} --into DIR`, then --python DIR here, --sampler.python DIR in a run"
             )
-            yield Finding("Sampler", name, f"{engine.name} is not found", ABSENT, remedy)
+            yield Check("Sampler", name, f"{engine.name} is not found", ABSENT, remedy)
         else:
-            environment = _shorten(Path(found.python).parent.parent)
-            yield Finding("Sampler", name, f"{engine.name} {found.version} in {environment}")
+            environment = _shorten(Path(installation.python).parent.parent)
+            yield Check("Sampler", name, f"{engine.name} {installation.version} in {environment}")
 
 
-def examine_packages() -> Iterator[Finding]:
+def examine_packages() -> Iterator[Check]:
     """The extras of the package that are installed, and what installs each of the others."""
     extras = {extra: missing for extra, missing in find_extras().items() if extra not in ("dev", "docs")}
     installed = [extra for extra, missing in extras.items() if not missing]
-    yield Finding("Extras", "installed", ", ".join(installed) or "none", OK if installed else ABSENT)
+    yield Check("Extras", "installed", ", ".join(installed) or "none", OK if installed else ABSENT)
     for extra, missing in extras.items():
         if missing:
-            yield Finding("Extras", extra, f"without {', '.join(missing)}", ABSENT, install_command(extra))
+            yield Check("Extras", extra, f"without {', '.join(missing)}", ABSENT, install_command(extra))
 
 
-def examine_hub(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether models can be downloaded, which are here already, and which keys are set: their names, never their values."""
+def examine_hub(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Check whether models can be downloaded, which are here already, and which keys are set: their names, never their values."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     endpoint = constants.ENDPOINT
     if constants.HF_HUB_OFFLINE:
-        yield Finding("Hub", endpoint, "not asked, as HF_HUB_OFFLINE is set", ABSENT, "unset it to download models")
+        yield Check("Hub", endpoint, "not asked, as HF_HUB_OFFLINE is set", ABSENT, "unset it to download models")
     else:
         answer = ask_hub(endpoint)
         remedy = "" if not answer else "models come from folders and the cache: --model DIR. HF_ENDPOINT names a mirror"
-        yield Finding("Hub", endpoint, answer or "answers", ABSENT if answer else OK, remedy)
+        yield Check("Hub", endpoint, answer or "answers", ABSENT if answer else OK, remedy)
     cache = Path(constants.HF_HUB_CACHE)
     try:
-        found = scan_cache_dir(cache)
-        value = f"{len(found.repos)} repositories, {format_size(found.size_on_disk)}"
+        cached = scan_cache_dir(cache)
+        value = f"{len(cached.repos)} repositories, {format_size(cached.size_on_disk)}"
     except (CacheNotFound, ValueError):
         value = "empty"
-    yield Finding("Hub", "cache", f"{_shorten(cache)}: {value}")
+    yield Check("Hub", "cache", f"{_shorten(cache)}: {value}")
     names = [name for name in TOKENS if environment.get(name)]
-    yield Finding("Hub", "keys that are set", ", ".join(names) or "none", OK if names else ABSENT)
+    yield Check("Hub", "keys that are set", ", ".join(names) or "none", OK if names else ABSENT)
 
 
-def examine_model(model: str) -> list[Finding]:
-    """Whether a model can be trained by GRPO on this machine's device, by 128 completions of up to 1,792 tokens a step, and what to
-    change if it cannot."""
+def examine_model(model: str) -> list[Check]:
+    """Estimate whether a model can be trained by GRPO on this machine's device, and what to change if it cannot.
+
+    A step has 128 completions of up to 1,792 tokens.
+    """
     import torch
 
     from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
@@ -247,13 +247,13 @@ def examine_model(model: str) -> list[Finding]:
     size = f"{shape.parameters / 1e9:.2f}B parameters in {layout.dtype}"
     need = f"{format_size(int(plan.peak_bytes))} of {format_size(int(plan.usable_bytes))} that can be used"
     if plan.fits:
-        return [Finding("Model", shape.name, f"{size}: fits, {need}")]
+        return [Check("Model", shape.name, f"{size}: fits, {need}")]
     changes = "; ".join(change.description for change in suggest_changes(plan)) or "adapters, --learner.lora rank=16"
     remedy = f"{changes}. `policygrad plan --model {model}` has the details, and counts other devices"
-    return [Finding("Model", shape.name, f"{size}: does not fit, {need}", PROBLEM, remedy)]
+    return [Check("Model", shape.name, f"{size}: does not fit, {need}", PROBLEM, remedy)]
 
 
-def format_findings(findings: list[Finding], width: int) -> list[StyledLine]:
+def format_findings(findings: list[Check], width: int) -> list[StyledLine]:
     """Format the lines by group, each remedy below its line."""
     lines: list[StyledLine] = []
     names = max(len(finding.name) for finding in findings)
@@ -307,7 +307,7 @@ def read_meminfo() -> dict[str, int]:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
-    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
 
 
 def has_bf16() -> bool:
@@ -317,33 +317,31 @@ def has_bf16() -> bool:
     return has_bf16_products()
 
 
-def _judge_room(name: str, path: Path, least: int, remedy: str) -> Finding:
+def _judge_room(name: str, path: Path, least: int, remedy: str) -> Check:
     free = shutil.disk_usage(path).free
     is_short = free < least
-    return Finding(
-        "Machine", name, f"{format_size(free)} free", PROBLEM if is_short else OK, remedy if is_short else ""
-    )
+    return Check("Machine", name, f"{format_size(free)} free", PROBLEM if is_short else OK, remedy if is_short else "")
 
 
-def _examine_open_files() -> Finding:
+def _examine_open_files() -> Check:
     try:
         import resource
     except ImportError:  # Windows
-        return Finding("Machine", "open files", "no limit is known", ABSENT)
+        return Check("Machine", "open files", "no limit is known", ABSENT)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_short = soft < MIN_FILES
     remedy = f"ulimit -n {min(hard, 65536)}: engines and environments open one per connection" if is_short else ""
-    return Finding("Machine", "open files", f"up to {soft:,}", PROBLEM if is_short else OK, remedy)
+    return Check("Machine", "open files", f"up to {soft:,}", PROBLEM if is_short else OK, remedy)
 
 
-def _examine_sandbox() -> Finding:
+def _examine_sandbox() -> Check:
     from policygrad.sandbox.backends import find_backend
 
     try:
-        return Finding("Machine", "sandbox for programs", find_backend().name)
+        return Check("Machine", "sandbox for programs", find_backend().name)
     except PolicygradError as error:
         reason, _, remedy = str(error).partition(". ")
-        return Finding("Machine", "sandbox for programs", reason, ABSENT, remedy)
+        return Check("Machine", "sandbox for programs", reason, ABSENT, remedy)
 
 
 def _shorten(path: Path) -> str:

@@ -26,7 +26,7 @@ _DTYPES = (
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """Which tokens top-k and top-p left to sample from, for each of n tokens. The others had probability 0.
+    """The tokens that top-k and top-p left to sample from, for each of n tokens. The others had probability 0.
 
     A policy is compared with the one that sampled under the same mask: its distribution over the tokens that were left, made to
     sum to 1. Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, "keep sampling mask".
@@ -229,8 +229,8 @@ class Batch(_Tensors):
         """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
         if self.sampling_mask_ids:
-            kept = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-            chosen["sampling_mask_ids"] = tuple(self.sampling_mask_ids[i] for i in kept.tolist())
+            indices = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
+            chosen["sampling_mask_ids"] = tuple(self.sampling_mask_ids[i] for i in indices.tolist())
         return replace(self, **chosen)
 
     def without_texts(self) -> Batch:

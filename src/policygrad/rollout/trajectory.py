@@ -89,7 +89,7 @@ class Segment:
     """Set where a branch begins, because the chat template rewrote the conversation: the number of earlier ids, prompt included,
     that these tokens follow. None = they follow all earlier ids."""
     sampling_mask: SamplingMask | None = None
-    """Which tokens top-k and top-p left at each token; None = all."""
+    """The tokens that top-k and top-p left at each one; None = all."""
     new_tokens: Tensor | None = None
     """[m] int64; the new part of `tokens`, for texts and reward functions; None = all."""
 
@@ -210,7 +210,7 @@ class Trajectory:
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
-        """Of all tokens; None if none was sampled under one."""
+        """The masks of all tokens; None if none was sampled under one."""
         if all(s.sampling_mask is None for s in self.segments):
             return None
         free = torch.empty(0, dtype=torch.int32)

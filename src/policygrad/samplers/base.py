@@ -102,7 +102,7 @@ class Generation:
     """[P + n, layers, k] int16: the experts that each token of prompt and completion was routed to, -1 for a token that was not
     read (the last one). None = no experts, or not recorded."""
     sampling_mask: SamplingMask | None = None
-    """Which tokens top-k and top-p left at each of the n tokens; None = all, or not recorded."""
+    """The tokens that top-k and top-p left at each of the n; None = all, or not recorded."""
 
 
 @runtime_checkable

@@ -92,10 +92,10 @@ class SamplerConfig:
             raise ConfigError(f"sampler.gpu_memory must be at least 0 and below 1, not {self.gpu_memory:g}")
         if min(self.gpus, default=0) < 0:
             raise ConfigError(f"sampler.gpus must be numbers of GPUs, from 0, not {min(self.gpus)}")
-        own = {"servers": self.servers > 1, "python": self.python is not None, "gpus": bool(self.gpus)}
-        own |= {"gpu_memory": self.gpu_memory > 0, "colocate": self.colocate}
-        if self.urls and any(own.values()):
-            option = next(name for name, is_set in own.items() if is_set)
+        of_started = {"servers": self.servers > 1, "python": self.python is not None, "gpus": bool(self.gpus)}
+        of_started |= {"gpu_memory": self.gpu_memory > 0, "colocate": self.colocate}
+        if self.urls and any(of_started.values()):
+            option = next(name for name, is_set in of_started.items() if is_set)
             raise ConfigError(
                 f"sampler.{option} is for servers that the run starts, and sampler.urls names some that run already: leave one of "
                 "them out"
@@ -120,7 +120,7 @@ class SamplerConfig:
         if self.engine == LOCAL:
             options = {
                 "urls": bool(self.urls),
-                **own,
+                **of_started,
                 "weight_transport": self.weight_transport != FOLDER,
                 "lora_sync": self.lora_sync != AUTO,
                 "max_concurrency": self.max_concurrency == 0,

@@ -1,4 +1,4 @@
-"""What torch's devices can do, by their names: cpu, cuda, cuda:1, xpu (Intel), mps (Apple)."""
+"""Abilities of torch's devices, by name: cpu, cuda, cuda:1, xpu (Intel), mps (Apple)."""
 
 from __future__ import annotations
 

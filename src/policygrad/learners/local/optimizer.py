@@ -67,8 +67,8 @@ class Optimizer:
     def unload(self) -> None:
         """Move masters and moments to the host's memory, if they are offloaded. Weights that the model computes with stay."""
         if self.host is not None:
-            own = (m for n, m in self.masters.items() if m is not self.parameters[n])
-            self.host.move_out([*own, *self._moments()])
+            copies = (m for n, m in self.masters.items() if m is not self.parameters[n])
+            self.host.move_out([*copies, *self._moments()])
 
     def _moments(self) -> list[Tensor]:
         return [x for state in self.adam.state.values() for x in state.values() if isinstance(x, Tensor) and x.ndim]

@@ -145,7 +145,7 @@ class Pack:
     routes: Tensor | None = None
     """[N, layers, k] experts that each node is sent to, -1 = the model's own choice; None = that everywhere."""
     sampling_mask: SamplingMask | None = None
-    """Of the tokens on the mask, row by row; None = every token was possible."""
+    """For the tokens on `mask`, row by row; None = every token was possible."""
 
     @property
     def completions(self) -> int:

@@ -223,11 +223,11 @@ class EngineSampler(ABC):
         """Called before a server loads weights, to learn what `complete` needs to know."""
 
     async def sleep(self, url: str) -> None:
-        """As in `SleepingEngine`; only for an engine with `can_sleep`."""
+        """Free a server's memory; only for an engine with `can_sleep`."""
         raise NotImplementedError
 
     async def wake(self, url: str, part: str) -> None:
-        """As in `SleepingEngine`; only for an engine with `can_sleep`."""
+        """Give a server the memory of a part back; only for an engine with `can_sleep`."""
         raise NotImplementedError
 
     @classmethod
@@ -600,8 +600,8 @@ class EngineSampler(ABC):
             )
         if experts.shape[1] > len(layers):  # those of layers without experts are there too
             experts = experts[:, layers]
-        kept = experts[: len(request.prompt_ids) + length - 1]
-        return torch.cat([kept, kept.new_full((1, *kept.shape[1:]), -1)])
+        read_before = experts[: len(request.prompt_ids) + length - 1]
+        return torch.cat([read_before, read_before.new_full((1, *read_before.shape[1:]), -1)])
 
     @cached_property
     def expert_layers(self) -> tuple[list[int], int]:

@@ -23,7 +23,7 @@ MIN_SHARE, MAX_SHARE = 0.1, 0.9  # of a GPU's memory that a server is started wi
 
 
 class Memory(Enum):
-    """What a server holds of its GPU's memory."""
+    """The part of its memory on the GPU that a server holds."""
 
     AWAKE = "all of it"
     ASLEEP = "nothing"

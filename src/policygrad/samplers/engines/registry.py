@@ -29,25 +29,19 @@ ENGINES = {
     "sglang": "policygrad.samplers.engines.sglang:SglangSampler",
 }
 WEIGHTS_FOLDER = "weights"  # default folder for published weights, inside the run's folder or a temporary one
-LEARNER_GPU_SHARE, OWN_GPU_SHARE = (
-    0.4,
-    0.9,
-)  # of a GPU's memory, for all servers on one that also learns, or only samples
+LEARNER_GPU_SHARE, OWN_GPU_SHARE = 0.4, 0.9
+"""Share of a GPU's memory for all servers on one that also learns, and on one that only samples."""
 _DETECTION_TIMEOUT = 10.0  # seconds per request
-
-
-def _no_bytes(parameters: int) -> float:
-    return 0.0
 
 
 @dataclass(frozen=True)
 class LearnerFacts:
-    """What an engine must know of the learner that it samples for."""
+    """Facts about the learner that an engine samples for."""
 
     gpus: Sequence[int] = ()  # their numbers
     replays_experts: bool = False  # it needs the experts that each token was routed to
     needs_masks: bool = False  # it needs the tokens that top-k and top-p left
-    resident_bytes: Callable[[int], float] = _no_bytes
+    resident_bytes: Callable[[int], float] = lambda parameters: 0.0
     """Returns the bytes of a GPU that the learner keeps while completions are sampled, from the policy's number of parameters."""
 
 
@@ -151,9 +145,9 @@ def make_engine_factory(
             resolved = assign_gpus(resolved, facts.gpus, torch.cuda.device_count())
         if resolved.colocate and not resolved.gpu_memory:
             total = torch.cuda.get_device_properties(resolved.gpus[0]).total_memory
-            kept = facts.resident_bytes(sum(p.numel() for p in model.parameters()))
+            resident = facts.resident_bytes(sum(p.numel() for p in model.parameters()))
             per_gpu = -(-resolved.servers // len(resolved.gpus))
-            resolved = replace(resolved, gpu_memory=round(memory_share(total, kept) / per_gpu, 3))
+            resolved = replace(resolved, gpu_memory=round(memory_share(total, resident) / per_gpu, 3))
         engine = build_engine_sampler(resolved, model, tokenizer, folder, sampling.temperature, on_progress)
         engine.records_experts, engine.returns_masks = facts.replays_experts, facts.needs_masks
         return engine

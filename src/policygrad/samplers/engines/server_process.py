@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -160,8 +161,10 @@ def guard(parent: int, shared_folder: str, argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
     _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become the guard's children
+    # runs in the server's process before its program starts
+    die_with_guard = partial(_call_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        server = subprocess.Popen(argv, preexec_fn=_end_with_guard if sys.platform == "linux" else None)
+        server = subprocess.Popen(argv, preexec_fn=die_with_guard if sys.platform == "linux" else None)
     except OSError as error:
         print(f"{argv[0]} cannot be started: {error}", file=sys.stderr, flush=True)
         return 127
@@ -216,17 +219,12 @@ def _kill_descendants() -> None:
 
 
 def _list_descendants(pid: int) -> list[int]:
-    found = []
+    pids = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended
             for child in map(int, children.read_text().split()):
-                found += [child, *_list_descendants(child)]
-    return found
-
-
-def _end_with_guard() -> None:
-    """In the server's process before its program starts: die when the guard is killed."""
-    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                pids += [child, *_list_descendants(child)]
+    return pids
 
 
 def _call_prctl(option: int, value: int) -> None:

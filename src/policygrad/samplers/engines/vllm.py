@@ -244,8 +244,8 @@ class VllmSampler(EngineSampler):
             body = {"model": model, "token_ids": request.prompt_ids.tolist(), "sampling_params": options}
             reply = await self.http.post(f"{url}/inference/v1/generate", body | {"stream": False})
         else:
-            own: dict[str, Any] = {"return_token_ids": True, "add_special_tokens": False, "stream": False}
-            body = {"model": model, "prompt": request.prompt_ids.tolist(), **options, **own}
+            tokens_only: dict[str, Any] = {"return_token_ids": True, "add_special_tokens": False, "stream": False}
+            body = {"model": model, "prompt": request.prompt_ids.tolist(), **options, **tokens_only}
             reply = await self.http.post(f"{url}/v1/completions", body)
         try:
             choice = reply["choices"][0]

@@ -102,8 +102,12 @@ class LocalSampler:
         for kind in dict.fromkeys((r.sampling, r.needs_mask) for r in requests):
             indices = [i for i, r in enumerate(requests) if (r.sampling, r.needs_mask) == kind]
             with recording():
-                ahead = self.decodes_ahead and bool(self._shares_prefixes) and not requests[indices[0]].needs_mask
-                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing, ahead, self._texts)
+                decodes_ahead = (
+                    self.decodes_ahead and bool(self._shares_prefixes) and not requests[indices[0]].needs_mask
+                )
+                loop = DecodeLoop(
+                    [requests[i] for i in indices], self.end, self.pad, self.routing, decodes_ahead, self._texts
+                )
                 cache: DecodeCache = PlainDecodeCache(self.model, self.pad)
                 if self._shares_prefixes:
                     cache = SharedPrefixCache(self.model, self.pad, texts)
@@ -194,25 +198,23 @@ class DecodeLoop:
         within = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
         completions, logps = (torch.split(x[within].cpu(), lengths) for x in (self.tokens, self.logps))
         ends = zip(completions, logps, lengths, self.ended.tolist(), strict=True)
+        masks: list[SamplingMask | None] = [None] * len(lengths)
+        if self.masks is not None:
+            counts = [torch.tensor([len(x) for x in ids], dtype=torch.int32) for ids in self.masks]
+            masks = [SamplingMask(torch.cat(ids), n) for ids, n in zip(self.masks, counts, strict=True)]
         return [
-            Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n), self._mask(i))
+            Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n), masks[i])
             for i, (ids, p, n, end) in enumerate(ends)
         ]
 
-    def _mask(self, request: int) -> SamplingMask | None:
-        if self.masks is None:
-            return None
-        ids = self.masks[request]
-        return SamplingMask(torch.cat(ids), torch.tensor([len(x) for x in ids], dtype=torch.int32))
-
     def _run_ahead(self, cache: SharedPrefixCache, logits: Tensor, callback: CompletionCallback | None) -> Tensor:
         """Decode until rows have to be removed or can be added; return the logits [N, V] of the remaining ones."""
-        ahead, rows = DecodeAhead(self, cache, logits), len(self.active)
-        reported = torch.zeros_like(ahead.finished)
+        decoder, rows = DecodeAhead(self, cache, logits), len(self.active)
+        reported = torch.zeros_like(decoder.finished)
         while True:
-            ahead.run()
-            self._report(ahead.active[ahead.finished & ~reported], callback)
-            reported = ahead.finished.clone()
+            decoder.run()
+            self._report(decoder.active[decoder.finished & ~reported], callback)
+            reported = decoder.finished.clone()
             remaining = rows - int(reported.sum())
             slots = self.sampling.decode_rows - remaining
             if remaining < COMPACT_FRACTION * rows or (
@@ -220,8 +222,8 @@ class DecodeLoop:
             ):
                 self._cache_texts(cache, reported)
                 order = cache.keep_rows((~reported).nonzero().squeeze(1))
-                self.active, self.count = ahead.active[order], ahead.count[order]
-                return ahead.logits[order]
+                self.active, self.count = decoder.active[order], decoder.count[order]
+                return decoder.logits[order]
 
     def _report(self, finished: Tensor, callback: CompletionCallback | None) -> None:
         """Pass the completions of these requests on."""

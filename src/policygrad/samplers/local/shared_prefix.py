@@ -155,8 +155,8 @@ class SharedPrefixCache:
         texts = []
         for layer in self.layers:
             before = (x[prompt][:, is_token] for x in layer.prompt)
-            own = (x[row, :, first : first + tokens] for x in layer.row_buffers)
-            keys, values = (torch.cat(pair, 1) for pair in zip(before, own, strict=True))
+            of_row = (x[row, :, first : first + tokens] for x in layer.row_buffers)
+            keys, values = (torch.cat(pair, 1) for pair in zip(before, of_row, strict=True))
             texts.append((keys, values))
         return texts
 
@@ -381,17 +381,19 @@ def _attend_in_half_precision(
     """Compute the same on a CPU, with scores and sums in float32 although products are in half precision.
 
     The kernel also returns log Σ exp(score). A softmax over the columns of both parts weights the prompt's by its share of the sum,
-    1 / (1 + exp(own − prompt's)).
+    1 / (1 + exp(completion's − prompt's)).
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     rows, heads, used, width = keys.shape
     mask = layout.mask[..., layout.length : layout.length + used]
-    own, own_total = flash(query.reshape(rows, -1, 1, width), keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    completion, total_of_completion = flash(
+        query.reshape(rows, -1, 1, width), keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )
     grid = layout.to_grid(query.reshape(rows, heads, -1, width))
     shared, total = flash(grid, *prompt, 0.0, False, attn_mask=layout.prompt_mask, scale=scale)
     shared, total = layout.from_grid(shared), layout.from_grid(total[..., None])
-    share = (total - own_total.view(total.shape)).sigmoid_()
-    out = at_least_float32(own.view(shared.shape)).lerp(at_least_float32(shared), share).to(query.dtype)
+    share = (total - total_of_completion.view(total.shape)).sigmoid_()
+    out = at_least_float32(completion.view(shared.shape)).lerp(at_least_float32(shared), share).to(query.dtype)
     return out.reshape(*query.shape[:-1], values.shape[-1])
 
 
