@@ -178,7 +178,7 @@ def engines_block(report: Data | None = None) -> str:
     if report is None or not runs:
         return "Not measured yet: run `python scripts/measure_engines.py`, then `make docs`."
     lines = [
-        "`policygrad train grpo` with its default options, one run per seed; weights are published to disk after every step. The "
+        "`policygrad train grpo` with its default options, one run per seed; weights are published after every step. The "
         "probe is the largest difference between log-probabilities of server and learner, in nats."
     ]
     lines.append(table(ENGINES_HEAD, [_engines_row(name, run) for name, run in runs.items()]))

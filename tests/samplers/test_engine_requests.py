@@ -314,7 +314,7 @@ def test_vllm_tells_what_top_p_left(chunk_tokens: int, tokenizer: Tokenizer, tmp
 def test_vllm_is_started_so_that_it_returns_masks_and_on_a_gpu_only() -> None:
     options = LaunchOptions("m", None, "h", 1, "bfloat16", 64, 4, 1, returns_masks=True)
     environment, argv = VllmSampler.launch_command(options)
-    assert "--return-sampling-mask" in argv
+    assert {"--return-sampling-mask", "--enable-scale-out"} <= {*argv}
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     with pytest.raises(ConfigError, match=r"top_p and top_k: vLLM returns what they leave on a GPU only"):
         VllmSampler.launch_command(replace(options, on_cpu=True))

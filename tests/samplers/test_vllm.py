@@ -71,16 +71,20 @@ def test_vllm_reloads_weights_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, 
     wait(sampler.close())
 
 
-def test_route_that_returns_masks_answers_in_its_form(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
+def test_route_that_returns_masks_answers_in_its_form(
+    tmp_path: Path, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU without the masks themselves."""
-    sampler = made(url, tmp_path)
-    wait(sampler.update(changed(sampler.model, 0, 0.0)))
-    request = Request(torch.tensor([5, 70, 300]), (1, 2), SamplingParams(top_k=3, max_tokens=4), 4, needs_mask=True)
-    with pytest.raises(EngineError, match="does not return the tokens that top-k and top-p left"):
-        wait(sampler.generate([request]))
-    completion = wait(sampler.complete(url, request, 7))
-    assert 1 <= len(completion.tokens) == len(completion.logp) <= 4
-    wait(sampler.close())
+    monkeypatch.setenv("VLLM_ARGS", "--enable-scale-out")
+    with serving(VENV, tmp_path) as url:
+        sampler = made(url, tmp_path)
+        wait(sampler.update(changed(sampler.model, 0, 0.0)))
+        request = Request(torch.tensor([5, 70, 300]), (1, 2), SamplingParams(top_k=3, max_tokens=4), 4, needs_mask=True)
+        with pytest.raises(EngineError, match="does not return the tokens that top-k and top-p left"):
+            wait(sampler.generate([request]))
+        completion = wait(sampler.complete(url, request, 7))
+        assert 1 <= len(completion.tokens) == len(completion.logp) <= 4
+        wait(sampler.close())
 
 
 def test_stale_tied_head_is_detected(url: str, tmp_path: Path, wait: AsyncRunner) -> None:

@@ -139,14 +139,19 @@ class VllmSampler(EngineSampler):
         if options.colocate:
             argv += ["--enable-sleep-mode"]
         environment: dict[str, str] = {}
-        for is_needed, option, what in (
-            (options.records_experts, "--enable-return-routed-experts", "learner.routing_replay: vLLM returns experts"),
-            (options.returns_masks, "--return-sampling-mask", "top_p and top_k: vLLM returns what they leave"),
+        masks = ("--return-sampling-mask", "--enable-scale-out")  # the second opens `/inference/v1/generate`
+        for is_needed, flags, what in (
+            (
+                options.records_experts,
+                ("--enable-return-routed-experts",),
+                "learner.routing_replay: vLLM returns experts",
+            ),
+            (options.returns_masks, masks, "top_p and top_k: vLLM returns what they leave"),
         ):
             if is_needed and options.on_cpu:
                 raise ConfigError(f"{what} on a GPU only. Use --sampler.engine local, or leave it out")
             if is_needed:
-                argv += [option]
+                argv += flags
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them, and it needs Triton
         if options.on_cpu:  # nothing is gained there by compiling, and by default it takes most of the memory
             argv += ["--enforce-eager"]
