@@ -20,7 +20,7 @@ _HOME = {
     "policygrad.core.algorithm": "Algorithm",
     "policygrad.core.auxiliary": "Critic ImplicitReward Reference",
     "policygrad.core.base": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
-    "policygrad.core.batch": "Batch Forward",
+    "policygrad.core.batch": "Batch Forward SamplingMask",
     "policygrad.core.filters": (
         "SeparateDemonstrations Downsample DropZeroVariance MaskTruncated MovingLevel NoPositiveResampling PassRateBand"
     ),
