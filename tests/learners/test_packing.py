@@ -205,7 +205,9 @@ class Weighed(pg.Term):
         return self.score(out, batch, psi) * out.logp.detach()
 
 
-@pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens", "positions"}))
+@pytest.mark.parametrize(
+    "name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens", "positions", "sampling_mask_counts"})
+)
 def test_equal_completions_are_computed_once_and_counted_twice(model: nn.Module, name: str) -> None:
     """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
     batch = make_batch(5, holes=False)
