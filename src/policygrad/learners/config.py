@@ -9,8 +9,8 @@ from typing import Self
 
 from policygrad.errors import ConfigError
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
+from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
 
-SMALL_MODEL_PARAMETERS = 5_000_000  # below, a matrix product is finished before a second thread has woken up
 SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
 HEADS = (AUTO, "model", "fp32")

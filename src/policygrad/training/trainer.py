@@ -22,8 +22,8 @@ from policygrad.core.metrics import Mean
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
-from policygrad.learners.config import SMALL_MODEL_PARAMETERS
 from policygrad.models.adapters import describe_adapters
+from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rollout import serialization

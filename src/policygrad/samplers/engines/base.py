@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from policygrad.core.batch import SamplingMask
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum
 from policygrad.errors import ConfigError, EngineError
-from policygrad.learners.config import SMALL_MODEL_PARAMETERS
 from policygrad.models.adapters import adapter_configs
 from policygrad.models.lora_config import Lora
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.config import ADAPTER, FOLDER, MERGED, NCCL, SamplerConfig
 from policygrad.samplers.engines import probe, server_pool
