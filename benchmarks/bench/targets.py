@@ -168,17 +168,16 @@ def _half(data: Data) -> str:
 
 def _memory(data: Data) -> str:
     """How TRL's peak follows its micro-batch, of which it has the fastest."""
-    theirs, ours = row(data, "7m", TRL), row(data, "7m", OURS)
-    grid = [r for k, r in data.get("grid", {}).items() if k.startswith(f"7m/{TRL}/1/")]
-    sizes = sorted(int(k.rpartition("/")[2]) for k in data.get("grid", {}) if k.startswith(f"7m/{TRL}/1/"))
-    if theirs is None or ours is None or len(grid) < 2:
+    theirs, prefix = row(data, "7m", TRL), f"7m/{TRL}/1/"
+    grid = data.get("grid", {})
+    peaks = {int(key.removeprefix(prefix)): r["peak_mib"] for key, r in grid.items() if key.startswith(prefix)}
+    if theirs is None or len(peaks) < 2:
         return ""
-    peaks = [r["peak_mib"] for r in grid]
+    least, most = min(peaks), max(peaks)
     return (
-        f"**Memory of the 7M work.** TRL's peak follows its micro-batch, from {min(peaks):,.0f} MiB at {sizes[0]} completions to "
-        f"{max(peaks):,.0f} at {sizes[-1]} on a quarter of the prompts, and it has the fastest: {theirs.memory.median:,.0f} MiB in "
-        f"a whole step. policygrad's {ours.memory.median:,.0f} MiB is that of one micro-batch of tokens whatever the work, and of "
-        "the cache of the completions that are drawn at once."
+        f"**Memory of the 7M work.** TRL's peak follows its micro-batch: {peaks[least]:,.0f} MiB at {least} completions and "
+        f"{peaks[most]:,.0f} at {most}, on a quarter of the prompts. It is given the fastest one, and takes "
+        f"{theirs.memory.median:,.0f} MiB in a whole step."
     )
 
 
@@ -189,7 +188,7 @@ def _share(data: Data) -> str:
     if None in shares:
         return ""
     told = [f"{share:.0%} {part}" for share, part in zip(shares, parts, strict=True) if share is not None]
-    return f"**Share of the rate.** Of the learner's time in float32 are {', '.join(told[:-1])} and {told[-1]} (profile below)."
+    return f"**Share of the rate.** In float32 the learner's time is {', '.join(told[:-1])} and {told[-1]} (profile below)."
 
 
 def _embedded(data: Data) -> str:

@@ -100,6 +100,18 @@ def test_invalid_lora_options_are_refused(engine: str, lora: str, argv: str) -> 
         build_launch_command(EngineOptions(engine, lora=lora, folder="."))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("engine", "option", "message"),
+    [
+        ("llama_cpp", "routing_replay", "--routing-replay is for servers of vllm and sglang"),
+        ("sglang", "sampling_mask", "--sampling-mask is for servers of vllm"),
+    ],
+)
+def test_what_an_engine_cannot_return_is_refused(engine: str, option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(engine, folder=".", **{option: True})  # type: ignore[arg-type]
+
+
 def test_server_does_not_import_from_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m` would put it first on the import path, and so would the processes that a server starts."""
     monkeypatch.setenv("PYTHONSAFEPATH", "")

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -109,9 +110,14 @@ class EngineOptions:
                 "--lora: bits are the learner's; the precision of a server's weights is set by its own options. Leave bits out."
             )
         engine = None if self.target in ACTIONS else load_engine_class(self.target)
-        if self.lora and (engine is None or not engine.supports_lora):
-            supported = " and ".join(list_engines(lambda e: e.supports_lora))
-            raise ConfigError(f"--lora is for servers of {supported}. Leave it out for {self.target}.")
+        for option, is_set, fact in (
+            ("--lora", bool(self.lora), "supports_lora"),
+            ("--routing-replay", self.routing_replay, "returns_routed_experts"),
+            ("--sampling-mask", self.sampling_mask, "returns_sampling_masks"),
+        ):
+            if is_set and not getattr(engine, fact, False):
+                supported = " and ".join(list_engines(attrgetter(fact)))
+                raise ConfigError(f"{option} is for servers of {supported}. Leave it out for {self.target}.")
         if self.weight_transport == NCCL and engine is not None and engine.transfer_class is None:
             raise ConfigError(f"a server of {engine.name} loads no weights over NCCL. Leave --weight-transport out.")
 

@@ -52,7 +52,7 @@ class SamplingMask:
         return SamplingMask(self.ids[tokens.repeat_interleave(self.counts)], self.counts[tokens])
 
     def apply_(self, logits: Tensor, start: int = 0) -> Tensor:
-        """Set the logits [k, V] of the tokens from `start` on to −∞ where the sampler's were, in place."""
+        """Set logits [k, V] to −∞ in place, except those of the tokens left; row 0 belongs to token `start`."""
         counts = self.counts[start : start + len(logits)]
         first = int(self.counts[:start].sum())
         ids = self.ids[first : first + int(counts.sum())]

@@ -80,13 +80,16 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
         )
     masks = [t.sampling_mask for t in rows]
     if any(left is not None for left in masks):
-        free, ids = torch.zeros(0, dtype=torch.int32), []
-        counts = torch.zeros(within.shape, dtype=torch.int32)
-        for row, left in enumerate(masks):
-            ids.append(free if left is None else left.ids)
-            if left is not None:
-                counts[row, : len(left.counts)] = left.counts
-        fields |= {"sampling_mask_counts": counts, "sampling_mask_ids": tuple(ids)}
+        none = torch.zeros(0, dtype=torch.int32)
+        fields |= {
+            "sampling_mask_counts": pad(
+                [
+                    torch.zeros(len(t.tokens), dtype=torch.int32) if left is None else left.counts
+                    for t, left in zip(rows, masks, strict=True)
+                ]
+            ),
+            "sampling_mask_ids": tuple(none if left is None else left.ids for left in masks),
+        }
     if branched:
         fields["positions"] = pad([t.positions(len(g.prompt_ids)) for g in groups for t in g.trajectories])
     if "demonstration" in needs or any(t.demonstration for t in rows):

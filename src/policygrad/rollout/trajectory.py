@@ -95,8 +95,8 @@ class Segment:
 
     @classmethod
     def from_generation(cls, generation: Generation) -> Segment:
-        made = cls(generation.tokens, generation.logp, generation.version, generation.routed_experts)
-        return made if generation.sampling_mask is None else replace(made, sampling_mask=generation.sampling_mask)
+        g = generation
+        return cls(g.tokens, g.logp, g.version, g.routed_experts, sampling_mask=g.sampling_mask)
 
     @property
     def is_sampled(self) -> bool:
@@ -213,13 +213,9 @@ class Trajectory:
         """The masks of all tokens; None if none was sampled under one."""
         if all(s.sampling_mask is None for s in self.segments):
             return None
-        free = torch.empty(0, dtype=torch.int32)
-        return SamplingMask.concat(
-            [
-                s.sampling_mask or SamplingMask(free, torch.zeros_like(s.tokens, dtype=torch.int32))
-                for s in self.segments
-            ]
-        )
+        no_ids = torch.empty(0, dtype=torch.int32)
+        unmasked = (SamplingMask(no_ids, torch.zeros(len(s.tokens), dtype=torch.int32)) for s in self.segments)
+        return SamplingMask.concat([s.sampling_mask or none for s, none in zip(self.segments, unmasked, strict=True)])
 
     @property
     def num_sampled_tokens(self) -> int:

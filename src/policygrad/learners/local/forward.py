@@ -250,7 +250,7 @@ class Evaluator:
                 logp = selected_logp(logits, tokens, temperature)
                 return logp, *compute_exact(logits, old, names, temperature, reference)
 
-            places = torch.arange(len(index), device=index.device)
+            places = torch.arange(len(index), device=index.device)  # of the tokens in the sampling mask
             columns = (places, tokens, states.index_select(0, index), *compared_states)
             size = max(1, MAX_LOGITS // network.width(states))
             recomputed = partial(checkpoint, compute, use_reentrant=False)

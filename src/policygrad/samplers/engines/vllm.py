@@ -139,20 +139,17 @@ class VllmSampler(EngineSampler):
         if options.colocate:
             argv += ["--enable-sleep-mode"]
         environment: dict[str, str] = {}
-        masks = ("--return-sampling-mask", "--enable-scale-out")  # the second opens `/inference/v1/generate`
-        for is_needed, flags, what in (
-            (
-                options.records_experts,
-                ("--enable-return-routed-experts",),
-                "learner.routing_replay: vLLM returns experts",
-            ),
-            (options.returns_masks, masks, "top_p and top_k: vLLM returns what they leave"),
-        ):
-            if is_needed and options.on_cpu:
-                raise ConfigError(f"{what} on a GPU only. Use --sampler.engine local, or leave it out")
-            if is_needed:
-                argv += flags
-                environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them, and it needs Triton
+        returns = ["--enable-return-routed-experts"] if options.records_experts else []
+        if options.returns_masks:  # the second opens `/inference/v1/generate`
+            returns += ["--return-sampling-mask", "--enable-scale-out"]
+        if returns and options.on_cpu:
+            raise ConfigError(
+                "learner.routing_replay, top_p and top_k: vLLM returns experts and sampling masks on a GPU only. Use "
+                "--sampler.engine local, or leave these options out"
+            )
+        if returns:
+            argv += returns
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them, and it needs Triton
         if options.on_cpu:  # nothing is gained there by compiling, and by default it takes most of the memory
             argv += ["--enforce-eager"]
             environment = {

@@ -17,7 +17,7 @@ from policygrad.models.loading import at_least_float32
 from policygrad.samplers.base import SamplingParams
 
 _BELOW_ONE = {torch.float64: 1 - 2**-40, torch.float32: 1 - 2**-22}
-"""Largest u: u·total stays below the total after rounding, so that no token of probability 0 is sampled."""
+"""Factor on u that keeps u·total below the total after rounding, so that no token of probability 0 is sampled."""
 _BLOCK = 64  # tokens of a vocabulary that are summed at a time
 
 
