@@ -5,6 +5,7 @@ COMMANDS = {  # module:function
     "sft": "policygrad.commands.supervised:sft",
     "reward-model": "policygrad.commands.supervised:reward_model",
     "eval": "policygrad.commands.evaluate:evaluate",
+    "serve": "policygrad.commands.serve:serve",
     "engine": "policygrad.commands.engine:engine",
     "export": "policygrad.commands.export:export",
     "compare": "policygrad.commands.compare:compare",

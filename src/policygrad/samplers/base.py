@@ -64,6 +64,8 @@ class Request:
     """A later prompt may continue this text, as in a conversation: the sampler may keep what it has computed of it."""
     needs_mask: bool = False
     """`Generation.sampling_mask` is needed: the completion is trained on, and top-k or top-p is in use."""
+    stop: frozenset[int] | None = None
+    """Token ids that end the completion; None = the tokenizer's end tokens. Read by the local sampler."""
 
 
 @runtime_checkable
@@ -135,6 +137,9 @@ class SupportsInFlightUpdates(Sampler, Protocol):
 
     in_flight: bool
 
+
+RowsCallback = Callable[[Sequence[Request]], None]
+"""Called with the request that each row of a batch belongs to."""
 
 CompletionCallback = Callable[[Sequence[tuple[Request, Tensor]]], None]
 """Called with the completions finished since the last call, [(request, tokens [n] int64)], and from time to time with none."""

@@ -63,6 +63,16 @@ class TokenSequences:
         return cls(rows.numpy(), ids, sizes, np.stack([0 * extent, extent], 1), lengths)
 
     @classmethod
+    def of_texts(cls, texts: Sequence[Tensor]) -> TokenSequences:
+        """Make texts [P] whose every position predicts something: position t of row i predicts `Batch.tokens[i, t]`, which need
+        not be the text's next token."""
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        ids = np.zeros((len(texts), int(lengths.max(initial=0))), dtype=">u4")
+        for i, text in enumerate(texts):
+            ids[i, : len(text)] = text.numpy() + 1
+        return cls(np.arange(len(texts)), ids, 0 * lengths + 1, np.stack([0 * lengths, lengths], 1), lengths)
+
+    @classmethod
     def _of_branches(cls, batch: Batch, rows: Tensor) -> TokenSequences:
         """Make the texts of completions whose positions may step back: one per step back that predicts something."""
         assert batch.tokens is not None
@@ -190,7 +200,11 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
     Raises:
         DataError: The batch has no tokens or prompts.
     """
-    texts = TokenSequences.of(batch, rows)
+    return pack_texts(batch, TokenSequences.of(batch, rows), budget, keep_groups=keep_groups)
+
+
+def pack_texts(batch: Batch, texts: TokenSequences, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
+    """Pack the texts of a batch's completions in the same way."""
     if not len(texts.rows):
         return
     texts = texts.sort()

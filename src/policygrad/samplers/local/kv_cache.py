@@ -27,6 +27,10 @@ class DecodeCache(Protocol):
     supports_refill: bool  # True if prompts can be added while rows are active
     rows: Tensor  # [N] int64: the position of each active row in the last forward pass
 
+    @property
+    def batch_size(self) -> int:
+        """Number of rows of the next step, finished ones included."""
+
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         """Read each prompt once and add `repeats[i]` rows that continue it.
 
@@ -53,6 +57,10 @@ class PlainDecodeCache:
         self.model, self.pad = model, pad
         self.device = next(model.parameters()).device
         self.rows, self.cache, self.attention, self.used = torch.empty(0), dict[str, Any](), torch.empty(0), 0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.attention)
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         out, mask = prefill(self.model, prompts, self.pad)

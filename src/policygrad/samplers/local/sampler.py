@@ -14,7 +14,7 @@ from policygrad.core.batch import SamplingMask
 from policygrad.core.precision import move, widest_dtype
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
-from policygrad.samplers.base import CompletionCallback, Generation, Request, SamplingParams
+from policygrad.samplers.base import CompletionCallback, Generation, Request, RowsCallback, SamplingParams
 from policygrad.samplers.local.cuda_graphs import DecodeAhead
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache
 from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
@@ -41,18 +41,22 @@ class LocalSampler:
         routing: Routing | None = None,
         *,
         cuda_graphs: bool = True,
+        before_pass: RowsCallback | None = None,
     ) -> None:
         """
         Args:
             end: Ids of the end tokens.
             routing: The model's, to record the experts in `Generation.routed_experts`.
             cuda_graphs: On a GPU, capture each token's kernels and launch them together.
+            before_pass: Called before each forward pass whose rows belong to other requests than those of the pass before, for
+                a model that computes something else for some of them.
         """
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
         self.cuda_graphs = cuda_graphs
         self.caches_texts = routing is None  # those that may be continued
-        self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None
+        self.before_pass = before_pass
+        self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None and before_pass is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
         self._continues: bool | None = None  # likewise, at the first that may be continued
@@ -99,14 +103,22 @@ class LocalSampler:
             if self._continues is None:
                 self._continues = supports_continuing(self.model, self.pad)
             self._texts = TextCache(self.model) if self._continues else None
-        for kind in dict.fromkeys((r.sampling, r.needs_mask) for r in requests):
-            indices = [i for i, r in enumerate(requests) if (r.sampling, r.needs_mask) == kind]
+        for kind in dict.fromkeys(map(_decoded_together, requests)):
+            indices = [i for i, r in enumerate(requests) if _decoded_together(r) == kind]
             with recording():
                 decodes_ahead = (
                     self.decodes_ahead and bool(self._shares_prefixes) and not requests[indices[0]].needs_mask
                 )
+                stop = requests[indices[0]].stop
+                end = self.end if stop is None else torch.tensor(sorted(stop), dtype=torch.int64, device=self.device)
                 loop = DecodeLoop(
-                    [requests[i] for i in indices], self.end, self.pad, self.routing, decodes_ahead, self._texts
+                    [requests[i] for i in indices],
+                    end,
+                    self.pad,
+                    self.routing,
+                    decodes_ahead,
+                    self._texts,
+                    self.before_pass,
                 )
                 cache: DecodeCache = PlainDecodeCache(self.model, self.pad)
                 if self._shares_prefixes:
@@ -114,6 +126,11 @@ class LocalSampler:
                 completed = loop.run(cache, self.version, self._callback)
                 generations |= zip(indices, completed, strict=True)
         return [generations[i] for i in range(len(requests))]
+
+
+def _decoded_together(request: Request) -> tuple[object, ...]:
+    """Return what requests that are decoded together have in common."""
+    return request.sampling, request.needs_mask, request.stop
 
 
 _REFILL_FRACTION = 0.25
@@ -132,13 +149,15 @@ class DecodeLoop:
         routing: Routing | None,
         decodes_ahead: bool = False,
         texts: TextCache | None = None,
+        before_pass: RowsCallback | None = None,
     ) -> None:
         """
         Args:
             decodes_ahead: Look at the results every `cuda_graphs.STEPS` tokens only.
             texts: Takes the texts of requests that may be continued.
+            before_pass: As in `LocalSampler`.
         """
-        self.decodes_ahead, self.texts = decodes_ahead, texts
+        self.decodes_ahead, self.texts, self.before_pass = decodes_ahead, texts, before_pass
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
         self.limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
@@ -158,6 +177,7 @@ class DecodeLoop:
         # shortest prompts first, so that those read together need little padding
         self.queue = deque(sorted(groups.values(), key=lambda group: len(requests[group[0]].prompt_ids)))
         self.active = self.prompt_length.new_empty(0)  # [N]: index of each active row's request
+        self.announced: Tensor | None = None  # `active` as `before_pass` was told
         self.count = self.prompt_length.new_empty(0)  # [N]: tokens sampled by each active row
 
     @torch.no_grad()
@@ -176,6 +196,9 @@ class DecodeLoop:
                 rows, max_tokens = torch.tensor(new, device=self.device), max(self.requests[i].max_tokens for i in new)
                 repeats = torch.tensor([len(group) for group in groups], device=self.device)
                 prompts = [self.requests[group[0]].prompt_ids for group in groups]
+                if self.before_pass is not None:
+                    self.before_pass([self.requests[group[0]] for group in groups])
+                    self.announced = None
                 new_logits, width = cache.read(prompts, repeats, max_tokens)
                 self.experts.add_prompts(new, repeats, width)
                 u = philox_uniforms([self.requests[i].key for i in new], max_tokens)
@@ -192,6 +215,7 @@ class DecodeLoop:
             logits = None
             self._report(sampled[torch.isin(sampled, self.active, invert=True)], callback)
             if len(self.active):
+                self._announce_rows(cache)
                 logits = cache.step(token, self.prompt_length[self.active] + self.count - 1)
                 self.experts.add_step(self.active, self.count - 1, cache.rows)
         lengths = self.length.tolist()
@@ -206,6 +230,17 @@ class DecodeLoop:
             Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n), masks[i])
             for i, (ids, p, n, end) in enumerate(ends)
         ]
+
+    def _announce_rows(self, cache: DecodeCache) -> None:
+        """Tell `before_pass` which request each row of the next step belongs to; rows that are finished belong to any."""
+        if self.before_pass is None or self.announced is self.active:
+            return
+        active = self.active.tolist()
+        rows = [self.requests[active[0]]] * cache.batch_size
+        for row, index in zip(cache.rows.tolist(), active, strict=True):
+            rows[row] = self.requests[index]
+        self.before_pass(rows)
+        self.announced = self.active
 
     def _run_ahead(self, cache: SharedPrefixCache, logits: Tensor, callback: CompletionCallback | None) -> Tensor:
         """Decode until rows have to be removed or can be added; return the logits [N, V] of the remaining ones."""

@@ -48,6 +48,10 @@ class SharedPrefixCache:
         self.prompt_mask = self.rows.new_empty(0, 0)  # [C, L], 1 where a prompt has a token
         self.layout = PrefixLayout(None, 0, 0, torch.empty(0), torch.empty(0), 0)
 
+    @property
+    def batch_size(self) -> int:
+        return len(self.owner)
+
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         self.layout.column = None
         read = prefill if self.texts is None else self.texts.prefill

@@ -1,0 +1,156 @@
+"""A step of reinforcement learning through `policygrad serve` and the Tinker SDK, and the same step in this process; in turns.
+
+    python scripts/measure_serve.py [--model tiny] [--prompts 64] [--samples 8] [--max-tokens 16] [--steps 5] [--json FILE]
+
+A step samples, takes the group's mean from a reward that costs nothing, learns with importance_sampling, and saves the weights for
+the next step's sampling. In this process it is the server's own code without HTTP and the SDK (`serve.models`, `serve.sampling`).
+Wall time; the server and the client are two processes, and on two cores neither hides the other's work if both are busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from policygrad.learners.config import LearnerConfig
+from policygrad.samplers.base import SamplingParams
+from policygrad.serve.adapters import AdapterSpec
+from policygrad.serve.losses import Datum
+from policygrad.serve.models import AdamParams, TrainedModel, load_network
+from policygrad.serve.sampling import LocalAnswers, SampleQuery
+from policygrad.training.trainer import limit_torch_threads
+from stress_serve import Server
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 400, (8,), generator=generator).tolist() for _ in range(count)]
+
+
+class InProcess:
+    """The step without a server."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.count = options, 0
+        self.network = load_network(options.model, options.model, LearnerConfig(), adaptable=True)
+        self.model = TrainedModel.with_adapter(self.network, AdapterSpec(32, seed=0))
+        self.answers = LocalAnswers(self.network)
+
+    def step(self) -> int:
+        """Take a step; return the number of tokens that were sampled."""
+        options, tokens = self.options, 0
+        self.count += 1
+        params = SamplingParams()
+        queries = [
+            SampleQuery(torch.tensor(p), options.samples, params, options.max_tokens, (self.count, i))
+            for i, p in enumerate(make_prompts(options.prompts))
+        ]
+        data = []
+        for query, answer in zip(queries, self.answers.answer([(q, self.model.adapter) for q in queries]), strict=True):
+            prompt = query.prompt.tolist()
+            for sample, advantage in zip(
+                answer.samples, advantages([s.tokens.tolist() for s in answer.samples]), strict=True
+            ):
+                tokens += len(sample.tokens)
+                ids = torch.cat([query.prompt, sample.tokens])
+                head = len(prompt) - 1
+                zeros = torch.zeros(head)
+                logprobs, psi = torch.cat([zeros, sample.logprobs]), torch.full((len(sample.tokens),), advantage)
+                data.append(
+                    Datum(
+                        ids[:-1],
+                        {"target_tokens": ids[1:], "logprobs": logprobs, "advantages": torch.cat([zeros, psi])},
+                    )
+                )
+        self.model.run(data, "importance_sampling", {}, {}, backward=True)
+        self.model.step(AdamParams(1e-5))
+        return tokens
+
+
+class Served:
+    """The step through a server."""
+
+    def __init__(self, options: argparse.Namespace, url: str) -> None:
+        import tinker
+
+        self.options, self.types = options, tinker.types
+        service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        self.training = service.create_lora_training_client(options.model, rank=32, seed=0).result()
+
+    def step(self) -> int:
+        types, options, tokens = self.types, self.options, 0
+        sampling = self.training.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=options.max_tokens)
+        prompts = make_prompts(options.prompts)
+        futures = [sampling.sample(types.ModelInput.from_ints(p), options.samples, params) for p in prompts]
+        data = []
+        for prompt, future in zip(prompts, futures, strict=True):
+            sequences = future.result().sequences
+            for sequence, advantage in zip(sequences, advantages([s.tokens for s in sequences]), strict=True):
+                tokens += len(sequence.tokens)
+                ids, head = prompt + sequence.tokens, len(prompt) - 1
+                inputs = {
+                    "target_tokens": ids[1:],
+                    "logprobs": [0.0] * head + sequence.logprobs,
+                    "advantages": [0.0] * head + [advantage] * len(sequence.tokens),
+                }
+                data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs))
+        passed = self.training.forward_backward(data, "importance_sampling")
+        stepped = self.training.optim_step(types.AdamParams(learning_rate=1e-5))
+        passed.result()
+        stepped.result()
+        return tokens
+
+
+def advantages(completions: list[list[int]]) -> list[float]:
+    """Return each completion's reward, the share of its even tokens, minus the group's mean."""
+    rewards = [sum(t % 2 == 0 for t in c) / len(c) for c in completions]
+    mean = sum(rewards) / len(rewards)
+    return [r - mean for r in rewards]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    for name, value in (("prompts", 64), ("samples", 8), ("max-tokens", 16), ("steps", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder) / "served", ("--model", options.model), threads=None)
+        try:
+            served, local = Served(options, server.url), InProcess(options)
+            seconds: dict[str, list[float]] = {"server": [], "process": []}
+            tokens: dict[str, list[int]] = {"server": [], "process": []}
+            with limit_torch_threads(local.network.model):
+                for step in range(options.steps + 1):
+                    for name, one in (("server", served), ("process", local)):
+                        started = time.perf_counter()
+                        count = one.step()
+                        if step:  # the first prepares caches
+                            seconds[name].append(time.perf_counter() - started)
+                            tokens[name].append(count)
+        finally:
+            server.stop()
+    result = {
+        "model": options.model,
+        "prompts": options.prompts,
+        "samples": options.samples,
+        "max_tokens": options.max_tokens,
+        **{f"{name}_seconds": round(statistics.median(x), 3) for name, x in seconds.items()},
+        **{f"{name}_tokens": round(statistics.mean(x)) for name, x in tokens.items()},
+    }
+    result["overhead"] = round(result["server_seconds"] / result["process_seconds"] - 1, 3)
+    print(json.dumps(result))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

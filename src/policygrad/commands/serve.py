@@ -1,0 +1,88 @@
+"""`policygrad serve`: a training server that speaks the Tinker API."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+
+from policygrad.commands.options import parse_arguments
+from policygrad.errors import ConfigError, import_optional
+from policygrad.serve.config import ServeConfig
+
+HELP = (
+    "Serve models for clients that write the training loop themselves, with the Tinker API: forward_backward, optim_step, "
+    "sample, save_state. Clients set TINKER_BASE_URL to the printed address, and TINKER_API_KEY to tml-local or, with --api-keys, to a key.",
+    "Several clients share each base model, with an adapter each (rank=0 trains all weights). What they have saved, and what a "
+    "restart needs to go on, is in --folder. Ctrl-C stops the server; started again, it goes on where it was.",
+)
+STATUS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ServeOptions(ServeConfig):
+    """Options of `policygrad serve`."""
+
+    plain: bool = False
+    """Print plain lines, even on a terminal."""
+
+
+def serve(args: list[str]) -> int:
+    """Run `policygrad serve [--model M] [--port P]`."""
+    options = parse_arguments(ServeOptions, args, "serve", *HELP)
+    for module in ("tinker", "starlette", "uvicorn"):
+        import_optional(module, "policygrad serve", "serve")
+    import uvicorn
+
+    from policygrad.serve.app import build_app
+    from policygrad.serve.page import render_line
+    from policygrad.serve.service import Service
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    listening = listen(options.host, options.port)
+    service = Service(options, note)
+    service.url = f"http://{options.host}:{listening.getsockname()[1]}"
+    server = uvicorn.Server(
+        uvicorn.Config(build_app(options, service), log_level="warning", timeout_graceful_shutdown=5)
+    )
+    names = ", ".join(service.networks)
+    key = "one of the keys in --api-keys" if options.api_keys else "tml-local"
+    print(f"serving {names} at {service.url}", flush=True)
+    print(f"clients: export TINKER_BASE_URL={service.url} TINKER_API_KEY={key}", flush=True)
+    stopped = threading.Event()
+    if sys.stderr.isatty() and not options.plain:
+        threading.Thread(target=_show_status, args=(service, stopped, render_line), daemon=True).start()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # which the server raises again once it has stopped
+            server.run(sockets=[listening])
+    finally:
+        stopped.set()
+        service.stop()
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises ConfigError if the address cannot be used."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        # asyncio sends without delay only if the protocol is named; otherwise every answer takes 40 ms
+        listening = socket.socket(family, kind, socket.IPPROTO_TCP)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    return listening
+
+
+def _show_status(service: object, stopped: threading.Event, render_line: object) -> None:
+    """Keep one line of the terminal up to date."""
+    while not stopped.wait(STATUS_SECONDS):
+        print(f"\r\x1b[2K{render_line(service.status())}", end="", file=sys.stderr, flush=True)  # type: ignore[operator,attr-defined]

@@ -1,0 +1,1 @@
+"""A training server that speaks the Tinker API."""

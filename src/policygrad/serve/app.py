@@ -1,0 +1,469 @@
+"""The HTTP server: the Tinker API's addresses, who may use them, and a page about what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from policygrad.errors import ConfigError, PolicygradError, import_optional
+from policygrad.serve import wire
+from policygrad.serve.config import ServeConfig
+from policygrad.serve.page import render_page
+from policygrad.serve.service import Answer, GoneError, Service
+from policygrad.serve.store import KINDS, LoggedRequest, SavedPath, UnknownIdError
+
+import_optional("starlette", "policygrad serve", "serve")
+import_optional("uvicorn", "policygrad serve", "serve")
+
+from starlette.applications import Starlette  # noqa: E402
+from starlette.requests import Request  # noqa: E402
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response  # noqa: E402
+from starlette.routing import Route  # noqa: E402
+
+LONG_POLL_SECONDS = 20.0
+"""A client that asks for a result waits so long for it before it asks again."""
+MAX_BODY = 2**30
+"""Bytes of a request, unpacked."""
+DOWNLOAD_SECONDS = 3600
+API = "/api/v1"
+TRAINING = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+Handler = Callable[["Api", Request], Awaitable[Response]]
+
+
+class Refusal(Exception):
+    """An answer with a status of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Api:
+    """Answers requests with a service."""
+
+    def __init__(self, config: ServeConfig, service: Service) -> None:
+        self.config, self.service = config, service
+        self.keys = config.read_api_keys()
+        self.secret = secrets.token_bytes(32)
+        self.downloads: dict[str, tuple[Path, float]] = {}  # by token: the file, and until when
+
+    def user(self, request: Request) -> str:
+        """Return who asks: an API key's short hash, or `local` where none is needed. Raises Refusal."""
+        if not self.keys:
+            return "local"
+        given = request.headers.get("x-api-key", "")
+        for key in self.keys:
+            if secrets.compare_digest(given.encode(), key.encode()):
+                return hash_key(key)
+        raise Refusal(401, "the API key is missing or unknown: set TINKER_API_KEY to one of the server's --api-keys")
+
+    async def body(self, request: Request) -> bytes:
+        """Return a request's body, unpacked."""
+        parts, size = list[bytes](), 0
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY:
+                raise Refusal(413, f"the request is larger than {MAX_BODY} bytes: send fewer data at a time")
+            parts.append(part)
+        body = b"".join(parts)
+        encoding = request.headers.get("content-encoding", "")
+        if encoding == "zstd":
+            import zstandard
+
+            reader = zstandard.ZstdDecompressor().stream_reader(body)
+            body = reader.read(MAX_BODY + 1)
+            if len(body) > MAX_BODY:
+                raise Refusal(413, f"the request is larger than {MAX_BODY} bytes unpacked: send fewer data at a time")
+        elif encoding not in ("", "identity"):
+            raise Refusal(415, f"content-encoding {encoding!r} is not read here: send zstd, or none")
+        return body
+
+    # Sessions.
+
+    async def capabilities(self, request: Request) -> Response:
+        self.user(request)
+        models = [
+            {"model_name": name, "max_context_length": x.context_length, "trainable": True, "sampleable": True}
+            for name, x in self.service.networks.items()
+        ]
+        return JSONResponse({"supported_models": models})
+
+    async def create_session(self, request: Request) -> Response:
+        given = wire.parse("create_session", await self.body(request))
+        session_id = self.service.create_session(self.user(request), given)
+        return JSONResponse({"type": "create_session", "session_id": session_id})
+
+    async def heartbeat(self, request: Request) -> Response:
+        given = wire.parse("session_heartbeat", await self.body(request))
+        values = self.service.read_session(self.user(request), given.session_id)
+        if "finished" in values:
+            raise Refusal(410, f"the session {given.session_id} is finished")
+        self.service.heartbeats[given.session_id] = time.time()
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: Request) -> Response:
+        await self.body(request)
+        self.service.finish_session(self.user(request), request.path_params["session_id"])
+        return Response(status_code=204)
+
+    async def list_sessions(self, request: Request) -> Response:
+        user, store = self.user(request), self.service.store
+        own = [s for s in store.sessions() if _is_owned(self.service, user, s)]
+        return JSONResponse({"sessions": own[slice(*_page(request))]})
+
+    async def get_session(self, request: Request) -> Response:
+        session_id, store = request.path_params["session_id"], self.service.store
+        values = self.service.read_session(self.user(request), session_id)
+        found = {"training_run_ids": store.models(session_id), "sampler_ids": store.samplers(session_id)}
+        return JSONResponse({**found, "user_metadata": values["user_metadata"], "display_name": values["display_name"]})
+
+    # Training.
+
+    async def create_model(self, request: Request) -> Response:
+        body = await self.body(request)
+        given = wire.parse("create_model", body)
+        if given.base_model not in self.service.networks:
+            raise Refusal(400, f"there is no model {given.base_model!r} here: {', '.join(self.service.networks)}")
+        wire.parse_adapter(given)
+        return _future(self.service.create_model(self.user(request), given, body))
+
+    async def load_weights(self, request: Request) -> Response:
+        body = await self.body(request)
+        given = wire.parse("load_weights", body)
+        user = self.user(request)
+        if given.session_id is not None:
+            return _future(self.service.load_new_model(user, given, body))
+        if given.model_id is None or given.seq_id is None:
+            raise Refusal(400, "load_weights: give model_id and seq_id, or session_id and model_seq_id")
+        return _future(
+            self.service.submit(user, given.model_id, LoggedRequest(given.seq_id, "load_weights", body, wire.JSON))
+        )
+
+    async def forward_backward(self, request: Request) -> Response:
+        return await self._train(request, "forward_backward")
+
+    async def forward(self, request: Request) -> Response:
+        return await self._train(request, "forward")
+
+    async def train(self, request: Request) -> Response:
+        return await self._train(request, request.url.path.rpartition("/")[2])
+
+    async def _train(self, request: Request, kind: str) -> Response:
+        body, content_type = await self.body(request), request.headers.get("content-type", wire.JSON)
+        try:
+            model_id, sequence = wire.address_of(kind, body, content_type)
+        except (ValueError, TypeError) as error:
+            raise Refusal(400, f"{kind}: the request is malformed: {error}") from error
+        if sequence < 1:
+            raise Refusal(400, f"{kind}: seq_id must be at least 1, not {sequence}")
+        return _future(
+            self.service.submit(self.user(request), model_id, LoggedRequest(sequence, kind, body, content_type))
+        )
+
+    async def unload_model(self, request: Request) -> Response:
+        body = await self.body(request)
+        given = wire.parse("unload_model", body)
+        user = self.user(request)
+        self.service.owned(user, given.model_id)
+        sequence = self.service.next_free(given.model_id)
+        return _future(
+            self.service.submit(user, given.model_id, LoggedRequest(sequence, "unload_model", body, wire.JSON))
+        )
+
+    async def get_info(self, request: Request) -> Response:
+        given = wire.parse("get_info", await self.body(request))
+        user = self.user(request)
+        self.service.owned(user, given.model_id)
+        return JSONResponse({"type": "get_info", **self.service.model_info(given.model_id)})
+
+    async def create_custom_loss(self, request: Request) -> Response:
+        given = wire.parse("create_custom_loss", await self.body(request))
+        return _future(self.service.create_custom_loss(self.user(request), given))
+
+    # Sampling.
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        given = wire.parse("create_sampling_session", await self.body(request))
+        sampler_id = self.service.create_sampling_session(self.user(request), given)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+
+    async def join_sampling_session(self, request: Request) -> Response:
+        given = wire.parse("join_sampling_session", await self.body(request))
+        count = self.service.join_sampling_session(self.user(request), given.sampling_session_id)
+        return JSONResponse({"type": "join_sampling_session", "client_counter": count})
+
+    async def sample(self, request: Request) -> Response:
+        given = wire.parse("asample", await self.body(request))
+        request_id, count = self.service.sample(self.user(request), given)
+        return _future(request_id, sample_sequence_ids=[f"{request_id}:{i}" for i in range(count)])
+
+    async def get_sampler(self, request: Request) -> Response:
+        sampler_id = request.path_params["sampler_id"]
+        found = self.service.read_sampler(self.user(request), sampler_id)
+        return JSONResponse({"sampler_id": sampler_id, "model_path": None, **found})
+
+    async def cancel_future(self, request: Request) -> Response:
+        given = wire.parse("retrieve_future", await self.body(request))
+        self.service.cancel(given.request_id)
+        return Response(status_code=204)
+
+    async def retrieve_future(self, request: Request) -> Response:
+        given = wire.parse("retrieve_future", await self.body(request))
+        answer = await self.service.retrieve(self.user(request), given.request_id, LONG_POLL_SECONDS)
+        if answer is None:
+            waiting = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
+            return JSONResponse(waiting, status_code=408)
+        return Response(answer.body, media_type=answer.content_type)
+
+    # Saved weights.
+
+    async def list_training_runs(self, request: Request) -> Response:
+        user, store = self.user(request), self.service.store
+        runs = [m for s in store.sessions() if _is_owned(self.service, user, s) for m in reversed(store.models(s))]
+        start, end = _page(request)
+        described = [self._training_run(user, model_id) for model_id in runs[start:end]]
+        return JSONResponse({"training_runs": described, "cursor": _cursor(start, end, len(runs))})
+
+    async def get_training_run(self, request: Request) -> Response:
+        model_id, user = request.path_params["model_id"], self.user(request)
+        self.service.owned(user, model_id)
+        return JSONResponse(self._training_run(user, model_id))
+
+    def _training_run(self, user: str, model_id: str) -> dict[str, Any]:
+        info, saved = self.service.model_info(model_id), self.service.store.list_saved(model_id)
+        latest = {kind: next((p for p in reversed(saved) if p.kind == kind), None) for kind in KINDS}
+        last = [None if (p := latest[kind]) is None else self._checkpoint(p) for kind in ("weights", "sampler_weights")]
+        return {
+            "training_run_id": model_id,
+            "base_model": info["model_data"]["model_name"],
+            "model_owner": user,
+            "is_lora": info["is_lora"],
+            "lora_rank": info["lora_rank"],
+            "last_request_time": _time(self.service.last_used(model_id)),
+            "last_checkpoint": last[0],
+            "last_sampler_checkpoint": last[1],
+            "user_metadata": info["user_metadata"],
+        }
+
+    def _checkpoint(self, path: SavedPath) -> dict[str, Any]:
+        info = self.service.store.saved_info(path)
+        kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+        return {
+            "checkpoint_id": f"{path.kind}/{path.name}",
+            "checkpoint_type": kinds[path.kind],
+            "time": _time(info.created),
+            "tinker_path": str(path),
+            "size_bytes": info.size,
+            "public": False,
+            "user_metadata": info.user_metadata,
+            "expires_at": None if info.expires is None else _time(info.expires),
+        }
+
+    async def list_checkpoints(self, request: Request) -> Response:
+        model_id = request.path_params["model_id"]
+        self.service.owned(self.user(request), model_id)
+        saved = self.service.store.list_saved(model_id)
+        return JSONResponse({"checkpoints": [self._checkpoint(path) for path in saved]})
+
+    async def list_all_checkpoints(self, request: Request) -> Response:
+        user, store = self.user(request), self.service.store
+        models = [m for s in store.sessions() if _is_owned(self.service, user, s) for m in store.models(s)]
+        saved = [path for m in models for path in store.list_saved(m)]
+        start, end = _page(request)
+        found = [self._checkpoint(path) for path in saved[start:end]]
+        return JSONResponse({"checkpoints": found, "cursor": _cursor(start, end, len(saved))})
+
+    def _saved_path(self, request: Request) -> SavedPath:
+        model_id, kind, name = (request.path_params[key] for key in ("model_id", "kind", "name"))
+        path = SavedPath.parse(f"tinker://{model_id}/{kind}/{name}")
+        self.service.owned(self.user(request), model_id)
+        self.service.store.saved(path)
+        return path
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        self.service.store.delete(self._saved_path(request))
+        return Response(status_code=204)
+
+    async def set_ttl(self, request: Request) -> Response:
+        path = self._saved_path(request)
+        seconds = (await request.json()).get("ttl_seconds")
+        if seconds is not None and (not isinstance(seconds, int | float) or seconds <= 0):
+            raise Refusal(400, f"ttl_seconds must be above 0, or null for no end, not {seconds!r}")
+        self.service.store.set_expiry(path, None if seconds is None else time.time() + seconds)
+        return Response(status_code=204)
+
+    async def external_urls(self, request: Request) -> Response:
+        path = self._saved_path(request)
+        if path.kind != "external_weights":
+            raise Refusal(400, f"{path} is not for other programs: save_weights_external saves what is")
+        folder, expires = self.service.store.saved(path), time.time() + DOWNLOAD_SECONDS
+        urls = dict[str, str]()
+        for file in sorted(folder.rglob("*")):
+            if file.is_file() and file.name != "checkpoint.json":
+                token = secrets.token_urlsafe(24)
+                self.downloads[token] = (file, expires)
+                urls[file.relative_to(folder).as_posix()] = str(
+                    request.url_for("download", token=token, name=file.name)
+                )
+        return JSONResponse({"urls": urls, "expires": _time(expires)})
+
+    async def download(self, request: Request) -> Response:
+        file, expires = self.downloads.get(request.path_params["token"], (Path(), 0.0))
+        if time.time() > expires or not file.is_file():
+            raise Refusal(404, "this address is unknown or has expired: ask for another one")
+        return FileResponse(file)
+
+    async def weights_info(self, request: Request) -> Response:
+        path = SavedPath.parse(str((await request.json()).get("tinker_path")))
+        self.service.owned(self.user(request), path.model_id)
+        self.service.store.saved(path)
+        info = self.service.model_info(path.model_id)
+        spec = info["adapter"]
+        flags = (
+            {}
+            if spec is None
+            else {"train_unembed": spec["head"], "train_mlp": spec["mlp"], "train_attn": spec["attention"]}
+        )
+        name = info["model_data"]["model_name"]
+        return JSONResponse({"base_model": name, "is_lora": info["is_lora"], "lora_rank": info["lora_rank"], **flags})
+
+    # The rest.
+
+    async def client_config(self, request: Request) -> Response:
+        self.user(request)
+        return JSONResponse(wire.client_config())
+
+    async def dynamic_config(self, request: Request) -> Response:
+        self.user(request)
+        return JSONResponse(wire.dynamic_config())
+
+    async def healthz(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def telemetry(self, request: Request) -> Response:
+        self.user(request)
+        await self.body(request)  # not kept
+        return JSONResponse({"status": "accepted"})
+
+    async def page(self, request: Request) -> Response:
+        if self.keys:
+            self.user(request)
+        return HTMLResponse(render_page(self.service.status()), headers={"Cache-Control": "no-store"})
+
+    async def not_here(self, request: Request) -> Response:
+        raise Refusal(501, f"{request.method} {request.url.path} is not available here: docs/serve.md lists what is")
+
+
+def build_app(config: ServeConfig, service: Service) -> Starlette:
+    """Return the application. It starts and stops the service's computing thread."""
+    api = Api(config, service)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.stop()
+
+    def route(
+        method: str, path: str, handler: Callable[[Request], Awaitable[Response]], name: str | None = None
+    ) -> Route:
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except Refusal as error:
+                return _error(error.status, str(error))
+            except UnknownIdError as error:
+                return _error(404, str(error))
+            except GoneError as error:
+                return _error(410, str(error))
+            except (PolicygradError, ValueError) as error:
+                return _error(400, str(error))
+
+        return Route(path, answer, methods=[method], name=name)
+
+    run = f"{API}/training_runs/{{model_id}}"
+    saved = f"{run}/checkpoints/{{kind}}/{{name}}"
+    routes = [
+        route("GET", "/", api.page),
+        route("GET", f"{API}/healthz", api.healthz),
+        route("GET", f"{API}/get_server_capabilities", api.capabilities),
+        route("POST", f"{API}/client/config", api.client_config),
+        route("POST", f"{API}/client/dynamic_config", api.dynamic_config),
+        route("POST", f"{API}/telemetry", api.telemetry),
+        route("POST", f"{API}/create_session", api.create_session),
+        route("POST", f"{API}/session_heartbeat", api.heartbeat),
+        route("GET", f"{API}/sessions", api.list_sessions),
+        route("GET", f"{API}/sessions/{{session_id}}", api.get_session),
+        route("POST", f"{API}/sessions/{{session_id}}/finish", api.finish_session),
+        route("POST", f"{API}/create_model", api.create_model),
+        route("POST", f"{API}/load_weights", api.load_weights),
+        route("POST", f"{API}/forward_backward", api.forward_backward),
+        route("POST", f"{API}/forward", api.forward),
+        *(route("POST", f"{API}/{kind}", api.train) for kind in TRAINING),
+        route("POST", f"{API}/unload_model", api.unload_model),
+        route("POST", f"{API}/get_info", api.get_info),
+        route("POST", f"{API}/create_custom_loss", api.create_custom_loss),
+        route("POST", f"{API}/create_sampling_session", api.create_sampling_session),
+        route("POST", f"{API}/join_sampling_session", api.join_sampling_session),
+        route("GET", f"{API}/samplers/{{sampler_id}}", api.get_sampler),
+        route("POST", f"{API}/asample", api.sample),
+        route("POST", f"{API}/retrieve_future", api.retrieve_future),
+        route("POST", f"{API}/cancel_future", api.cancel_future),
+        route("GET", f"{API}/training_runs", api.list_training_runs),
+        route("GET", run, api.get_training_run),
+        route("GET", f"{run}/checkpoints", api.list_checkpoints),
+        route("GET", f"{API}/checkpoints", api.list_all_checkpoints),
+        route("DELETE", saved, api.delete_checkpoint),
+        route("PUT", f"{saved}/ttl", api.set_ttl),
+        route("GET", f"{saved}/external_weights_urls", api.external_urls),
+        route("GET", "/files/{token}/{name}", api.download, name="download"),
+        route("POST", f"{API}/weights_info", api.weights_info),
+        *(route(method, "/api/{rest:path}", api.not_here) for method in ("GET", "POST", "PUT", "DELETE")),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def hash_key(key: str) -> str:
+    """Return the name of a key's user."""
+    import hashlib
+
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"detail": text, "error": text}, status_code=status)
+
+
+def _future(request_id: str, **values: Any) -> Response:
+    return JSONResponse({"request_id": request_id, **values})
+
+
+def _is_owned(service: Service, user: str, session_id: str) -> bool:
+    with contextlib.suppress(UnknownIdError):
+        service.read_session(user, session_id)
+        return True
+    return False
+
+
+def _page(request: Request) -> tuple[int, int]:
+    try:
+        start = max(0, int(request.query_params.get("offset", 0)))
+        return start, start + max(0, min(1000, int(request.query_params.get("limit", 20))))
+    except ValueError as error:
+        raise ConfigError(f"limit and offset must be whole numbers ({error})") from error
+
+
+def _cursor(start: int, end: int, total: int) -> dict[str, int]:
+    return {"offset": start, "limit": end - start, "total_count": total}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+__all__ = ["Answer", "Api", "build_app"]

@@ -1,0 +1,291 @@
+"""What the server computes with: networks that several models share, and the models that clients train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policygrad.core.base import State
+from policygrad.core.batch import Batch, Forward
+from policygrad.errors import ConfigError, NumericsError
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.local.forward import Evaluator, backward_mode, build_evaluator
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.packing import Pack, TokenSequences, micro_batch_tokens, pack_texts
+from policygrad.models.loading import at_least_float32, context_length, load_model
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.serve.adapters import Adapter, AdapterSpec, AdapterSwitch, make_adaptable
+from policygrad.serve.custom_loss import CustomLoss
+from policygrad.serve.losses import Datum, EquationLoss, Loss, LossConfig, prepare_loss, target_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model in memory: frozen, with a switch between adapters, or with weights of its own that train."""
+
+    name: str
+    """As clients call it."""
+    path: str
+    """A folder or a hub id."""
+    model: nn.Module
+    tokenizer: Tokenizer
+    evaluator: Evaluator
+    config: LearnerConfig
+    switch: AdapterSwitch | None = None
+    """None: no adapters."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of losses: the model's, at least float32."""
+        return at_least_float32(next(self.model.parameters()).new_empty(0)).dtype
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that it reads."""
+        return self.evaluator.network.vocabulary
+
+    @property
+    def context_length(self) -> int | None:
+        return context_length(self.model)
+
+    @contextmanager
+    def using(self, adapter: Adapter | None) -> Iterator[None]:
+        """Enclose passes of one adapter, or of the network alone."""
+        if self.switch is None or adapter is None:
+            yield
+            return
+        with self.switch.using((None, adapter)):
+            yield
+
+    def check_ids(self, ids: Tensor, what: str) -> None:
+        """Raise ConfigError for ids that the model does not have."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary:
+            wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise ConfigError(
+                f"{what} has the token id {wrong}, and {self.name!r} has ids from 0 to {self.vocabulary - 1}"
+            )
+
+    def check_text(self, ids: Tensor, what: str) -> None:
+        """Raise ConfigError for a text that the model cannot read."""
+        self.check_ids(ids, what)
+        if self.context_length is not None and len(ids) > self.context_length:
+            raise ConfigError(
+                f"{what} has {len(ids)} tokens, and {self.name!r} reads {self.context_length}: shorten it"
+            )
+
+
+def load_network(
+    name: str, path: str, config: LearnerConfig, *, adaptable: bool, trust_remote_code: bool = False
+) -> Network:
+    """Load a model, frozen and ready for adapters, or with weights that train."""
+    config = config.resolve()
+    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(path, dtype=config.dtype, device=device, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(path, model, trust_remote_code=trust_remote_code)
+    switch = make_adaptable(model) if adaptable else None
+    return Network(name, path, model, tokenizer, build_evaluator(model, 1.0), config, switch)
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """Settings of one optimizer step, with the API's defaults."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Maximum norm of the gradient; 0 = no clipping."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.learning_rate < float("inf")):
+            raise ConfigError(f"learning_rate must be at least 0 and finite, not {self.learning_rate}")
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a request computed."""
+
+    logprobs: list[Tensor]
+    """[T] or [T, K] nats for each datum: log π of its targets."""
+    metrics: dict[str, float]
+
+
+@dataclass(eq=False)
+class TrainedModel:
+    """One client's weights, gradient and optimizer."""
+
+    network: Network
+    adapter: Adapter | None
+    """None: the network's own weights train."""
+    optimizer: Optimizer = field(init=False)
+    pending: int = 0
+    """Requests whose gradients the next optimizer step will use."""
+    loss_states: dict[str, State] = field(default_factory=dict)
+    """What stateful algorithms remember, by name."""
+
+    def __post_init__(self) -> None:
+        trained = self.network.model if self.adapter is None else self.adapter
+        self.optimizer = Optimizer(trained, OptimizerConfig(betas=(0.9, 0.95), eps=1e-12, clip=0.0), 1e-4, 1)
+
+    @classmethod
+    def with_adapter(cls, network: Network, spec: AdapterSpec) -> TrainedModel:
+        """Return a model with a new adapter, whose output is the network's."""
+        assert network.switch is not None
+        return cls(network, Adapter(network.switch.choose_layers(spec), spec))
+
+    def run(
+        self,
+        data: Sequence[Datum],
+        loss_name: str,
+        config: LossConfig,
+        custom: Mapping[str, CustomLoss],
+        *,
+        backward: bool,
+    ) -> PassResult:
+        """Compute log-probabilities and the loss, and with `backward` add its gradient to what is pending.
+
+        Raises:
+            ConfigError: See `prepare_loss`; a token that the model does not have.
+        """
+        network = self.network
+        for i, datum in enumerate(data):
+            network.check_text(datum.tokens, f"datum {i}")
+            network.check_ids(datum.targets, f"datum {i}: target_tokens")
+        loss = prepare_loss(loss_name, config, data, dtype=network.dtype, custom=custom, states=self.loss_states)
+        passes = _Passes(network, data, loss.keep_together)
+        with network.using(self.adapter):
+            if loss.selection_needs is not None:
+                loss = loss.select_tokens(passes.score(loss.selection_needs))
+            metrics = passes.accumulate(loss, self.optimizer if backward else None)
+        if backward:
+            self.pending += 1
+            if isinstance(loss, EquationLoss) and loss.state:
+                self.loss_states[loss_name] = loss.state
+        return PassResult(passes.logprobs(), metrics)
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        """Take one step of AdamW with the pending gradient, and clear it.
+
+        Raises:
+            NumericsError: The gradient is not finite; the weights are unchanged, and the gradient is cleared.
+        """
+        optimizer = self.optimizer
+        optimizer.config = OptimizerConfig(
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            clip=params.grad_clip_norm,
+        )
+        optimizer.lr = params.learning_rate
+        for group in optimizer.adam.param_groups:
+            group |= {"betas": (params.beta1, params.beta2), "eps": params.eps, "weight_decay": params.weight_decay}
+        self.pending = 0
+        norm, _ = optimizer.step()
+        return {"grad_norm:mean": 0.0 if norm is None else norm, "updates:sum": float(optimizer.num_updates)}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return (tensors, JSON values): weights, moments and what algorithms remember."""
+        tensors, values = self.optimizer.state()
+        return tensors, {"optimizer": values, "loss_states": self.loss_states}
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Load weights, and with `optimizer` all else of a state; without it, training starts anew from the weights."""
+        if optimizer:
+            self.optimizer.restore(tensors, values["optimizer"])
+            self.loss_states = dict(values["loss_states"])
+        else:
+            weights = {name: x for name, x in tensors.items() if name.startswith("weights/")}
+            self.optimizer.restore(weights, {"taken": 0, "moments": 0})
+            self.loss_states = {}
+        self.clear_gradient()
+
+    def clear_gradient(self) -> None:
+        """Drop what is pending."""
+        self.optimizer.adam.zero_grad(set_to_none=True)
+        self.pending = 0
+
+
+class _Passes:
+    """The forward and backward passes of one request, in micro-batches in which common prefixes are computed once."""
+
+    def __init__(self, network: Network, data: Sequence[Datum], keep_together: Tensor | None) -> None:
+        self.network, self.data = network, data
+        self.texts, targets, self.owner = target_rows(data)
+        pad = torch.nn.utils.rnn.pad_sequence
+        self.targets = pad(targets, batch_first=True)
+        self.mask = pad([torch.ones_like(t, dtype=torch.bool) for t in targets], batch_first=True)
+        self.group = self.owner if keep_together is None else keep_together
+        self.keep = keep_together is not None
+        self.logp = torch.zeros(self.mask.shape, dtype=network.dtype)
+
+    def _packs(self) -> Iterator[Pack]:
+        batch = Batch(mask=self.mask, group=self.group, reward=torch.zeros(len(self.mask)), tokens=self.targets)
+        budget = micro_batch_tokens(self.network.config, self.network.model)
+        for pack in pack_texts(batch, TokenSequences.of_texts(self.texts), budget, keep_groups=self.keep):
+            yield pack.to(self.network.device)
+
+    @torch.no_grad()
+    def score(self, needs: frozenset[str]) -> Forward:
+        """Return log π and the statistics `needs` of all rows."""
+        outputs: dict[str, Tensor] = {}
+        for pack in self._packs():
+            for name, x in self.network.evaluator.forward(pack, needs).tensors().items():
+                outputs.setdefault(name, torch.zeros(self.mask.shape, dtype=x.dtype))[pack.rows.cpu()] = x.cpu()
+        return Forward(**outputs)
+
+    def accumulate(self, loss: Loss, optimizer: Optimizer | None) -> dict[str, float]:
+        """Compute all micro-batches, and add their gradients with an optimizer."""
+        metrics: dict[str, float] = {}
+        network = self.network
+        with torch.set_grad_enabled(optimizer is not None):
+            for pack in self._packs():
+                rows = pack.rows.cpu()
+                with backward_mode(network.model, network.config.gradient_checkpointing):
+                    out = network.evaluator.forward(pack, loss.forward_needs, expected=self._expected(loss, rows))
+                    if optimizer is not None:
+                        torch.autograd.backward(loss(out, rows))
+                        optimizer.accumulate_master_grads()
+                detached = Forward(**{name: x.detach() for name, x in out.tensors().items()})
+                self.logp[rows] = detached.logp.to("cpu", self.logp.dtype)
+                for name, value in loss.value(detached, rows).items():
+                    metrics[name] = metrics.get(name, 0.0) + value
+        if any(not bool(torch.isfinite(self.logp[i][self.mask[i]]).all()) for i in range(len(self.mask))):
+            raise NumericsError(
+                "the model's log-probabilities are not finite: lower the learning rate, or load a checkpoint"
+            )
+        return metrics
+
+    def _expected(self, loss: Loss, rows: Tensor) -> Tensor | None:
+        """Return the gradient [b, T] that log π will receive if it is known before the pass: without a ratio or terms."""
+        if not isinstance(loss, EquationLoss) or not torch.is_grad_enabled():
+            return None
+        if loss.batch.logp_old is not None or loss.algorithm.terms or loss.forward_needs:
+            return None
+        zero = torch.zeros(len(rows), self.mask.shape[1], dtype=self.network.dtype, device=self.network.device)
+        zero.requires_grad_()
+        return torch.autograd.grad(loss(Forward(zero), rows), zero)[0]
+
+    def logprobs(self) -> list[Tensor]:
+        """Return log π of each datum's targets, in their shape."""
+        found = list[Tensor]()
+        for i, datum in enumerate(self.data):
+            columns = self.logp[self.owner == i, : len(datum.tokens)]
+            found.append(columns[0] if datum.targets.ndim == 1 else columns.T.contiguous())
+        return found
+
+
+def as_float64(network: Network) -> Network:
+    """Return the network in float64, in place."""
+    network.model.double()
+    return replace(network, evaluator=build_evaluator(network.model, 1.0))

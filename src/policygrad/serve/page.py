@@ -1,0 +1,62 @@
+"""What the server does now: as values, as a page at `/`, and as lines for a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from policygrad.pages import render
+
+WEB = files("policygrad.serve") / "web"
+FORGOTTEN_SECONDS = 120.0
+"""A session that has not been heard of for so long is not shown; clients write every ten seconds."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is shown."""
+
+    url: str
+    up: str
+    """How long the server has been running."""
+    summary: str
+    bases: list[dict[str, Any]]
+    sessions: list[dict[str, Any]]
+    models: list[dict[str, Any]]
+
+
+def render_page(status: Status) -> str:
+    """Return the page."""
+    return render.render_page(WEB / "status.html", {}, status=status)
+
+
+def render_line(status: Status) -> str:
+    """Return one line for a terminal."""
+    busy = [f"{m['id'].partition(':')[0][:8]} {m['now']}" for m in status.models if m["now"]]
+    return f"{len(status.sessions)} sessions, {len(status.models)} models · {status.summary}" + "".join(
+        f" · {b}" for b in busy
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration, such as 3 min."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def summarise(counts: Mapping[str, int], queued: int) -> str:
+    """Return what has been computed so far, in a sentence."""
+    text = (
+        f"{counts['requests']:,} requests, {counts['updates']:,} updates, {counts['tokens_trained']:,} tokens learned from, "
+        f"{counts['tokens_sampled']:,} sampled"
+    )
+    return text + (f"; {queued} sampling requests wait." if queued else ".")
+
+
+def is_heard(last: float) -> bool:
+    return time.time() - last < FORGOTTEN_SECONDS

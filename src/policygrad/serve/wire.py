@@ -1,0 +1,338 @@
+"""The Tinker API's wire format, by the SDK's own types and protobuf messages. This module alone imports the SDK.
+
+Training requests and what they compute are protobuf, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policygrad.errors import ConfigError, import_optional
+from policygrad.samplers.base import SamplingParams
+from policygrad.serve.adapters import AdapterSpec
+from policygrad.serve.losses import Datum
+from policygrad.serve.models import AdamParams, PassResult
+from policygrad.serve.sampling import SampleAnswer, SampleQuery, TopTokens
+
+tinker = import_optional("tinker", "policygrad serve", "serve")
+
+from google.protobuf.message import DecodeError  # noqa: E402  # as pydantic, it comes with the SDK
+from pydantic import ValidationError  # noqa: E402
+from tinker import types  # noqa: E402
+from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
+from tinker.types.client_config_response import ClientConfigResponse  # noqa: E402
+from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse  # noqa: E402
+
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+WHOLE_CHUNK = 2**30
+"""A request is not divided by the client: an algorithm's coefficients are over all of its data."""
+DATUM_COUNT = "datums"
+"""Setting of a loss for clients that divide a request all the same: how many data it has in all."""
+
+
+def client_config() -> dict[str, Any]:
+    """Return what clients ask for at their start."""
+    config = ClientConfigResponse(
+        fwdbwd_max_chunk_len=WHOLE_CHUNK,
+        fwdbwd_max_chunk_bytes_count=WHOLE_CHUNK,
+        fwdbwd_dispatch_bytes_semaphore_size=WHOLE_CHUNK,
+        custom_loss_server_side=True,
+        sample_join_sampling_session=True,
+        use_pyqwest_transport=True,
+    )
+    return config.model_dump(mode="json")
+
+
+def dynamic_config() -> dict[str, Any]:
+    """Return what clients ask for again from time to time."""
+    return ClientDynamicConfigResponse(sample_cancel_enabled=True).model_dump(mode="json")
+
+
+@dataclass(frozen=True, eq=False)
+class PassRequest:
+    """forward or forward_backward."""
+
+    data: list[Datum]
+    loss: str
+    config: dict[str, float | str]
+    backward: bool
+
+
+def parse(kind: str, body: bytes) -> Any:
+    """Parse a JSON request of the API by the name in its URL. Raises ConfigError for one that is malformed."""
+    try:
+        return REQUESTS[kind].model_validate_json(body or b"{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{kind}: {where or 'the request'}: {first['msg']}") from None
+
+
+REQUESTS: Mapping[str, Any] = {
+    "create_session": types.CreateSessionRequest,
+    "session_heartbeat": types.SessionHeartbeatRequest,
+    "create_model": types.CreateModelRequest,
+    "get_info": types.GetInfoRequest,
+    "unload_model": types.UnloadModelRequest,
+    "optim_step": types.OptimStepRequest,
+    "save_weights": types.SaveWeightsRequest,
+    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+    "save_weights_external": types.SaveWeightsExternalRequest,
+    "load_weights": types.LoadWeightsRequest,
+    "create_sampling_session": types.CreateSamplingSessionRequest,
+    "join_sampling_session": types.JoinSamplingSessionRequest,
+    "asample": types.SampleRequest,
+    "retrieve_future": types.FutureRetrieveRequest,
+    "create_custom_loss": types.CreateCustomLossRequest,
+}
+
+
+def address_of(kind: str, body: bytes, content_type: str) -> tuple[str, int]:
+    """Return (model id, sequence number) of a training request."""
+    if PROTOBUF in content_type:
+        message = _parse_message(body)
+        return message.model_id, message.seq_id
+    values = json.loads(body)
+    if not isinstance(values, dict) or not isinstance(values.get("model_id"), str):
+        raise ConfigError(f"{kind}: model_id must be text")
+    sequence = values.get("seq_id")
+    if not isinstance(sequence, int) or sequence < 1:
+        raise ConfigError(f"{kind}: seq_id must be a whole number, at least 1, not {sequence!r}")
+    return values["model_id"], sequence
+
+
+def _parse_message(body: bytes) -> Any:
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise ConfigError(f"forward_backward: the request is no protobuf message of that kind ({error})") from error
+    return message
+
+
+# Training.
+
+
+def parse_pass(body: bytes, content_type: str) -> PassRequest:
+    """Parse a forward_backward request. Raises ConfigError for one that is malformed, or has other chunks than tokens."""
+    if PROTOBUF not in content_type:
+        return _parse_json_pass(body)
+    message = _parse_message(body)
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        config[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    data = [_parse_datum(i, datum) for i, datum in enumerate(message.data)]
+    return PassRequest(data, message.loss_fn, config, not message.forward_only)
+
+
+def _parse_datum(index: int, message: Any) -> Datum:
+    chunks = list[Tensor]()
+    for chunk in message.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise ConfigError(f"datum {index} has a {chunk.WhichOneof('chunk')} chunk: this server reads text")
+        chunks.append(torch.from_numpy(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).astype(np.int64)))
+    if not chunks or not sum(map(len, chunks)):
+        raise ConfigError(f"datum {index} has no tokens")
+    inputs = {name: _parse_tensor(x, f"datum {index}: {name}") for name, x in message.loss_fn_inputs.items()}
+    return Datum(torch.cat(chunks), inputs)
+
+
+_DTYPES: Mapping[int, Any] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+
+
+def _parse_tensor(message: Any, what: str) -> Tensor:
+    """Return a dense tensor; what a sparse one does not list is 0."""
+    if message.dtype not in _DTYPES:
+        raise ConfigError(f"{what} has an unknown type of numbers")
+    dtype = np.dtype(_DTYPES[message.dtype])
+    shape = tuple(message.shape)
+    if message.WhichOneof("encoding") == "sparse_csr":
+        csr = message.sparse_csr
+        rows, columns = (np.frombuffer(x, dtype=np.int64) for x in (csr.crow_indices, csr.col_indices))
+        values = np.frombuffer(csr.values, dtype=dtype)
+        valid = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values) == int(rows[-1])
+        if (
+            not valid
+            or (np.diff(rows) < 0).any()
+            or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1])
+        ):
+            raise ConfigError(f"{what} is a sparse tensor whose indices do not fit its shape {list(shape)}")
+        dense = np.zeros(shape, dtype=dtype)
+        dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    else:
+        dense = np.frombuffer(message.dense, dtype=dtype)
+        if shape and int(np.prod(shape)) != dense.size:
+            raise ConfigError(f"{what} has {dense.size} numbers, and its shape is {list(shape)}")
+        dense = dense.reshape(shape) if shape else dense
+    if dense.dtype == np.int32:
+        dense = dense.astype(np.int64)
+    return torch.from_numpy(dense.copy())
+
+
+def _parse_json_pass(body: bytes) -> PassRequest:
+    """Parse the form that older clients send."""
+    try:
+        values = json.loads(body)
+        given = values.get("forward_backward_input") or values["forward_input"]
+        data = []
+        for i, datum in enumerate(given["data"]):
+            chunks = datum["model_input"]["chunks"]
+            if any("tokens" not in chunk for chunk in chunks):
+                raise ConfigError(f"datum {i} has a chunk without tokens: this server reads text")
+            tokens = torch.tensor([t for chunk in chunks for t in chunk["tokens"]], dtype=torch.int64)
+            inputs = {}
+            for name, x in datum["loss_fn_inputs"].items():
+                if x.get("sparse_crow_indices") is not None:
+                    raise ConfigError(f"datum {i}: {name} is sparse, which JSON requests cannot be here")
+                dtype = torch.int64 if x["dtype"] == "int64" else torch.float32
+                tensor = torch.tensor(x["data"], dtype=dtype)
+                inputs[name] = tensor.reshape(x["shape"]) if x.get("shape") else tensor
+            data.append(Datum(tokens, inputs))
+        return PassRequest(data, given["loss_fn"], given.get("loss_fn_config") or {}, "forward_input" not in values)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the request is malformed ({type(error).__name__}: {error})") from error
+
+
+def format_pass(result: PassResult) -> bytes:
+    """Return the answer to forward or forward_backward."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for name, value in result.metrics.items():
+        message.metrics[name] = value
+    for logprobs in result.logprobs:  # a record each, as their last dimensions may differ
+        array = logprobs.float().contiguous().numpy()
+        record = message.loss_fn_outputs.add()
+        record.num_datums = 1
+        field = record.fields["logprobs"]
+        field.data = array.tobytes()
+        field.offsets = np.array([0, array.nbytes], dtype=np.int64).tobytes()
+        field.dtype = pb.DTYPE_FLOAT32
+        field.trailing_shape.extend(array.shape[1:])
+    return bytes(message.SerializeToString())
+
+
+def parse_adam(request: Any) -> AdamParams:
+    """Return the settings of an optim_step request."""
+    if not isinstance(request.optim_params, types.AdamParams):
+        raise ConfigError(f"the optimizer {request.optim_params.type!r} is not available here: use AdamParams")
+    return AdamParams(**request.optim_params.model_dump())
+
+
+def parse_adapter(request: Any) -> AdapterSpec | None:
+    """Return the adapter that a create_model request asks for; None for rank 0 or no configuration: all weights train."""
+    if request.optimizer_config.type != "adamw":
+        raise ConfigError(f"the optimizer {request.optimizer_config.type!r} is not available here: use adamw")
+    lora = request.lora_config
+    if lora is None or lora.rank == 0:
+        return None
+    seed = lora.seed if lora.seed is not None else int(np.random.default_rng().integers(2**31))
+    return AdapterSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+
+
+# Sampling.
+
+
+def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
+    """Return the query of an asample request. Raises ConfigError for what this server does not do.
+
+    Args:
+        key: Seeds the samples of a request without a seed.
+    """
+    if request.record_stability_info:
+        raise ConfigError(
+            "record_stability_info=True records what loss_fn='stable_reinforce' needs, whose definition is not public: leave it "
+            "out, and train with another loss"
+        )
+    if request.num_samples < 1:
+        raise ConfigError(f"num_samples must be at least 1, not {request.num_samples}")
+    if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
+        raise ConfigError("the prompt has a chunk that is not text: this server reads text")
+    params, targets = request.sampling_params, request.target_prompt_logprobs
+    stop_tokens, stop_texts = None, tuple[str, ...]()
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    if stop is not None:
+        stop_texts = tuple(s for s in stop if isinstance(s, str))
+        stop_tokens = frozenset(int(s) for s in stop if not isinstance(s, str))
+    sampling = SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        max_tokens=params.max_tokens or 1,
+    )
+    return SampleQuery(
+        prompt=torch.tensor(request.prompt.to_ints(), dtype=torch.int64),
+        num_samples=request.num_samples,
+        sampling=sampling,
+        max_tokens=params.max_tokens,
+        key=key if params.seed is None else (0, params.seed % 2**63),
+        stop_tokens=stop_tokens,
+        stop_texts=stop_texts,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_logprobs_last=request.prompt_logprobs_last_n,
+        top_prompt_logprobs=request.topk_prompt_logprobs,
+        top_sample_logprobs=request.topk_sample_logprobs,
+        target_ids=None if targets is None else _parse_target_ids(targets),
+        prompt_draws=request.prompt_alt_tokens_k,
+    )
+
+
+def _parse_target_ids(given: Any) -> Tensor:
+    """Return [P − 1, K]; what a sparse tensor does not list is -1."""
+    tensor: Tensor = given.to_torch(-1)
+    if tensor.dtype != torch.int64 or tensor.ndim != 2:
+        raise ConfigError(f"target_prompt_logprobs must be int64 [P − 1, K], not {tensor.dtype} {list(tensor.shape)}")
+    return tensor
+
+
+def format_sample(answer: SampleAnswer) -> bytes:
+    """Return the answer to asample."""
+    message = pb.SampleResponse()
+    for sample in answer.samples:
+        sequence = message.sequences.add()
+        sequence.stop_reason = pb.STOP_REASON_STOP if sample.finish_reason == "stop" else pb.STOP_REASON_LENGTH
+        sequence.tokens = sample.tokens.to(torch.int32).numpy().tobytes()
+        sequence.logprobs = sample.logprobs.float().numpy().tobytes()
+        if sample.top is not None:
+            _write_top(sequence.topk_sampled_logprobs, sample.top)
+    if answer.prompt_logprobs is not None:
+        message.prompt_logprobs = answer.prompt_logprobs.float().numpy().tobytes()
+    if answer.top_prompt is not None:
+        _write_top(message.topk_prompt_logprobs, answer.top_prompt)
+    if answer.target_logprobs is not None:
+        _write_dense(message.target_prompt_logprobs, answer.target_logprobs)
+    if answer.drawn_ids is not None and answer.drawn_logprobs is not None:
+        _write_dense(message.prompt_alt_tokens.tokens, answer.drawn_ids)
+        _write_dense(message.prompt_alt_tokens.logprobs, answer.drawn_logprobs)
+    return bytes(message.SerializeToString())
+
+
+def _write_top(message: Any, top: TopTokens) -> None:
+    message.token_ids, message.logprobs = top.ids.numpy().tobytes(), top.logprobs.numpy().tobytes()
+    message.length, message.k = top.ids.shape
+
+
+def _write_dense(message: Any, tensor: Tensor) -> None:
+    is_integer = not tensor.is_floating_point()
+    message.dtype = pb.DTYPE_INT64 if is_integer else pb.DTYPE_FLOAT32
+    message.dense = (tensor.long() if is_integer else tensor.float()).contiguous().numpy().tobytes()
+    message.shape.extend(tensor.shape)
+
+
+# JSON answers.
+
+
+def format_json(**values: Any) -> bytes:
+    return json.dumps(values).encode()
+
+
+def format_failure(error: str, *, is_users: bool) -> bytes:
+    """Return what a request that failed has as its result."""
+    return format_json(error=error, category="user" if is_users else "server")
