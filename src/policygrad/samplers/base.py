@@ -65,7 +65,7 @@ class Request:
     needs_mask: bool = False
     """`Generation.sampling_mask` is needed: the completion is trained on, and top-k or top-p is in use."""
     stop: frozenset[int] | None = None
-    """Token ids that end the completion; None = the tokenizer's end tokens. Read by the local sampler."""
+    """Token ids that end the completion; None = the tokenizer's end tokens."""
 
 
 @runtime_checkable

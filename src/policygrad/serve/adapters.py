@@ -26,7 +26,7 @@ from policygrad.models.loading import at_least_float32
 from policygrad.models.lora_config import ADAPTER_FILE
 
 ALPHA = 32.0
-"""α, which the Tinker API does not let clients choose: 32 at any rank (Schulman and Thinking Machines 2025, LoRA Without Regret)."""
+"""α, which the Tinker API does not let clients choose: 32 at any rank (Schulman et al. 2025, LoRA Without Regret)."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
-from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.config import LOCAL, SamplerConfig
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class ServeConfig:
             raise ConfigError(
                 "--learner: the server learns in one process, and clients choose adapters themselves (create_model): leave "
                 "world_size, tensor_parallel and lora out"
+            )
+        if self.sampler.engine != LOCAL and len(self.model) > 1:
+            raise ConfigError(
+                f"--sampler.engine {self.sampler.engine} samples from one model, and --model names {len(self.model)}: start a "
+                "server for each"
             )
         if self.api_keys is None and not is_loopback(self.host):
             raise ConfigError(

@@ -13,6 +13,7 @@ import operator
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +39,8 @@ class CustomLoss:
     """A client's loss of one datum: (log-probabilities, its inputs) → (scalar, metrics).
 
     It runs on the CPU, wherever its arguments are: its tensors are small, and an index out of range, an error here, would end the
-    process on a GPU. Its numbers have the types that the arguments and the client's own casts give them.
+    process on a GPU. Its numbers have the types that the arguments and the client's own casts give them. The gradient is computed
+    with the loss: an error in it is the client's too, and the memory of one datum is free before the next.
     """
 
     name: str
@@ -52,11 +54,11 @@ class CustomLoss:
     _metrics: Mapping[str, _Ref]
 
     def __call__(self, logprobs: Tensor, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (loss [], metrics without gradient []), on the device of `logprobs`.
+        """Return (loss [], metrics without gradient []), on the device of `logprobs`. The loss can be differentiated once.
 
         Args:
             logprobs: [T] or [T, K].
-            inputs: As in `input_names`.
+            inputs: As in `input_names`; they get no gradient.
 
         Raises:
             ConfigError: Other inputs than declared; an operation that fails or needs too much memory; a loss that is not a scalar,
@@ -71,30 +73,34 @@ class CustomLoss:
                     f"custom loss {self.name!r}: {name} has shape {list(tensor.shape)}, and was declared with rank {rank}: send it "
                     "in that shape, or create the loss with another rank"
                 )
+        differentiable = torch.is_grad_enabled() and logprobs.requires_grad
+        values: dict[str, Any] = {name: x.detach().cpu() for name, x in zip(self._placeholders, given, strict=True)}
+        values[self._placeholders[0]].requires_grad_(differentiable)
         limits = _Limits.of(given)
-        values: dict[str, Any] = {name: x.cpu() for name, x in zip(self._placeholders, given, strict=True)}
         for node in self._nodes:
-            try:
+            with _client_errors(f"custom loss {self.name!r}: {node.operation.label} (node {node.name!r})"):
                 values[node.name] = _evaluate(node, values, limits)
-            except Exception as error:
-                reason = " ".join(str(error).split())[:300]
-                raise ConfigError(
-                    f"custom loss {self.name!r}: {node.operation.label} (node {node.name!r}) failed: {reason}"
-                ) from error
-        loss = self._check_loss(values[self._loss.name], logprobs)
-        metrics = {key: self._as_metric(key, values[ref.name]) for key, ref in self._metrics.items()}
-        return loss.to(logprobs.device), {key: value.to(logprobs.device) for key, value in metrics.items()}
+        loss = self._check_loss(values[self._loss.name])
+        metrics = {
+            key: self._as_metric(key, values[ref.name]).to(logprobs.device) for key, ref in self._metrics.items()
+        }
+        if not differentiable:
+            return loss.to(logprobs.device), metrics
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"custom loss {self.name!r} has no gradient with respect to logprobs: they are only read through detach() or "
+                "operations without a derivative, such as comparisons; use them directly in the loss"
+            )
+        with _client_errors(f"custom loss {self.name!r}: its gradient"):
+            (gradient,) = torch.autograd.grad(loss, values[self._placeholders[0]])
+        value = loss.detach().to(logprobs.device)
+        return _WithGradient.apply(logprobs, value, gradient.to(logprobs.device)), metrics  # type: ignore[no-untyped-call]
 
-    def _check_loss(self, loss: Any, logprobs: Tensor) -> Tensor:
+    def _check_loss(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             raise ConfigError(
                 f"custom loss {self.name!r} returned a loss that is {_describe(loss)}, not a floating-point scalar: end it with "
                 ".sum() or .mean()"
-            )
-        if torch.is_grad_enabled() and logprobs.requires_grad and not loss.requires_grad:
-            raise ConfigError(
-                f"custom loss {self.name!r} has no gradient with respect to logprobs: they are only read through detach() or "
-                "operations without a derivative, such as comparisons; use them directly in the loss"
             )
         return loss
 
@@ -134,6 +140,29 @@ def build_custom_loss(
         return CustomLoss(name, names[1:], ranks, *_read_graph(names, nodes))
     except ConfigError as error:
         raise ConfigError(f"custom loss {name!r}: {error}") from None
+
+
+@contextmanager
+def _client_errors(what: str) -> Iterator[None]:
+    """Raise ConfigError for any exception: torch's, in an operation that the client chose, are the client's."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what} failed: {' '.join(str(error).split())[:300]}") from error
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradient with respect to `logprobs` is known."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return upstream * gradient, None, None
 
 
 # Reading a graph.
@@ -221,8 +250,8 @@ def _check_node(given: Mapping[str, Any]) -> tuple[str, str, str, list[Any], dic
     texts = (op, name, target, *(kwargs if isinstance(kwargs, dict) else [None]))
     if not isinstance(args, list) or not all(isinstance(x, str) and len(x) <= 256 for x in texts):
         raise ConfigError(
-            f"node {_show(name)} is malformed: op, name, target and the keys of kwargs are strings of up to 256 characters, args is a "
-            "list and kwargs an object. Send it as the SDK encodes it"
+            f"node {_show(name)} is malformed: op, name, target and the keys of kwargs are strings of up to 256 characters, args "
+            "is a list and kwargs an object. Send it as the SDK encodes it"
         )
     return str(op), str(name), str(target), args, kwargs
 
@@ -251,8 +280,8 @@ def _find_attribute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operation
     attribute = args[1] if len(args) == 2 and not kwargs else None
     if not isinstance(attribute, str) or attribute not in _ATTRIBUTES:
         raise ConfigError(
-            f"getattr of {_show(attribute)} is not allowed: a loss may read {', '.join(_ATTRIBUTES)} of a tensor or result, and use "
-            "methods such as detach()"
+            f"getattr of {_show(attribute)} is not allowed: a loss may read {', '.join(_ATTRIBUTES)} of a tensor or result, and "
+            "use methods such as detach()"
         )
     return _ATTRIBUTES[attribute]
 

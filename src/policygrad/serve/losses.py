@@ -59,8 +59,8 @@ class Datum:
         if targets is None or targets.ndim not in (1, 2) or len(targets) != len(self.tokens):
             shape = "missing" if targets is None else f"of shape {list(targets.shape)}"
             raise ConfigError(
-                f"loss_fn_inputs[{TARGETS!r}] is {shape}, and the model reads {len(self.tokens)} tokens: give one target, or K, for "
-                "each position"
+                f"loss_fn_inputs[{TARGETS!r}] is {shape}, and the model reads {len(self.tokens)} tokens: give one target, or K, "
+                "for each position"
             )
         return targets
 

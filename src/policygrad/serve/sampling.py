@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +14,14 @@ from torch import Tensor
 from policygrad.errors import ConfigError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.base import Generation, Request, SamplingParams
+from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
-from policygrad.serve.adapters import Adapter
+from policygrad.serve.adapters import Adapter, merge
 from policygrad.serve.models import Network
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 
 MAX_LOGITS = 2**24
 """Elements of logits that are computed at a time."""
@@ -84,13 +89,6 @@ class SampleAnswer:
     drawn_ids: Tensor | None = None
     """[P − 1, k] int64."""
     drawn_logprobs: Tensor | None = None
-
-
-class SamplesQueries(Protocol):
-    """Answers queries about one network with one adapter each."""
-
-    def answer(self, queries: Sequence[tuple[SampleQuery, Any]]) -> list[SampleAnswer]:
-        """Return one answer per (query, weights), in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +228,95 @@ class LocalAnswers:
         for first in range(0, len(index), size):
             logits = at_least_float32(part.logits(states[first : first + size])).cpu()
             collector.add(logits, ids[start + first : start + first + len(logits)])
+
+
+@dataclass(frozen=True, eq=False)
+class WholeWeights:
+    """All weights of a model, by parameter."""
+
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(eq=False)
+class EngineAnswers(LocalAnswers):
+    """Answers with servers of an engine, which have one set of weights at a time: it is published and probed when another is asked
+    for. The network is a copy that has the published weights; it scores prompts."""
+
+    base: Network = field(kw_only=True)
+    """The network that adapters belong to."""
+    config: SamplerConfig = field(kw_only=True)
+    folder: Path = field(kw_only=True)
+    """Where weights are published, and the servers' logs are."""
+    note: Callable[[str], None] = field(kw_only=True)
+    published: Adapter | WholeWeights | None = None
+    probe_difference: float | None = None
+    """Largest difference in nats that the last probe found."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def progress(text: str, done: int | None = None, total: int | None = None) -> None:
+            self.note(text)
+
+        make = make_engine_factory(
+            self.config, self.folder / WEIGHTS_FOLDER, SamplingParams(max_tokens=1024), on_progress=progress
+        )
+        assert make is not None
+        self.runner, self.version = AsyncRunner(), 0
+        self.engine = make(self.network.model, self.network.tokenizer)
+        self.initial = {name: p.detach().clone() for name, p in self.network.model.named_parameters()}
+
+    def answer(self, queries: Sequence[tuple[SampleQuery, Adapter | WholeWeights | None]]) -> list[SampleAnswer]:
+        answers: dict[int, SampleAnswer] = {}
+        for key in dict.fromkeys(id(weights) for _, weights in queries):
+            chosen = [i for i, (_, weights) in enumerate(queries) if id(weights) == key]
+            self.publish(queries[chosen[0]][1])
+            found = super().answer([(queries[i][0], None) for i in chosen])
+            answers |= zip(chosen, found, strict=True)
+        return [answers[i] for i in range(len(queries))]
+
+    def publish(self, weights: Adapter | WholeWeights | None) -> None:
+        """Let the servers load these weights, unless they have them.
+
+        Raises:
+            ConfigError: Weights that cannot be sent.
+            EngineError: A server samples from something else.
+        """
+        if self.version and weights is self.published:
+            return
+        names = self.initial.keys()
+        if weights is None:
+            tensors: Mapping[str, Tensor] = self.initial
+        elif isinstance(weights, WholeWeights):
+            tensors = weights.tensors
+        else:
+            assert self.base.switch is not None
+            merged = merge(self.base.model, self.base.switch, weights)
+            if any(self.base.switch.layers[n].kind == "head" for n in weights.pairs) and not _has_own_head(
+                names, merged
+            ):
+                raise ConfigError(
+                    f"{self.base.name!r} shares its head's matrix with the embedding, so an adapter on the head cannot be sent to "
+                    f"{self.config.engine}: create the client with train_unembed=False"
+                )
+            tensors = {name: merged[name] for name in names}
+        self.version += 1
+        self.runner(self.engine.update(PublishedWeights(self.version, tensors)))
+        self.published = weights
+        self.probe_difference = max((r.difference for r in self.engine.probe_results.values()), default=None)
+
+    def _generate(self, requests: Sequence[_AdaptedRequest]) -> Sequence[Generation]:
+        return self.runner(self.engine.generate(requests))
+
+    def close(self) -> None:
+        """Stop the servers that were started here."""
+        self.runner(self.engine.close())
+        self.runner.close()
+
+
+def _has_own_head(names: Collection[str], merged: Mapping[str, Tensor]) -> bool:
+    """Return whether the head's matrix is a parameter of its own."""
+    return not (merged.keys() - names)
 
 
 def _run(sampler: LocalSampler, requests: Sequence[Request]) -> Sequence[Generation]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,13 +28,14 @@ from policygrad.checkpoint.model_export import write_model
 from policygrad.errors import ConfigError, DataError, ModelError, NumericsError, PolicygradError
 from policygrad.models.adapters import ADAPTER_WEIGHTS
 from policygrad.models.loading import resolve_model
+from policygrad.samplers.config import LOCAL
 from policygrad.serve import wire
 from policygrad.serve.adapters import Adapter, AdapterSpec, write_adapter
 from policygrad.serve.config import ServeConfig
 from policygrad.serve.custom_loss import CustomLoss, build_custom_loss
 from policygrad.serve.models import Network, TrainedModel, load_network
 from policygrad.serve.page import Status, format_seconds, is_heard, summarise
-from policygrad.serve.sampling import LocalAnswers, SampleQuery
+from policygrad.serve.sampling import EngineAnswers, LocalAnswers, SampleQuery, WholeWeights
 from policygrad.serve.store import LoggedRequest, SavedInfo, SavedPath, Store, UnknownIdError
 from policygrad.training.trainer import limit_torch_threads
 from policygrad.utils.filesystem import hold_lock
@@ -45,6 +46,7 @@ MAX_GATHER_SECONDS = 0.5
 MAX_SAMPLE_RESULTS = 8192
 """Answers to sampling requests that are kept for clients that have not fetched them."""
 WHOLE_WEIGHTS = "model.safetensors"
+WeightsT = TypeVar("WeightsT", Adapter, WholeWeights)
 
 
 class GoneError(DataError):
@@ -115,9 +117,9 @@ class Service:
             self.networks[name] = load_network(
                 name, path, config.learner, adaptable=True, trust_remote_code=config.trust_remote_code
             )
-        self.samplers = {name: LocalAnswers(x, config.decode_rows) for name, x in self.networks.items()}
+        self.samplers = {name: self._make_answers(x) for name, x in self.networks.items()}
         self.whole_samplers: OrderedDict[str, LocalAnswers] = OrderedDict()
-        self.sampler_adapters: OrderedDict[str, Adapter] = OrderedDict()
+        self.sampler_weights: OrderedDict[str, Adapter | WholeWeights] = OrderedDict()
         self.lanes: dict[str, Lane] = {}
         self.custom: dict[str, CustomLoss] = {}
         self.sample_queue: deque[QueuedSample] = deque()
@@ -136,20 +138,38 @@ class Service:
         self.started, self.url = time.time(), f"http://{config.host}:{config.port}"
         self.thread = threading.Thread(target=self._work, name="serve", daemon=True)
 
+    def _make_answers(self, network: Network) -> LocalAnswers:
+        """Return what samples for a base model: this process, or servers of an engine."""
+        if self.config.sampler.engine == LOCAL:
+            return LocalAnswers(network, self.config.decode_rows)
+        return EngineAnswers(
+            self._load_whole(network.name, network.path),
+            self.config.decode_rows,
+            base=network,
+            config=self.config.sampler,
+            folder=self.store.folder,
+            note=self.note,
+        )
+
     def start(self) -> None:
         """Begin to compute; called in the event loop."""
         self.loop = asyncio.get_running_loop()
         self.thread.start()
 
     def stop(self) -> None:
-        """Finish the request that is being computed, and write the state of all models."""
+        """Finish the request that is being computed, and write the state of all models. Stopping twice is no error."""
         with self.condition:
+            if self.stopping:
+                return
             self.stopping = True
             self.condition.notify_all()
         if self.thread.is_alive():
             self.thread.join()
         for lane in self.lanes.values():
             self._save_state(lane)
+        for answers in self.samplers.values():
+            if isinstance(answers, EngineAnswers):
+                answers.close()
         self.resources.close()
 
     # Sessions.
@@ -682,6 +702,9 @@ class Service:
             save_file(_own_tensors(model.network), folder / WHOLE_WEIGHTS, metadata={"format": "pt"})
         self.store.write(folder / "weights.json", _describe(model))
         self.store.install(path, folder, info)
+        answers = self.samplers[model.network.name]
+        if isinstance(answers, EngineAnswers):
+            answers.publish(self._weights_for({"base_model": model.network.name, "model_path": str(path)})[1])
 
     def _save_external(self, lane: Lane, request: LoggedRequest) -> Answer:
         values = wire.parse("save_weights_external", request.body)
@@ -765,7 +788,7 @@ class Service:
         return [item for item in taken if item.request_id not in dropped]
 
     def _answer_samples(self, items: Sequence[QueuedSample]) -> None:
-        groups: dict[int, tuple[LocalAnswers, list[tuple[QueuedSample, Adapter | None]]]] = {}
+        groups: dict[int, tuple[LocalAnswers, list[tuple[QueuedSample, Any]]]] = {}
         for item in items:
             try:
                 answers, adapter = self._weights_for(item.source)
@@ -797,19 +820,21 @@ class Service:
                 del self.sample_results[key]
         self._announce(item.request_id)
 
-    def _weights_for(self, source: Mapping[str, str]) -> tuple[LocalAnswers, Adapter | None]:
+    def _weights_for(self, source: Mapping[str, str]) -> tuple[LocalAnswers, Adapter | WholeWeights | None]:
         """Return what samples from a source, with its weights in memory."""
         name = source["base_model"]
         if (path := source.get("model_path")) is None:
             return self.samplers[name], None
-        if path in self.sampler_adapters:
-            self.sampler_adapters.move_to_end(path)
-            return self.samplers[name], self.sampler_adapters[path]
+        if path in self.sampler_weights:
+            self.sampler_weights.move_to_end(path)
+            return self.samplers[name], self.sampler_weights[path]
         if path in self.whole_samplers:
             self.whole_samplers.move_to_end(path)
             return self.whole_samplers[path], None
         folder = self.store.saved(SavedPath.parse(path))
         spec = self.store.read(folder / "weights.json", path)["adapter"]
+        if spec is None and isinstance(self.samplers[name], EngineAnswers):
+            return self.samplers[name], self._remember(path, WholeWeights(load_file(folder / WHOLE_WEIGHTS)))
         if spec is None:
             network = self._load_whole(name, self.networks[name].path)
             _load_own_tensors(network, load_file(folder / WHOLE_WEIGHTS))
@@ -822,10 +847,14 @@ class Service:
         adapter_spec = AdapterSpec(**spec)
         adapter = Adapter(network.switch.choose_layers(adapter_spec), adapter_spec)
         adapter.load(load_file(folder / ADAPTER_WEIGHTS))
-        self.sampler_adapters[path] = adapter
-        while len(self.sampler_adapters) > self.config.max_models:
-            self.sampler_adapters.popitem(last=False)
-        return self.samplers[name], adapter
+        return self.samplers[name], self._remember(path, adapter)
+
+    def _remember(self, path: str, weights: WeightsT) -> WeightsT:
+        """Keep weights to sample from in memory, and drop those that were used longest ago."""
+        self.sampler_weights[path] = weights
+        while len(self.sampler_weights) > self.config.max_models:
+            self.sampler_weights.popitem(last=False)
+        return weights
 
 
 SAMPLING = "sampling"

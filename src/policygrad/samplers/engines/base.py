@@ -123,6 +123,8 @@ class EngineSampler(ABC):
     """True if servers free their GPU's memory on request, by `sleep` and `wake`: `sampler.colocate` needs it."""
     returns_routed_experts: ClassVar[bool] = False
     """True if completions have `Generation.routed_experts` where `records_experts` is set."""
+    supports_stop: ClassVar[bool] = False
+    """True if a completion can end elsewhere than at the tokenizer's end tokens: `Request.stop`."""
     returns_sampling_masks: ClassVar[bool] = False
     """True if completions have `Generation.sampling_mask` where `Request.needs_mask` is set."""
 
@@ -246,6 +248,8 @@ class EngineSampler(ABC):
         """
         if self.published is None:
             raise EngineError("an engine has no weights before the first update(weights)")
+        if not self.supports_stop and any(request.stop is not None for request in requests):
+            raise EngineError(f"{self.name} ends completions at the tokenizer's end tokens alone: leave stop out")
         callback, finished = self._callback, list[float]()
 
         async def generate_one(request: Request, seed: int) -> Generation:
@@ -364,6 +368,10 @@ class EngineSampler(ABC):
         for process in self.processes.values():
             process.stop()
         self.versions.remove()
+
+    def end_ids(self, request: Request) -> frozenset[int]:
+        """Return the ids that end a request's completion."""
+        return self.tokenizer.end_ids if request.stop is None else request.stop
 
     async def unload_adapter(self, url: str, name: str) -> None:
         """Let a server unload an adapter that it may have."""
@@ -528,7 +536,7 @@ class EngineSampler(ABC):
 
     def _validate(self, url: str, request: Request, completion: EngineCompletion, version: int) -> Generation:
         """Return the generation up to its first end token. Raises EngineError if the reply is no completion of the request."""
-        tokens, logp, end_tokens = list(completion.tokens), list(completion.logp), self.tokenizer.end_ids
+        tokens, logp, end_tokens = list(completion.tokens), list(completion.logp), self.end_ids(request)
         if len(tokens) != len(logp):
             raise EngineError(
                 f"{url} returns {len(logp)} log-probabilities for {len(tokens)} tokens; tokens that are not complete UTF-8 text "

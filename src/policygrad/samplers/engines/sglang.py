@@ -97,6 +97,7 @@ class SglangSampler(EngineSampler):
     )
     detection_routes = (("/get_model_info", "model_path"), ("/model_info", "model_path"))
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
+    supports_stop = True
     supports_lora = True
     can_sleep = True
     returns_routed_experts = True
@@ -174,7 +175,8 @@ class SglangSampler(EngineSampler):
             "frequency_penalty": 0.0,
             "sampling_seed": seed,
             "n": 1,
-            "stop_token_ids": sorted(self.tokenizer.end_ids),
+            "ignore_eos": request.stop is not None,
+            "stop_token_ids": sorted(self.end_ids(request)),
         }
         body: dict[str, Any] = {
             "input_ids": request.prompt_ids.tolist(),

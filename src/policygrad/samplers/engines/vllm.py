@@ -114,6 +114,7 @@ class VllmSampler(EngineSampler):
     detection_routes = (("/version", "version"),)
     gauges = PrometheusGauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     supports_lora = True
+    supports_stop = True
     can_sleep = True
     returns_routed_experts = True
     returns_sampling_masks = True
@@ -238,8 +239,8 @@ class VllmSampler(EngineSampler):
             "seed": seed,
             "n": 1,
             "logprobs": 0,
-            "ignore_eos": False,
-            "stop_token_ids": sorted(self.tokenizer.end_ids),
+            "ignore_eos": request.stop is not None,
+            "stop_token_ids": sorted(self.end_ids(request)),
         }
         left: list[list[int]] | None = None
         if request.needs_mask:  # only this route returns it
