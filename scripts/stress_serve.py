@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from policygrad.checkpoint.format import load_latest
 from policygrad.serve.store import SavedPath, Store
 
 READY_SECONDS = 120.0
+LONGEST_LIFE = 5.0
+"""Seconds from a server's first answer to its end."""
 
 
 class Server:
@@ -67,8 +70,8 @@ class Server:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended: {self.log.read_text()[-2000:]}")
             try:
-                socket.create_connection(("127.0.0.1", self.port), 0.2).close()
-                return
+                with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5):
+                    return
             except OSError:
                 time.sleep(0.02)
         raise RuntimeError(f"the server did not answer: {self.log.read_text()[-2000:]}")
@@ -150,7 +153,7 @@ def stress(kills: int, seed: int, folder: Path) -> dict[str, object]:
     client = threading.Thread(target=lambda: results.append(train(server.url, lambda: done < kills, 3)), daemon=True)
     client.start()
     while done < kills and client.is_alive():
-        time.sleep(rng.uniform(0, 3))
+        time.sleep(rng.uniform(0, LONGEST_LIFE))
         server.kill()
         server.start()
         done += 1

@@ -76,6 +76,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen(2048)  # clients that come while the models are loaded wait
     except OSError as error:
         raise ConfigError(
             f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port"
