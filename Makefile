@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test suite test-environments test-tinker test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -59,6 +59,18 @@ $(OTHERS)/%/.installed: pyproject.toml constraints.txt
 test-environments: $(OTHERS)/openenv/.installed $(OTHERS)/textarena/.installed $(OTHERS)/verifiers/.installed
 	for name in openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
+
+# The cookbook's one dependency that the index does not have is for models of other kinds than these.
+$(OTHERS)/tinker/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHERS)/tinker
+	grep -E '^(torch|transformers|tokenizers|safetensors|reasoning_gym|pytest|peft)==' constraints.txt > $(OTHERS)/tinker/constraints.txt
+	$(OTHERS)/tinker/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/tinker/constraints.txt -e '.[serve,lora]' tinker==0.38.0 $(COOKBOOK) pytest pytest-timeout
+	$(OTHERS)/tinker/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
+	@touch $@
+COOKBOOK := aiohttp blobfile chz datasets pillow pyrage termcolor tiktoken math-verify pylatexenc
+
+test-tinker: $(OTHERS)/tinker/.installed
+	$(OTHERS)/tinker/bin/python -m pytest tests/serve tests/docs/test_serve_page.py $(ARGS)
 
 test-ray: $(OTHERS)/ray/.installed
 	$(OTHERS)/ray/bin/python -m pytest -m ray tests/cluster $(ARGS)

@@ -26,6 +26,7 @@ NAV = {
         "rlhf",
         "distillation",
         "engines",
+        "serve",
         "many-processes",
         "ray",
         "gpu",

@@ -130,6 +130,25 @@ def _tracked(name: str, creates: tuple[str, ...], check: str = "") -> Case:
     return Case(name, f"`train --track {name}`", (*TRAIN, "--track", name), creates=creates, check=check)
 
 
+SERVE = """
+import re, subprocess, sys
+command = [sys.executable, "-m", "policygrad", "serve", "--plain", "--port", "0"]
+with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    line = server.stdout.readline()
+    if not line:
+        print(server.stderr.read(), file=sys.stderr)
+        sys.exit(server.wait())
+    import tinker
+    client = tinker.ServiceClient(base_url=re.search("http://[^ ]+", line).group().strip(), api_key="tml-local")
+    training = client.create_lora_training_client("tiny", rank=2).result()
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([5, 6]), loss_fn_inputs={"target_tokens": [6, 7], "weights": [1.0, 1.0]}
+    )
+    print(training.forward_backward([datum], "cross_entropy").result().metrics)
+    server.terminate()
+"""
+
+
 CASES = (
     Case(
         "math",
@@ -182,6 +201,12 @@ CASES = (
         (*TRAIN, "--task", "saved", "--reward", "exact_match"),
         files={"saved/dataset_info.json": "{}"},
         setup=TABLES,
+    ),
+    Case(
+        "serve",
+        "`serve`, its SDK's first calls",
+        ("serve_once.py",),
+        files={"serve_once.py": SERVE},
     ),
     Case(
         "engines",

@@ -3,9 +3,9 @@
     python scripts/stress_serve.py [--kills 200] [--steps 0] [--seed 0] [--folder DIR]
 
 The client is the Tinker SDK: two forward_backward and an optim_step a step, a checkpoint every third step, all submitted before
-the first answer. The server is killed with SIGKILL at random moments and started again at the same address with the same folder. At the
-end every checkpoint whose saving was answered must be there and loadable, the number of updates must be the number of steps, and the
-weights and AdamW's moments must be those of the undisturbed server, bit for bit.
+the first answer. The server is killed with SIGKILL at random moments and started again at the same address with the same folder.
+At the end every checkpoint whose saving was answered must be there and loadable, the number of updates must be the number of
+steps, and the weights and AdamW's moments must be those of the undisturbed server, bit for bit.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ with interchangeable parts
   policygrad eval RUN [MODEL ...]         mean@k, pass@k and maj@k on the run's
                                           evaluation problems; with several
                                           models, their differences
+  policygrad serve --model M              a training server that speaks the
+                                          Tinker API, for loops of your own
   policygrad engine ENGINE --model M      start a server that samples
                                           completions; --print shows the command
   policygrad engine install vllm --into DIR

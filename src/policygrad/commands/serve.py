@@ -14,8 +14,8 @@ from policygrad.serve.config import ServeConfig
 
 HELP = (
     "Serve models for clients that write the training loop themselves, with the Tinker API: forward_backward, optim_step, "
-    "sample, save_state. Clients set TINKER_BASE_URL to the printed address, and TINKER_API_KEY to tml-local or, with --api-keys, to "
-    "a key.",
+    "sample, save_state. Clients set TINKER_BASE_URL to the printed address, and TINKER_API_KEY to tml-local or, with --api-keys, "
+    "to a key.",
     "Several clients share each base model, with an adapter each (rank=0 trains all weights). What they have saved, and what a "
     "restart needs to go on, is in --folder. Ctrl-C stops the server; started again, it goes on where it was.",
 )

@@ -259,11 +259,10 @@ def _check_node(given: Mapping[str, Any]) -> tuple[str, str, str, list[Any], dic
 def _read_node(
     op: str, name: str, target: str, args: list[Any], kwargs: dict[str, Any], earlier: Mapping[str, bool]
 ) -> _Node:
-    read = tuple(_decode_list(args, earlier))
+    is_attribute = op == "call_function" and target in ("getattr", "builtins.getattr")
+    operation = _find_attribute(args, kwargs) if is_attribute else _find_operation(op, target)
+    read = tuple(_decode_list(args[:1] if is_attribute else args, earlier))
     options = {key: _decode(x, earlier) for key, x in kwargs.items()}
-    if op == "call_function" and target in ("getattr", "builtins.getattr"):
-        return _Node(name, _find_attribute(read, options), read[:1], {})
-    operation = _find_operation(op, target)
     if op == "call_method" and not (read and isinstance(read[0], _Ref)):
         raise ConfigError(f"{operation.label} needs the tensor whose method it is as its first argument")
     for text in (x for x in _leaves((read, options)) if isinstance(x, str)):
@@ -275,7 +274,7 @@ def _read_node(
     return _Node(name, operation, read, options)
 
 
-def _find_attribute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operation:
+def _find_attribute(args: list[Any], kwargs: dict[str, Any]) -> _Operation:
     """Return the operation that reads the attribute that getattr(value, name) names."""
     attribute = args[1] if len(args) == 2 and not kwargs else None
     if not isinstance(attribute, str) or attribute not in _ATTRIBUTES:
@@ -386,7 +385,7 @@ def _find_operation(op: str, target: str) -> _Operation:
             if name.startswith(private):
                 name = public + name.removeprefix(private)
         name = _ALIASES.get(name, name)
-    if name in _OPERATIONS:
+    if name in _OPERATIONS and (op == "call_method") == name.startswith("Tensor."):
         return _OPERATIONS[name]
     last = name.rpartition(".")[2]
     reason = _REASONS.get(name) or _REASONS.get(last)
@@ -405,8 +404,8 @@ _TOTAL_GROWTH, _TOTAL_ALWAYS = 256, 2**25
 _OVERHEAD = 128
 """Elements that a tensor counts as at least: a list of many tiny tensors needs memory too."""
 
-
 _PLAIN = (float, torch.dtype, torch.device)
+"""Results that are no tensors or integers."""
 
 
 @dataclass
@@ -437,6 +436,8 @@ class _Limits:
         if isinstance(result, Tensor):
             if result.ndim > MAX_DIMENSIONS:
                 raise ConfigError(f"its result has {result.ndim} dimensions, and the limit is {MAX_DIMENSIONS}")
+            if min(result.shape, default=0) < 0:  # expand(-5, 0)
+                raise ConfigError(f"its result has shape {list(result.shape)}: sizes are at least 0")
             self.check(result.numel())
         elif not (isinstance(result, int) and _is_word(result)) and not isinstance(result, _PLAIN):
             raise ConfigError(f"its result is {_describe(result)}: a loss computes with tensors and numbers of 64 bits")

@@ -1,0 +1,68 @@
+"""docs/serve.md: its loop runs as it stands, against the command that it names, and its tables are complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tinker", reason="the extra `serve`")
+
+from policygrad.serve.losses import API_LOSSES, UNAVAILABLE
+from stress_serve import Server
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_loop_learns(tmp_path: Path) -> None:
+    [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert 25 <= len([line for line in program.splitlines() if line.strip()]) <= 40
+    server = Server(tmp_path / "served")
+    try:
+        environment = os.environ | {"TINKER_BASE_URL": server.url}
+        found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    finally:
+        server.stop()
+    assert found.returncode == 0, found.stderr
+    rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", found.stdout)]
+    assert len(rewards) == 12
+    assert rewards[-1] > rewards[0] + 0.2
+    assert server.process is not None
+    assert server.process.returncode == 0
+
+
+def test_every_loss_has_its_row() -> None:
+    table = PAGE.partition("| loss_fn |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {*API_LOSSES, "custom"}
+    assert all(f"`{name}`" in PAGE for name in UNAVAILABLE)
+
+
+def test_settings_have_the_defaults_that_the_page_names() -> None:
+    """A request without settings is one with the page's."""
+    import torch
+
+    from policygrad.core.batch import Forward
+    from policygrad.serve.losses import Datum, prepare_loss
+
+    named = {
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        "dro": {"beta": 0.05},
+    }
+    for name, config in named.items():
+        inputs = {
+            "target_tokens": torch.arange(6),
+            "logprobs": torch.linspace(-3, 0, 6),
+            "advantages": torch.linspace(-1, 1, 6),
+        }
+        if name == "gspo":
+            inputs["sequence_ratio_mask"] = torch.ones(6)
+        data, logp = [Datum(torch.arange(6), inputs)], Forward(torch.linspace(-1, -2, 6)[None])
+        values = [prepare_loss(name, c, data).value(logp, torch.arange(1)) for c in ({}, config)]
+        assert values[0] == values[1]
