@@ -79,6 +79,15 @@ def test_a_request_is_written_once(store: Store) -> None:
     ]
 
 
+def test_a_request_that_is_half_written_is_none(store: Store) -> None:
+    """What a server leaves that is killed while it writes."""
+    store.log_request(MODEL, LoggedRequest(1, "optim_step", b"", "x"))
+    (store.model(MODEL) / "log" / ".tmp-00000002.request").write_bytes(b"{")
+    assert [r.sequence for r in store.read_requests(MODEL)] == [1]
+    store.save_state(MODEL, 1, {}, {})
+    assert not list(store.read_requests(MODEL))
+
+
 def test_a_state_replaces_the_requests_before_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "KEEP_RESULTS", 2)
     for i in range(1, 7):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import secrets
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -157,8 +160,8 @@ class Api:
         body, content_type = await self.body(request), request.headers.get("content-type", wire.JSON)
         try:
             model_id, sequence = wire.address_of(kind, body, content_type)
-        except (ValueError, TypeError) as error:
-            raise Refusal(400, f"{kind}: the request is malformed: {error}") from error
+        except UnicodeDecodeError as error:
+            raise Refusal(400, f"{kind}: the request is not text ({error})") from error
         if sequence < 1:
             raise Refusal(400, f"{kind}: seq_id must be at least 1, not {sequence}")
         return _future(
@@ -381,8 +384,13 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
                 return _error(404, str(error))
             except GoneError as error:
                 return _error(410, str(error))
-            except (PolicygradError, ValueError) as error:
+            except json.JSONDecodeError as error:
+                return _error(400, f"the request is not JSON: {error}")
+            except PolicygradError as error:
                 return _error(400, str(error))
+            except Exception as error:  # the client and the log get it, and the server goes on
+                service.note(f"{path}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+                return _error(500, f"{type(error).__name__}: {error} (a bug of the server)")
 
         return Route(path, answer, methods=[method], name=name)
 
@@ -430,8 +438,6 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
 
 def hash_key(key: str) -> str:
     """Return the name of a key's user."""
-    import hashlib
-
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

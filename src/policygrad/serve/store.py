@@ -40,6 +40,8 @@ _SESSION = re.compile(r"[A-Za-z0-9][\w-]{0,79}")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,199}")
 _NUMBER = re.compile(r"\d{1,12}")
 META = "checkpoint.json"
+NUMBERED = "[0-9]" * 8
+"""Names of a log's files, and not of those that a killed server left half written."""
 
 
 class UnknownIdError(DataError):
@@ -182,7 +184,7 @@ class Store:
     def read_requests(self, model_id: str) -> Iterator[LoggedRequest]:
         """Iterate over the requests that are kept, in order."""
         folder = self.model(model_id) / "log"
-        for path in sorted(folder.glob("*.request")) if folder.is_dir() else []:
+        for path in sorted(folder.glob(NUMBERED + ".request")) if folder.is_dir() else []:
             header, _, body = path.read_bytes().partition(b"\n")
             values = json.loads(header)
             yield LoggedRequest(int(path.stem), values["kind"], body, values["content_type"])
@@ -212,10 +214,10 @@ class Store:
         """Write the state after a request, and delete the requests that it contains and results that are old."""
         folder = self.model(model_id)
         save_checkpoint(folder / "state", sequence, tensors, values, keep=1)
-        for path in (folder / "log").glob("*.request"):
+        for path in (folder / "log").glob(NUMBERED + ".request"):
             if int(path.stem) <= sequence:
                 path.unlink(missing_ok=True)
-        for path in (folder / "log").glob("*.result"):
+        for path in (folder / "log").glob(NUMBERED + ".result"):
             if int(path.stem) <= sequence - KEEP_RESULTS:
                 path.unlink(missing_ok=True)
 
