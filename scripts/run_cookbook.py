@@ -41,7 +41,7 @@ MODEL = "Qwen/Qwen3.5-9B-Base"
 RECIPES = {
     "rl_loop": "loss_fn=importance_sampling batch_size=8 group_size=4 max_tokens=32 max_steps=3 lora_rank=8 save_every=2",
     "sl_loop": "batch_size=8 max_length=512 max_steps=3 lora_rank=8 save_every=2",
-    "rl_basic": "max_tokens=32 dataset_builder.batch_size=8 dataset_builder.group_size=4 max_steps=2 lora_rank=8 eval_every=0",
+    "rl_basic": "max_tokens=32 max_steps=2 lora_rank=8",
     "rl_numerics_check.train": "renderer_name=qwen3_instruct group_size=2 groups_per_batch=2 max_tokens=48 max_steps=2 lora_rank=8 "
     "max_trajectory_tokens=3000 task.num_pages_min=2 task.num_pages_max=3 task.page_chars=600",
 }
@@ -101,7 +101,7 @@ def client_environment(server: Server) -> dict[str, str]:
 
 
 def run_recipes(options: argparse.Namespace) -> None:
-    rows = [json.loads(line) for line in options.gsm8k.read_text(encoding="utf-8").splitlines()][:64]
+    rows = [json.loads(line) for line in options.gsm8k.read_text(encoding="utf-8").splitlines()][:256]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder, options.model, [{"question": r["question"], "answer": r["answer"]} for r in rows])
