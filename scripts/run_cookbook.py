@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.models.loading import resolve_model
-from policygrad.tasks.reasoning_gym import ReasoningGymTask
+from policygrad.tasks import load_task
 from stress_serve import Server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,7 +167,7 @@ print("MODEL", client.model_id)
 
 def train_served(folder: Path, seed: int, steps: int) -> float:
     """Train by rl_loop, and return the held-out accuracy."""
-    task = ReasoningGymTask(seed=seed)
+    task = load_task("embedded", seed=seed)
     examples = [task.train_example(i) for i in range(64 * steps)]
     rows = [{"question": str(e.prompt).rstrip("\n"), "answer": f"#### {e.columns['answer']}"} for e in examples]
     prepare(folder, "tiny", rows)
