@@ -22,7 +22,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.samplers.base import SamplingParams
 from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
-from policygrad.serve.models import AdamParams, TrainedModel, load_network
+from policygrad.serve.models import AdamParams, ClientModel, load_network
 from policygrad.serve.sampling import LocalAnswers, SampleQuery
 from policygrad.training.trainer import limit_torch_threads
 from stress_serve import Server
@@ -39,7 +39,7 @@ class InProcess:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.count = options, 0
         self.network = load_network(options.model, options.model, LearnerConfig(), adaptable=True)
-        self.model = TrainedModel.with_adapter(self.network, AdapterSpec(32, seed=0))
+        self.model = ClientModel.with_adapter(self.network, AdapterSpec(32, seed=0))
         self.answers = LocalAnswers(self.network)
 
     def step(self) -> int:

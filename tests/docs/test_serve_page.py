@@ -25,7 +25,9 @@ def test_the_loop_learns(tmp_path: Path) -> None:
     server = Server(tmp_path / "served")
     try:
         environment = os.environ | {"TINKER_BASE_URL": server.url}
-        found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300
+        )
     finally:
         server.stop()
     assert found.returncode == 0, found.stderr

@@ -13,7 +13,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.models.loading import resolve_model
 from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
-from policygrad.serve.models import Network, TrainedModel, as_float64, load_network
+from policygrad.serve.models import ClientModel, ServedNetwork, as_float64, load_network
 
 pytest.importorskip("tinker", reason="the extra `serve`")
 
@@ -27,12 +27,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def network() -> Network:
+def network() -> ServedNetwork:
     return load_network("tiny", "tiny", LearnerConfig(), adaptable=True)
 
 
 @pytest.fixture(scope="session")
-def exact_network(tmp_path_factory: pytest.TempPathFactory) -> Network:
+def exact_network(tmp_path_factory: pytest.TempPathFactory) -> ServedNetwork:
     """A random model in float64, of an architecture that computes in float64 everywhere: Llama's norms are in float32."""
     folder = tmp_path_factory.mktemp("opt")
     config = OPTConfig(
@@ -50,9 +50,9 @@ def exact_network(tmp_path_factory: pytest.TempPathFactory) -> Network:
     return as_float64(load_network("opt", str(folder), LearnerConfig(), adaptable=True))
 
 
-def trained_adapter(network: Network, seed: int = 1, rank: int = 4) -> TrainedModel:
+def trained_adapter(network: ServedNetwork, seed: int = 1, rank: int = 4) -> ClientModel:
     """Return a model whose adapter is no longer the identity."""
-    model = TrainedModel.with_adapter(network, AdapterSpec(rank, seed=seed))
+    model = ClientModel.with_adapter(network, AdapterSpec(rank, seed=seed))
     assert model.adapter is not None
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

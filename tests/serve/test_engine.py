@@ -42,7 +42,7 @@ def test_each_clients_weights_are_sampled_from(tmp_path: Path) -> None:
             training.forward_backward([datum(IDS)], "cross_entropy").result()
             training.optim_step(types.AdamParams(learning_rate=1e-2 if i < 2 else 1e-4)).result()
         samplings = [t.save_weights_and_get_sampling_client().result() for t in trained]
-        answers = server.service.samplers["tiny"]
+        answers = server.service.queue.samplers["tiny"]
         assert isinstance(answers, EngineAnswers)
         assert answers.probe_difference is not None
         assert answers.probe_difference < 1e-4

@@ -15,7 +15,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import Batch, Forward
 from policygrad.errors import ConfigError
 from policygrad.serve.losses import API_LOSSES, Datum, prepare_loss
-from policygrad.serve.models import Network, PassResult, TrainedModel
+from policygrad.serve.models import ClientModel, PassResult, ServedNetwork
 
 REFUSED = {
     "a2c": "a critic",
@@ -139,7 +139,7 @@ def batch_of(data: list[Datum], dtype: torch.dtype) -> Batch:
     )
 
 
-def plain_logp(model: TrainedModel, data: list[Datum], entropy: bool = False) -> Forward:
+def plain_logp(model: ClientModel, data: list[Datum], entropy: bool = False) -> Forward:
     """Log-probabilities by the model's own forward pass, one text at a time, with graph."""
     assert model.adapter is not None
     logps, entropies = [], []
@@ -152,7 +152,7 @@ def plain_logp(model: TrainedModel, data: list[Datum], entropy: bool = False) ->
     return Forward(pad(logps, batch_first=True), pad(entropies, batch_first=True) if entropy else None)
 
 
-def sampled_nearby(model: TrainedModel, data: list[Datum]) -> list[Datum]:
+def sampled_nearby(model: ClientModel, data: list[Datum]) -> list[Datum]:
     """Return the data as if a policy near the model's had sampled it: ratios are around 1."""
     logp, generator = plain_logp(model, data).logp.detach().float(), torch.Generator().manual_seed(11)
     found = []
@@ -164,12 +164,12 @@ def sampled_nearby(model: TrainedModel, data: list[Datum]) -> list[Datum]:
     return found
 
 
-def gradients(model: TrainedModel) -> list[Tensor]:
+def gradients(model: ClientModel) -> list[Tensor]:
     assert model.adapter is not None
     return [torch.zeros_like(p) if p.grad is None else p.grad for pair in model.adapter.pairs.values() for p in pair]
 
 
-def run(model: TrainedModel, data: list[Datum], name: str, **config: float) -> PassResult:
+def run(model: ClientModel, data: list[Datum], name: str, **config: float) -> PassResult:
     return model.run(data, name, config, {}, backward=True)
 
 
@@ -187,7 +187,9 @@ def library_loss(name: str, data: list[Datum], out: Forward) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_gradients_of_algorithms_are_the_librarys(name: str, exact_network: Network, network: Network) -> None:
+def test_gradients_of_algorithms_are_the_librarys(
+    name: str, exact_network: ServedNetwork, network: ServedNetwork
+) -> None:
     """After forward_backward, against the model's own forward pass: to 1e-12 in float64, with trees, adapters and micro-batches in
     between; in float32 to the rounding of two ways to read a text, which is a few 1e-6."""
     for chosen, tolerance in ((exact_network, 1e-12), (network, 2e-5)):
@@ -203,7 +205,7 @@ def test_gradients_of_algorithms_are_the_librarys(name: str, exact_network: Netw
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_gradients_in_log_probabilities_are_the_librarys_in_float32(name: str, network: Network) -> None:
+def test_gradients_in_log_probabilities_are_the_librarys_in_float32(name: str, network: ServedNetwork) -> None:
     """On the same tensors, to 1e-6 of the largest."""
     model = trained_adapter(network)
     data = sampled_nearby(model, algorithm_data(name, torch.Generator().manual_seed(7)))
@@ -219,7 +221,7 @@ def test_gradients_in_log_probabilities_are_the_librarys_in_float32(name: str, n
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_algorithms_that_need_more_than_a_request_are_refused(name: str, network: Network) -> None:
+def test_algorithms_that_need_more_than_a_request_are_refused(name: str, network: ServedNetwork) -> None:
     data = algorithm_data(name, torch.Generator().manual_seed(7))
     with pytest.raises(ConfigError, match=REFUSED[name]):
         prepare_loss(name, {}, data)
@@ -233,7 +235,7 @@ def test_every_algorithm_is_served_or_refused_with_its_reason() -> None:
         prepare_loss("ppo", {}, data)
 
 
-def test_several_passes_add_up(exact_network: Network) -> None:
+def test_several_passes_add_up(exact_network: ServedNetwork) -> None:
     """The gradient of two requests is the sum of the gradients of each."""
     data = policy_data()
     whole, parts = trained_adapter(exact_network), trained_adapter(exact_network)
@@ -245,7 +247,7 @@ def test_several_passes_add_up(exact_network: Network) -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-12 * float(a.abs().max().clamp(min=1)))
 
 
-def test_micro_batches_change_nothing(exact_network: Network) -> None:
+def test_micro_batches_change_nothing(exact_network: ServedNetwork) -> None:
     """Also for an algorithm that chooses among all tokens, or needs a group at once."""
     config = replace(exact_network.config, micro_tokens=8)
     small = replace(exact_network, config=config)
@@ -258,7 +260,7 @@ def test_micro_batches_change_nothing(exact_network: Network) -> None:
             assert torch.allclose(a, b, rtol=0, atol=1e-10 * float(a.abs().max().clamp(min=1e-3)))
 
 
-def test_settings_change_a_loss(network: Network) -> None:
+def test_settings_change_a_loss(network: ServedNetwork) -> None:
     data = sampled_nearby(trained_adapter(network), policy_data())
     values = [run(trained_adapter(network), data, "ppo", clip_high_threshold=h).metrics["loss:sum"] for h in (1.2, 1.5)]
     assert values[0] != values[1]
@@ -267,7 +269,7 @@ def test_settings_change_a_loss(network: Network) -> None:
     assert wide != run(trained_adapter(network), rewards, "dapo").metrics["loss:sum"]
 
 
-def test_several_targets_per_position(exact_network: Network) -> None:
+def test_several_targets_per_position(exact_network: ServedNetwork) -> None:
     """A distillation: K targets with weights, against the plain forward pass."""
     model, generator = trained_adapter(exact_network), torch.Generator().manual_seed(0)
     data = []

@@ -9,9 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from policygrad.errors import ConfigError, ModelError
 from policygrad.samplers.base import SamplingParams
-from policygrad.serve.adapters import AdapterSpec, make_adaptable, merge
+from policygrad.serve.adapters import AdapterSpec, make_adaptable, merge_adapter
 from policygrad.serve.losses import Datum
-from policygrad.serve.models import Network, TrainedModel
+from policygrad.serve.models import ClientModel, ServedNetwork
 from policygrad.serve.sampling import LocalAnswers, SampleQuery
 
 
@@ -23,14 +23,14 @@ def queries(count: int = 6) -> list[SampleQuery]:
     ]
 
 
-def test_a_batch_of_several_adapters_is_the_same_as_each_alone(network: Network) -> None:
+def test_a_batch_of_several_adapters_is_the_same_as_each_alone(network: ServedNetwork) -> None:
     """Tokens are equal, and log-probabilities are those of a forward pass under the same adapter; rows leave at different times."""
     models = [trained_adapter(network, seed) for seed in (1, 2)]
     adapters = [None, models[0].adapter, models[1].adapter]
     answers = LocalAnswers(network)
     asked = [(query, adapters[i % 3]) for i, query in enumerate(queries())]
     mixed, alone = answers.answer(asked), [answers.answer([pair])[0] for pair in asked]
-    base = TrainedModel.with_adapter(network, AdapterSpec(1))
+    base = ClientModel.with_adapter(network, AdapterSpec(1))
     for i, (pair, together, single) in enumerate(zip(asked, mixed, alone, strict=True)):
         for first, second in zip(together.samples, single.samples, strict=True):
             assert first.tokens.equal(second.tokens)
@@ -43,7 +43,7 @@ def test_a_batch_of_several_adapters_is_the_same_as_each_alone(network: Network)
     assert len(lengths) > 2
 
 
-def test_a_batch_is_decoded_in_parts_that_fit(network: Network) -> None:
+def test_a_batch_is_decoded_in_parts_that_fit(network: ServedNetwork) -> None:
     model = trained_adapter(network)
     asked = [(query, model.adapter if i % 2 else None) for i, query in enumerate(queries())]
     whole, parts = LocalAnswers(network).answer(asked), LocalAnswers(network, decode_rows=4).answer(asked)
@@ -51,11 +51,11 @@ def test_a_batch_is_decoded_in_parts_that_fit(network: Network) -> None:
         assert [s.tokens.tolist() for s in a.samples] == [s.tokens.tolist() for s in b.samples]
 
 
-def test_merged_weights_are_the_adapters_function(exact_network: Network) -> None:
+def test_merged_weights_are_the_adapters_function(exact_network: ServedNetwork) -> None:
     model = trained_adapter(exact_network)
     assert model.adapter is not None
     assert exact_network.switch is not None
-    merged = merge(exact_network.model, exact_network.switch, model.adapter)
+    merged = merge_adapter(exact_network.model, exact_network.switch, model.adapter)
     ids = torch.tensor([[5, 17, 40, 33]])
     with torch.no_grad():
         with exact_network.using(model.adapter):
@@ -67,7 +67,7 @@ def test_merged_weights_are_the_adapters_function(exact_network: Network) -> Non
         assert not torch.allclose(exact_network.model(input_ids=ids).logits, adapted, atol=1e-3)
 
 
-def test_adapters_are_on_the_layers_that_were_asked_for(network: Network) -> None:
+def test_adapters_are_on_the_layers_that_were_asked_for(network: ServedNetwork) -> None:
     assert network.switch is not None
     for spec, part in (
         (AdapterSpec(2, mlp=False, head=False), "self_attn"),
@@ -101,6 +101,6 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         (SampleQuery(torch.tensor([5, 6]), 1, SamplingParams(), 4, (0,), prompt_logprobs_last=2), "from 1 to 1"),
     ],
 )
-def test_queries_that_cannot_be_answered_are_refused(network: Network, query: SampleQuery, message: str) -> None:
+def test_queries_that_cannot_be_answered_are_refused(network: ServedNetwork, query: SampleQuery, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LocalAnswers(network).check(query)

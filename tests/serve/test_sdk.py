@@ -16,7 +16,7 @@ from serve.running import Running, running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policygrad.models.loading import load_model, resolve_model
-from policygrad.serve import service as services
+from policygrad.serve import training as training_requests
 
 tinker = pytest.importorskip("tinker", reason="the extra `serve`")
 types = tinker.types
@@ -62,7 +62,7 @@ def step(training: Any, rate: float = 1e-2, count: int = 1) -> None:
 def test_a_model_learns_and_is_adamw(client: Any, server: Running) -> None:
     """Three steps equal torch's own AdamW on the same adapter's parameters."""
     training = client.create_lora_training_client("tiny", rank=4, seed=5).result()
-    lane = server.service.lanes[training.model_id]
+    lane = server.service.training.lanes[training.model_id]
     assert lane.model is not None
     assert lane.model.adapter is not None
     pairs = {
@@ -462,7 +462,7 @@ def test_lost_answers_are_asked_for_again_and_nothing_counts_twice(tmp_path: Pat
             )
             == 2
         )
-        lane = server.service.lanes[training.model_id]
+        lane = server.service.training.lanes[training.model_id]
         assert lane.model is not None
         assert lane.model.optimizer.num_updates == 3
         found = logprobs(training)
@@ -487,7 +487,7 @@ def test_a_server_restarted_in_the_middle(tmp_path: Path) -> None:
         step(training)
         scored = sampling.compute_logprobs(types.ModelInput.from_ints(IDS)).result()
         assert torch.allclose(torch.tensor(scored[1:]), before, atol=1e-4)
-        lane = server.service.lanes[training.model_id]
+        lane = server.service.training.lanes[training.model_id]
         assert lane.model is not None
         assert lane.model.optimizer.num_updates == 3
 
@@ -500,7 +500,7 @@ def test_idle_models_leave_the_memory(tmp_path: Path) -> None:
         for _ in range(2):
             for training in trainings:
                 step(training)
-        lanes = [server.service.lanes[t.model_id] for t in trainings]
+        lanes = [server.service.training.lanes[t.model_id] for t in trainings]
         assert sum(lane.model is not None for lane in lanes) == 2
         found = [logprobs(t) for t in trainings]
         alone = client.create_lora_training_client("tiny", rank=2, seed=0).result()
@@ -601,8 +601,8 @@ def test_a_bug_is_reported_and_does_not_end_the_server(
         raise KeyError("unexpected")
 
     notes: list[str] = []
-    monkeypatch.setattr(server.service, "note", notes.append)
-    monkeypatch.setitem(services.COMPUTE, "optim_step", broken)
+    monkeypatch.setattr(server.service.training, "note", notes.append)
+    monkeypatch.setitem(training_requests.COMPUTE, "optim_step", broken)
     with pytest.raises(tinker.RequestFailedError, match="KeyError"):
         training.optim_step(types.AdamParams()).result()
     monkeypatch.undo()

@@ -196,7 +196,7 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
 
 
 @torch.no_grad()
-def merge(model: nn.Module, switch: AdapterSwitch, adapter: Adapter) -> dict[str, Tensor]:
+def merge_adapter(model: nn.Module, switch: AdapterSwitch, adapter: Adapter) -> dict[str, Tensor]:
     """Return all tensors of the network with W + (α/r)·B·A in place of each adapted W, under the names of the original layers.
 
     A head that shares its matrix with the embedding becomes one of its own.

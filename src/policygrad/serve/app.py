@@ -16,8 +16,8 @@ from typing import Any
 from policygrad.errors import ConfigError, PolicygradError, import_optional
 from policygrad.serve import wire
 from policygrad.serve.config import ServeConfig
-from policygrad.serve.page import render_page
-from policygrad.serve.service import Answer, GoneError, Service
+from policygrad.serve.page import render_status_page
+from policygrad.serve.service import LostRequestError, Service
 from policygrad.serve.store import KINDS, LoggedRequest, SavedPath, UnknownIdError
 
 import_optional("starlette", "policygrad serve", "serve")
@@ -103,7 +103,7 @@ class Api:
 
     async def heartbeat(self, request: Request) -> Response:
         given = wire.parse("session_heartbeat", await self.body(request))
-        values = self.service.read_session(self.user(request), given.session_id)
+        values = self.service.store.read_session(self.user(request), given.session_id)
         if "finished" in values:
             raise Refusal(410, f"the session {given.session_id} is finished")
         self.service.heartbeats[given.session_id] = time.time()
@@ -121,7 +121,7 @@ class Api:
 
     async def get_session(self, request: Request) -> Response:
         session_id, store = request.path_params["session_id"], self.service.store
-        values = self.service.read_session(self.user(request), session_id)
+        values = self.service.store.read_session(self.user(request), session_id)
         found = {"training_run_ids": store.models(session_id), "sampler_ids": store.samplers(session_id)}
         return JSONResponse({**found, "user_metadata": values["user_metadata"], "display_name": values["display_name"]})
 
@@ -133,14 +133,14 @@ class Api:
         if given.base_model not in self.service.networks:
             raise Refusal(400, f"there is no model {given.base_model!r} here: {', '.join(self.service.networks)}")
         wire.parse_adapter(given)
-        return _future(self.service.create_model(self.user(request), given, body))
+        return _future(self.service.create_model(self.user(request), given, "create_model", body))
 
     async def load_weights(self, request: Request) -> Response:
         body = await self.body(request)
         given = wire.parse("load_weights", body)
         user = self.user(request)
         if given.session_id is not None:
-            return _future(self.service.load_new_model(user, given, body))
+            return _future(self.service.create_model(user, given, "load_weights", body))
         if given.model_id is None or given.seq_id is None:
             raise Refusal(400, "load_weights: give model_id and seq_id, or session_id and model_seq_id")
         return _future(
@@ -172,8 +172,8 @@ class Api:
         body = await self.body(request)
         given = wire.parse("unload_model", body)
         user = self.user(request)
-        self.service.owned(user, given.model_id)
-        sequence = self.service.next_free(given.model_id)
+        self.service.store.check_owner(user, given.model_id)
+        sequence = self.service.training.next_free(given.model_id)
         return _future(
             self.service.submit(user, given.model_id, LoggedRequest(sequence, "unload_model", body, wire.JSON))
         )
@@ -181,12 +181,13 @@ class Api:
     async def get_info(self, request: Request) -> Response:
         given = wire.parse("get_info", await self.body(request))
         user = self.user(request)
-        self.service.owned(user, given.model_id)
+        self.service.store.check_owner(user, given.model_id)
         return JSONResponse({"type": "get_info", **self.service.model_info(given.model_id)})
 
     async def create_custom_loss(self, request: Request) -> Response:
         given = wire.parse("create_custom_loss", await self.body(request))
-        return _future(self.service.create_custom_loss(self.user(request), given))
+        self.service.store.read_session(self.user(request), given.session_id)
+        return _future(self.service.training.create_custom_loss(given))
 
     # Sampling.
 
@@ -202,17 +203,16 @@ class Api:
 
     async def sample(self, request: Request) -> Response:
         given = wire.parse("asample", await self.body(request))
-        request_id, count = self.service.sample(self.user(request), given)
-        return _future(request_id, sample_sequence_ids=[f"{request_id}:{i}" for i in range(count)])
+        request_id = self.service.sample(self.user(request), given)
+        return _future(request_id, sample_sequence_ids=[f"{request_id}:{i}" for i in range(given.num_samples)])
 
     async def get_sampler(self, request: Request) -> Response:
         sampler_id = request.path_params["sampler_id"]
-        found = self.service.read_sampler(self.user(request), sampler_id)
-        return JSONResponse({"sampler_id": sampler_id, "model_path": None, **found})
+        return JSONResponse({"sampler_id": sampler_id, **self.service.read_sampler(self.user(request), sampler_id)})
 
     async def cancel_future(self, request: Request) -> Response:
         given = wire.parse("retrieve_future", await self.body(request))
-        self.service.cancel(given.request_id)
+        self.service.queue.cancel(given.request_id)
         return Response(status_code=204)
 
     async def retrieve_future(self, request: Request) -> Response:
@@ -234,7 +234,7 @@ class Api:
 
     async def get_training_run(self, request: Request) -> Response:
         model_id, user = request.path_params["model_id"], self.user(request)
-        self.service.owned(user, model_id)
+        self.service.store.check_owner(user, model_id)
         return JSONResponse(self._training_run(user, model_id))
 
     def _training_run(self, user: str, model_id: str) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Api:
             "model_owner": user,
             "is_lora": info["is_lora"],
             "lora_rank": info["lora_rank"],
-            "last_request_time": _time(self.service.last_used(model_id)),
+            "last_request_time": _time(self.service.training.last_used(model_id)),
             "last_checkpoint": last[0],
             "last_sampler_checkpoint": last[1],
             "user_metadata": info["user_metadata"],
@@ -269,7 +269,7 @@ class Api:
 
     async def list_checkpoints(self, request: Request) -> Response:
         model_id = request.path_params["model_id"]
-        self.service.owned(self.user(request), model_id)
+        self.service.store.check_owner(self.user(request), model_id)
         saved = self.service.store.list_saved(model_id)
         return JSONResponse({"checkpoints": [self._checkpoint(path) for path in saved]})
 
@@ -284,7 +284,7 @@ class Api:
     def _saved_path(self, request: Request) -> SavedPath:
         model_id, kind, name = (request.path_params[key] for key in ("model_id", "kind", "name"))
         path = SavedPath.parse(f"tinker://{model_id}/{kind}/{name}")
-        self.service.owned(self.user(request), model_id)
+        self.service.store.check_owner(self.user(request), model_id)
         self.service.store.saved(path)
         return path
 
@@ -323,7 +323,7 @@ class Api:
 
     async def weights_info(self, request: Request) -> Response:
         path = SavedPath.parse(str((await request.json()).get("tinker_path")))
-        self.service.owned(self.user(request), path.model_id)
+        self.service.store.check_owner(self.user(request), path.model_id)
         self.service.store.saved(path)
         info = self.service.model_info(path.model_id)
         spec = info["adapter"]
@@ -356,7 +356,7 @@ class Api:
     async def page(self, request: Request) -> Response:
         if self.keys:
             self.user(request)
-        return HTMLResponse(render_page(self.service.status()), headers={"Cache-Control": "no-store"})
+        return HTMLResponse(render_status_page(self.service.status()), headers={"Cache-Control": "no-store"})
 
     async def not_here(self, request: Request) -> Response:
         raise Refusal(501, f"{request.method} {request.url.path} is not available here: docs/serve.md lists what is")
@@ -382,7 +382,7 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
                 return _error(error.status, str(error))
             except UnknownIdError as error:
                 return _error(404, str(error))
-            except GoneError as error:
+            except LostRequestError as error:
                 return _error(410, str(error))
             except json.JSONDecodeError as error:
                 return _error(400, f"the request is not JSON: {error}")
@@ -451,7 +451,7 @@ def _future(request_id: str, **values: Any) -> Response:
 
 def _is_owned(service: Service, user: str, session_id: str) -> bool:
     with contextlib.suppress(UnknownIdError):
-        service.read_session(user, session_id)
+        service.store.read_session(user, session_id)
         return True
     return False
 
@@ -470,6 +470,3 @@ def _cursor(start: int, end: int, total: int) -> dict[str, int]:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-__all__ = ["Answer", "Api", "build_app"]

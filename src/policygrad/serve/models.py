@@ -25,7 +25,7 @@ from policygrad.serve.losses import Datum, EquationLoss, Loss, LossConfig, prepa
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
+class ServedNetwork:
     """A model in memory: frozen, with a switch between adapters, or with weights of its own that train."""
 
     name: str
@@ -85,14 +85,14 @@ class Network:
 
 def load_network(
     name: str, path: str, config: LearnerConfig, *, adaptable: bool, trust_remote_code: bool = False
-) -> Network:
+) -> ServedNetwork:
     """Load a model, frozen and ready for adapters, or with weights that train."""
     config = config.resolve()
     device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(path, dtype=config.dtype, device=device, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, model, trust_remote_code=trust_remote_code)
     switch = make_adaptable(model) if adaptable else None
-    return Network(name, path, model, tokenizer, build_evaluator(model, 1.0), config, switch)
+    return ServedNetwork(name, path, model, tokenizer, build_evaluator(model, 1.0), config, switch)
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class PassResult:
 
 
 @dataclass(eq=False)
-class TrainedModel:
+class ClientModel:
     """One client's weights, gradient and optimizer."""
 
-    network: Network
+    network: ServedNetwork
     adapter: Adapter | None
     """None: the network's own weights train."""
     optimizer: Optimizer = field(init=False)
@@ -139,7 +139,7 @@ class TrainedModel:
         self.optimizer = Optimizer(trained, OptimizerConfig(betas=(0.9, 0.95), eps=1e-12, clip=0.0), 1e-4, 1)
 
     @classmethod
-    def with_adapter(cls, network: Network, spec: AdapterSpec) -> TrainedModel:
+    def with_adapter(cls, network: ServedNetwork, spec: AdapterSpec) -> ClientModel:
         """Return a model with a new adapter, whose output is the network's."""
         assert network.switch is not None
         return cls(network, Adapter(network.switch.choose_layers(spec), spec))
@@ -219,7 +219,7 @@ class TrainedModel:
 class _Passes:
     """The forward and backward passes of one request, in micro-batches in which common prefixes are computed once."""
 
-    def __init__(self, network: Network, data: Sequence[Datum], keep_together: Tensor | None) -> None:
+    def __init__(self, network: ServedNetwork, data: Sequence[Datum], keep_together: Tensor | None) -> None:
         self.network, self.data = network, data
         self.texts, targets, self.owner = target_rows(data)
         pad = torch.nn.utils.rnn.pad_sequence
@@ -285,7 +285,7 @@ class _Passes:
         return found
 
 
-def as_float64(network: Network) -> Network:
+def as_float64(network: ServedNetwork) -> ServedNetwork:
     """Return the network in float64, in place."""
     network.model.double()
     return replace(network, evaluator=build_evaluator(network.model, 1.0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from policygrad.pages import render
+from policygrad.pages.render import render_page
 
 WEB = files("policygrad.serve") / "web"
 FORGOTTEN_SECONDS = 120.0
@@ -28,9 +28,9 @@ class Status:
     models: list[dict[str, Any]]
 
 
-def render_page(status: Status) -> str:
+def render_status_page(status: Status) -> str:
     """Return the page."""
-    return render.render_page(WEB / "status.html", {}, status=status)
+    return render_page(WEB / "status.html", {}, status=status)
 
 
 def render_line(status: Status) -> str:
@@ -39,14 +39,6 @@ def render_line(status: Status) -> str:
     return f"{len(status.sessions)} sessions, {len(status.models)} models · {status.summary}" + "".join(
         f" · {b}" for b in busy
     )
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration, such as 3 min."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def summarise(counts: Mapping[str, int], queued: int) -> str:
@@ -58,5 +50,5 @@ def summarise(counts: Mapping[str, int], queued: int) -> str:
     return text + (f"; {queued} sampling requests wait." if queued else ".")
 
 
-def is_heard(last: float) -> bool:
+def is_recent(last: float) -> bool:
     return time.time() - last < FORGOTTEN_SECONDS

@@ -18,8 +18,8 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
-from policygrad.serve.adapters import Adapter, merge
-from policygrad.serve.models import Network
+from policygrad.serve.adapters import Adapter, merge_adapter
+from policygrad.serve.models import ServedNetwork
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
@@ -100,7 +100,7 @@ class _AdaptedRequest(Request):
 class LocalAnswers:
     """Answers with a network in this process. Queries of different adapters are decoded in one batch."""
 
-    network: Network
+    network: ServedNetwork
     decode_rows: int = 512
     sampler: LocalSampler = field(init=False)
 
@@ -231,7 +231,7 @@ class LocalAnswers:
 
 
 @dataclass(frozen=True, eq=False)
-class WholeWeights:
+class FullWeights:
     """All weights of a model, by parameter."""
 
     tensors: Mapping[str, Tensor]
@@ -242,13 +242,13 @@ class EngineAnswers(LocalAnswers):
     """Answers with servers of an engine, which have one set of weights at a time: it is published and probed when another is asked
     for. The network is a copy that has the published weights; it scores prompts."""
 
-    base: Network = field(kw_only=True)
+    base: ServedNetwork = field(kw_only=True)
     """The network that adapters belong to."""
     config: SamplerConfig = field(kw_only=True)
     folder: Path = field(kw_only=True)
     """Where weights are published, and the servers' logs are."""
     note: Callable[[str], None] = field(kw_only=True)
-    published: Adapter | WholeWeights | None = None
+    published: Adapter | FullWeights | None = None
     probe_difference: float | None = None
     """Largest difference in nats that the last probe found."""
 
@@ -266,7 +266,7 @@ class EngineAnswers(LocalAnswers):
         self.engine = make(self.network.model, self.network.tokenizer)
         self.initial = {name: p.detach().clone() for name, p in self.network.model.named_parameters()}
 
-    def answer(self, queries: Sequence[tuple[SampleQuery, Adapter | WholeWeights | None]]) -> list[SampleAnswer]:
+    def answer(self, queries: Sequence[tuple[SampleQuery, Adapter | FullWeights | None]]) -> list[SampleAnswer]:
         answers: dict[int, SampleAnswer] = {}
         for key in dict.fromkeys(id(weights) for _, weights in queries):
             chosen = [i for i, (_, weights) in enumerate(queries) if id(weights) == key]
@@ -275,7 +275,7 @@ class EngineAnswers(LocalAnswers):
             answers |= zip(chosen, found, strict=True)
         return [answers[i] for i in range(len(queries))]
 
-    def publish(self, weights: Adapter | WholeWeights | None) -> None:
+    def publish(self, weights: Adapter | FullWeights | None) -> None:
         """Let the servers load these weights, unless they have them.
 
         Raises:
@@ -287,11 +287,11 @@ class EngineAnswers(LocalAnswers):
         names = self.initial.keys()
         if weights is None:
             tensors: Mapping[str, Tensor] = self.initial
-        elif isinstance(weights, WholeWeights):
+        elif isinstance(weights, FullWeights):
             tensors = weights.tensors
         else:
             assert self.base.switch is not None
-            merged = merge(self.base.model, self.base.switch, weights)
+            merged = merge_adapter(self.base.model, self.base.switch, weights)
             if any(self.base.switch.layers[n].kind == "head" for n in weights.pairs) and not _has_own_head(
                 names, merged
             ):

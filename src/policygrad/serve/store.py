@@ -102,7 +102,7 @@ class Store:
     """Reads and writes the folder. One server uses it at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.owners = folder, dict[str, str]()
         folder.mkdir(parents=True, exist_ok=True)
 
     # Sessions, and what is written once.
@@ -116,6 +116,25 @@ class Store:
     def create_session(self, session_id: str, values: Mapping[str, Any]) -> None:
         (self.folder / session_id).mkdir()
         self.write(self.folder / session_id / "session.json", values)
+
+    def read_session(self, user: str, session_id: str) -> dict[str, Any]:
+        """Return a session's values. Raises UnknownIdError if it is another user's."""
+        values = self.read(self.session(session_id) / "session.json", f"session {session_id!r}")
+        if values["user"] != user:
+            raise UnknownIdError(f"there is no session {session_id!r}")
+        return values
+
+    def owner(self, full_id: str) -> str:
+        """Return the user of an id SESSION:…. Raises UnknownIdError if there is no such session."""
+        session_id = full_id.partition(":")[0]
+        if session_id not in self.owners:
+            self.owners[session_id] = self.read(self.session(session_id) / "session.json", session_id)["user"]
+        return self.owners[session_id]
+
+    def check_owner(self, user: str, full_id: str) -> None:
+        """Raise UnknownIdError unless an id SESSION:… is this user's."""
+        if self.owner(full_id) != user:
+            raise UnknownIdError(f"there is no session {full_id.partition(':')[0]!r}")
 
     def sessions(self) -> list[str]:
         """Return the sessions' ids, newest first."""

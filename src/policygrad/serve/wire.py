@@ -6,7 +6,7 @@ Training requests and what they compute are protobuf, the rest is JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from policygrad.errors import ConfigError, import_optional
 from policygrad.samplers.base import SamplingParams
 from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
-from policygrad.serve.models import AdamParams, PassResult
+from policygrad.serve.models import AdamParams
 from policygrad.serve.sampling import SampleAnswer, SampleQuery, TopTokens
 
 tinker = import_optional("tinker", "policygrad serve", "serve")
@@ -31,7 +31,17 @@ from tinker.types.client_config_response import ClientConfigResponse  # noqa: E4
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse  # noqa: E402
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
-WHOLE_CHUNK = 2**30
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client gets."""
+
+    content_type: str
+    body: bytes
+
+
+MAX_CHUNK = 2**30
 """A request is not divided by the client: an algorithm's coefficients are over all of its data."""
 DATUM_COUNT = "datums"
 """Setting of a loss for clients that divide a request all the same: how many data it has in all."""
@@ -40,9 +50,9 @@ DATUM_COUNT = "datums"
 def client_config() -> dict[str, Any]:
     """Return what clients ask for at their start."""
     config = ClientConfigResponse(
-        fwdbwd_max_chunk_len=WHOLE_CHUNK,
-        fwdbwd_max_chunk_bytes_count=WHOLE_CHUNK,
-        fwdbwd_dispatch_bytes_semaphore_size=WHOLE_CHUNK,
+        fwdbwd_max_chunk_len=MAX_CHUNK,
+        fwdbwd_max_chunk_bytes_count=MAX_CHUNK,
+        fwdbwd_dispatch_bytes_semaphore_size=MAX_CHUNK,
         custom_loss_server_side=True,
         sample_join_sampling_session=True,
         use_pyqwest_transport=True,
@@ -202,13 +212,13 @@ def _parse_json_pass(body: bytes) -> PassRequest:
         raise ConfigError(f"the request is malformed ({type(error).__name__}: {error})") from error
 
 
-def format_pass(result: PassResult) -> bytes:
-    """Return the answer to forward or forward_backward."""
+def format_pass(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> Answer:
+    """Return the answer to forward or forward_backward, with [T] or [T, K] log-probabilities of each datum."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    for name, value in result.metrics.items():
+    for name, value in metrics.items():
         message.metrics[name] = value
-    for logprobs in result.logprobs:  # a record each, as their last dimensions may differ
-        array = logprobs.float().contiguous().numpy()
+    for x in logprobs:  # a record each, as their last dimensions may differ
+        array = x.float().contiguous().numpy()
         record = message.loss_fn_outputs.add()
         record.num_datums = 1
         field = record.fields["logprobs"]
@@ -216,7 +226,7 @@ def format_pass(result: PassResult) -> bytes:
         field.offsets = np.array([0, array.nbytes], dtype=np.int64).tobytes()
         field.dtype = pb.DTYPE_FLOAT32
         field.trailing_shape.extend(array.shape[1:])
-    return bytes(message.SerializeToString())
+    return Answer(PROTOBUF, message.SerializeToString())
 
 
 def parse_adam(request: Any) -> AdamParams:
@@ -255,7 +265,14 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
         raise ConfigError(f"num_samples must be at least 1, not {request.num_samples}")
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
         raise ConfigError("the prompt has a chunk that is not text: this server reads text")
-    params, targets = request.sampling_params, request.target_prompt_logprobs
+    targets = None
+    if request.target_prompt_logprobs is not None:
+        targets = request.target_prompt_logprobs.to_torch(-1)  # where a sparse tensor lists nothing
+        if targets.dtype != torch.int64 or targets.ndim != 2:
+            raise ConfigError(
+                f"target_prompt_logprobs must be int64 [P − 1, K], not {targets.dtype} {list(targets.shape)}"
+            )
+    params = request.sampling_params
     stop_tokens, stop_texts = None, tuple[str, ...]()
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     if stop is not None:
@@ -279,20 +296,12 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
         prompt_logprobs_last=request.prompt_logprobs_last_n,
         top_prompt_logprobs=request.topk_prompt_logprobs,
         top_sample_logprobs=request.topk_sample_logprobs,
-        target_ids=None if targets is None else _parse_target_ids(targets),
+        target_ids=targets,
         prompt_draws=request.prompt_alt_tokens_k,
     )
 
 
-def _parse_target_ids(given: Any) -> Tensor:
-    """Return [P − 1, K]; what a sparse tensor does not list is -1."""
-    tensor: Tensor = given.to_torch(-1)
-    if tensor.dtype != torch.int64 or tensor.ndim != 2:
-        raise ConfigError(f"target_prompt_logprobs must be int64 [P − 1, K], not {tensor.dtype} {list(tensor.shape)}")
-    return tensor
-
-
-def format_sample(answer: SampleAnswer) -> bytes:
+def format_sample(answer: SampleAnswer) -> Answer:
     """Return the answer to asample."""
     message = pb.SampleResponse()
     for sample in answer.samples:
@@ -311,7 +320,7 @@ def format_sample(answer: SampleAnswer) -> bytes:
     if answer.drawn_ids is not None and answer.drawn_logprobs is not None:
         _write_dense(message.prompt_alt_tokens.tokens, answer.drawn_ids)
         _write_dense(message.prompt_alt_tokens.logprobs, answer.drawn_logprobs)
-    return bytes(message.SerializeToString())
+    return Answer(PROTOBUF, message.SerializeToString())
 
 
 def _write_top(message: Any, top: TopTokens) -> None:
@@ -329,10 +338,10 @@ def _write_dense(message: Any, tensor: Tensor) -> None:
 # JSON answers.
 
 
-def format_json(**values: Any) -> bytes:
-    return json.dumps(values).encode()
+def format_json(**values: Any) -> Answer:
+    return Answer(JSON, json.dumps(values).encode())
 
 
-def format_failure(error: str, *, is_users: bool) -> bytes:
+def format_error(text: str, *, is_users: bool) -> Answer:
     """Return what a request that failed has as its result."""
-    return format_json(error=error, category="user" if is_users else "server")
+    return format_json(error=text, category="user" if is_users else "server")
