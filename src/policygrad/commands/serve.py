@@ -56,7 +56,13 @@ def serve(args: list[str]) -> int:
     print(f"clients: export TINKER_BASE_URL={service.url} TINKER_API_KEY={key}", flush=True)
     stopped = threading.Event()
     if sys.stderr.isatty() and not options.plain:
-        threading.Thread(target=_show_status, args=(service, stopped, render_line), daemon=True).start()
+
+        def show_status() -> None:
+            """Keep one line of the terminal up to date."""
+            while not stopped.wait(STATUS_SECONDS):
+                print(f"\r\x1b[2K{render_line(service.status())}", end="", file=sys.stderr, flush=True)
+
+        threading.Thread(target=show_status, daemon=True).start()
     try:
         with contextlib.suppress(KeyboardInterrupt):  # which the server raises again once it has stopped
             server.run(sockets=[listening])
@@ -82,9 +88,3 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port"
         ) from error
     return listening
-
-
-def _show_status(service: object, stopped: threading.Event, render_line: object) -> None:
-    """Keep one line of the terminal up to date."""
-    while not stopped.wait(STATUS_SECONDS):
-        print(f"\r\x1b[2K{render_line(service.status())}", end="", file=sys.stderr, flush=True)  # type: ignore[operator,attr-defined]

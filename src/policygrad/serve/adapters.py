@@ -78,10 +78,12 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy matrices from an adapter's file. Raises ModelError if they are not those of the same layers and rank."""
-        own = self.tensors()
-        if odd := sorted(own.keys() ^ tensors.keys()) or [n for n in own if own[n].shape != tensors[n].shape]:
+        expected = self.tensors()
+        if odd := sorted(expected.keys() ^ tensors.keys()) or [
+            n for n in expected if expected[n].shape != tensors[n].shape
+        ]:
             raise ModelError(f"the saved adapter does not fit this model, for example in {odd[0]}")
-        for name, parameter in own.items():
+        for name, parameter in expected.items():
             parameter.copy_(tensors[name])
 
 
@@ -116,8 +118,8 @@ class AdapterSwitch:
 
     def choose_layers(self, spec: AdapterSpec) -> dict[str, nn.Linear]:
         """Return the layers that a specification adapts, by name."""
-        wanted = {"attention": spec.attention, "mlp": spec.mlp, "head": spec.head}
-        return {name: layer.base for name, layer in self.layers.items() if wanted[layer.kind]}
+        adapts = {"attention": spec.attention, "mlp": spec.mlp, "head": spec.head}
+        return {name: layer.base for name, layer in self.layers.items() if adapts[layer.kind]}
 
 
 class AdaptedLinear(nn.Module):

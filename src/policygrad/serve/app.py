@@ -116,14 +116,14 @@ class Api:
 
     async def list_sessions(self, request: Request) -> Response:
         user, store = self.user(request), self.service.store
-        own = [s for s in store.sessions() if _is_owned(self.service, user, s)]
-        return JSONResponse({"sessions": own[slice(*_page(request))]})
+        sessions = [s for s in store.sessions() if _is_owned(self.service, user, s)]
+        return JSONResponse({"sessions": sessions[slice(*_page(request))]})
 
     async def get_session(self, request: Request) -> Response:
         session_id, store = request.path_params["session_id"], self.service.store
         values = self.service.store.read_session(self.user(request), session_id)
-        found = {"training_run_ids": store.models(session_id), "sampler_ids": store.samplers(session_id)}
-        return JSONResponse({**found, "user_metadata": values["user_metadata"], "display_name": values["display_name"]})
+        ids = {"training_run_ids": store.models(session_id), "sampler_ids": store.samplers(session_id)}
+        return JSONResponse({**ids, "user_metadata": values["user_metadata"], "display_name": values["display_name"]})
 
     # Training.
 
@@ -278,8 +278,8 @@ class Api:
         models = [m for s in store.sessions() if _is_owned(self.service, user, s) for m in store.models(s)]
         saved = [path for m in models for path in store.list_saved(m)]
         start, end = _page(request)
-        found = [self._checkpoint(path) for path in saved[start:end]]
-        return JSONResponse({"checkpoints": found, "cursor": _cursor(start, end, len(saved))})
+        checkpoints = [self._checkpoint(path) for path in saved[start:end]]
+        return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(start, end, len(saved))})
 
     def _saved_path(self, request: Request) -> SavedPath:
         model_id, kind, name = (request.path_params[key] for key in ("model_id", "kind", "name"))

@@ -137,8 +137,8 @@ def prepare_loss(
         return API_LOSSES[name](dict(config), data, dtype)
     if name in ALGORITHMS:
         return _prepare_algorithm(ALGORITHMS[name], config, data, dtype, (states or {}).get(name))
-    known = [*API_LOSSES, "custom", *(n for n in ALGORITHMS if n not in API_LOSSES)]
-    raise ConfigError(f"there is no loss_fn {name!r}: it is one of {', '.join(known)}")
+    names = [*API_LOSSES, "custom", *(n for n in ALGORITHMS if n not in API_LOSSES)]
+    raise ConfigError(f"there is no loss_fn {name!r}: it is one of {', '.join(names)}")
 
 
 # Losses that are the equation.
@@ -298,11 +298,6 @@ def _clip(config: dict[str, Any], low: float, high: float) -> Clip:
     return Clip(1 - low, high - 1)
 
 
-def _cispo_gate(config: dict[str, Any]) -> ClippedImportance:
-    low, high = _number(config, "clip_low_threshold", 0.0), _number(config, "clip_high_threshold", 4.0)
-    return ClippedImportance(low, high)
-
-
 API_LOSSES: Mapping[str, Callable[[dict[str, Any], Sequence[Datum], torch.dtype], Loss]] = {
     "cross_entropy": _cross_entropy,
     # −Σ (π/q)·A
@@ -315,7 +310,13 @@ API_LOSSES: Mapping[str, Callable[[dict[str, Any], Sequence[Datum], torch.dtype]
     "cispo": partial(
         _policy_loss,
         "cispo",
-        lambda config: Algorithm("cispo", ratio=Token(), gate=_cispo_gate(config)),
+        lambda config: Algorithm(
+            "cispo",
+            ratio=Token(),
+            gate=ClippedImportance(
+                _number(config, "clip_low_threshold", 0.0), _number(config, "clip_high_threshold", 4.0)
+            ),
+        ),
         is_likelihood=True,
     ),
     # −Σ min(s·A, clip(s)·A) with s the geometric mean of π/q over the tokens of sequence_ratio_mask, whose gradient each token has

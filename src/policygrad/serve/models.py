@@ -278,11 +278,11 @@ class _Passes:
 
     def logprobs(self) -> list[Tensor]:
         """Return log π of each datum's targets, in their shape."""
-        found = list[Tensor]()
+        logprobs = list[Tensor]()
         for i, datum in enumerate(self.data):
             columns = self.logp[self.owner == i, : len(datum.tokens)]
-            found.append(columns[0] if datum.targets.ndim == 1 else columns.T.contiguous())
-        return found
+            logprobs.append(columns[0] if datum.targets.ndim == 1 else columns.T.contiguous())
+        return logprobs
 
 
 def as_float64(network: ServedNetwork) -> ServedNetwork:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -164,12 +164,12 @@ class LocalAnswers:
             switch.select_rows([row.adapter for row in rows if isinstance(row, _AdaptedRequest)], network.device)
 
         before, sampler.before_pass = sampler.before_pass, select
-        ahead, sampler.decodes_ahead = sampler.decodes_ahead, False
+        decodes_ahead, sampler.decodes_ahead = sampler.decodes_ahead, False
         try:
             with switch.using():
                 return _run(sampler, requests)
         finally:
-            sampler.before_pass, sampler.decodes_ahead = before, ahead
+            sampler.before_pass, sampler.decodes_ahead = before, decodes_ahead
 
     def _build_answer(
         self, query: SampleQuery, adapter: Adapter | None, generations: Iterator[Generation]
@@ -180,9 +180,9 @@ class LocalAnswers:
                 sample = self._cut_at_stop(next(generations), query)
                 if query.top_sample_logprobs:
                     ids = torch.cat([query.prompt, sample.tokens])
-                    found = _TopCollector(query.top_sample_logprobs)
-                    self._score(ids, len(query.prompt), found)
-                    sample = replace(sample, top=found.result(len(sample.tokens)))
+                    top = _TopCollector(query.top_sample_logprobs)
+                    self._score(ids, len(query.prompt), top)
+                    sample = replace(sample, top=top.result(len(sample.tokens)))
                 samples.append(sample)
             return self._score_prompt(query, SampleAnswer(samples))
 
@@ -195,8 +195,8 @@ class LocalAnswers:
             low, high = 1, len(ids)  # the shortest prefix that contains one
             while low < high:
                 middle = (low + high) // 2
-                found = any(text in decode(ids[:middle]) for text in query.stop_texts)
-                low, high = (low, middle) if found else (middle + 1, high)
+                has_stopped = any(text in decode(ids[:middle]) for text in query.stop_texts)
+                low, high = (low, middle) if has_stopped else (middle + 1, high)
             tokens, logp, reason = tokens[:low], logp[:low], "stop"
         return Sampled(tokens, logp, reason)
 
@@ -271,8 +271,7 @@ class EngineAnswers(LocalAnswers):
         for key in dict.fromkeys(id(weights) for _, weights in queries):
             chosen = [i for i, (_, weights) in enumerate(queries) if id(weights) == key]
             self.publish(queries[chosen[0]][1])
-            found = super().answer([(queries[i][0], None) for i in chosen])
-            answers |= zip(chosen, found, strict=True)
+            answers |= zip(chosen, super().answer([(queries[i][0], None) for i in chosen]), strict=True)
         return [answers[i] for i in range(len(queries))]
 
     def publish(self, weights: Adapter | FullWeights | None) -> None:
@@ -292,9 +291,8 @@ class EngineAnswers(LocalAnswers):
         else:
             assert self.base.switch is not None
             merged = merge_adapter(self.base.model, self.base.switch, weights)
-            if any(self.base.switch.layers[n].kind == "head" for n in weights.pairs) and not _has_own_head(
-                names, merged
-            ):
+            adapts_head = any(self.base.switch.layers[n].kind == "head" for n in weights.pairs)
+            if adapts_head and merged.keys() - names:  # the head's matrix is no parameter of its own
                 raise ConfigError(
                     f"{self.base.name!r} shares its head's matrix with the embedding, so an adapter on the head cannot be sent to "
                     f"{self.config.engine}: create the client with train_unembed=False"
@@ -312,11 +310,6 @@ class EngineAnswers(LocalAnswers):
         """Stop the servers that were started here."""
         self.runner(self.engine.close())
         self.runner.close()
-
-
-def _has_own_head(names: Collection[str], merged: Mapping[str, Tensor]) -> bool:
-    """Return whether the head's matrix is a parameter of its own."""
-    return not (merged.keys() - names)
 
 
 def _run(sampler: LocalSampler, requests: Sequence[Request]) -> Sequence[Generation]:
@@ -337,9 +330,9 @@ class _TopCollector:
 
     def result(self, length: int) -> TopTokens:
         """Return [length, k]; positions before the first one that was scored have none."""
-        found = sum(len(x) for x in self.ids)
+        scored = sum(len(x) for x in self.ids)
         width = self.ids[0].shape[1] if self.ids else self.k
-        before = length - found
+        before = length - scored
         ids = torch.cat([torch.zeros(before, width, dtype=torch.int32), *self.ids])
         return TopTokens(ids, torch.cat([torch.full((before, width), -99999.0), *self.logprobs]))
 
@@ -366,8 +359,8 @@ class _PromptScores:
             self.top.add(logits[skip:], tokens[skip:])
         if self.targets is not None and query.target_ids is not None:
             ids = query.target_ids[start - 1 : end - 1]
-            found = logp.gather(1, ids.clamp(min=0)).float()
-            self.targets[start - 1 : end - 1] = torch.where(ids >= 0, found, 0.0)
+            target_logp = logp.gather(1, ids.clamp(min=0)).float()
+            self.targets[start - 1 : end - 1] = torch.where(ids >= 0, target_logp, 0.0)
         if query.prompt_draws:
             keys = [(*query.key, 2**20, start + i) for i in range(len(tokens))]
             u = philox_uniforms(keys, query.prompt_draws)

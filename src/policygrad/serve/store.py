@@ -138,8 +138,8 @@ class Store:
 
     def sessions(self) -> list[str]:
         """Return the sessions' ids, newest first."""
-        found = [p for p in self.folder.iterdir() if _SESSION.fullmatch(p.name) and (p / "session.json").is_file()]
-        return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+        folders = [p for p in self.folder.iterdir() if _SESSION.fullmatch(p.name) and (p / "session.json").is_file()]
+        return [p.name for p in sorted(folders, key=lambda p: p.stat().st_mtime, reverse=True)]
 
     def model(self, model_id: str) -> Path:
         """Return a model's folder, SESSION:train:N. Raises UnknownIdError if the id is malformed or its session unknown."""
@@ -156,8 +156,7 @@ class Store:
         return path.with_name(f"{path.name}.json")
 
     def _part(self, full_id: str, kind: str) -> Path:
-        session_id, _, rest = full_id.partition(":")
-        part, _, number = rest.partition(":")
+        session_id, part, number = (*full_id.split(":", 2), "", "")[:3]
         if part != kind or not _NUMBER.fullmatch(number):
             raise UnknownIdError(f"{full_id!r} is no id of this server: it is SESSION:{kind}:N")
         return self.session(session_id) / kind / number
@@ -316,7 +315,7 @@ class Store:
             shutil.rmtree(self.model(model_id) / path.kind / path.name, ignore_errors=True)
 
     def _list(self, model_id: str, kinds: tuple[Kind, ...]) -> list[SavedPath]:
-        found = list[tuple[float, SavedPath]]()
+        dated = list[tuple[float, SavedPath]]()
         for kind in kinds:
             folder = self.model(model_id) / kind
             for child in folder.iterdir() if folder.is_dir() else []:
@@ -324,8 +323,8 @@ class Store:
                     path = SavedPath(model_id, kind, child.name)
                     info = self.saved_info(path)
                     if info.expires is None or info.expires > time.time():
-                        found.append((info.created, path))
-        return [path for _, path in sorted(found, key=lambda item: (item[0], str(item[1])))]
+                        dated.append((info.created, path))
+        return [path for _, path in sorted(dated, key=lambda item: (item[0], str(item[1])))]
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
