@@ -1,10 +1,11 @@
 """A step of reinforcement learning through `policygrad serve` and the Tinker SDK, and the same step in this process; in turns.
 
-    python scripts/measure_serve.py [--model tiny] [--prompts 64] [--samples 8] [--max-tokens 16] [--steps 5] [--json FILE]
+    python scripts/measure_serve.py [--model tiny] [--prompts 64] [--samples 8] [--max-tokens 32] [--steps 5] [--json FILE]
 
-A step samples, takes the group's mean from a reward that costs nothing, learns with importance_sampling, and saves the weights for
-the next step's sampling. In this process it is the server's own code without HTTP and the SDK (`serve.models`, `serve.sampling`).
-Wall time; the server and the client are two processes, and on two cores neither hides the other's work if both are busy.
+A step samples completions of questions of the embedded task, takes the group's mean from a reward that costs nothing, learns with
+importance_sampling, and saves the weights for the next step's sampling. In this process it is the server's own code without HTTP
+and the SDK (`serve.models`, `serve.sampling`). Wall time; the server and the client are two processes, and on two cores neither
+hides the other's work if both are busy.
 """
 
 from __future__ import annotations
@@ -24,13 +25,9 @@ from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
 from policygrad.serve.models import AdamParams, ClientModel, load_network
 from policygrad.serve.sampling import LocalAnswers, SampleQuery
+from policygrad.tasks import load_task
 from policygrad.training.trainer import limit_torch_threads
 from stress_serve import Server
-
-
-def make_prompts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 400, (8,), generator=generator).tolist() for _ in range(count)]
 
 
 class InProcess:
@@ -41,6 +38,8 @@ class InProcess:
         self.network = load_network(options.model, options.model, LearnerConfig(), adaptable=True)
         self.model = ClientModel.with_adapter(self.network, AdapterSpec(32, seed=0))
         self.answers = LocalAnswers(self.network)
+        task, encode = load_task("embedded", seed=0), self.network.tokenizer.hf.encode
+        self.prompts = [encode(str(task.train_example(i).prompt)) for i in range(options.prompts)]
 
     def step(self) -> int:
         """Take a step; return the number of tokens that were sampled."""
@@ -49,7 +48,7 @@ class InProcess:
         params = SamplingParams()
         queries = [
             SampleQuery(torch.tensor(p), options.samples, params, options.max_tokens, (self.count, i))
-            for i, p in enumerate(make_prompts(options.prompts))
+            for i, p in enumerate(self.prompts)
         ]
         data = []
         for query, answer in zip(queries, self.answers.answer([(q, self.model.adapter) for q in queries]), strict=True):
@@ -76,10 +75,10 @@ class InProcess:
 class Served:
     """The step through a server."""
 
-    def __init__(self, options: argparse.Namespace, url: str) -> None:
+    def __init__(self, options: argparse.Namespace, url: str, prompts: list[list[int]]) -> None:
         import tinker
 
-        self.options, self.types = options, tinker.types
+        self.options, self.types, self.prompts = options, tinker.types, prompts
         service = tinker.ServiceClient(base_url=url, api_key="tml-local")
         self.training = service.create_lora_training_client(options.model, rank=32, seed=0).result()
 
@@ -87,10 +86,9 @@ class Served:
         types, options, tokens = self.types, self.options, 0
         sampling = self.training.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=options.max_tokens)
-        prompts = make_prompts(options.prompts)
-        futures = [sampling.sample(types.ModelInput.from_ints(p), options.samples, params) for p in prompts]
+        futures = [sampling.sample(types.ModelInput.from_ints(p), options.samples, params) for p in self.prompts]
         data = []
-        for prompt, future in zip(prompts, futures, strict=True):
+        for prompt, future in zip(self.prompts, futures, strict=True):
             sequences = future.result().sequences
             for sequence, advantage in zip(sequences, advantages([s.tokens for s in sequences]), strict=True):
                 tokens += len(sequence.tokens)
@@ -118,14 +116,15 @@ def advantages(completions: list[list[int]]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
-    for name, value in (("prompts", 64), ("samples", 8), ("max-tokens", 16), ("steps", 5)):
+    for name, value in (("prompts", 64), ("samples", 8), ("max-tokens", 32), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "served", ("--model", options.model), threads=None)
         try:
-            served, local = Served(options, server.url), InProcess(options)
+            local = InProcess(options)
+            served = Served(options, server.url, local.prompts)
             seconds: dict[str, list[float]] = {"server": [], "process": []}
             tokens: dict[str, list[int]] = {"server": [], "process": []}
             with limit_torch_threads(local.network.model):

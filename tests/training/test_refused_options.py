@@ -24,7 +24,7 @@ from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.tasks import sources
-from policygrad.training.setup import pick_device
+from policygrad.utils.devices import pick_device
 from policygrad.utils.user_code import load_object
 
 Command = Callable[..., tuple[int, str, str]]

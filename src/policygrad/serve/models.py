@@ -22,6 +22,7 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.serve.adapters import Adapter, AdapterSpec, AdapterSwitch, make_adaptable
 from policygrad.serve.custom_loss import CustomLoss
 from policygrad.serve.losses import Datum, EquationLoss, Loss, LossConfig, prepare_loss, target_rows
+from policygrad.utils.devices import pick_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +89,7 @@ def load_network(
 ) -> ServedNetwork:
     """Load a model, frozen and ready for adapters, or with weights that train."""
     config = config.resolve()
-    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(path, dtype=config.dtype, device=device, trust_remote_code=trust_remote_code)
+    model = load_model(path, dtype=config.dtype, device=pick_device(config.device), trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, model, trust_remote_code=trust_remote_code)
     switch = make_adaptable(model) if adaptable else None
     return ServedNetwork(name, path, model, tokenizer, build_evaluator(model, 1.0), config, switch)

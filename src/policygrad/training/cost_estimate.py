@@ -131,7 +131,8 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # a plan needs none of it
-    from policygrad.training.setup import load_policy_tokenizer, load_row_options, pick_device
+    from policygrad.training.setup import load_policy_tokenizer, load_row_options
+    from policygrad.utils.devices import pick_device
 
     run, device = resolve_config_paths(run), pick_device(run.learner.device)
     if run.learner.world_size > 1:

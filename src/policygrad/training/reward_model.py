@@ -31,7 +31,6 @@ from policygrad.tasks.preferences import group_by_prompt, read_preferences
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import RewardModelConfig
-from policygrad.training.setup import pick_device
 from policygrad.training.supervised import (
     LearnerShard,
     MetricValues,
@@ -40,6 +39,7 @@ from policygrad.training.supervised import (
     load_resumed_config,
     read_rows,
 )
+from policygrad.utils.devices import pick_device
 
 EVAL_CHUNK = 64  # pairs evaluated at a time, so that progress shows
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from policygrad.core.algorithm import Algorithm
@@ -44,7 +43,7 @@ from policygrad.training.config.paths import resolve_config_paths, resolve_rewar
 from policygrad.training.config.run import Run, RunOptions
 from policygrad.training.cost_estimate import compute_algorithm_cost
 from policygrad.utils.async_runner import AsyncRunner
-from policygrad.utils.devices import choose_device
+from policygrad.utils.devices import pick_device
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import load_object
@@ -267,19 +266,6 @@ def call_factory(value: object, kind: type, *args: object) -> object:
     accept it as an instance."""
     is_factory = callable(value) and (isinstance(value, type) or not isinstance(value, kind))
     return value(*args) if is_factory else value  # type: ignore[operator]
-
-
-def pick_device(name: str) -> str:
-    """Return the device; auto = the machine's GPU if there is one. Raises RunError if this machine has no such device."""
-    if name == "auto":
-        return choose_device()
-    try:
-        torch.empty(1, device=name).tolist()  # reading fails on the meta device
-    except (RuntimeError, AssertionError) as error:
-        raise RunError(
-            f"learner.device={name!r} cannot be used here: {str(error).splitlines()[0]}. `policygrad doctor` shows the devices."
-        ) from error
-    return name
 
 
 def compute_resident_bytes(options: RunOptions, algorithm: Algorithm | None, parameters: int) -> float:

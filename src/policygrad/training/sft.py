@@ -22,7 +22,6 @@ from policygrad.tasks.preferences import Demonstration, read_demonstrations
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.setup import pick_device
 from policygrad.training.supervised import (
     LearnerShard,
     MetricValues,
@@ -32,6 +31,7 @@ from policygrad.training.supervised import (
     load_resumed_config,
     read_rows,
 )
+from policygrad.utils.devices import pick_device
 
 EVAL_CHUNK = 64  # rows evaluated at a time, so that progress shows
 
