@@ -28,6 +28,7 @@ from pages.blocks import (
     options_block,
     real_model_block,
     real_model_picture,
+    serve_block,
     supervised_options_block,
 )
 from pages.figures import gate_figure, owners
@@ -66,6 +67,7 @@ def generate_files() -> dict[Path, str]:
             DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}
         ),
         DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
+        DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=gpu_block()),

@@ -1,6 +1,6 @@
 """A step of reinforcement learning through `policygrad serve` and the Tinker SDK, and the same step in this process; in turns.
 
-    python scripts/measure_serve.py [--model tiny] [--prompts 64] [--samples 8] [--max-tokens 32] [--steps 5] [--json FILE]
+    python scripts/measure_serve.py [--model tiny] [--prompts 64] [--samples 8] [--max-tokens 32] [--steps 5] [--results FILE]
 
 A step samples completions of questions of the embedded task, takes the group's mean from a reward that costs nothing, learns with
 importance_sampling, and saves the weights for the next step's sampling. In this process it is the server's own code without HTTP
@@ -11,7 +11,6 @@ hides the other's work if both are busy.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ from policygrad.serve.models import AdamParams, ClientModel, load_network
 from policygrad.serve.sampling import LocalAnswers, SampleQuery
 from policygrad.tasks import load_task
 from policygrad.training.trainer import limit_torch_threads
-from stress_serve import Server
+from stress_serve import Server, report_result
 
 
 class InProcess:
@@ -95,7 +94,7 @@ class Served:
                 ids, head = prompt + sequence.tokens, len(prompt) - 1
                 inputs = {
                     "target_tokens": ids[1:],
-                    "logprobs": [0.0] * head + sequence.logprobs,
+                    "logprobs": [0.0] * head + (sequence.logprobs or []),
                     "advantages": [0.0] * head + [advantage] * len(sequence.tokens),
                 }
                 data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs))
@@ -118,7 +117,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     for name, value in (("prompts", 64), ("samples", 8), ("max-tokens", 32), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "served", ("--model", options.model), threads=None)
@@ -138,7 +137,6 @@ def main() -> None:
         finally:
             server.stop()
     result = {
-        "model": options.model,
         "prompts": options.prompts,
         "samples": options.samples,
         "max_tokens": options.max_tokens,
@@ -146,9 +144,7 @@ def main() -> None:
         **{f"{name}_tokens": round(statistics.mean(x)) for name, x in tokens.items()},
     }
     result["overhead"] = round(result["server_seconds"] / result["process_seconds"] - 1, 3)
-    print(json.dumps(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    report_result(f"step of {Path(options.model).name}", result, options.results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Run recipes of tinker-cookbook against `policygrad serve`, unchanged but for address, model and data.
 
     .environments/tinker/bin/python scripts/run_cookbook.py recipes [--model FOLDER] [--gsm8k FILE] [--only rl_loop …]
-    .environments/tinker/bin/python scripts/run_cookbook.py embedded [--steps 40] [--seeds 0 1 2] [--output FILE]
+    .environments/tinker/bin/python scripts/run_cookbook.py embedded [--steps 40] [--seeds 0 1 2] [--results FILE]
 
 `make test-tinker` makes the environment. No hub is asked: the recipes' default model, Qwen/Qwen3.5-9B-Base, and their data sets
 are folders of those names in the working directory, where transformers and `datasets` look first. The model is `--model`, by
@@ -33,7 +33,7 @@ from typing import Any
 
 from policygrad.models.loading import resolve_model
 from policygrad.tasks import load_task
-from stress_serve import Server
+from stress_serve import Server, report_result
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "Qwen/Qwen3.5-9B-Base"
@@ -211,9 +211,7 @@ def compare_embedded(options: argparse.Namespace) -> None:
         **found,
         **{f"{name}_mean": round(statistics.mean(x), 4) for name, x in found.items()},
     }
-    print(json.dumps(result))
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    report_result("embedded task", result, options.results)
 
 
 def main() -> None:
@@ -227,7 +225,7 @@ def main() -> None:
     embedded = commands.add_parser("embedded")
     embedded.add_argument("--steps", type=int, default=40)
     embedded.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    embedded.add_argument("--output", type=Path)
+    embedded.add_argument("--results", type=Path)
     options = parser.parse_args()
     (run_recipes if options.command == "recipes" else compare_embedded)(options)
 

@@ -1,6 +1,6 @@
 """Kill the training server again and again under a client that goes on, and compare with a server that nobody disturbed.
 
-    python scripts/stress_serve.py [--kills 200] [--steps 0] [--seed 0] [--folder DIR]
+    python scripts/stress_serve.py [--kills 200] [--seed 0] [--folder DIR] [--results FILE]
 
 The client is the Tinker SDK: two forward_backward and an optim_step a step, a checkpoint every third step, all submitted before
 the first answer. The server is killed with SIGKILL at random moments and started again at the same address with the same folder.
@@ -170,16 +170,26 @@ def stress(kills: int, seed: int, folder: Path) -> dict[str, object]:
     return {"kills": kills, **compare(server.folder, quiet.folder, results[0], undisturbed)}
 
 
+def report_result(name: str, result: dict[str, object], file: Path | None) -> None:
+    """Print a result, and put it under its name into a file of results."""
+    print(json.dumps(result))
+    if file is not None:
+        results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.write_text(json.dumps({**results, name: result}, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="policygrad-serve-"))
     folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    print(json.dumps({**stress(options.kills, options.seed, folder), "seconds": round(time.time() - started)}))
+    result = {**stress(options.kills, options.seed, folder), "seconds": round(time.time() - started)}
+    report_result("kills", result, options.results)
     if options.folder is None:
         shutil.rmtree(folder)
 

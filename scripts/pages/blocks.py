@@ -300,6 +300,53 @@ def _errors(rows: Sequence[Mapping[str, Any]], grader: str) -> int:
     return sum(row["errors"][grader] for row in rows)
 
 
+def serve_block(report: Data | None = None) -> str:
+    """Write the block, from the committed results unless others are given."""
+    report = load("serve") if report is None else report
+    if not report:
+        return "Not run yet: run `python scripts/stress_serve.py --kills 200 --results docs/results/serve.json`, then `make docs`."
+    parts, commands = [], []
+    if steps := {name.removeprefix("step of "): x for name, x in report.items() if name.startswith("step of ")}:
+        rows = [
+            (
+                name,
+                f"{x['prompts']} × {x['samples']}",
+                f"{x['process_tokens']:,}",
+                *(f"{x[f'{place}_seconds']:.2f}" for place in ("process", "server")),
+                f"{x['overhead']:+.0%}",
+            )
+            for name, x in steps.items()
+        ]
+        parts += [
+            "A step on 2 CPU cores, in the server's process without HTTP, and by the SDK through the server (seconds, medians, in "
+            "turns). What is added is the SDK's and the server's work on the requests: it grows with their number, not with the "
+            "model.",
+            table(("model", "completions", "sampled tokens", "in process", "through the server", "more"), rows),
+        ]
+        commands.append("python scripts/measure_serve.py")
+    if x := report.get("embedded task"):
+        means = {name: f"{x[f'{name}_mean']:.3f}" for name in ("served", "train")}
+        parts.append(
+            f"The embedded task, {x['steps']} updates, {len(x['seeds'])} seeds: tinker-cookbook's `rl_loop` through the server "
+            f"reaches {means['served']} ({_listed(x['served'])}), and `policygrad train` {means['train']} ({_listed(x['train'])}), "
+            "as held-out accuracy. Prompts are in another order, and random numbers are others."
+        )
+        commands.append(".environments/tinker/bin/python scripts/run_cookbook.py embedded")
+    if x := report.get("kills"):
+        parts.append(
+            f"{x['kills']} SIGKILLs under a client that took {x['updates']:,} steps: all {x['checkpoints']:,} saves that were "
+            f"answered are there, {x['updates']:,} updates were counted, and all {x['tensors']} tensors of weights and moments are "
+            "the undisturbed server's, bit for bit."
+        )
+        commands.append(f"python scripts/stress_serve.py --kills {x['kills']}")
+    shown = block("\n".join(f"{command} --results docs/results/serve.json" for command in commands), "sh")
+    return "\n\n".join([*parts, shown])
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
 def accuracy_block(report: Mapping[str, Any] | None = None) -> str:
     """Write the block, from the committed results unless others are given."""
     report = load("ranks") if report is None else report

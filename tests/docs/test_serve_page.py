@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("tinker", reason="the extra `serve`")
 
+from pages.blocks import serve_block
+from pages.markdown import load
 from policygrad.serve.losses import API_LOSSES, UNAVAILABLE
 from stress_serve import Server
 
@@ -68,3 +70,18 @@ def test_settings_have_the_defaults_that_the_page_names() -> None:
         data, logp = [Datum(torch.arange(6), inputs)], Forward(torch.linspace(-1, -2, 6)[None])
         values = [prepare_loss(name, c, data).value(logp, torch.arange(1)) for c in ({}, config)]
         assert values[0] == values[1]
+
+
+def test_what_was_measured() -> None:
+    """The committed figures; that of the tiny model's overhead is on the page as it is."""
+    results = load("serve")
+    assert results is not None
+    assert results["kills"]["kills"] == 200
+    assert results["kills"]["updates"] == 3 * results["kills"]["checkpoints"]
+    embedded = results["embedded task"]
+    assert embedded["seeds"] == [0, 1, 2]
+    assert abs(embedded["served_mean"] - embedded["train_mean"]) < 0.02
+    assert results["step of SmolLM2-135M"]["overhead"] < 0.15
+    text = serve_block(results)
+    assert f"{results['step of tiny']['overhead']:+.0%}" in text
+    assert "Not run yet" in serve_block({})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.forward import build_evaluator
 from policygrad.models.loading import resolve_model
 from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
-from policygrad.serve.models import ClientModel, ServedNetwork, as_float64, load_network
+from policygrad.serve.models import ClientModel, ServedNetwork, load_network
 
 pytest.importorskip("tinker", reason="the extra `serve`")
 
@@ -47,7 +49,9 @@ def exact_network(tmp_path_factory: pytest.TempPathFactory) -> ServedNetwork:
     torch.manual_seed(0)
     OPTForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolve_model("tiny")).save_pretrained(folder)
-    return as_float64(load_network("opt", str(folder), LearnerConfig(), adaptable=True))
+    network = load_network("opt", str(folder), LearnerConfig(), adaptable=True)
+    network.model.double()
+    return replace(network, evaluator=build_evaluator(network.model, 1.0))
 
 
 def trained_adapter(network: ServedNetwork, seed: int = 1, rank: int = 4) -> ClientModel:

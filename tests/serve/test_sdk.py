@@ -580,7 +580,7 @@ def test_malformed_requests_are_refused(server: Running) -> None:
             ).status_code
             == 400
         )
-        assert http.post("/copy_weights", content="{}").status_code == 501
+        assert http.post("/copy_weights", content="{}").status_code == 400
         assert http.post("/retrieve_future", json={"request_id": "local:x:0"}).status_code == 410
         assert "docs/serve.md" in http.get("/nothing").json()["detail"]
 

@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def save(store: Store, path: SavedPath, request: int = 1, **info: object) -> None:
-    folder = store.temporary(path)
+    folder = store.make_temporary(path)
     (folder / "weights").write_text("w" * 10)
     store.install(path, folder, SavedInfo(created=time.time() + request, request=request, **info))  # type: ignore[arg-type]
 
@@ -66,14 +66,14 @@ def test_paths_that_name_no_weights_are_unknown(text: str) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a\0", "x" * 201, ".tmp-x", "ä/"])
 def test_names_for_weights_stay_in_their_folder(store: Store, name: str) -> None:
     with pytest.raises(ConfigError, match="is no name"):
-        store.check_name(SavedPath(MODEL, "weights", name), 1, overwrite=False)
+        store.check_name(SavedPath(MODEL, "weights", name), 1)
 
 
 def test_a_request_is_written_once(store: Store) -> None:
     store.log_request(MODEL, LoggedRequest(3, "optim_step", b"first\nline", "application/json"))
     store.log_request(MODEL, LoggedRequest(3, "optim_step", b"second", "application/json"))
     store.log_request(MODEL, LoggedRequest(1, "forward_backward", b"\x00\n\xff", "application/x-protobuf"))
-    assert list(store.read_requests(MODEL)) == [
+    assert [store.read_request(MODEL, n) for n in store.list_requests(MODEL)] == [
         LoggedRequest(1, "forward_backward", b"\x00\n\xff", "application/x-protobuf"),
         LoggedRequest(3, "optim_step", b"first\nline", "application/json"),
     ]
@@ -83,9 +83,9 @@ def test_a_request_that_is_half_written_is_none(store: Store) -> None:
     """What a server leaves that is killed while it writes."""
     store.log_request(MODEL, LoggedRequest(1, "optim_step", b"", "x"))
     (store.model(MODEL) / "log" / ".tmp-00000002.request").write_bytes(b"{")
-    assert [r.sequence for r in store.read_requests(MODEL)] == [1]
+    assert store.list_requests(MODEL) == [1]
     store.save_state(MODEL, 1, {}, {})
-    assert not list(store.read_requests(MODEL))
+    assert not store.list_requests(MODEL)
 
 
 def test_a_state_replaces_the_requests_before_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_state_replaces_the_requests_before_it(store: Store, monkeypatch: pyte
         store.log_request(MODEL, LoggedRequest(i, "optim_step", b"", "x"))
         store.write_result(MODEL, i, "application/json", b"%d" % i)
     store.save_state(MODEL, 5, {"w": torch.ones(2)}, {"a": 1})
-    assert [r.sequence for r in store.read_requests(MODEL)] == [6]
+    assert store.list_requests(MODEL) == [6]
     assert store.read_result(MODEL, 3) is None
     assert store.read_result(MODEL, 4) == ("application/json", b"4")
     saved = store.load_state(MODEL)
@@ -104,23 +104,23 @@ def test_a_state_replaces_the_requests_before_it(store: Store, monkeypatch: pyte
 
 def test_weights_are_saved_once_by_each_request(store: Store) -> None:
     path = SavedPath(MODEL, "weights", "one")
-    assert store.check_name(path, 4, overwrite=False) is False
+    assert store.check_name(path, 4) is False
     save(store, path, request=4)
-    assert store.check_name(path, 4, overwrite=False) is True
-    with pytest.raises(ConfigError, match="overwrite=True"):
-        store.check_name(path, 5, overwrite=False)
+    assert store.check_name(path, 4) is True
+    with pytest.raises(ConfigError, match="exists already"):
+        store.check_name(path, 5)
     assert store.check_name(path, 5, overwrite=True) is False
     assert store.saved_info(path).size == 10
-    assert (store.saved(path) / "weights").read_text() == "w" * 10
+    assert (store.find_saved(path) / "weights").read_text() == "w" * 10
 
 
 def test_weights_expire(store: Store) -> None:
     path, other = SavedPath(MODEL, "weights", "one"), SavedPath(MODEL, "weights", "two")
     save(store, path, expires=time.time() - 1)
     save(store, other, expires=time.time() + 1000)
-    assert store.list_saved(MODEL) == [other]
+    assert [path for path, _ in store.list_saved(MODEL)] == [other]
     with pytest.raises(UnknownIdError, match="have expired"):
-        store.saved(path)
+        store.find_saved(path)
     store.set_expiry(other, None)
     assert store.saved_info(other).expires is None
 
@@ -128,9 +128,9 @@ def test_weights_expire(store: Store) -> None:
 def test_only_the_latest_unnamed_weights_are_kept(store: Store) -> None:
     paths = [SavedPath(MODEL, "sampler_weights", f"sampler-{i}") for i in range(5)]
     for i, path in enumerate(paths):
-        save(store, path, request=i, is_temporary=i != 1)
-    store.prune_temporary(MODEL, 2)
-    assert store.list_saved(MODEL) == [paths[1]]
+        save(store, path, request=i, sampling_session=None if i == 1 else f"session:sample:{i}")
+    store.prune(MODEL, 2)
+    assert [path for path, _ in store.list_saved(MODEL)] == [paths[1]]
     for path, is_kept in zip(paths, (False, True, False, True, True), strict=True):
         assert (store.model(MODEL) / "sampler_weights" / path.name).is_dir() is is_kept
 

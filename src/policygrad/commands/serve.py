@@ -46,14 +46,13 @@ def serve(args: list[str]) -> int:
 
     listening = listen(options.host, options.port)
     service = Service(options, note)
-    service.url = f"http://{options.host}:{listening.getsockname()[1]}"
+    service.url = format_url(options.host, listening.getsockname()[1])
     server = uvicorn.Server(
         uvicorn.Config(build_app(options, service), log_level="warning", timeout_graceful_shutdown=5)
     )
     names = ", ".join(service.networks)
-    key = "one of the keys in --api-keys" if options.api_keys else "tml-local"
     print(f"serving {names} at {service.url}", flush=True)
-    print(f"clients: export TINKER_BASE_URL={service.url} TINKER_API_KEY={key}", flush=True)
+    print(f"clients: export TINKER_BASE_URL={service.url} TINKER_API_KEY={service.key_hint}", flush=True)
     stopped = threading.Event()
     if sys.stderr.isatty() and not options.plain:
 
@@ -70,6 +69,13 @@ def serve(args: list[str]) -> int:
         stopped.set()
         service.stop()
     return 0
+
+
+def format_url(host: str, port: int) -> str:
+    """Return the address that clients use: this machine's name where the server listens at all of its addresses."""
+    if host in ("0.0.0.0", "::", ""):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,6 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "spec.json").write_text(json.dumps(asdict(adapter.spec)) + "\n", encoding="utf-8")
     tensors = {name: x.cpu().contiguous() for name, x in adapter.tensors().items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 

@@ -17,8 +17,10 @@ from policygrad.errors import ConfigError, PolicygradError, import_optional
 from policygrad.serve import wire
 from policygrad.serve.config import ServeConfig
 from policygrad.serve.page import render_status_page
-from policygrad.serve.service import LostRequestError, Service
-from policygrad.serve.store import KINDS, LoggedRequest, SavedPath, UnknownIdError
+from policygrad.serve.sample_queue import BusyError, LostRequestError
+from policygrad.serve.service import LOCAL_USER, UNLOAD, Service
+from policygrad.serve.store import META, LoggedRequest, SavedInfo, SavedPath, UnknownIdError
+from policygrad.serve.training import compute_expiry
 
 import_optional("starlette", "policygrad serve", "serve")
 import_optional("uvicorn", "policygrad serve", "serve")
@@ -55,17 +57,17 @@ class Api:
         self.secret = secrets.token_bytes(32)
         self.downloads: dict[str, tuple[Path, float]] = {}  # by token: the file, and until when
 
-    def user(self, request: Request) -> str:
+    def authenticate(self, request: Request) -> str:
         """Return who asks: an API key's short hash, or `local` where none is needed. Raises Refusal."""
         if not self.keys:
-            return "local"
+            return LOCAL_USER
         given = request.headers.get("x-api-key", "")
         for key in self.keys:
             if secrets.compare_digest(given.encode(), key.encode()):
                 return hash_key(key)
         raise Refusal(401, "the API key is missing or unknown: set TINKER_API_KEY to one of the server's --api-keys")
 
-    async def body(self, request: Request) -> bytes:
+    async def read_body(self, request: Request) -> bytes:
         """Return a request's body, unpacked."""
         parts, size = list[bytes](), 0
         async for part in request.stream():
@@ -79,17 +81,26 @@ class Api:
             import zstandard
 
             reader = zstandard.ZstdDecompressor().stream_reader(body)
-            body = reader.read(MAX_BODY + 1)
+            try:
+                body = reader.read(MAX_BODY + 1)
+            except zstandard.ZstdError as error:
+                raise Refusal(400, f"the request cannot be unpacked: {error}") from error
             if len(body) > MAX_BODY:
                 raise Refusal(413, f"the request is larger than {MAX_BODY} bytes unpacked: send fewer data at a time")
         elif encoding not in ("", "identity"):
             raise Refusal(415, f"content-encoding {encoding!r} is not read here: send zstd, or none")
         return body
 
+    async def read_json(self, request: Request) -> dict[str, Any]:
+        """Return the object that is a request's body."""
+        values = json.loads(await self.read_body(request))
+        if not isinstance(values, dict):
+            raise Refusal(400, f"the request must be a JSON object, not {type(values).__name__}")
+        return values
+
     # Sessions.
 
     async def capabilities(self, request: Request) -> Response:
-        self.user(request)
         models = [
             {"model_name": name, "max_context_length": x.context_length, "trainable": True, "sampleable": True}
             for name, x in self.service.networks.items()
@@ -97,48 +108,49 @@ class Api:
         return JSONResponse({"supported_models": models})
 
     async def create_session(self, request: Request) -> Response:
-        given = wire.parse("create_session", await self.body(request))
-        session_id = self.service.create_session(self.user(request), given)
+        given = wire.parse("create_session", await self.read_body(request))
+        session_id = self.service.create_session(request.state.user, given)
         return JSONResponse({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: Request) -> Response:
-        given = wire.parse("session_heartbeat", await self.body(request))
-        values = self.service.store.read_session(self.user(request), given.session_id)
+        given = wire.parse("session_heartbeat", await self.read_body(request))
+        values = self.service.store.read_session(request.state.user, given.session_id)
         if "finished" in values:
             raise Refusal(410, f"the session {given.session_id} is finished")
         self.service.heartbeats[given.session_id] = time.time()
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
-        await self.body(request)
-        self.service.finish_session(self.user(request), request.path_params["session_id"])
+        await self.read_body(request)
+        self.service.finish_session(request.state.user, request.path_params["session_id"])
         return Response(status_code=204)
 
     async def list_sessions(self, request: Request) -> Response:
-        user, store = self.user(request), self.service.store
+        user, store = request.state.user, self.service.store
         sessions = [s for s in store.sessions() if _is_owned(self.service, user, s)]
         return JSONResponse({"sessions": sessions[slice(*_page(request))]})
 
     async def get_session(self, request: Request) -> Response:
         session_id, store = request.path_params["session_id"], self.service.store
-        values = self.service.store.read_session(self.user(request), session_id)
+        values = self.service.store.read_session(request.state.user, session_id)
         ids = {"training_run_ids": store.models(session_id), "sampler_ids": store.samplers(session_id)}
         return JSONResponse({**ids, "user_metadata": values["user_metadata"], "display_name": values["display_name"]})
 
     # Training.
 
     async def create_model(self, request: Request) -> Response:
-        body = await self.body(request)
+        body = await self.read_body(request)
         given = wire.parse("create_model", body)
-        if given.base_model not in self.service.networks:
-            raise Refusal(400, f"there is no model {given.base_model!r} here: {', '.join(self.service.networks)}")
-        wire.parse_adapter(given)
-        return _future(self.service.create_model(self.user(request), given, "create_model", body))
+        return _future(self.service.create_model(request.state.user, given, "create_model", body))
 
     async def load_weights(self, request: Request) -> Response:
-        body = await self.body(request)
+        body = await self.read_body(request)
         given = wire.parse("load_weights", body)
-        user = self.user(request)
+        user = request.state.user
+        if given.weights_access_token is not None:
+            raise Refusal(400, "weights_access_token: weights of other accounts are not available here")
+        if given.optimizer_config is not None and given.optimizer_config.type != "adamw":
+            raise Refusal(400, f"the optimizer {given.optimizer_config.type!r} is not available here: use adamw")
         if given.session_id is not None:
             return _future(self.service.create_model(user, given, "load_weights", body))
         if given.model_id is None or given.seq_id is None:
@@ -157,67 +169,64 @@ class Api:
         return await self._train(request, request.url.path.rpartition("/")[2])
 
     async def _train(self, request: Request, kind: str) -> Response:
-        body, content_type = await self.body(request), request.headers.get("content-type", wire.JSON)
+        body, content_type = await self.read_body(request), request.headers.get("content-type", wire.JSON)
         try:
-            model_id, sequence = wire.address_of(kind, body, content_type)
+            model_id, sequence = wire.parse_address(kind, body, content_type)
         except UnicodeDecodeError as error:
             raise Refusal(400, f"{kind}: the request is not text ({error})") from error
         if sequence < 1:
             raise Refusal(400, f"{kind}: seq_id must be at least 1, not {sequence}")
         return _future(
-            self.service.submit(self.user(request), model_id, LoggedRequest(sequence, kind, body, content_type))
+            self.service.submit(request.state.user, model_id, LoggedRequest(sequence, kind, body, content_type))
         )
 
     async def unload_model(self, request: Request) -> Response:
-        body = await self.body(request)
-        given = wire.parse("unload_model", body)
-        user = self.user(request)
-        self.service.store.check_owner(user, given.model_id)
-        sequence = self.service.training.next_free(given.model_id)
-        return _future(
-            self.service.submit(user, given.model_id, LoggedRequest(sequence, "unload_model", body, wire.JSON))
-        )
+        given = wire.parse("unload_model", await self.read_body(request))
+        self.service.store.check_owner(request.state.user, given.model_id)
+        self.service.training.unload(given.model_id)
+        return _future(f"{given.model_id}:{UNLOAD}")
 
     async def get_info(self, request: Request) -> Response:
-        given = wire.parse("get_info", await self.body(request))
-        user = self.user(request)
+        given = wire.parse("get_info", await self.read_body(request))
+        user = request.state.user
         self.service.store.check_owner(user, given.model_id)
         return JSONResponse({"type": "get_info", **self.service.model_info(given.model_id)})
 
     async def create_custom_loss(self, request: Request) -> Response:
-        given = wire.parse("create_custom_loss", await self.body(request))
-        self.service.store.read_session(self.user(request), given.session_id)
+        given = wire.parse("create_custom_loss", await self.read_body(request))
+        self.service.store.read_session(request.state.user, given.session_id)
         return _future(self.service.training.create_custom_loss(given))
 
     # Sampling.
 
     async def create_sampling_session(self, request: Request) -> Response:
-        given = wire.parse("create_sampling_session", await self.body(request))
-        sampler_id = self.service.create_sampling_session(self.user(request), given)
+        given = wire.parse("create_sampling_session", await self.read_body(request))
+        sampler_id = self.service.create_sampling_session(request.state.user, given)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def join_sampling_session(self, request: Request) -> Response:
-        given = wire.parse("join_sampling_session", await self.body(request))
-        count = self.service.join_sampling_session(self.user(request), given.sampling_session_id)
+        given = wire.parse("join_sampling_session", await self.read_body(request))
+        count = self.service.join_sampling_session(request.state.user, given.sampling_session_id)
         return JSONResponse({"type": "join_sampling_session", "client_counter": count})
 
     async def sample(self, request: Request) -> Response:
-        given = wire.parse("asample", await self.body(request))
-        request_id = self.service.sample(self.user(request), given)
+        given = wire.parse("asample", await self.read_body(request))
+        request_id = self.service.sample(request.state.user, given)
         return _future(request_id, sample_sequence_ids=[f"{request_id}:{i}" for i in range(given.num_samples)])
 
     async def get_sampler(self, request: Request) -> Response:
         sampler_id = request.path_params["sampler_id"]
-        return JSONResponse({"sampler_id": sampler_id, **self.service.read_sampler(self.user(request), sampler_id)})
+        return JSONResponse({"sampler_id": sampler_id, **self.service.read_sampler(request.state.user, sampler_id)})
 
     async def cancel_future(self, request: Request) -> Response:
-        given = wire.parse("retrieve_future", await self.body(request))
+        given = wire.parse("retrieve_future", await self.read_body(request))
+        self.service.check_requester(request.state.user, given.request_id)
         self.service.queue.cancel(given.request_id)
         return Response(status_code=204)
 
     async def retrieve_future(self, request: Request) -> Response:
-        given = wire.parse("retrieve_future", await self.body(request))
-        answer = await self.service.retrieve(self.user(request), given.request_id, LONG_POLL_SECONDS)
+        given = wire.parse("retrieve_future", await self.read_body(request))
+        answer = await self.service.retrieve(request.state.user, given.request_id, LONG_POLL_SECONDS)
         if answer is None:
             waiting = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
             return JSONResponse(waiting, status_code=408)
@@ -226,21 +235,20 @@ class Api:
     # Saved weights.
 
     async def list_training_runs(self, request: Request) -> Response:
-        user, store = self.user(request), self.service.store
+        user, store = request.state.user, self.service.store
         runs = [m for s in store.sessions() if _is_owned(self.service, user, s) for m in reversed(store.models(s))]
         start, end = _page(request)
         described = [self._training_run(user, model_id) for model_id in runs[start:end]]
         return JSONResponse({"training_runs": described, "cursor": _cursor(start, end, len(runs))})
 
     async def get_training_run(self, request: Request) -> Response:
-        model_id, user = request.path_params["model_id"], self.user(request)
+        model_id, user = request.path_params["model_id"], request.state.user
         self.service.store.check_owner(user, model_id)
         return JSONResponse(self._training_run(user, model_id))
 
     def _training_run(self, user: str, model_id: str) -> dict[str, Any]:
         info, saved = self.service.model_info(model_id), self.service.store.list_saved(model_id)
-        latest = {kind: next((p for p in reversed(saved) if p.kind == kind), None) for kind in KINDS}
-        last = [None if (p := latest[kind]) is None else self._checkpoint(p) for kind in ("weights", "sampler_weights")]
+        latest = {path.kind: _describe_saved(path, info) for path, info in saved}
         return {
             "training_run_id": model_id,
             "base_model": info["model_data"]["model_name"],
@@ -248,44 +256,30 @@ class Api:
             "is_lora": info["is_lora"],
             "lora_rank": info["lora_rank"],
             "last_request_time": _time(self.service.training.last_used(model_id)),
-            "last_checkpoint": last[0],
-            "last_sampler_checkpoint": last[1],
+            "last_checkpoint": latest.get("weights"),
+            "last_sampler_checkpoint": latest.get("sampler_weights"),
             "user_metadata": info["user_metadata"],
-        }
-
-    def _checkpoint(self, path: SavedPath) -> dict[str, Any]:
-        info = self.service.store.saved_info(path)
-        kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-        return {
-            "checkpoint_id": f"{path.kind}/{path.name}",
-            "checkpoint_type": kinds[path.kind],
-            "time": _time(info.created),
-            "tinker_path": str(path),
-            "size_bytes": info.size,
-            "public": False,
-            "user_metadata": info.user_metadata,
-            "expires_at": None if info.expires is None else _time(info.expires),
         }
 
     async def list_checkpoints(self, request: Request) -> Response:
         model_id = request.path_params["model_id"]
-        self.service.store.check_owner(self.user(request), model_id)
+        self.service.store.check_owner(request.state.user, model_id)
         saved = self.service.store.list_saved(model_id)
-        return JSONResponse({"checkpoints": [self._checkpoint(path) for path in saved]})
+        return JSONResponse({"checkpoints": [_describe_saved(*found) for found in saved]})
 
     async def list_all_checkpoints(self, request: Request) -> Response:
-        user, store = self.user(request), self.service.store
+        user, store = request.state.user, self.service.store
         models = [m for s in store.sessions() if _is_owned(self.service, user, s) for m in store.models(s)]
-        saved = [path for m in models for path in store.list_saved(m)]
+        saved = [found for m in models for found in store.list_saved(m)]
         start, end = _page(request)
-        checkpoints = [self._checkpoint(path) for path in saved[start:end]]
+        checkpoints = [_describe_saved(*found) for found in saved[start:end]]
         return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(start, end, len(saved))})
 
     def _saved_path(self, request: Request) -> SavedPath:
         model_id, kind, name = (request.path_params[key] for key in ("model_id", "kind", "name"))
         path = SavedPath.parse(f"tinker://{model_id}/{kind}/{name}")
-        self.service.store.check_owner(self.user(request), model_id)
-        self.service.store.saved(path)
+        self.service.store.check_owner(request.state.user, model_id)
+        self.service.store.find_saved(path)
         return path
 
     async def delete_checkpoint(self, request: Request) -> Response:
@@ -294,20 +288,19 @@ class Api:
 
     async def set_ttl(self, request: Request) -> Response:
         path = self._saved_path(request)
-        seconds = (await request.json()).get("ttl_seconds")
-        if seconds is not None and (not isinstance(seconds, int | float) or seconds <= 0):
-            raise Refusal(400, f"ttl_seconds must be above 0, or null for no end, not {seconds!r}")
-        self.service.store.set_expiry(path, None if seconds is None else time.time() + seconds)
+        given = await self.read_json(request)
+        self.service.store.set_expiry(path, compute_expiry(given.get("ttl_seconds")))
         return Response(status_code=204)
 
     async def external_urls(self, request: Request) -> Response:
         path = self._saved_path(request)
         if path.kind != "external_weights":
             raise Refusal(400, f"{path} is not for other programs: save_weights_external saves what is")
-        folder, expires = self.service.store.saved(path), time.time() + DOWNLOAD_SECONDS
-        urls = dict[str, str]()
+        now, folder, urls = time.time(), self.service.store.find_saved(path), dict[str, str]()
+        expires = now + DOWNLOAD_SECONDS
+        self.downloads = {token: x for token, x in self.downloads.items() if x[1] > now}
         for file in sorted(folder.rglob("*")):
-            if file.is_file() and file.name != "checkpoint.json":
+            if file.is_file() and file.name != META:
                 token = secrets.token_urlsafe(24)
                 self.downloads[token] = (file, expires)
                 urls[file.relative_to(folder).as_posix()] = str(
@@ -322,9 +315,9 @@ class Api:
         return FileResponse(file)
 
     async def weights_info(self, request: Request) -> Response:
-        path = SavedPath.parse(str((await request.json()).get("tinker_path")))
-        self.service.store.check_owner(self.user(request), path.model_id)
-        self.service.store.saved(path)
+        path = SavedPath.parse(str((await self.read_json(request)).get("tinker_path")))
+        self.service.store.check_owner(request.state.user, path.model_id)
+        self.service.store.find_saved(path)
         info = self.service.model_info(path.model_id)
         spec = info["adapter"]
         flags = (
@@ -338,28 +331,27 @@ class Api:
     # The rest.
 
     async def client_config(self, request: Request) -> Response:
-        self.user(request)
         return JSONResponse(wire.client_config())
 
     async def dynamic_config(self, request: Request) -> Response:
-        self.user(request)
         return JSONResponse(wire.dynamic_config())
 
     async def healthz(self, request: Request) -> Response:
+        if self.service.computing is None or self.service.computing.done():
+            raise Refusal(500, "nothing is computed any more: start the server again")
         return JSONResponse({"status": "ok"})
 
     async def telemetry(self, request: Request) -> Response:
-        self.user(request)
-        await self.body(request)  # not kept
+        await self.read_body(request)  # not kept
         return JSONResponse({"status": "accepted"})
 
     async def page(self, request: Request) -> Response:
-        if self.keys:
-            self.user(request)
-        return HTMLResponse(render_status_page(self.service.status()), headers={"Cache-Control": "no-store"})
+        page = render_status_page(self.service.status(request.state.user))
+        return HTMLResponse(page, headers={"Cache-Control": "no-store"})
 
     async def not_here(self, request: Request) -> Response:
-        raise Refusal(501, f"{request.method} {request.url.path} is not available here: docs/serve.md lists what is")
+        # not a 501, after which the SDK would try again for minutes
+        raise Refusal(400, f"{request.method} {request.url.path} is not available here: docs/serve.md lists what is")
 
 
 def build_app(config: ServeConfig, service: Service) -> Starlette:
@@ -373,10 +365,13 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
         service.stop()
 
     def route(
-        method: str, path: str, handler: Callable[[Request], Awaitable[Response]], name: str | None = None
+        method: str, path: str, handler: Callable[[Request], Awaitable[Response]], *, is_open: bool = False
     ) -> Route:
+        """Args: is_open: No API key is needed."""
+
         async def answer(request: Request) -> Response:
             try:
+                request.state.user = "" if is_open else api.authenticate(request)
                 return await handler(request)
             except Refusal as error:
                 return _error(error.status, str(error))
@@ -384,6 +379,8 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
                 return _error(404, str(error))
             except LostRequestError as error:
                 return _error(410, str(error))
+            except BusyError as error:
+                return _error(429, str(error))
             except json.JSONDecodeError as error:
                 return _error(400, f"the request is not JSON: {error}")
             except PolicygradError as error:
@@ -392,13 +389,13 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
                 service.note(f"{path}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
                 return _error(500, f"{type(error).__name__}: {error} (a bug of the server)")
 
-        return Route(path, answer, methods=[method], name=name)
+        return Route(path, answer, methods=[method], name=handler.__name__)
 
     run = f"{API}/training_runs/{{model_id}}"
     saved = f"{run}/checkpoints/{{kind}}/{{name}}"
     routes = [
         route("GET", "/", api.page),
-        route("GET", f"{API}/healthz", api.healthz),
+        route("GET", f"{API}/healthz", api.healthz, is_open=True),
         route("GET", f"{API}/get_server_capabilities", api.capabilities),
         route("POST", f"{API}/client/config", api.client_config),
         route("POST", f"{API}/client/dynamic_config", api.dynamic_config),
@@ -429,7 +426,7 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
         route("DELETE", saved, api.delete_checkpoint),
         route("PUT", f"{saved}/ttl", api.set_ttl),
         route("GET", f"{saved}/external_weights_urls", api.external_urls),
-        route("GET", "/files/{token}/{name}", api.download, name="download"),
+        route("GET", "/files/{token}/{name}", api.download, is_open=True),
         route("POST", f"{API}/weights_info", api.weights_info),
         *(route(method, "/api/{rest:path}", api.not_here) for method in ("GET", "POST", "PUT", "DELETE")),
     ]
@@ -439,6 +436,21 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
 def hash_key(key: str) -> str:
     """Return the name of a key's user."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _describe_saved(path: SavedPath, info: SavedInfo) -> dict[str, Any]:
+    """Return what the API tells of saved weights."""
+    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    return {
+        "checkpoint_id": f"{path.kind}/{path.name}",
+        "checkpoint_type": kinds[path.kind],
+        "time": _time(info.created),
+        "tinker_path": str(path),
+        "size_bytes": info.size,
+        "public": False,
+        "user_metadata": info.user_metadata,
+        "expires_at": None if info.expires is None else _time(info.expires),
+    }
 
 
 def _error(status: int, text: str) -> Response:

@@ -40,7 +40,7 @@ UNAVAILABLE = {
     "stable_reinforce": "its definition is not public: use importance_sampling, or an algorithm whose ratio accounts for a stale "
     "sampler, such as cispo"
 }
-"""Losses of the hosted service that are not to be had here, and why."""
+"""Losses of the hosted service that are not available here, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,7 +339,7 @@ API_LOSSES: Mapping[str, Callable[[dict[str, Any], Sequence[Datum], torch.dtype]
 """The API's losses, as its documentation defines them (tinker-docs.thinkingmachines.ai/tinker/losses)."""
 
 
-# Algorithms of the matrix.
+# The library's algorithms.
 
 _PER_TOKEN = {
     LOGPROBS: "logp_sampler",

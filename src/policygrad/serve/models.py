@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ class ClientModel:
         return tensors, {"optimizer": values, "loss_states": self.loss_states}
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, optimizer: bool = True) -> None:
-        """Load weights, and with `optimizer` all else of a state; without it, training starts anew from the weights."""
+        """Load a state: the weights, and with `optimizer` the moments and what algorithms remember, which else start anew."""
         if optimizer:
             self.optimizer.restore(tensors, values["optimizer"])
             self.loss_states = dict(values["loss_states"])
@@ -283,9 +283,3 @@ class _Passes:
             columns = self.logp[self.owner == i, : len(datum.tokens)]
             logprobs.append(columns[0] if datum.targets.ndim == 1 else columns.T.contiguous())
         return logprobs
-
-
-def as_float64(network: ServedNetwork) -> ServedNetwork:
-    """Return the network in float64, in place."""
-    network.model.double()
-    return replace(network, evaluator=build_evaluator(network.model, 1.0))

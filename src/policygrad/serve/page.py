@@ -20,6 +20,8 @@ class Status:
     """What is shown."""
 
     url: str
+    key_hint: str
+    """What clients set TINKER_API_KEY to."""
     up: str
     """How long the server has been running."""
     summary: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from policygrad.errors import PolicygradError
+from policygrad.errors import ConfigError, DataError, PolicygradError, RunError
 from policygrad.models.adapters import ADAPTER_WEIGHTS
 from policygrad.samplers.config import LOCAL
 from policygrad.serve import wire
@@ -21,15 +22,25 @@ from policygrad.serve.config import ServeConfig
 from policygrad.serve.models import ServedNetwork
 from policygrad.serve.sampling import EngineAnswers, FullWeights, LocalAnswers, SampleQuery
 from policygrad.serve.store import SavedPath, Store
-from policygrad.serve.training import ADAPTER_SPEC, FULL_WEIGHTS, load_trainable
+from policygrad.serve.training import FULL_WEIGHTS, WEIGHTS_INFO, load_trainable
 from policygrad.serve.wire import Answer
 
 GATHER_SECONDS = 0.01
 """A sampling request waits this long for others, so that they are decoded together."""
 MAX_GATHER_SECONDS = 0.5
-MAX_RESULTS = 8192
-"""Answers that are kept for clients that have not fetched them."""
+MAX_WAITING = 2**16
+"""Requests that may wait; clients come again with what is above it."""
+MAX_ANSWER_BYTES = 2**30
+"""Answers of this size in all are kept, the latest, for clients that ask for them again."""
 WeightsT = TypeVar("WeightsT", Adapter, FullWeights)
+
+
+class BusyError(RunError):
+    """Too much waits already."""
+
+
+class LostRequestError(DataError):
+    """A sampling request that a restart has lost, or whose answer is kept no more: the client sends it again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +48,8 @@ class QueuedSample:
     """A sampling request that waits."""
 
     request_id: str
-    session: str
-    """The sampling session, among which turns are taken."""
+    payer: str
+    """Who takes turns with whom (`Service.find_payer`)."""
     query: SampleQuery
     base_model: str
     model_path: str | None
@@ -69,12 +80,14 @@ class SampleQueue:
         self.config, self.store, self.networks, self.condition = config, store, networks, condition
         self.on_ready, self.on_result, self.note = on_ready, on_result, note
         self.waiting: deque[QueuedSample] = deque()
-        self.results: OrderedDict[str, Answer | None] = OrderedDict()  # None: not computed yet
+        self.pending: set[str] = set()  # ids of accepted requests that have no answer yet
+        self.answers: OrderedDict[str, Answer] = OrderedDict()
+        self.answer_bytes = 0
         self.cancelled: set[str] = set()
         self.first_arrival = self.last_arrival = 0.0
         self.samplers = {name: self._make_sampler(network) for name, network in networks.items()}
-        self.full_samplers: OrderedDict[str, LocalAnswers] = OrderedDict()  # by the path of all weights
-        self.weights: OrderedDict[str, Adapter | FullWeights] = OrderedDict()  # by path
+        self.full_samplers: OrderedDict[tuple[str, float], LocalAnswers] = OrderedDict()  # by path and time of saving
+        self.weights: OrderedDict[tuple[str, float], Adapter | FullWeights] = OrderedDict()  # likewise
         self.counts = {"requests": 0, "tokens_sampled": 0}
 
     def _make_sampler(self, network: ServedNetwork) -> LocalAnswers:
@@ -97,11 +110,13 @@ class SampleQueue:
                 sampler.close()
 
     def add(self, item: QueuedSample) -> None:
-        """Accept a request, unless it was accepted before."""
+        """Accept a request, unless it was accepted before. Raises BusyError if too many wait."""
         with self.condition:
-            if item.request_id in self.results:
+            if item.request_id in self.pending or item.request_id in self.answers:
                 return
-            self.results[item.request_id] = None
+            if len(self.waiting) >= MAX_WAITING:
+                raise BusyError(f"{len(self.waiting):,} sampling requests wait: send more when some are answered")
+            self.pending.add(item.request_id)
             self.last_arrival = time.monotonic()
             if not self.waiting:
                 self.first_arrival = self.last_arrival
@@ -112,8 +127,17 @@ class SampleQueue:
     def cancel(self, request_id: str) -> None:
         """Leave out a request that has not begun."""
         with self.condition:
-            if request_id in self.results and self.results[request_id] is None:
+            if request_id in self.pending:
                 self.cancelled.add(request_id)
+
+    def find_answer(self, request_id: str) -> Answer | None:
+        """Return an answer, None while there is none. Raises LostRequestError if the request is unknown."""
+        with self.condition:
+            if request_id in self.pending or request_id in self.answers:
+                return self.answers.get(request_id)
+        raise LostRequestError(
+            f"the sampling request {request_id!r} was lost when the server started again: send it again"
+        )
 
     def seconds_to_gather(self) -> float:
         """Return how long to wait for other requests if there is nothing else to do."""
@@ -124,60 +148,83 @@ class SampleQueue:
 
     def answer_some(self) -> None:
         """Answer as many requests as are decoded at a time."""
-        groups: dict[int, tuple[LocalAnswers, list[tuple[QueuedSample, Any]]]] = {}
+        together: dict[
+            tuple[str, str | None], list[QueuedSample]
+        ] = {}  # adapters of a base model, or all weights alone
         for item in self._take():
             try:
-                sampler, weights = self._load_weights(item.base_model, item.model_path)
-                sampler.check(item.query)
-                groups.setdefault(id(sampler), (sampler, []))[1].append((item, weights))
-            except PolicygradError as error:
-                self._finish(item, wire.format_error(str(error), is_users=True))
-        for sampler, chosen in groups.values():
+                alone = item.model_path if self._is_full(item) else None
+                together.setdefault((item.base_model, alone), []).append(item)
+            except Exception as error:  # its weights have gone
+                self._refuse([item], error)
+        for items in together.values():
             try:
-                answers = sampler.answer([(item.query, weights) for item, weights in chosen])
-            except Exception as error:  # the clients and the log get it, and the server goes on
-                text = f"{type(error).__name__}: {error}"
-                if not isinstance(error, PolicygradError):
-                    text += " (a bug of the server)"
-                    self.note(f"sampling: {text}")
-                for item, _ in chosen:
-                    self._finish(item, wire.format_error(text, is_users=False))
-                continue
-            for (item, _), answer in zip(chosen, answers, strict=True):
-                self.counts["tokens_sampled"] += sum(len(s.tokens) for s in answer.samples)
-                self._finish(item, wire.format_sample(answer))
+                self._answer(items)
+            except Exception as error:
+                if len(items) == 1:
+                    self._refuse(items, error)
+                for item in items if len(items) > 1 else []:  # those that can be answered are
+                    try:
+                        self._answer([item])
+                    except Exception as own:
+                        self._refuse([item], own)
+
+    def _answer(self, items: Sequence[QueuedSample]) -> None:
+        """Answer requests in one batch. An error is one of them all, apart from requests that are refused before."""
+        sampler, chosen = self.samplers[items[0].base_model], list[tuple[QueuedSample, Any]]()
+        for item in items:
+            sampler, weights = self._load_weights(item.base_model, item.model_path)
+            try:
+                sampler.check(item.query)
+                chosen.append((item, weights))
+            except PolicygradError as error:
+                self._refuse([item], error)
+        answers = sampler.answer([(item.query, weights) for item, weights in chosen]) if chosen else []
+        for (item, _), answer in zip(chosen, answers, strict=True):
+            self.counts["tokens_sampled"] += sum(len(s.tokens) for s in answer.samples)
+            self._finish(item, wire.format_sample(answer))
+
+    def _refuse(self, items: Sequence[QueuedSample], error: Exception) -> None:
+        """Answer with an error. The log gets it too if it is a bug."""
+        is_users, text = isinstance(error, ConfigError | DataError), str(error)
+        if not isinstance(error, PolicygradError):
+            text = f"{type(error).__name__}: {error} (a bug of the server)"
+            self.note(f"sampling: {text}\n{''.join(traceback.format_exception(error))}")
+        for item in items:
+            self._finish(item, wire.format_error(text, is_users=is_users))
 
     def _take(self) -> Sequence[QueuedSample]:
-        """Take requests of all sampling sessions in turn, as many as are decoded at a time."""
+        """Take requests of all payers in turn, as many as are decoded at a time."""
         with self.condition:
-            by_session: OrderedDict[str, deque[QueuedSample]] = OrderedDict()
+            by_payer: OrderedDict[str, deque[QueuedSample]] = OrderedDict()
             for item in self.waiting:
-                by_session.setdefault(item.session, deque()).append(item)
+                by_payer.setdefault(item.payer, deque()).append(item)
             chosen, rows = dict[str, QueuedSample](), 0
             limit = 1 if self.config.reproducible else self.config.decode_rows
-            while by_session and rows < limit:
-                session, items = by_session.popitem(last=False)
+            while by_payer and rows < limit:
+                payer, items = by_payer.popitem(last=False)
                 item = items.popleft()
                 chosen[item.request_id] = item
                 rows += item.query.num_samples
                 if items:
-                    by_session[session] = items  # last in the next round
+                    by_payer[payer] = items  # last in the next round
             self.waiting = deque(item for item in self.waiting if item.request_id not in chosen)
             if self.waiting:
                 self.first_arrival = 0.0
                 self.on_ready()
             for request_id in self.cancelled & chosen.keys():
-                self.cancelled.remove(request_id)
-                del self.results[request_id], chosen[request_id]
+                self.pending.remove(request_id)
+                del chosen[request_id]
+            self.cancelled.clear()  # what is left of it has begun
         return list(chosen.values())
 
     def _finish(self, item: QueuedSample, answer: Answer) -> None:
         with self.condition:
-            self.results[item.request_id] = answer
-            self.results.move_to_end(item.request_id)
-            finished = [key for key, value in self.results.items() if value is not None]
-            for key in finished[: max(0, len(finished) - MAX_RESULTS)]:
-                del self.results[key]
+            self.pending.discard(item.request_id)
+            self.answers[item.request_id] = answer
+            self.answer_bytes += len(answer.body)
+            while self.answer_bytes > MAX_ANSWER_BYTES and len(self.answers) > 1:
+                self.answer_bytes -= len(self.answers.popitem(last=False)[1].body)
         self.on_result(item.request_id)
 
     def publish(self, base_model: str, model_path: str) -> None:
@@ -185,40 +232,48 @@ class SampleQueue:
         if isinstance(sampler := self.samplers[base_model], EngineAnswers):
             sampler.publish(self._load_weights(base_model, model_path)[1])
 
+    def _is_full(self, item: QueuedSample) -> bool:
+        """Return whether a request is for all weights of a model, which are in a network of their own, in this process."""
+        if item.model_path is None or isinstance(self.samplers[item.base_model], EngineAnswers):
+            return False
+        folder = self.store.find_saved(SavedPath.parse(item.model_path))
+        return (folder / FULL_WEIGHTS).exists()
+
     def _load_weights(self, base_model: str, path: str | None) -> tuple[LocalAnswers, Adapter | FullWeights | None]:
         """Return what samples from weights, with these in memory."""
         sampler = self.samplers[base_model]
         if path is None:
             return sampler, None
-        if path in self.weights:
-            self.weights.move_to_end(path)
-            return sampler, self.weights[path]
-        if path in self.full_samplers:
-            self.full_samplers.move_to_end(path)
-            return self.full_samplers[path], None
-        folder, network = self.store.saved(SavedPath.parse(path)), self.networks[base_model]
-        spec = self.store.read(folder / ADAPTER_SPEC, path)["adapter"]
+        saved = SavedPath.parse(path)
+        folder, key = self.store.find_saved(saved), (path, self.store.saved_info(saved).created)
+        if key in self.weights:
+            self.weights.move_to_end(key)
+            return sampler, self.weights[key]
+        if key in self.full_samplers:
+            self.full_samplers.move_to_end(key)
+            return self.full_samplers[key], None
+        network, spec = self.networks[base_model], self.store.read(folder / WEIGHTS_INFO, path)["adapter"]
         if spec is not None:
             assert network.switch is not None
             adapter_spec = AdapterSpec(**spec)
             adapter = Adapter(network.switch.choose_layers(adapter_spec), adapter_spec)
             adapter.load(load_file(folder / ADAPTER_WEIGHTS))
-            return sampler, self._remember(path, adapter)
+            return sampler, self._remember(key, adapter)
         tensors = load_file(folder / FULL_WEIGHTS)
         if isinstance(sampler, EngineAnswers):
-            return sampler, self._remember(path, FullWeights(tensors))
+            return sampler, self._remember(key, FullWeights(tensors))
+        while len(self.full_samplers) >= max(1, self.config.max_models // 4):
+            self.full_samplers.popitem(last=False)
         copy = load_trainable(self.config, base_model, network.path)
         with torch.no_grad():
             for name, parameter in copy.model.named_parameters():
                 parameter.copy_(tensors[name])
-        self.full_samplers[path] = LocalAnswers(copy, self.config.decode_rows)
-        while len(self.full_samplers) > max(1, self.config.max_models // 4):
-            self.full_samplers.popitem(last=False)
-        return self.full_samplers[path], None
+        self.full_samplers[key] = LocalAnswers(copy, self.config.decode_rows)
+        return self.full_samplers[key], None
 
-    def _remember(self, path: str, weights: WeightsT) -> WeightsT:
+    def _remember(self, key: tuple[str, float], weights: WeightsT) -> WeightsT:
         """Keep weights in memory, and drop those that were used longest ago."""
-        self.weights[path] = weights
+        self.weights[key] = weights
         while len(self.weights) > self.config.max_models:
             self.weights.popitem(last=False)
         return weights

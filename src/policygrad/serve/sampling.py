@@ -124,7 +124,7 @@ class LocalAnswers:
         """Raise ConfigError for a query that cannot be answered, before others are answered with it."""
         self._max_tokens(query)
         length, targets, last = len(query.prompt), query.target_ids, query.prompt_logprobs_last
-        if targets is not None and (targets.ndim != 2 or len(targets) != length - 1):
+        if targets is not None and len(targets) != length - 1:
             raise ConfigError(
                 f"target_prompt_logprobs has shape {list(targets.shape)}, expected [{length - 1}, K]: one row for each of the "
                 "prompt's tokens after the first"

@@ -6,14 +6,16 @@ import asyncio
 import hashlib
 import threading
 import time
+import traceback
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from policygrad.errors import ConfigError, DataError
+from policygrad.errors import ConfigError
 from policygrad.models.loading import resolve_model
 from policygrad.serve import wire
 from policygrad.serve.config import ServeConfig
@@ -21,17 +23,18 @@ from policygrad.serve.models import ServedNetwork, load_network
 from policygrad.serve.page import Status, is_recent, summarise
 from policygrad.serve.sample_queue import QueuedSample, SampleQueue
 from policygrad.serve.store import LoggedRequest, SavedPath, Store
-from policygrad.serve.training import ADAPTER_SPEC, Training
+from policygrad.serve.training import WEIGHTS_INFO, Training
 from policygrad.serve.wire import Answer
 from policygrad.trackers.console import format_duration
 from policygrad.training.trainer import limit_torch_threads
 from policygrad.utils.filesystem import hold_lock
 
 SAMPLING = "sampling"
-
-
-class LostRequestError(DataError):
-    """A sampling request that a restart has lost: the client sends it again."""
+LOCAL_USER = "local"
+"""Everyone, where no API keys are needed."""
+KEEP_SOURCES = 4096
+UNLOAD = "unload"
+"""In place of a number: unloading is no part of what a model computes."""
 
 
 class Service:
@@ -45,48 +48,61 @@ class Service:
             RunError: Another server uses the folder.
         """
         self.config, self.note = config, note
-        self.store = Store(config.folder.resolve())
+        folder = config.folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
         self.resources = ExitStack()
-        self.resources.enter_context(hold_lock(self.store.folder / ".lock"))
-        self.networks: dict[str, ServedNetwork] = {}
-        for name, path in config.models:
-            note(f"loading {name}")
-            self.networks[name] = load_network(
-                name, path, config.learner, adaptable=True, trust_remote_code=config.trust_remote_code
-            )
-        self.turns: deque[str] = deque()  # models, and SAMPLING, that have something to compute
+        self.resources.enter_context(hold_lock(folder / ".lock"))
+        self.store = Store(folder)
+        for session_id in self.store.sessions():
+            for model_id in self.store.models(session_id):
+                self.store.prune(model_id, config.keep_samplers)
+        # One thread loads and computes. Each thread that computes has OpenMP threads of its own, and with more of them than CPUs
+        # they sleep at every barrier instead of spinning: two such threads take 40% more CPU time.
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="serve")
+        self.networks = self.worker.submit(self._load_networks).result()
+        self.turns: OrderedDict[str, deque[str]] = OrderedDict()  # by payer: models that have something to compute
         self.condition = threading.Condition()
-        self.queue = SampleQueue(
+        self.queue = self.worker.submit(
+            SampleQueue,
             config,
             self.store,
             self.networks,
             condition=self.condition,
-            on_ready=lambda: self._add_turn(SAMPLING),
+            on_ready=lambda: self._add_turn(SAMPLING, SAMPLING),
             on_result=self._announce,
             note=note,
-        )
+        ).result()
         self.training = Training(
             config,
             self.store,
             self.networks,
             condition=self.condition,
-            on_ready=self._add_turn,
+            on_ready=lambda model_id: self._add_turn(self.find_payer(self.store.owner(model_id), model_id), model_id),
             on_result=self._announce,
             on_sampler_weights=self.queue.publish,
             note=note,
         )
         self.heartbeats: dict[str, float] = {}
-        self.sources: dict[str, Mapping[str, str | None]] = {}  # by sampling session
+        self.sources: OrderedDict[str, Mapping[str, str | None]] = OrderedDict()  # by sampling session; the latest
         self.waiters: dict[str, list[asyncio.Future[None]]] = {}
         self.is_stopping = False
         self.loop: asyncio.AbstractEventLoop | None = None
         self.started, self.url = time.time(), f"http://{config.host}:{config.port}"
-        self.thread = threading.Thread(target=self._take_turns, name="serve", daemon=True)
+        self.computing: Future[None] | None = None
+
+    def _load_networks(self) -> dict[str, ServedNetwork]:
+        networks: dict[str, ServedNetwork] = {}
+        for name, path in self.config.models:
+            self.note(f"loading {name}")
+            networks[name] = load_network(
+                name, path, self.config.learner, adaptable=True, trust_remote_code=self.config.trust_remote_code
+            )
+        return networks
 
     def start(self) -> None:
         """Begin to compute; called in the event loop."""
         self.loop = asyncio.get_running_loop()
-        self.thread.start()
+        self.computing = self.worker.submit(self._take_turns)
 
     def stop(self) -> None:
         """Finish the request that is being computed, and write the state of all models. Stopping twice is no error."""
@@ -95,27 +111,34 @@ class Service:
                 return
             self.is_stopping = True
             self.condition.notify_all()
-        if self.thread.is_alive():
-            self.thread.join()
-        self.training.save_all()
+        self.worker.submit(self.training.save_all).result()
+        self.worker.shutdown()
         self.queue.close()
         self.resources.close()
 
     # The thread that computes.
 
-    def _add_turn(self, name: str) -> None:
-        if name not in self.turns:
-            self.turns.append(name)
+    def find_payer(self, user: str, full_id: str) -> str:
+        """Return among whom turns are taken: users, or where all are the same one, sessions."""
+        return full_id.partition(":")[0] if user == LOCAL_USER else user
+
+    def _add_turn(self, payer: str, name: str) -> None:
+        names = self.turns.setdefault(payer, deque())
+        if name not in names:
+            names.append(name)
         self.condition.notify_all()
 
     def _take_turns(self) -> None:
         largest = max((x.model for x in self.networks.values()), key=lambda m: sum(p.numel() for p in m.parameters()))
         with limit_torch_threads(largest):
             while (turn := self._next_turn()) is not None:
-                if turn == SAMPLING:
-                    self.queue.answer_some()
-                else:
-                    self.training.compute_next(turn)
+                try:
+                    if turn == SAMPLING:
+                        self.queue.answer_some()
+                    else:
+                        self.training.compute_next(turn)
+                except Exception:  # a bug must not end the server for all others
+                    self.note(f"{turn}: {traceback.format_exc()}")
 
     def _next_turn(self) -> str | None:
         """Return whose turn it is, a model's id or SAMPLING; wait until there is something to compute. None: stop."""
@@ -126,13 +149,19 @@ class Service:
                 elif list(self.turns) == [SAMPLING] and (seconds := self.queue.seconds_to_gather()) > 0:
                     self.condition.wait(seconds)
                 else:
-                    return self.turns.popleft()
+                    payer, names = self.turns.popitem(last=False)
+                    turn = names.popleft()
+                    if names:
+                        self.turns[payer] = names  # after all others
+                    return turn
             return None
 
     # Sessions.
 
     def create_session(self, user: str, request: Any) -> str:
         """Return the id of a new session."""
+        if request.project_id is not None:
+            raise ConfigError("projects are not available here: leave project_id out")
         session_id = uuid.uuid4().hex[:20]
         values = {
             "user": user,
@@ -157,8 +186,23 @@ class Service:
         """Accept a request for a new model, with new or with saved weights, and return its request id."""
         if "finished" in self.store.read_session(user, request.session_id):
             raise ConfigError(f"the session {request.session_id} is finished: open another")
+        if kind == "create_model":
+            self._check_new_model(request)
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
         return self.training.submit(model_id, LoggedRequest(0, kind, body, wire.JSON))
+
+    def _check_new_model(self, request: Any) -> None:
+        """Raise ConfigError for a model that cannot be created, before the request is kept."""
+        network, spec = self.networks.get(request.base_model), wire.parse_adapter(request)
+        if network is None:
+            raise ConfigError(f"there is no model {request.base_model!r} here: {', '.join(self.networks)}")
+        if spec is not None and network.switch is not None:
+            sizes = [min(x.in_features, x.out_features) for x in network.switch.choose_layers(spec).values()]
+            if spec.rank > max(sizes, default=0):
+                raise ConfigError(
+                    f"lora_config.rank is {spec.rank}, and the largest rank that a layer of {network.name!r} can change is "
+                    f"{max(sizes, default=0)}: rank=0 trains all weights"
+                )
 
     def submit(self, user: str, model_id: str, request: LoggedRequest) -> str:
         """Accept a training request and return its id. One that was accepted before is not accepted again."""
@@ -184,8 +228,8 @@ class Service:
             "user_metadata": created["user_metadata"],
         }
 
-    def status(self) -> Status:
-        """Return what is shown on the page and the terminal."""
+    def status(self, user: str | None = None) -> Status:
+        """Return what is shown on the page and the terminal: of one user, or of all."""
         bases = [
             {
                 "name": name,
@@ -195,9 +239,13 @@ class Service:
             }
             for name, x in self.networks.items()
         ]
-        sessions, lanes = list[dict[str, Any]](), list(self.training.lanes.values())
+        with self.condition:
+            lanes = [x for x in self.training.lanes.values() if user in (None, self.store.owner(x.model_id))]
+        sessions = list[dict[str, Any]]()
         for session_id, last in list(self.heartbeats.items()):
-            if is_recent(last):
+            if not is_recent(last):
+                self.heartbeats.pop(session_id, None)
+            elif user in (None, self.store.owner(session_id)):
                 values = self.store.read(self.store.session(session_id) / "session.json", session_id)
                 count = sum(lane.model_id.startswith(f"{session_id}:") for lane in lanes)
                 age = f"{format_duration(time.time() - last)} ago"
@@ -218,7 +266,13 @@ class Service:
             for name in self.training.counts.keys() | self.queue.counts.keys()
         }
         uptime = format_duration(time.time() - self.started)
-        return Status(self.url, uptime, summarise(counts, len(self.queue.waiting)), bases, sessions, models)
+        summary = summarise(counts, len(self.queue.waiting))
+        return Status(self.url, self.key_hint, uptime, summary, bases, sessions, models)
+
+    @property
+    def key_hint(self) -> str:
+        """What clients set TINKER_API_KEY to."""
+        return "one of the keys in --api-keys" if self.config.api_keys else "tml-local"
 
     # Sampling.
 
@@ -244,7 +298,7 @@ class Service:
             self.store.check_owner(user, saved.model_id)
             if saved.kind != "sampler_weights":
                 raise ConfigError(f"{path} is not for sampling: save_weights_for_sampler saves what is")
-            name = self.store.read(self.store.saved(saved) / ADAPTER_SPEC, path)["base_model"]
+            name = self.store.read(self.store.find_saved(saved) / WEIGHTS_INFO, path)["base_model"]
         if name not in self.networks:
             raise ConfigError(f"there is no model {name!r} here: {', '.join(self.networks)}")
         return {"base_model": name, "model_path": path}
@@ -271,6 +325,8 @@ class Service:
             self.store.check_owner(user, sampler_id)
             if sampler_id not in self.sources:
                 self.sources[sampler_id] = self.read_sampler(user, sampler_id)
+                if len(self.sources) > KEEP_SOURCES:
+                    self.sources.popitem(last=False)
             source = self.sources[sampler_id]
         else:
             sampler_id, number = f"{user}:{uuid.uuid4().hex}", 0
@@ -278,7 +334,8 @@ class Service:
         seed = int.from_bytes(hashlib.sha256(sampler_id.partition(":")[2].encode()).digest()[:6], "big")
         query = wire.parse_sample(request, (seed, number))
         request_id = f"{sampler_id}:{number}"
-        self.queue.add(QueuedSample(request_id, sampler_id, query, str(source["base_model"]), source["model_path"]))
+        payer = self.find_payer(user, sampler_id)
+        self.queue.add(QueuedSample(request_id, payer, query, str(source["base_model"]), source["model_path"]))
         return request_id
 
     # Results.
@@ -307,20 +364,22 @@ class Service:
                 if not waiting:
                     self.waiters.pop(request_id, None)
 
-    def _find_result(self, user: str, request_id: str) -> Answer | None:
-        owner, _, number = request_id.rpartition(":")
+    def check_requester(self, user: str, request_id: str) -> None:
+        """Raise UnknownIdError unless a request is this user's."""
         if not request_id.startswith(f"{user}:"):  # else a sampling request without a session
-            self.store.check_owner(user, owner)
+            self.store.check_owner(user, request_id)
+
+    def _find_result(self, user: str, request_id: str) -> Answer | None:
+        self.check_requester(user, request_id)
+        owner, _, number = request_id.rpartition(":")
+        if ":train:" in owner and number == UNLOAD:
+            return wire.format_json(type="unload_model", model_id=owner)
         if ":train:" in owner and number.isdigit():
             return self.training.find_result(owner, int(number))
         if ":loss:" in request_id:
             self.store.read(self.store.loss(request_id), f"loss {request_id!r}")
             return wire.format_json(type="create_custom_loss", loss_id=request_id)
-        if request_id not in self.queue.results:
-            raise LostRequestError(
-                f"the sampling request {request_id!r} was lost when the server started again: send it again"
-            )
-        return self.queue.results[request_id]
+        return self.queue.find_answer(request_id)
 
     def _announce(self, request_id: str) -> None:
         """Wake those who wait for a result; called by the computing thread."""

@@ -15,12 +15,13 @@ it is part of a path.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +41,8 @@ _SESSION = re.compile(r"[A-Za-z0-9][\w-]{0,79}")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,199}")
 _NUMBER = re.compile(r"\d{1,12}")
 META = "checkpoint.json"
+OLD = ".old"
+"""Ends the name of saved weights that are being replaced (`install_folder`)."""
 NUMBERED = "[0-9]" * 8
 """Names of a log's files, and not of those that a killed server left half written."""
 
@@ -94,8 +97,12 @@ class SavedInfo:
     expires: float | None = None
     """Seconds since 1970; None = never."""
     user_metadata: dict[str, str] | None = None
-    is_temporary: bool = False
-    """Saved for a sampling client and without a name: only the latest ones are kept."""
+    sampling_session: str | None = None
+    """The one for which weights without a name were saved, of which only the latest are kept; None = they have a name."""
+
+    @property
+    def has_expired(self) -> bool:
+        return self.expires is not None and self.expires < time.time()
 
 
 class Store:
@@ -104,6 +111,10 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder, self.owners = folder, dict[str, str]()
         folder.mkdir(parents=True, exist_ok=True)
+        for kind in KINDS:  # a killed server may have been replacing saved weights
+            for old in folder.glob(f"*/train/*/{kind}/*{OLD}"):
+                if not old.with_name(old.name.removesuffix(OLD)).exists():
+                    os.replace(old, old.with_name(old.name.removesuffix(OLD)))
 
     # Sessions, and what is written once.
 
@@ -164,7 +175,8 @@ class Store:
     def models(self, session_id: str) -> list[str]:
         """Return the ids of a session's models."""
         folder = self.session(session_id) / "train"
-        numbers = sorted(int(p.name) for p in folder.iterdir() if _NUMBER.fullmatch(p.name)) if folder.is_dir() else []
+        found = folder.glob("*/model.json") if folder.is_dir() else []  # not of one that could not be created
+        numbers = sorted(int(p.parent.name) for p in found if _NUMBER.fullmatch(p.parent.name))
         return [f"{session_id}:train:{n}" for n in numbers]
 
     def samplers(self, session_id: str) -> list[str]:
@@ -199,13 +211,15 @@ class Store:
             header = json.dumps({"kind": request.kind, "content_type": request.content_type})
             _write_bytes(path, header.encode() + b"\n" + request.body)
 
-    def read_requests(self, model_id: str) -> Iterator[LoggedRequest]:
-        """Iterate over the requests that are kept, in order."""
+    def list_requests(self, model_id: str) -> list[int]:
+        """Return the numbers of the requests that are kept, in order."""
         folder = self.model(model_id) / "log"
-        for path in sorted(folder.glob(NUMBERED + ".request")) if folder.is_dir() else []:
-            header, _, body = path.read_bytes().partition(b"\n")
-            values = json.loads(header)
-            yield LoggedRequest(int(path.stem), values["kind"], body, values["content_type"])
+        return sorted(int(p.stem) for p in folder.glob(NUMBERED + ".request")) if folder.is_dir() else []
+
+    def read_request(self, model_id: str, sequence: int) -> LoggedRequest:
+        header, _, body = self._log(model_id, sequence, "request").read_bytes().partition(b"\n")
+        values = json.loads(header)
+        return LoggedRequest(sequence, values["kind"], body, values["content_type"])
 
     def write_result(self, model_id: str, sequence: int, content_type: str, body: bytes) -> None:
         _write_bytes(self._log(model_id, sequence, "result"), content_type.encode() + b"\n" + body)
@@ -246,13 +260,12 @@ class Store:
 
     # What clients save.
 
-    def saved(self, path: SavedPath) -> Path:
+    def find_saved(self, path: SavedPath) -> Path:
         """Return the folder of saved weights. Raises UnknownIdError if there is none, or it has expired."""
         folder = self.model(path.model_id) / path.kind / path.name
         if not (folder / META).is_file():
             raise UnknownIdError(f"there are no saved weights {path}: list_checkpoints shows those of a model")
-        if self.saved_info(path).expires is not None and (self.saved_info(path).expires or 0) < time.time():
-            shutil.rmtree(folder, ignore_errors=True)
+        if self.saved_info(path).has_expired:
             raise UnknownIdError(f"the saved weights {path} have expired")
         return folder
 
@@ -262,24 +275,33 @@ class Store:
 
     def set_expiry(self, path: SavedPath, expires: float | None) -> None:
         values = asdict(self.saved_info(path)) | {"expires": expires}
-        self.write(self.saved(path) / META, values)
+        self.write(self.find_saved(path) / META, values)
 
-    def check_name(self, path: SavedPath, request: int, *, overwrite: bool) -> bool:
+    def check_name(self, path: SavedPath, request: int, *, overwrite: bool = False, remedy: str = "") -> bool:
         """Return True if this request has saved these weights already, before a crash.
+
+        Args:
+            overwrite: Whether another request's may be replaced.
+            remedy: How to save all the same, beside choosing another name.
 
         Raises:
             ConfigError: An invalid name, or another request's.
         """
-        if not _NAME.fullmatch(path.name):
+        if not _NAME.fullmatch(path.name) or path.name.endswith(OLD):
             raise ConfigError(
-                f"{path.name!r} is no name for saved weights: use letters, digits, '_', '-' and '.', at most 200, no '/'"
+                f"{path.name!r} is no name for saved weights: use letters, digits, '_', '-' and '.', at most 200, no '/' and no "
+                f"'{OLD}' at the end"
             )
-        if not (self.model(path.model_id) / path.kind / path.name / META).is_file():
+        folder = self.model(path.model_id) / path.kind / path.name
+        if not (folder / META).is_file():
             return False
-        if self.saved_info(path).request == request:
+        info = self.saved_info(path)
+        if info.request == request:
             return True
-        if not overwrite:
-            raise ConfigError(f"{path} exists already: choose another name, or save with overwrite=True")
+        if info.has_expired:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif not overwrite:
+            raise ConfigError(f"{path} exists already: choose another name{remedy}")
         return False
 
     def install(self, path: SavedPath, temporary: Path, info: SavedInfo) -> None:
@@ -294,41 +316,49 @@ class Store:
         for folder in (final.parent, *final.parents[1:4]):
             fsync_path(folder)
 
-    def temporary(self, path: SavedPath) -> Path:
-        """Return an empty folder to write saved weights to."""
+    def make_temporary(self, path: SavedPath) -> Path:
+        """Make an empty folder to write saved weights to."""
         folder = self.model(path.model_id) / path.kind / f".tmp-{path.name}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
     def delete(self, path: SavedPath) -> None:
-        shutil.rmtree(self.saved(path))
+        """Delete saved weights: at once for all who look for them, and then their files."""
+        folder = self.find_saved(path)
+        (folder / META).unlink()
+        shutil.rmtree(folder, ignore_errors=True)
 
-    def list_saved(self, model_id: str) -> list[SavedPath]:
-        """Return what a model has saved and has not expired, oldest first, without what is temporary."""
-        return [path for path in self._list(model_id, KINDS) if not self.saved_info(path).is_temporary]
+    def list_saved(self, model_id: str) -> list[tuple[SavedPath, SavedInfo]]:
+        """Return what a model has saved under a name and has not expired, oldest first."""
+        found = self._list(model_id, KINDS)
+        return [(path, info) for path, info in found if info.sampling_session is None and not info.has_expired]
 
-    def prune_temporary(self, model_id: str, keep: int) -> None:
-        """Delete all but the newest `keep` weights that were saved for sampling without a name."""
-        paths = [p for p in self._list(model_id, ("sampler_weights",)) if self.saved_info(p).is_temporary]
-        for path in paths[: max(0, len(paths) - keep)]:
-            shutil.rmtree(self.model(model_id) / path.kind / path.name, ignore_errors=True)
+    def prune(self, model_id: str, keep: int) -> None:
+        """Delete saved weights that have expired, and all but the newest `keep` without a name, with their sampling sessions."""
+        found = self._list(model_id, KINDS)
+        unnamed = [path for path, info in found if info.sampling_session and not info.has_expired]
+        outdated = unnamed[: max(0, len(unnamed) - keep)]
+        for path, info in found:
+            if info.has_expired or path in outdated:
+                shutil.rmtree(self.model(model_id) / path.kind / path.name, ignore_errors=True)
+                if info.sampling_session:
+                    self.sampling_session(info.sampling_session).unlink(missing_ok=True)
 
-    def _list(self, model_id: str, kinds: tuple[Kind, ...]) -> list[SavedPath]:
-        dated = list[tuple[float, SavedPath]]()
+    def _list(self, model_id: str, kinds: tuple[Kind, ...]) -> list[tuple[SavedPath, SavedInfo]]:
+        found = list[tuple[SavedPath, SavedInfo]]()
         for kind in kinds:
             folder = self.model(model_id) / kind
             for child in folder.iterdir() if folder.is_dir() else []:
-                if _NAME.fullmatch(child.name) and not child.name.endswith(".old") and (child / META).is_file():
-                    path = SavedPath(model_id, kind, child.name)
-                    info = self.saved_info(path)
-                    if info.expires is None or info.expires > time.time():
-                        dated.append((info.created, path))
-        return [path for _, path in sorted(dated, key=lambda item: (item[0], str(item[1])))]
+                path = SavedPath(model_id, kind, child.name)
+                if _NAME.fullmatch(child.name) and not child.name.endswith(OLD):
+                    with contextlib.suppress(UnknownIdError):  # just deleted, or being written
+                        found.append((path, self.saved_info(path)))
+        return sorted(found, key=lambda item: (item[1].created, str(item[0])))
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all, as far as this machine goes on: a killed process loses nothing."""
+    """Write a file completely or not at all. It survives the process, and not the machine: that would cost a wait for the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.write_bytes(data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,8 +30,12 @@ from policygrad.serve.wire import Answer
 
 FULL_WEIGHTS = "model.safetensors"
 """All weights of a model in a folder of weights for sampling; an adapter is in PEFT's file instead."""
-ADAPTER_SPEC = "weights.json"
+WEIGHTS_INFO = "weights.json"
 """The base model and the adapter's specification, beside either."""
+KEEP_LOSSES = 64
+"""Custom losses that are kept in memory."""
+LONGEST_TTL = 10 * 365 * 86400
+"""Seconds."""
 
 
 @dataclass(eq=False)
@@ -40,15 +45,24 @@ class Lane:
     model_id: str
     next: int
     """Number of the request to compute next."""
-    waiting: dict[int, LoggedRequest] = field(default_factory=dict)
+    saved: int
+    """Number of the request that the state on the disk is after; -1 = there is none."""
+    waiting: set[int] = field(default_factory=set)
+    """Numbers of the requests that have arrived and are not computed."""
     model: ClientModel | None = None
     """None: on the disk, or not created yet."""
     failed: str = ""
     """Why a forward_backward failed whose gradient the next optimizer step would miss."""
-    chunks: list[tuple[int, wire.PassRequest]] = field(default_factory=list)
-    """Requests of which only the first ones have arrived (`wire.DATUM_COUNT`)."""
+    lost: str = ""
+    """Why the model is not what its client was told: a request that had succeeded failed when it was computed again."""
+    parts: list[tuple[int, wire.PassRequest]] = field(default_factory=list)
+    """The numbers and contents of a divided request whose last part has not arrived (`wire.DATUM_COUNT`)."""
+    unwritten: dict[int, Answer] = field(default_factory=dict)
+    """Results that the disk had no room for, by number."""
     unsaved_seconds: float = 0.0
     """Work that a restart would repeat."""
+    must_save: bool = False
+    """Whether a state is due after the request that is being computed."""
     last_used: float = 0.0
     activity: str = ""
 
@@ -88,44 +102,46 @@ class Training:
             note,
         )
         self.lanes: dict[str, Lane] = {}
-        self.custom_losses: dict[str, CustomLoss] = {}
+        self.custom_losses: OrderedDict[str, CustomLoss] = OrderedDict()  # by id; used by the computing thread alone
         self.counts = {"requests": 0, "updates": 0, "tokens_trained": 0}
 
     # Requests.
 
-    def lane(self, model_id: str) -> Lane:
-        """Return a model's lane, with what a server before this one has left to do. Raises UnknownIdError for a malformed id."""
-        if model_id not in self.lanes:
-            folder = self.store.model(model_id)
-            steps = [int(p.name[5:]) for p in (folder / "state").glob("step-*") if p.name[5:].isdigit()]
-            lane = Lane(model_id, max(steps, default=-1) + 1)
-            lane.waiting = {r.sequence: r for r in self.store.read_requests(model_id) if r.sequence >= lane.next}
-            self.lanes[model_id] = lane
-            self._wake(lane)
-        return self.lanes[model_id]
+    def open_lane(self, model_id: str, *, is_new: bool = False) -> Lane:
+        """Return a model's lane, with what a server before this one has left to do.
+
+        Raises:
+            UnknownIdError: A malformed id, or no request has ever asked for this model, and `is_new` is false.
+        """
+        with self.condition:
+            if model_id not in self.lanes:
+                folder = self.store.model(model_id)
+                steps = [int(p.name[5:]) for p in (folder / "state").glob("step-*") if p.name[5:].isdigit()]
+                saved = max(steps, default=-1)
+                lane = Lane(model_id, saved + 1, saved)
+                lane.waiting = {n for n in self.store.list_requests(model_id) if n >= lane.next}
+                if not (is_new or lane.next or 0 in lane.waiting):
+                    raise UnknownIdError(f"there is no model {model_id!r}")
+                self.lanes[model_id] = lane
+                if lane.is_ready:
+                    self.on_ready(model_id)
+            return self.lanes[model_id]
 
     def submit(self, model_id: str, request: LoggedRequest) -> str:
         """Accept a request and return its id. One that was accepted before is not accepted again."""
-        lane = self.lane(model_id)
-        if request.sequence and lane.next == 0 and 0 not in lane.waiting:
-            raise UnknownIdError(f"there is no model {model_id!r}")
+        lane = self.open_lane(model_id, is_new=request.sequence == 0)
         with self.condition:
             if request.sequence >= lane.next and request.sequence not in lane.waiting:
                 self.store.log_request(model_id, request)
-                lane.waiting[request.sequence] = request
+                lane.waiting.add(request.sequence)
                 self.counts["requests"] += 1
-        self._wake(lane)
+                if lane.is_ready:
+                    self.on_ready(model_id)
         return f"{model_id}:{request.sequence}"
 
-    def _wake(self, lane: Lane) -> None:
-        with self.condition:
-            if lane.is_ready:
-                self.on_ready(lane.model_id)
-
-    def next_free(self, model_id: str) -> int:
-        """Return the number after a model's last request."""
-        lane = self.lane(model_id)
-        return max([lane.next, *(n + 1 for n in lane.waiting)])
+    def unload(self, model_id: str) -> None:
+        """Let this model be the next to leave the memory when another one needs it."""
+        self.open_lane(model_id).last_used = 0.0
 
     def last_used(self, model_id: str) -> float:
         """Return when a model last computed something, in seconds since 1970."""
@@ -136,40 +152,93 @@ class Training:
         """Return a request's result, None while there is none. Raises UnknownIdError if there is no such request."""
         if (result := self.store.read_result(model_id, sequence)) is not None:
             return Answer(*result)
-        if sequence not in self.lane(model_id).waiting and not self.store.has_request(model_id, sequence):
+        lane = self.open_lane(model_id)
+        if sequence in lane.unwritten:
+            return lane.unwritten[sequence]
+        if sequence not in lane.waiting and not self.store.has_request(model_id, sequence):
+            if (result := self.store.read_result(model_id, sequence)) is not None:  # written in the meantime
+                return Answer(*result)
             raise UnknownIdError(f"there is no request '{model_id}:{sequence}'")
         return None
 
     def compute_next(self, model_id: str) -> None:
-        """Compute a model's next request, and write its result."""
+        """Compute a model's next request, write its result, and a state when one is due."""
         lane = self.lanes[model_id]
-        request = lane.waiting[lane.next]
-        request_id, started = f"{model_id}:{request.sequence}", time.perf_counter()
+        if not lane.is_ready:  # it was another turn's already
+            return
+        request, started = self.store.read_request(model_id, lane.next), time.perf_counter()
         lane.activity, lane.last_used = request.kind, time.time()
-        try:
-            answer = COMPUTE[request.kind](self, lane, request)
-        except PolicygradError as error:
-            answer = wire.format_error(str(error), is_users=not isinstance(error, NumericsError))
-        except torch.OutOfMemoryError as error:
-            answer = wire.format_error(
-                f"out of memory: send fewer or shorter data, or start the server with a smaller --learner.micro-tokens ({error})",
-                is_users=False,
-            )
-        except Exception as error:  # a bug must not end the server; the client and the log get it
-            self.note(f"{request_id}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-            answer = wire.format_error(f"{type(error).__name__}: {error} (a bug of the server)", is_users=False)
-        if answer is not None:  # None: a part of a request, of which more has to arrive
-            if self.store.read_result(model_id, request.sequence) is None:  # else it was answered before a restart
-                self.store.write_result(model_id, request.sequence, answer.content_type, answer.body)
-            lane.unsaved_seconds += time.perf_counter() - started
-            if lane.unsaved_seconds > self.config.replay_seconds:
-                self._save_state(lane, after=request.sequence)
-            self.on_result(request_id)
+        stored = self.store.read_result(model_id, request.sequence)  # of before a restart
+        if stored is not None and (why := wire.read_error(Answer(*stored))):
+            self._fail(lane, request, why)  # as the client was told, also where it would succeed now
+        elif (answer := self._compute(lane, request)) is not None:
+            if stored is None:
+                self._write_result(lane, request.sequence, answer)
+            elif why := wire.read_error(answer):
+                lane.lost = (
+                    f"after a restart request {request.sequence} could not be computed again ({why}): start the server again, or "
+                    "load a checkpoint"
+                )
+        lane.unsaved_seconds += time.perf_counter() - started
+        if lane.must_save or lane.unsaved_seconds > self.config.replay_seconds:
+            self._save_state(lane, after=request.sequence)
         with self.condition:
-            lane.activity = ""
-            lane.waiting.pop(lane.next)
+            lane.activity, lane.must_save = "", False
+            lane.waiting.remove(lane.next)
             lane.next += 1
-        self._wake(lane)
+            if lane.model is not None and not lane.model.optimizer.consistent:  # an optimizer step ended halfway
+                del self.lanes[model_id]
+                self.open_lane(model_id)  # which computes again from the last state
+            elif lane.is_ready:
+                self.on_ready(model_id)
+
+    def _compute(self, lane: Lane, request: LoggedRequest) -> Answer | None:
+        """Return a request's result; None for a part of a divided request that is not the last."""
+        try:
+            if lane.lost and request.kind != "load_weights":
+                raise ModelError(lane.lost)
+            if lane.parts and request.kind not in ("forward", "forward_backward"):
+                count = sum(len(part.data) for _, part in lane.parts)
+                raise ConfigError(f"only {count} data of a divided request have arrived: send all of them first")
+            return COMPUTE[request.kind](self, lane, request)
+        except torch.OutOfMemoryError as error:
+            text, is_users = (
+                f"out of memory: send fewer or shorter data, or start the server with a smaller --learner.micro-tokens ({error})",
+                False,
+            )
+        except PolicygradError as error:
+            text, is_users = str(error), not isinstance(error, NumericsError)
+        except OSError as error:
+            text, is_users = f"a file could not be written or read: {error}", False
+        except Exception as error:  # a bug must not end the server; the client and the log get it
+            request_id = f"{lane.model_id}:{request.sequence}"
+            self.note(f"{request_id}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            text, is_users = f"{type(error).__name__}: {error} (a bug of the server)", False
+        self._fail(lane, request, text)
+        return wire.format_error(text, is_users=is_users)
+
+    def _fail(self, lane: Lane, request: LoggedRequest, why: str) -> None:
+        """Forget what a failed request was to be part of: no optimizer step may be taken with the rest of it."""
+        for sequence, _ in lane.parts:
+            if sequence != request.sequence:
+                self._write_result(lane, sequence, wire.format_error(why, is_users=True))
+        lane.parts = []
+        if request.kind == "optim_step":
+            lane.failed = ""
+        elif wire.adds_gradient(request.kind, request.body, request.content_type):
+            lane.failed = why
+        else:
+            return
+        if lane.model is not None:
+            lane.model.clear_gradient()
+
+    def _write_result(self, lane: Lane, sequence: int, answer: Answer) -> None:
+        try:
+            self.store.write_result(lane.model_id, sequence, answer.content_type, answer.body)
+        except OSError as error:
+            lane.unwritten[sequence] = answer
+            self.note(f"the result {lane.model_id}:{sequence} is in memory alone: {error}")
+        self.on_result(f"{lane.model_id}:{sequence}")
 
     # State.
 
@@ -178,31 +247,32 @@ class Training:
         for lane in self.lanes.values():
             self._save_state(lane, after=lane.next - 1)
 
-    def _save_state(self, lane: Lane, *, after: int, force: bool = False) -> bool:
+    def _save_state(self, lane: Lane, *, after: int) -> bool:
         """Write a model's state after a request, unless a gradient is pending, which no state contains.
-
-        Args:
-            force: Also if nothing was computed since the last state.
 
         Returns:
             Whether what is on the disk is what is in memory.
         """
         if lane.model is None or after < 0:
             return False
-        if not (lane.unsaved_seconds or force):
+        if not (lane.unsaved_seconds or lane.must_save):
             return True
-        if lane.model.pending or lane.chunks or lane.failed:
+        if lane.model.pending or lane.parts or lane.failed or lane.lost or lane.unwritten:
             return False
-        tensors, values = lane.model.state()
-        self.store.save_state(lane.model_id, after, tensors, {**values, **_describe(lane.model)})
-        lane.unsaved_seconds = 0.0
+        try:
+            tensors, values = lane.model.state()
+            self.store.save_state(lane.model_id, after, tensors, {**values, **_describe(lane.model)})
+        except (PolicygradError, OSError) as error:  # the log still has what was to be in it
+            self.note(f"the state of {lane.model_id} was not written: {error}")
+            return False
+        lane.saved, lane.unsaved_seconds = after, 0.0
         return True
 
     def _model(self, lane: Lane) -> ClientModel:
         """Return a model, from the disk if it is there."""
         if lane.model is None:
             saved = self.store.load_state(lane.model_id)
-            if saved is None or saved[0] != lane.next - 1:
+            if saved is None or saved[0] != lane.saved:
                 raise ModelError(f"the model {lane.model_id} was not created, or its state is lost: create it again")
             lane.model = self._build(saved[2])
             lane.model.restore(saved[1], saved[2])
@@ -234,7 +304,7 @@ class Training:
         spec = wire.parse_adapter(values)
         lane.model = self._build({"base_model": values.base_model, "adapter": None if spec is None else asdict(spec)})
         self._register(lane, values.user_metadata)
-        self._save_state(lane, after=request.sequence, force=True)  # a random seed is part of it
+        lane.must_save = True  # a random seed is part of it
         return wire.format_json(type="create_model", model_id=lane.model_id)
 
     def _register(self, lane: Lane, user_metadata: Any) -> None:
@@ -245,76 +315,78 @@ class Training:
         self._make_room(lane)
 
     def _run_pass(self, lane: Lane, request: LoggedRequest) -> Answer | None:
-        model, backward = self._model(lane), True
-        try:
-            given = wire.parse_pass(request.body, request.content_type)
-            backward, config = given.backward, dict(given.config)
-            expected = config.pop(wire.DATUM_COUNT, None)
-            lane.chunks.append((request.sequence, given))
-            if expected is not None and sum(len(part.data) for _, part in lane.chunks) < float(expected):
+        model, given = self._model(lane), wire.parse_pass(request.body, request.content_type)
+        config = dict(given.config)
+        expected = config.pop(wire.DATUM_COUNT, None)
+        if lane.parts:
+            first = lane.parts[0][1]
+            if (given.loss, given.config, given.backward) != (first.loss, first.config, first.backward):
+                raise ConfigError(
+                    "the parts of a divided request differ in loss_fn, loss_fn_config or in what is asked for"
+                )
+        lane.parts.append((request.sequence, given))
+        data = [datum for _, part in lane.parts for datum in part.data]
+        if expected is not None:
+            if not isinstance(expected, int | float) or expected < len(data):
+                raise ConfigError(f"{wire.DATUM_COUNT} must be the number of all data of the request, not {expected!r}")
+            if len(data) < expected:
                 return None
-            chunks, lane.chunks = lane.chunks, []
-            data = [datum for _, part in chunks for datum in part.data]
-            result = model.run(data, given.loss, config, self._load_custom_losses(lane.model_id), backward=backward)
-        except Exception as error:
-            if backward:  # part of the gradient may have been added, and a step must not be taken with it
-                model.clear_gradient()
-                lane.failed, lane.chunks = str(error), []
-            raise
+        custom = self._load_custom_loss(lane, config) if given.loss == "custom" else {}
+        result = model.run(data, given.loss, config, custom, backward=given.backward)
         self.counts["tokens_trained"] += sum(len(d.tokens) for d in data)
-        first, answer = 0, None
-        for sequence, part in chunks:  # each part gets its own log-probabilities; the metrics go with the last
+        parts, lane.parts = lane.parts, []
+        start, answer = 0, None
+        for (
+            sequence,
+            part,
+        ) in parts:  # each gets its own log-probabilities; sums go with the last, as the client adds them up
             is_last = sequence == request.sequence
-            logprobs, first = result.logprobs[first : first + len(part.data)], first + len(part.data)
-            metrics = result.metrics if is_last else dict.fromkeys(result.metrics, 0.0)
+            logprobs, start = result.logprobs[start : start + len(part.data)], start + len(part.data)
+            metrics = {n: x if is_last or n.endswith(":mean") else 0.0 for n, x in result.metrics.items()}
             answer = wire.format_pass(logprobs, metrics)
             if not is_last:
-                self.store.write_result(lane.model_id, sequence, answer.content_type, answer.body)
-                self.on_result(f"{lane.model_id}:{sequence}")
+                self._write_result(lane, sequence, answer)
         return answer
 
     def create_custom_loss(self, request: Any) -> str:
         """Check and keep an uploaded loss; return its id, which is the request's too."""
         inputs = [(x.name, x.rank) for x in request.inputs]
         nodes = [node.model_dump() for node in request.graph.nodes]
-        loss = build_custom_loss(request.name, inputs, nodes, request.graph.format)
+        build_custom_loss(request.name, inputs, nodes, request.graph.format)
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
-        values = {"name": request.name, "inputs": inputs, "nodes": nodes, "format": request.graph.format}
-        self.store.write(self.store.loss(loss_id), values)
-        self.custom_losses[loss_id] = loss
+        if not self.store.loss(loss_id).exists():  # else the client asks again
+            values = {"name": request.name, "inputs": inputs, "nodes": nodes, "format": request.graph.format}
+            self.store.write(self.store.loss(loss_id), values)
         return loss_id
 
-    def _load_custom_losses(self, model_id: str) -> Mapping[str, CustomLoss]:
-        """Return the losses that a model's session has uploaded, by their id."""
-        session_id = model_id.partition(":")[0]
-        for path in (self.store.session(session_id) / "loss").glob("*.json"):
-            loss_id = f"{session_id}:loss:{path.stem}"
-            if loss_id not in self.custom_losses:
-                x = self.store.read(path, f"loss {loss_id!r}")
-                self.custom_losses[loss_id] = build_custom_loss(x["name"], x["inputs"], x["nodes"], x["format"])
-        return {name: loss for name, loss in self.custom_losses.items() if name.startswith(f"{session_id}:")}
+    def _load_custom_loss(self, lane: Lane, config: Mapping[str, float | str]) -> Mapping[str, CustomLoss]:
+        """Return the loss that a request names, by its id; nothing if it is another session's."""
+        loss_id = str(config.get("loss_id"))
+        if loss_id.partition(":")[0] != lane.model_id.partition(":")[0]:
+            return {}
+        if loss_id not in self.custom_losses:
+            x = self.store.read(self.store.loss(loss_id), f"loss {loss_id!r}")
+            self.custom_losses[loss_id] = build_custom_loss(x["name"], x["inputs"], x["nodes"], x["format"])
+            if len(self.custom_losses) > KEEP_LOSSES:
+                self.custom_losses.popitem(last=False)
+        return {loss_id: self.custom_losses[loss_id]}
 
     def _optim_step(self, lane: Lane, request: LoggedRequest) -> Answer:
         if lane.failed:
-            why, lane.failed = lane.failed, ""
-            raise ConfigError(f"no step was taken, because a forward_backward before it failed: {why}")
+            raise ConfigError(f"no step was taken, because a forward_backward before it failed: {lane.failed}")
         metrics = self._model(lane).step(wire.parse_adam(wire.parse("optim_step", request.body)))
         self.counts["updates"] += 1
         return wire.format_json(metrics=metrics)
-
-    def _unload_model(self, lane: Lane, request: LoggedRequest) -> Answer:
-        if self._save_state(lane, after=request.sequence, force=True):
-            lane.model = None
-        return wire.format_json(type="unload_model", model_id=lane.model_id)
 
     def _save_weights(self, lane: Lane, request: LoggedRequest) -> Answer:
         values = wire.parse("save_weights", request.body)
         model = self._model(lane)
         path = SavedPath(lane.model_id, "weights", values.path or f"{request.sequence:06d}")
-        if not self.store.check_name(path, request.sequence, overwrite=values.overwrite):
+        remedy = ", or save with overwrite=True"
+        if not self.store.check_name(path, request.sequence, overwrite=values.overwrite, remedy=remedy):
             if model.pending:
                 raise ConfigError("a gradient is pending, which a checkpoint does not contain: call optim_step first")
-            folder = self.store.temporary(path)
+            folder = self.store.make_temporary(path)
             tensors, state = model.state()
             state |= _describe(model)
             save_checkpoint(folder / "state", model.optimizer.num_updates, tensors, state, keep=1)
@@ -327,23 +399,23 @@ class Training:
             raise ConfigError(
                 f"kind={values.kind!r} is not available here: a snapshot's weights are those of every token, and are loaded at once"
             )
-        model, is_temporary = self._model(lane), values.path is None
+        model, sampler_id = self._model(lane), None
+        if values.path is None:
+            sampler_id = f"{lane.model_id.partition(':')[0]}:sample:{values.sampling_session_seq_id}"
         path = SavedPath(lane.model_id, "sampler_weights", values.path or f"sampler-{request.sequence:06d}")
-        if not self.store.check_name(path, request.sequence, overwrite=False):
-            folder = self.store.temporary(path)
+        if not self.store.check_name(path, request.sequence):
+            folder = self.store.make_temporary(path)
             if model.adapter is not None:
                 write_adapter(folder, model.adapter, model.network.path)
             else:
                 tensors = {name: p.detach().cpu().contiguous() for name, p in model.network.model.named_parameters()}
                 save_file(tensors, folder / FULL_WEIGHTS, metadata={"format": "pt"})
-            self.store.write(folder / ADAPTER_SPEC, _describe(model))
-            self.store.install(path, folder, _saved_info(request, values, is_temporary=is_temporary))
+            self.store.write(folder / WEIGHTS_INFO, _describe(model))
+            self.store.install(path, folder, _saved_info(request, values, sampler_id))
             self.on_sampler_weights(model.network.name, str(path))
-        if not is_temporary:
+        self.store.prune(lane.model_id, self.config.keep_samplers)
+        if sampler_id is None:
             return wire.format_json(type="save_weights_for_sampler", path=str(path))
-        self.store.prune_temporary(lane.model_id, self.config.keep_samplers)
-        session_id = lane.model_id.partition(":")[0]
-        sampler_id = f"{session_id}:sample:{values.sampling_session_seq_id}"
         self.store.write(self.store.sampling_session(sampler_id), {"model_path": str(path)})
         return wire.format_json(type="save_weights_for_sampler", path=None, sampling_session_id=sampler_id)
 
@@ -355,8 +427,8 @@ class Training:
             )
         model = self._model(lane)
         path = SavedPath(lane.model_id, "external_weights", values.path)
-        if not self.store.check_name(path, request.sequence, overwrite=False):
-            folder = self.store.temporary(path)
+        if not self.store.check_name(path, request.sequence):
+            folder = self.store.make_temporary(path)
             tokenizer = model.network.tokenizer.hf
             if model.adapter is not None:
                 write_adapter(folder, model.adapter, model.network.path)
@@ -374,7 +446,7 @@ class Training:
         self.store.check_owner(self.store.owner(lane.model_id), path.model_id)
         if path.kind != "weights":
             raise ConfigError(f"{path} is not for training: save_state saves what is")
-        saved = load_latest(self.store.saved(path) / "state", warn=lambda text: None)
+        saved = load_latest(self.store.find_saved(path) / "state", warn=lambda text: None)
         if saved is None:
             raise ModelError(f"{path} cannot be read: its files are damaged")
         name = saved.state["base_model"]
@@ -390,8 +462,8 @@ class Training:
                 f"{path} has another base model or adapter than this one: create a client from it instead"
             )
         model.restore(saved.tensors, saved.state, optimizer=values.optimizer)
-        lane.failed = ""
-        self._save_state(lane, after=request.sequence, force=True)  # a restart might not find the checkpoint any more
+        lane.failed, lane.lost = "", ""
+        lane.must_save = True  # a restart might not find the checkpoint any more
         return wire.format_json(type="load_weights", path=str(path), model_id=lane.model_id)
 
 
@@ -404,7 +476,6 @@ COMPUTE: Mapping[str, Callable[[Training, Lane, LoggedRequest], Answer | None]] 
     "save_weights_for_sampler": Training._save_for_sampler,
     "save_weights_external": Training._save_external,
     "load_weights": Training._load_weights,
-    "unload_model": Training._unload_model,
 }
 
 
@@ -419,15 +490,22 @@ def _describe(model: ClientModel) -> dict[str, Any]:
     return {"base_model": model.network.name, "adapter": spec}
 
 
-def _saved_info(request: LoggedRequest, values: Any, *, is_temporary: bool = False) -> SavedInfo:
-    seconds = values.ttl_seconds
-    if seconds is not None and seconds <= 0:
-        raise ConfigError(f"ttl_seconds must be above 0, or left out, not {seconds}")
-    now = time.time()
+def compute_expiry(ttl_seconds: object) -> float | None:
+    """Return when saved weights expire, in seconds since 1970. Raises ConfigError for a time that is none."""
+    if ttl_seconds is None:
+        return None
+    if not isinstance(ttl_seconds, int | float) or not 0 < ttl_seconds <= LONGEST_TTL:
+        raise ConfigError(
+            f"ttl_seconds must be above 0 and at most {LONGEST_TTL}, or none for no end, not {ttl_seconds!r}"
+        )
+    return time.time() + ttl_seconds
+
+
+def _saved_info(request: LoggedRequest, values: Any, sampler_id: str | None = None) -> SavedInfo:
     return SavedInfo(
-        created=now,
+        created=time.time(),
         request=request.sequence,
-        expires=None if seconds is None else now + seconds,
+        expires=compute_expiry(values.ttl_seconds),
         user_metadata=getattr(values, "user_metadata", None),
-        is_temporary=is_temporary,
+        sampling_session=sampler_id,
     )

@@ -6,6 +6,7 @@ Training requests and what they compute are protobuf, the rest is JSON.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,12 @@ class Answer:
     body: bytes
 
 
+MAX_ELEMENTS = 2**26
+"""Numbers of a tensor that a client sends; a sparse one is small to send and may be large to compute with."""
+MAX_SAMPLES = 4096
+"""Completions of one prompt in a request."""
+MAX_TOP = 1024
+"""Tokens with their log-probabilities at a position, most probable or drawn."""
 MAX_CHUNK = 2**30
 """A request is not divided by the client: an algorithm's coefficients are over all of its data."""
 DATUM_COUNT = "datums"
@@ -104,7 +111,7 @@ REQUESTS: Mapping[str, Any] = {
 }
 
 
-def address_of(kind: str, body: bytes, content_type: str) -> tuple[str, int]:
+def parse_address(kind: str, body: bytes, content_type: str) -> tuple[str, int]:
     """Return (model id, sequence number) of a training request."""
     if PROTOBUF in content_type:
         message = _parse_message(body)
@@ -116,6 +123,16 @@ def address_of(kind: str, body: bytes, content_type: str) -> tuple[str, int]:
     if not isinstance(sequence, int) or sequence < 1:
         raise ConfigError(f"{kind}: seq_id must be a whole number, at least 1, not {sequence!r}")
     return values["model_id"], sequence
+
+
+def adds_gradient(kind: str, body: bytes, content_type: str) -> bool:
+    """Return whether a request is to add to the gradient; in doubt it is."""
+    if kind != "forward_backward" or PROTOBUF not in content_type:
+        return kind == "forward_backward"
+    try:
+        return not _parse_message(body).forward_only
+    except ConfigError:
+        return True
 
 
 def _parse_message(body: bytes) -> Any:
@@ -138,7 +155,10 @@ def parse_pass(body: bytes, content_type: str) -> PassRequest:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
-    data = [_parse_datum(i, datum) for i, datum in enumerate(message.data)]
+    try:
+        data = [_parse_datum(i, datum) for i, datum in enumerate(message.data)]
+    except ValueError as error:  # bytes that are no whole numbers
+        raise ConfigError(f"forward_backward: a tensor's bytes are malformed ({error})") from error
     return PassRequest(data, message.loss_fn, config, not message.forward_only)
 
 
@@ -163,6 +183,8 @@ def _parse_tensor(message: Any, what: str) -> Tensor:
         raise ConfigError(f"{what} has an unknown type of numbers")
     dtype = np.dtype(_DTYPES[message.dtype])
     shape = tuple(message.shape)
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise ConfigError(f"{what} has the shape {list(shape)}: at most {MAX_ELEMENTS:,} numbers are read")
     if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
         rows, columns = (np.frombuffer(x, dtype=np.int64) for x in (csr.crow_indices, csr.col_indices))
@@ -261,12 +283,17 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
             "record_stability_info=True records what loss_fn='stable_reinforce' needs, whose definition is not public: leave it "
             "out, and train with another loss"
         )
-    if request.num_samples < 1:
-        raise ConfigError(f"num_samples must be at least 1, not {request.num_samples}")
+    _check_range("num_samples", request.num_samples, 1, MAX_SAMPLES)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        _check_range(name, getattr(request, name), 0, MAX_TOP)
+    if request.sampling_params.max_tokens is not None:
+        _check_range("max_tokens", request.sampling_params.max_tokens, 1, 2**31)
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
         raise ConfigError("the prompt has a chunk that is not text: this server reads text")
     targets = None
     if request.target_prompt_logprobs is not None:
+        shape = request.target_prompt_logprobs.shape or []
+        _check_range("the size of target_prompt_logprobs", math.prod(shape), 0, MAX_ELEMENTS)
         targets = request.target_prompt_logprobs.to_torch(-1)  # where a sparse tensor lists nothing
         if targets.dtype != torch.int64 or targets.ndim != 2:
             raise ConfigError(
@@ -278,6 +305,8 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
     if stop is not None:
         stop_texts = tuple(s for s in stop if isinstance(s, str))
         stop_tokens = frozenset(int(s) for s in stop if not isinstance(s, str))
+        for token in stop_tokens:
+            _check_range("a stop token", token, 0, 2**31)
     sampling = SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -299,6 +328,11 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
         target_ids=targets,
         prompt_draws=request.prompt_alt_tokens_k,
     )
+
+
+def _check_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} must be from {least} to {most:,}, not {value}")
 
 
 def format_sample(answer: SampleAnswer) -> Answer:
@@ -340,6 +374,12 @@ def _write_dense(message: Any, tensor: Tensor) -> None:
 
 def format_json(**values: Any) -> Answer:
     return Answer(JSON, json.dumps(values).encode())
+
+
+def read_error(answer: Answer) -> str:
+    """Return the error that an answer tells of; empty for a result."""
+    values = json.loads(answer.body) if answer.content_type == JSON else {}
+    return str(values.get("error", ""))
 
 
 def format_error(text: str, *, is_users: bool) -> Answer:
