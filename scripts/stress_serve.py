@@ -3,9 +3,10 @@
     python scripts/stress_serve.py [--kills 200] [--seed 0] [--folder DIR] [--results FILE]
 
 The client is the Tinker SDK: two forward_backward and an optim_step a step, a checkpoint every third step, all submitted before
-the first answer. The server is killed with SIGKILL at random moments and started again at the same address with the same folder.
-At the end every checkpoint whose saving was answered must be there and loadable, the number of updates must be the number of
-steps, and the weights and AdamW's moments must be those of the undisturbed server, bit for bit.
+the first answer; every thirtieth step it goes on with a new model, loaded from the last checkpoint. The server is killed with
+SIGKILL at random moments and started again at the same address with the same folder. At the end every checkpoint whose saving was
+answered must be there and loadable, the number of updates must be the number of steps, and the weights and AdamW's moments must be
+those of the undisturbed server, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -88,7 +89,7 @@ class Server:
         self.process.wait(60)
 
 
-def train(url: str, should_go_on: object, steps: int) -> dict[str, object]:
+def train(url: str, should_go_on: Callable[[], bool], steps: int) -> dict[str, object]:
     """Train with the SDK until `should_go_on()` is false, for at least `steps` steps; return what was answered."""
     import tinker
     from tinker import types
@@ -111,7 +112,7 @@ def train(url: str, should_go_on: object, steps: int) -> dict[str, object]:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
     saved, step = list[str](), 0
-    while step < steps or should_go_on():  # type: ignore[operator]
+    while step < steps or should_go_on():
         step += 1
         waiting = [client.forward_backward(make_data(), "importance_sampling") for _ in range(2)]
         waiting.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
@@ -120,6 +121,8 @@ def train(url: str, should_go_on: object, steps: int) -> dict[str, object]:
             future.result()
         if save is not None:
             saved.append(save.result().path)
+        if step % 30 == 0:  # go on with a new model that is loaded from it
+            client = service.create_training_client_from_state_with_optimizer(saved[-1]).result()
     final = client.save_state("final").result().path
     return {"saved": saved, "final": final, "steps": step}
 

@@ -554,7 +554,9 @@ def test_users_see_what_is_theirs(tmp_path: Path) -> None:
                 assert http.post("/weights_info", json={"tinker_path": wrong}).status_code == 404
             assert http.get(f"/training_runs/{training.model_id}/checkpoints").status_code == 404
             assert http.delete(f"/training_runs/{training.model_id}/checkpoints/weights/mine").status_code == 404
-            assert http.post("/retrieve_future", json={"request_id": f"{training.model_id}:1"}).status_code == 404
+            for path in ("retrieve_future", "cancel_future"):
+                assert http.post(f"/{path}", json={"request_id": f"{training.model_id}:1"}).status_code == 404
+            assert training.model_id not in http.get(server.url).text
         assert httpx.get(server.url).status_code == 401
         with pytest.raises(tinker.RequestFailedError, match="is no name"):
             training.save_state("../../escape").result()

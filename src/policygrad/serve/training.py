@@ -257,9 +257,12 @@ class Training:
             return False
         if not (lane.unsaved_seconds or lane.must_save):
             return True
-        if lane.model.pending or lane.parts or lane.failed or lane.lost or lane.unwritten:
+        if lane.model.pending or lane.parts or lane.failed or lane.lost:
             return False
         try:
+            for sequence, answer in list(lane.unwritten.items()):
+                self.store.write_result(lane.model_id, sequence, answer.content_type, answer.body)
+                del lane.unwritten[sequence]
             tensors, values = lane.model.state()
             self.store.save_state(lane.model_id, after, tensors, {**values, **_describe(lane.model)})
         except (PolicygradError, OSError) as error:  # the log still has what was to be in it
