@@ -11,6 +11,7 @@ hides the other's work if both are busy.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -112,6 +113,12 @@ def advantages(completions: list[list[int]]) -> list[float]:
     return [r - mean for r in rewards]
 
 
+def read_cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used, its own and the system's for it."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
@@ -124,15 +131,19 @@ def main() -> None:
         try:
             local = InProcess(options)
             served = Served(options, server.url, local.prompts)
+            assert server.process is not None
+            pids = {"server": (server.process.pid, os.getpid()), "process": (os.getpid(),)}
             seconds: dict[str, list[float]] = {"server": [], "process": []}
+            cpu: dict[str, list[float]] = {"server": [], "process": []}
             tokens: dict[str, list[int]] = {"server": [], "process": []}
             with limit_torch_threads(local.network.model):
                 for step in range(options.steps + 1):
                     for name, one in (("server", served), ("process", local)):
-                        started = time.perf_counter()
+                        started, used = time.perf_counter(), sum(map(read_cpu_seconds, pids[name]))
                         count = one.step()
                         if step:  # the first prepares caches
                             seconds[name].append(time.perf_counter() - started)
+                            cpu[name].append(sum(map(read_cpu_seconds, pids[name])) - used)
                             tokens[name].append(count)
         finally:
             server.stop()
@@ -141,6 +152,7 @@ def main() -> None:
         "samples": options.samples,
         "max_tokens": options.max_tokens,
         **{f"{name}_seconds": round(statistics.median(x), 3) for name, x in seconds.items()},
+        **{f"{name}_cpu_seconds": round(statistics.median(x), 3) for name, x in cpu.items()},
         **{f"{name}_tokens": round(statistics.mean(x)) for name, x in tokens.items()},
     }
     result["overhead"] = round(result["server_seconds"] / result["process_seconds"] - 1, 3)

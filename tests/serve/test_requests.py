@@ -272,6 +272,28 @@ def test_a_full_disk_loses_no_answer(make: Callable[[], Bench], monkeypatch: pyt
     assert model.model.optimizer.num_updates == 1
 
 
+def test_a_request_that_kills_the_server_again_and_again_is_refused(
+    make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make().create()
+    number = model.submit_pass()
+
+    def die(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClientModel, "run", die)
+        for _ in range(4):
+            with pytest.raises(KeyboardInterrupt):
+                model.compute()
+            model.bench = make()
+    model.compute()
+    assert "ended 4 times while it computed this request" in model.error(number)
+    model.submit_step()  # refused
+    model.compute()
+    model.train()
+
+
 # Divided requests.
 
 

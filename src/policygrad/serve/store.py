@@ -235,6 +235,14 @@ class Store:
     def has_request(self, model_id: str, sequence: int) -> bool:
         return self._log(model_id, sequence, "request").exists()
 
+    def count_attempt(self, model_id: str, sequence: int) -> int:
+        """Count that a request is about to be computed once more after a restart; return how often it has been."""
+        path = self.model(model_id) / "attempts.json"
+        before = json.loads(path.read_bytes()) if path.exists() else {"sequence": -1}
+        count = before["count"] + 1 if before["sequence"] == sequence else 1
+        self.write(path, {"sequence": sequence, "count": count})
+        return count
+
     def _log(self, model_id: str, sequence: int, kind: str) -> Path:
         return self.model(model_id) / "log" / f"{sequence:08d}.{kind}"
 

@@ -32,6 +32,8 @@ FULL_WEIGHTS = "model.safetensors"
 """All weights of a model in a folder of weights for sampling; an adapter is in PEFT's file instead."""
 WEIGHTS_INFO = "weights.json"
 """The base model and the adapter's specification, beside either."""
+MAX_ATTEMPTS = 3
+"""How often a request is begun again that was being computed when the server was killed."""
 KEEP_LOSSES = 64
 """Custom losses that are kept in memory."""
 LONGEST_TTL = 10 * 365 * 86400
@@ -47,6 +49,8 @@ class Lane:
     """Number of the request to compute next."""
     saved: int
     """Number of the request that the state on the disk is after; -1 = there is none."""
+    last_logged: int = -1
+    """Number of the last request of a server before this one."""
     waiting: set[int] = field(default_factory=set)
     """Numbers of the requests that have arrived and are not computed."""
     model: ClientModel | None = None
@@ -120,6 +124,7 @@ class Training:
                 saved = max(steps, default=-1)
                 lane = Lane(model_id, saved + 1, saved)
                 lane.waiting = {n for n in self.store.list_requests(model_id) if n >= lane.next}
+                lane.last_logged = max(lane.waiting, default=-1)
                 if not (is_new or lane.next or 0 in lane.waiting):
                     raise UnknownIdError(f"there is no model {model_id!r}")
                 self.lanes[model_id] = lane
@@ -171,7 +176,7 @@ class Training:
         stored = self.store.read_result(model_id, request.sequence)  # of before a restart
         if stored is not None and (why := wire.read_error(Answer(*stored))):
             self._fail(lane, request, why)  # as the client was told, also where it would succeed now
-        elif (answer := self._compute(lane, request)) is not None:
+        elif (answer := self._compute(lane, request, is_answered=stored is not None)) is not None:
             if stored is None:
                 self._write_result(lane, request.sequence, answer)
             elif why := wire.read_error(answer):
@@ -192,9 +197,16 @@ class Training:
             elif lane.is_ready:
                 self.on_ready(model_id)
 
-    def _compute(self, lane: Lane, request: LoggedRequest) -> Answer | None:
+    def _compute(self, lane: Lane, request: LoggedRequest, *, is_answered: bool) -> Answer | None:
         """Return a request's result; None for a part of a divided request that is not the last."""
         try:
+            if request.sequence <= lane.last_logged and not is_answered:
+                attempts = self.store.count_attempt(lane.model_id, request.sequence)
+                if attempts > MAX_ATTEMPTS:
+                    raise ConfigError(
+                        f"the server ended {attempts} times while it computed this request, perhaps for want of memory: send "
+                        "fewer or shorter data"
+                    )
             if lane.lost and request.kind != "load_weights":
                 raise ModelError(lane.lost)
             if lane.parts and request.kind not in ("forward", "forward_backward"):
