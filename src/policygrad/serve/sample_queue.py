@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,18 +67,18 @@ class SampleQueue:
         *,
         condition: threading.Condition,
         on_ready: Callable[[], None],
-        on_result: Callable[[str], None],
+        on_results: Callable[[Iterable[str]], None],
         note: Callable[[str], None],
     ) -> None:
         """
         Args:
             condition: Held while the queue and the results change.
             on_ready: Called, holding the condition, when there is something to answer.
-            on_result: Called with a request's id when it has an answer.
+            on_results: Called with the ids of requests that have an answer.
             note: Tells the server's log about bugs.
         """
         self.config, self.store, self.networks, self.condition = config, store, networks, condition
-        self.on_ready, self.on_result, self.note = on_ready, on_result, note
+        self.on_ready, self.on_results, self.note = on_ready, on_results, note
         self.waiting: deque[QueuedSample] = deque()
         self.pending: set[str] = set()  # ids of accepted requests that have no answer yet
         self.answers: OrderedDict[str, Answer] = OrderedDict()
@@ -148,50 +148,52 @@ class SampleQueue:
 
     def answer_some(self) -> None:
         """Answer as many requests as are decoded at a time."""
-        together: dict[
-            tuple[str, str | None], list[QueuedSample]
-        ] = {}  # adapters of a base model, or all weights alone
+        by_weights: dict[tuple[str, str | None], list[QueuedSample]] = {}
         for item in self._take():
+            by_weights.setdefault((item.base_model, item.model_path), []).append(item)
+        together: dict[LocalAnswers, list[tuple[QueuedSample, Any]]] = {}  # by what answers them, with their weights
+        for (base_model, path), items in by_weights.items():
             try:
-                alone = item.model_path if self._is_full(item) else None
-                together.setdefault((item.base_model, alone), []).append(item)
-            except Exception as error:  # its weights have gone
-                self._refuse([item], error)
-        for items in together.values():
-            try:
-                self._answer(items)
+                sampler, weights = self._load_weights(base_model, path)
             except Exception as error:
-                if len(items) == 1:
-                    self._refuse(items, error)
-                for item in items if len(items) > 1 else []:  # those that can be answered are
-                    try:
-                        self._answer([item])
-                    except Exception as own:
-                        self._refuse([item], own)
+                self._finish((item, self._format_refusal(error)) for item in items)
+                continue
+            asked = [(item, weights) for item in items]
+            if path is None or weights is not None:  # adapters of a base model are sampled together
+                together.setdefault(sampler, []).extend(asked)
+            else:  # all weights: not kept in memory until others are loaded
+                self._finish(self._answer(sampler, asked))
+        for sampler, asked in together.items():
+            self._finish(self._answer(sampler, asked))
 
-    def _answer(self, items: Sequence[QueuedSample]) -> None:
-        """Answer requests in one batch. An error is one of them all, apart from requests that are refused before."""
-        sampler, chosen = self.samplers[items[0].base_model], list[tuple[QueuedSample, Any]]()
-        for item in items:
-            sampler, weights = self._load_weights(item.base_model, item.model_path)
+    def _answer(
+        self, sampler: LocalAnswers, asked: Sequence[tuple[QueuedSample, Any]]
+    ) -> list[tuple[QueuedSample, Answer]]:
+        """Answer requests in one batch, or each alone if that fails: those that can be answered are."""
+        answers, allowed = list[tuple[QueuedSample, Answer]](), list[tuple[QueuedSample, Any]]()
+        for item, weights in asked:
             try:
                 sampler.check(item.query)
-                chosen.append((item, weights))
+                allowed.append((item, weights))
             except PolicygradError as error:
-                self._refuse([item], error)
-        answers = sampler.answer([(item.query, weights) for item, weights in chosen]) if chosen else []
-        for (item, _), answer in zip(chosen, answers, strict=True):
-            self.counts["tokens_sampled"] += sum(len(s.tokens) for s in answer.samples)
-            self._finish(item, wire.format_sample(answer))
+                answers.append((item, self._format_refusal(error)))
+        try:
+            found = sampler.answer([(item.query, weights) for item, weights in allowed]) if allowed else []
+            formatted = [wire.format_sample(sampled) for sampled in found]
+        except Exception as error:
+            if len(allowed) == 1:
+                return [*answers, (allowed[0][0], self._format_refusal(error))]
+            return [*answers, *(answer for one in allowed for answer in self._answer(sampler, [one]))]
+        self.counts["tokens_sampled"] += sum(len(s.tokens) for sampled in found for s in sampled.samples)
+        return [*answers, *zip((item for item, _ in allowed), formatted, strict=True)]
 
-    def _refuse(self, items: Sequence[QueuedSample], error: Exception) -> None:
-        """Answer with an error. The log gets it too if it is a bug."""
+    def _format_refusal(self, error: Exception) -> Answer:
+        """Return the answer of a request that failed. The log gets it too if it is a bug."""
         is_users, text = isinstance(error, ConfigError | DataError), str(error)
         if not isinstance(error, PolicygradError):
             text = f"{type(error).__name__}: {error} (a bug of the server)"
             self.note(f"sampling: {text}\n{''.join(traceback.format_exception(error))}")
-        for item in items:
-            self._finish(item, wire.format_error(text, is_users=is_users))
+        return wire.format_error(text, is_users=is_users)
 
     def _take(self) -> Sequence[QueuedSample]:
         """Take requests of all payers in turn, as many as are decoded at a time."""
@@ -218,26 +220,21 @@ class SampleQueue:
             self.cancelled.clear()  # what is left of it has begun
         return list(chosen.values())
 
-    def _finish(self, item: QueuedSample, answer: Answer) -> None:
+    def _finish(self, answers: Iterable[tuple[QueuedSample, Answer]]) -> None:
+        """Give answers to those who wait for them: all at once, as the event loop and this thread would hinder each other."""
+        finished = {item.request_id: answer for item, answer in answers}
         with self.condition:
-            self.pending.discard(item.request_id)
-            self.answers[item.request_id] = answer
-            self.answer_bytes += len(answer.body)
+            self.pending -= finished.keys()
+            self.answers |= finished
+            self.answer_bytes += sum(len(answer.body) for answer in finished.values())
             while self.answer_bytes > MAX_ANSWER_BYTES and len(self.answers) > 1:
                 self.answer_bytes -= len(self.answers.popitem(last=False)[1].body)
-        self.on_result(item.request_id)
+        self.on_results(finished)
 
     def publish(self, base_model: str, model_path: str) -> None:
         """Let an engine load weights that were saved for it."""
         if isinstance(sampler := self.samplers[base_model], EngineAnswers):
             sampler.publish(self._load_weights(base_model, model_path)[1])
-
-    def _is_full(self, item: QueuedSample) -> bool:
-        """Return whether a request is for all weights of a model, which are in a network of their own, in this process."""
-        if item.model_path is None or isinstance(self.samplers[item.base_model], EngineAnswers):
-            return False
-        folder = self.store.find_saved(SavedPath.parse(item.model_path))
-        return (folder / FULL_WEIGHTS).exists()
 
     def _load_weights(self, base_model: str, path: str | None) -> tuple[LocalAnswers, Adapter | FullWeights | None]:
         """Return what samples from weights, with these in memory."""

@@ -9,7 +9,7 @@ import time
 import traceback
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,7 +69,7 @@ class Service:
             self.networks,
             condition=self.condition,
             on_ready=lambda: self._add_turn(SAMPLING, SAMPLING),
-            on_result=self._announce,
+            on_results=self._announce,
             note=note,
         ).result()
         self.training = Training(
@@ -78,7 +78,7 @@ class Service:
             self.networks,
             condition=self.condition,
             on_ready=lambda model_id: self._add_turn(self.find_payer(self.store.owner(model_id), model_id), model_id),
-            on_result=self._announce,
+            on_result=lambda request_id: self._announce([request_id]),
             on_sampler_weights=self.queue.publish,
             note=note,
         )
@@ -126,7 +126,7 @@ class Service:
         names = self.turns.setdefault(payer, deque())
         if name not in names:
             names.append(name)
-        self.condition.notify_all()
+            self.condition.notify_all()
 
     def _take_turns(self) -> None:
         largest = max((x.model for x in self.networks.values()), key=lambda m: sum(p.numel() for p in m.parameters()))
@@ -381,13 +381,14 @@ class Service:
             return wire.format_json(type="create_custom_loss", loss_id=request_id)
         return self.queue.find_answer(request_id)
 
-    def _announce(self, request_id: str) -> None:
-        """Wake those who wait for a result; called by the computing thread."""
+    def _announce(self, request_ids: Iterable[str]) -> None:
+        """Wake those who wait for results; called by the computing thread."""
 
         def wake() -> None:
-            for future in self.waiters.get(request_id, []):
-                if not future.done():
-                    future.set_result(None)
+            for request_id in request_ids:
+                for future in self.waiters.get(request_id, []):
+                    if not future.done():
+                        future.set_result(None)
 
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(wake)
