@@ -48,7 +48,7 @@ def serve(args: list[str]) -> int:
     service = Service(options, note)
     service.url = format_url(options.host, listening.getsockname()[1])
     server = uvicorn.Server(
-        uvicorn.Config(build_app(options, service), log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Config(build_app(options, service), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     )
     names = ", ".join(service.networks)
     print(f"serving {names} at {service.url}", flush=True)

@@ -171,7 +171,7 @@ class Api:
     async def _train(self, request: Request, kind: str) -> Response:
         body, content_type = await self.read_body(request), request.headers.get("content-type", wire.JSON)
         try:
-            model_id, sequence = wire.parse_address(kind, body, content_type)
+            model_id, sequence = wire.parse_request_address(kind, body, content_type)
         except UnicodeDecodeError as error:
             raise Refusal(400, f"{kind}: the request is not text ({error})") from error
         if sequence < 1:
@@ -265,14 +265,14 @@ class Api:
         model_id = request.path_params["model_id"]
         self.service.store.check_owner(request.state.user, model_id)
         saved = self.service.store.list_saved(model_id)
-        return JSONResponse({"checkpoints": [_describe_saved(*found) for found in saved]})
+        return JSONResponse({"checkpoints": [_describe_saved(*entry) for entry in saved]})
 
     async def list_all_checkpoints(self, request: Request) -> Response:
         user, store = request.state.user, self.service.store
         models = [m for s in store.sessions() if _is_owned(self.service, user, s) for m in store.models(s)]
-        saved = [found for m in models for found in store.list_saved(m)]
+        saved = [entry for m in models for entry in store.list_saved(m)]
         start, end = _page(request)
-        checkpoints = [_describe_saved(*found) for found in saved[start:end]]
+        checkpoints = [_describe_saved(*entry) for entry in saved[start:end]]
         return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(start, end, len(saved))})
 
     def _saved_path(self, request: Request) -> SavedPath:
@@ -393,7 +393,9 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
 
     run = f"{API}/training_runs/{{model_id}}"
     saved = f"{run}/checkpoints/{{kind}}/{{name}}"
-    routes = [
+    routes = [  # the first that fits is taken, so that what is asked for most is first
+        route("POST", f"{API}/asample", api.sample),
+        route("POST", f"{API}/retrieve_future", api.retrieve_future),
         route("GET", "/", api.page),
         route("GET", f"{API}/healthz", api.healthz, is_open=True),
         route("GET", f"{API}/get_server_capabilities", api.capabilities),
@@ -416,8 +418,6 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
         route("POST", f"{API}/create_sampling_session", api.create_sampling_session),
         route("POST", f"{API}/join_sampling_session", api.join_sampling_session),
         route("GET", f"{API}/samplers/{{sampler_id}}", api.get_sampler),
-        route("POST", f"{API}/asample", api.sample),
-        route("POST", f"{API}/retrieve_future", api.retrieve_future),
         route("POST", f"{API}/cancel_future", api.cancel_future),
         route("GET", f"{API}/training_runs", api.list_training_runs),
         route("GET", run, api.get_training_run),

@@ -48,8 +48,8 @@ class QueuedSample:
     """A sampling request that waits."""
 
     request_id: str
-    payer: str
-    """Who takes turns with whom (`Service.find_payer`)."""
+    tenant: str
+    """Who takes turns with whom (`Service.find_tenant`)."""
     query: SampleQuery
     base_model: str
     model_path: str | None
@@ -158,33 +158,33 @@ class SampleQueue:
             except Exception as error:
                 self._finish((item, self._format_refusal(error)) for item in items)
                 continue
-            asked = [(item, weights) for item in items]
+            requests = [(item, weights) for item in items]
             if path is None or weights is not None:  # adapters of a base model are sampled together
-                together.setdefault(sampler, []).extend(asked)
+                together.setdefault(sampler, []).extend(requests)
             else:  # all weights: not kept in memory until others are loaded
-                self._finish(self._answer(sampler, asked))
-        for sampler, asked in together.items():
-            self._finish(self._answer(sampler, asked))
+                self._finish(self._answer(sampler, requests))
+        for sampler, requests in together.items():
+            self._finish(self._answer(sampler, requests))
 
     def _answer(
-        self, sampler: LocalAnswers, asked: Sequence[tuple[QueuedSample, Any]]
+        self, sampler: LocalAnswers, requests: Sequence[tuple[QueuedSample, Any]]
     ) -> list[tuple[QueuedSample, Answer]]:
         """Answer requests in one batch, or each alone if that fails: those that can be answered are."""
         answers, allowed = list[tuple[QueuedSample, Answer]](), list[tuple[QueuedSample, Any]]()
-        for item, weights in asked:
+        for item, weights in requests:
             try:
                 sampler.check(item.query)
                 allowed.append((item, weights))
             except PolicygradError as error:
                 answers.append((item, self._format_refusal(error)))
         try:
-            found = sampler.answer([(item.query, weights) for item, weights in allowed]) if allowed else []
-            formatted = [wire.format_sample(sampled) for sampled in found]
+            results = sampler.answer([(item.query, weights) for item, weights in allowed]) if allowed else []
+            formatted = [wire.format_sample(result) for result in results]
         except Exception as error:
             if len(allowed) == 1:
                 return [*answers, (allowed[0][0], self._format_refusal(error))]
             return [*answers, *(answer for one in allowed for answer in self._answer(sampler, [one]))]
-        self.counts["tokens_sampled"] += sum(len(s.tokens) for sampled in found for s in sampled.samples)
+        self.counts["tokens_sampled"] += sum(len(s.tokens) for result in results for s in result.samples)
         return [*answers, *zip((item for item, _ in allowed), formatted, strict=True)]
 
     def _format_refusal(self, error: Exception) -> Answer:
@@ -196,20 +196,20 @@ class SampleQueue:
         return wire.format_error(text, is_users=is_users)
 
     def _take(self) -> Sequence[QueuedSample]:
-        """Take requests of all payers in turn, as many as are decoded at a time."""
+        """Take requests of all tenants in turn, as many as are decoded at a time."""
         with self.condition:
-            by_payer: OrderedDict[str, deque[QueuedSample]] = OrderedDict()
+            by_tenant: OrderedDict[str, deque[QueuedSample]] = OrderedDict()
             for item in self.waiting:
-                by_payer.setdefault(item.payer, deque()).append(item)
+                by_tenant.setdefault(item.tenant, deque()).append(item)
             chosen, rows = dict[str, QueuedSample](), 0
             limit = 1 if self.config.reproducible else self.config.decode_rows
-            while by_payer and rows < limit:
-                payer, items = by_payer.popitem(last=False)
+            while by_tenant and rows < limit:
+                tenant, items = by_tenant.popitem(last=False)
                 item = items.popleft()
                 chosen[item.request_id] = item
                 rows += item.query.num_samples
                 if items:
-                    by_payer[payer] = items  # last in the next round
+                    by_tenant[tenant] = items  # last in the next round
             self.waiting = deque(item for item in self.waiting if item.request_id not in chosen)
             if self.waiting:
                 self.first_arrival = 0.0

@@ -60,7 +60,7 @@ class Service:
         # they sleep at every barrier instead of spinning: two such threads take 40% more CPU time.
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="serve")
         self.networks = self.worker.submit(self._load_networks).result()
-        self.turns: OrderedDict[str, deque[str]] = OrderedDict()  # by payer: models that have something to compute
+        self.turns: OrderedDict[str, deque[str]] = OrderedDict()  # by tenant: models that have something to compute
         self.condition = threading.Condition()
         self.queue = self.worker.submit(
             SampleQueue,
@@ -77,7 +77,7 @@ class Service:
             self.store,
             self.networks,
             condition=self.condition,
-            on_ready=lambda model_id: self._add_turn(self.find_payer(self.store.owner(model_id), model_id), model_id),
+            on_ready=lambda model_id: self._add_turn(self.find_tenant(self.store.owner(model_id), model_id), model_id),
             on_result=lambda request_id: self._announce([request_id]),
             on_sampler_weights=self.queue.publish,
             note=note,
@@ -118,12 +118,12 @@ class Service:
 
     # The thread that computes.
 
-    def find_payer(self, user: str, full_id: str) -> str:
+    def find_tenant(self, user: str, full_id: str) -> str:
         """Return among whom turns are taken: users, or where all are the same one, sessions."""
         return full_id.partition(":")[0] if user == LOCAL_USER else user
 
-    def _add_turn(self, payer: str, name: str) -> None:
-        names = self.turns.setdefault(payer, deque())
+    def _add_turn(self, tenant: str, name: str) -> None:
+        names = self.turns.setdefault(tenant, deque())
         if name not in names:
             names.append(name)
             self.condition.notify_all()
@@ -149,10 +149,10 @@ class Service:
                 elif list(self.turns) == [SAMPLING] and (seconds := self.queue.seconds_to_gather()) > 0:
                     self.condition.wait(seconds)
                 else:
-                    payer, names = self.turns.popitem(last=False)
+                    tenant, names = self.turns.popitem(last=False)
                     turn = names.popleft()
                     if names:
-                        self.turns[payer] = names  # after all others
+                        self.turns[tenant] = names  # after all others
                     return turn
             return None
 
@@ -334,8 +334,8 @@ class Service:
         seed = int.from_bytes(hashlib.sha256(sampler_id.partition(":")[2].encode()).digest()[:6], "big")
         query = wire.parse_sample(request, (seed, number))
         request_id = f"{sampler_id}:{number}"
-        payer = self.find_payer(user, sampler_id)
-        self.queue.add(QueuedSample(request_id, payer, query, str(source["base_model"]), source["model_path"]))
+        tenant = self.find_tenant(user, sampler_id)
+        self.queue.add(QueuedSample(request_id, tenant, query, str(source["base_model"]), source["model_path"]))
         return request_id
 
     # Results.

@@ -175,8 +175,8 @@ class Store:
     def models(self, session_id: str) -> list[str]:
         """Return the ids of a session's models."""
         folder = self.session(session_id) / "train"
-        found = folder.glob("*/model.json") if folder.is_dir() else []  # not of one that could not be created
-        numbers = sorted(int(p.parent.name) for p in found if _NUMBER.fullmatch(p.parent.name))
+        files = folder.glob("*/model.json") if folder.is_dir() else []  # not of one that could not be created
+        numbers = sorted(int(p.parent.name) for p in files if _NUMBER.fullmatch(p.parent.name))
         return [f"{session_id}:train:{n}" for n in numbers]
 
     def samplers(self, session_id: str) -> list[str]:
@@ -339,30 +339,30 @@ class Store:
 
     def list_saved(self, model_id: str) -> list[tuple[SavedPath, SavedInfo]]:
         """Return what a model has saved under a name and has not expired, oldest first."""
-        found = self._list(model_id, KINDS)
-        return [(path, info) for path, info in found if info.sampling_session is None and not info.has_expired]
+        weights = self._list(model_id)
+        return [(path, info) for path, info in weights if info.sampling_session is None and not info.has_expired]
 
     def prune(self, model_id: str, keep: int) -> None:
         """Delete saved weights that have expired, and all but the newest `keep` without a name, with their sampling sessions."""
-        found = self._list(model_id, KINDS)
-        unnamed = [path for path, info in found if info.sampling_session and not info.has_expired]
+        weights = self._list(model_id)
+        unnamed = [path for path, info in weights if info.sampling_session and not info.has_expired]
         outdated = unnamed[: max(0, len(unnamed) - keep)]
-        for path, info in found:
+        for path, info in weights:
             if info.has_expired or path in outdated:
                 shutil.rmtree(self.model(model_id) / path.kind / path.name, ignore_errors=True)
                 if info.sampling_session:
                     self.sampling_session(info.sampling_session).unlink(missing_ok=True)
 
-    def _list(self, model_id: str, kinds: tuple[Kind, ...]) -> list[tuple[SavedPath, SavedInfo]]:
-        found = list[tuple[SavedPath, SavedInfo]]()
-        for kind in kinds:
+    def _list(self, model_id: str) -> list[tuple[SavedPath, SavedInfo]]:
+        weights = list[tuple[SavedPath, SavedInfo]]()
+        for kind in KINDS:
             folder = self.model(model_id) / kind
             for child in folder.iterdir() if folder.is_dir() else []:
                 path = SavedPath(model_id, kind, child.name)
                 if _NAME.fullmatch(child.name) and not child.name.endswith(OLD):
                     with contextlib.suppress(UnknownIdError):  # just deleted, or being written
-                        found.append((path, self.saved_info(path)))
-        return sorted(found, key=lambda item: (item[1].created, str(item[0])))
+                        weights.append((path, self.saved_info(path)))
+        return sorted(weights, key=lambda item: (item[1].created, str(item[0])))
 
 
 def _write_bytes(path: Path, data: bytes) -> None:

@@ -111,7 +111,7 @@ REQUESTS: Mapping[str, Any] = {
 }
 
 
-def parse_address(kind: str, body: bytes, content_type: str) -> tuple[str, int]:
+def parse_request_address(kind: str, body: bytes, content_type: str) -> tuple[str, int]:
     """Return (model id, sequence number) of a training request."""
     if PROTOBUF in content_type:
         message = _parse_message(body)
