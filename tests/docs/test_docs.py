@@ -64,6 +64,7 @@ def test_every_file_is_in_the_tree_and_every_room_in_the_picture() -> None:
         "pages",
         "planning",
         "sandbox",
+        "serve",
         "utils",
     }  # data does not pass through these
 
