@@ -133,10 +133,12 @@ def compare(
     """Compare what two servers have saved. Raises AssertionError for a loss or a difference."""
     stores = Store(disturbed), Store(quiet)
     for path in result["saved"]:  # type: ignore[attr-defined]
-        assert load_latest(stores[0].saved(SavedPath.parse(path)) / "state", warn=print) is not None, f"{path} is lost"
+        assert load_latest(stores[0].find_saved(SavedPath.parse(path)) / "state", warn=print) is not None, (
+            f"{path} is lost"
+        )
     finals = []
     for store, found in zip(stores, (result, undisturbed), strict=True):
-        checkpoint = load_latest(store.saved(SavedPath.parse(str(found["final"]))) / "state", warn=print)
+        checkpoint = load_latest(store.find_saved(SavedPath.parse(str(found["final"]))) / "state", warn=print)
         assert checkpoint is not None
         assert checkpoint.state["optimizer"]["taken"] == found["steps"], (
             f"{checkpoint.state['optimizer']} after {found['steps']}"
