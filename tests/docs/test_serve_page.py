@@ -81,7 +81,7 @@ def test_what_was_measured() -> None:
     embedded = results["embedded task"]
     assert embedded["seeds"] == [0, 1, 2]
     assert abs(embedded["served_mean"] - embedded["train_mean"]) < 0.02
-    assert results["step of SmolLM2-135M"]["overhead"] < 0.15
+    assert all(x["overhead"] < 0.15 for name, x in results.items() if name.startswith("step of SmolLM2"))
     text = serve_block(results)
     assert f"{results['step of tiny']['overhead']:+.0%}" in text
     assert "Not run yet" in serve_block({})

@@ -31,7 +31,7 @@ ALPHA = 32.0
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What a client asks for when it creates a model."""
+    """A request for a new adapter: its rank, its seed and the layers that it changes."""
 
     rank: int
     seed: int = 0
@@ -89,7 +89,7 @@ class Adapter(nn.Module):
 
 @dataclass
 class AdapterSwitch:
-    """Which adapters the layers of a network add now."""
+    """The adapters that the layers of a network add at present."""
 
     active: Sequence[tuple[Tensor | None, Adapter]] = ()
     """Adapters with the rows of the batch that use them; None = all rows."""

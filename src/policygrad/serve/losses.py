@@ -70,7 +70,7 @@ class Loss(Protocol):
 
     @property
     def forward_needs(self) -> frozenset[str]:
-        """What it reads of a forward pass beside log π."""
+        """Statistics of a forward pass that it reads beside log π."""
 
     @property
     def selection_needs(self) -> frozenset[str] | None:
@@ -155,7 +155,7 @@ class EquationLoss:
     is_likelihood: bool = False
     """The reported value is −Σ w·Ψ·log π, as the API defines it where no ratio is in the objective; else minus the objective."""
     state: State | None = None
-    """What the algorithm remembers after this request."""
+    """State of the algorithm after this request."""
 
     @property
     def forward_needs(self) -> frozenset[str]:

@@ -114,7 +114,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a request computed."""
+    """The result of a forward or forward_backward request."""
 
     logprobs: list[Tensor]
     """[T] or [T, K] nats for each datum: log π of its targets."""
@@ -132,7 +132,7 @@ class ClientModel:
     pending: int = 0
     """Requests whose gradients the next optimizer step will use."""
     loss_states: dict[str, State] = field(default_factory=dict)
-    """What stateful algorithms remember, by name."""
+    """States of algorithms that have one, by name."""
 
     def __post_init__(self) -> None:
         trained = self.network.model if self.adapter is None else self.adapter

@@ -17,13 +17,13 @@ FORGOTTEN_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Status:
-    """What is shown."""
+    """The contents of the page and of the terminal line."""
 
     url: str
     key_hint: str
-    """What clients set TINKER_API_KEY to."""
+    """The value to which clients set TINKER_API_KEY."""
     up: str
-    """How long the server has been running."""
+    """Time since the start, as text."""
     summary: str
     bases: list[dict[str, Any]]
     sessions: list[dict[str, Any]]

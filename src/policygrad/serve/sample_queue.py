@@ -49,7 +49,7 @@ class QueuedSample:
 
     request_id: str
     tenant: str
-    """Who takes turns with whom (`Service.find_tenant`)."""
+    """The user or session that takes turns with others (`Service.find_tenant`)."""
     query: SampleQuery
     base_model: str
     model_path: str | None

@@ -29,7 +29,7 @@ MAX_LOGITS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class SampleQuery:
-    """What a client asks for about one prompt."""
+    """A sampling request: one prompt, and what to sample and score."""
 
     prompt: Tensor
     """[P] int64."""
@@ -246,7 +246,7 @@ class EngineAnswers(LocalAnswers):
     """The network that adapters belong to."""
     config: SamplerConfig = field(kw_only=True)
     folder: Path = field(kw_only=True)
-    """Where weights are published, and the servers' logs are."""
+    """Folder for published weights and the servers' logs."""
     note: Callable[[str], None] = field(kw_only=True)
     published: Adapter | FullWeights | None = None
     probe_difference: float | None = None

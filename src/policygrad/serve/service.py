@@ -119,7 +119,7 @@ class Service:
     # The thread that computes.
 
     def find_tenant(self, user: str, full_id: str) -> str:
-        """Return among whom turns are taken: users, or where all are the same one, sessions."""
+        """Return who takes turns with others: the user, or the session where no keys tell users apart."""
         return full_id.partition(":")[0] if user == LOCAL_USER else user
 
     def _add_turn(self, tenant: str, name: str) -> None:
@@ -271,7 +271,7 @@ class Service:
 
     @property
     def key_hint(self) -> str:
-        """What clients set TINKER_API_KEY to."""
+        """The value to which clients set TINKER_API_KEY."""
         return "one of the keys in --api-keys" if self.config.api_keys else "tml-local"
 
     # Sampling.

@@ -86,7 +86,7 @@ class SavedPath:
 
 @dataclass(frozen=True)
 class SavedInfo:
-    """What is written beside saved weights."""
+    """Metadata, written beside saved weights."""
 
     created: float
     """Seconds since 1970."""

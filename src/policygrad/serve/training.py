@@ -66,7 +66,7 @@ class Lane:
     unsaved_seconds: float = 0.0
     """Work that a restart would repeat."""
     must_save: bool = False
-    """Whether a state is due after the request that is being computed."""
+    """True if a state is due after the request that is being computed."""
     last_used: float = 0.0
     activity: str = ""
 

@@ -36,7 +36,7 @@ PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client gets."""
+    """The body of an HTTP answer."""
 
     content_type: str
     body: bytes
