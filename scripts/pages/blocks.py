@@ -317,11 +317,12 @@ def serve_block(report: Data | None = None) -> str:
             )
             for name, x in steps.items()
         ]
+        added = steps["tiny"]["server_seconds"] - steps["tiny"]["process_seconds"]
         parts += [
             "A step on 2 CPU cores, in the server's process without HTTP, and by the SDK through the server (seconds, medians, in "
             "turns; in brackets CPU seconds of server and client). Most of what is added is the SDK's and the server's work on "
-            "some 130 requests and 512 data, whatever the model: 0.4 s. Those of SmolLM2-135M are one or two steps on a machine that "
-            "others use too, and differ by more than that.",
+            f"some 130 requests and 512 data, whatever the model: {added:.1f} s. Those of SmolLM2-135M are one or two steps on a "
+            "machine that others use too, and differ by more than that.",
             table(("model", "completions", "sampled tokens", "in process", "through the server", "more"), rows),
         ]
         commands.append("python scripts/measure_serve.py")
