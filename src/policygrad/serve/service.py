@@ -56,8 +56,8 @@ class Service:
         for session_id in self.store.sessions():
             for model_id in self.store.models(session_id):
                 self.store.prune(model_id, config.keep_samplers)
-        # One thread loads and computes. A second one that had computed would have OpenMP threads of its own: on two CPUs a step of a
-        # model of 135M parameters then took twice the system time, probably as more threads than CPUs sleep at their barriers.
+        # One thread loads and computes. A second one that had computed would have OpenMP threads of its own: on two CPUs a step of
+        # a model of 135M parameters then took twice the system time, probably as more threads than CPUs sleep at their barriers.
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="serve")
         self.networks = self.worker.submit(self._load_networks).result()
         self.turns: OrderedDict[str, deque[str]] = OrderedDict()  # by tenant: models that have something to compute
