@@ -309,8 +309,8 @@ def serve_block(report: Data | None = None) -> str:
     if steps := {name.removeprefix("step of "): x for name, x in report.items() if name.startswith("step of ")}:
         rows = [
             (
-                name,
-                f"{x['prompts']} × {x['samples']}",
+                name.partition(",")[0],
+                f"{x['prompts']} × {x['samples']}, up to {x['max_tokens']} tokens",
                 f"{x['process_tokens']:,}",
                 *(f"{x[f'{p}_seconds']:.2f} ({x.get(f'{p}_cpu_seconds', '–')})" for p in ("process", "server")),
                 f"{x['overhead']:+.0%}",
@@ -325,7 +325,10 @@ def serve_block(report: Data | None = None) -> str:
             "machine that others use too, and differ by more than that.",
             table(("model", "completions", "sampled tokens", "in process", "through the server", "more"), rows),
         ]
-        commands.append("python scripts/measure_serve.py")
+        for name, x in steps.items():
+            commands.append(
+                f"python scripts/measure_serve.py --model {name.partition(',')[0]} --max-tokens {x['max_tokens']}"
+            )
     if x := report.get("embedded task"):
         means = {name: f"{x[f'{name}_mean']:.3f}" for name in ("served", "train")}
         parts.append(

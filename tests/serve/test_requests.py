@@ -118,6 +118,11 @@ def make(tmp_path: Path) -> Iterator[Callable[[], Bench]]:
     benches[-1].stop_suddenly()
 
 
+def without_memory(*args: Any, **options: Any) -> Any:
+    """Stand in for a computation that does not fit."""
+    raise torch.OutOfMemoryError("too little")
+
+
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in first.items())
 
@@ -174,9 +179,6 @@ def test_what_was_refused_before_a_restart_is_refused_again(
     model = make().create()
     run = ClientModel.run
 
-    def without_memory(*args: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError("too little")
-
     monkeypatch.setattr(ClientModel, "run", without_memory)
     failed, refused = model.submit_pass(), model.submit_step()
     model.compute()
@@ -196,11 +198,7 @@ def test_a_step_that_ends_halfway_is_undone(make: Callable[[], Bench], monkeypat
     model, other = bench.create(), bench.create()
     model.train()
     with monkeypatch.context() as patch:
-
-        def fail() -> None:
-            raise torch.OutOfMemoryError("too little")
-
-        patch.setattr(model.model.optimizer, "sync_to_model", fail)
+        patch.setattr(model.model.optimizer, "sync_to_model", without_memory)
         model.submit_pass()
         failed = model.submit_step()
         model.compute()
@@ -218,9 +216,6 @@ def test_a_model_that_cannot_be_computed_again_says_so(
     saved = model.submit("save_weights", path="first")
     model.train()
     assert not model.error(saved)
-
-    def without_memory(*args: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError("too little")
 
     model.bench = make()
     with monkeypatch.context() as patch:

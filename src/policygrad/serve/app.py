@@ -54,7 +54,6 @@ class Api:
     def __init__(self, config: ServeConfig, service: Service) -> None:
         self.config, self.service = config, service
         self.keys = config.read_api_keys()
-        self.secret = secrets.token_bytes(32)
         self.downloads: dict[str, tuple[Path, float]] = {}  # by token: the file, and until when
 
     def authenticate(self, request: Request) -> str:
@@ -367,7 +366,7 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
     def route(
         method: str, path: str, handler: Callable[[Request], Awaitable[Response]], *, is_open: bool = False
     ) -> Route:
-        """Args: is_open: No API key is needed."""
+        """Return a route whose errors become answers. `is_open`: no API key is needed."""
 
         async def answer(request: Request) -> Response:
             try:

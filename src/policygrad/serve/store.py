@@ -285,12 +285,11 @@ class Store:
         values = asdict(self.saved_info(path)) | {"expires": expires}
         self.write(self.find_saved(path) / META, values)
 
-    def check_name(self, path: SavedPath, request: int, *, overwrite: bool = False, remedy: str = "") -> bool:
+    def check_name(self, path: SavedPath, request: int, *, overwrite: bool = False) -> bool:
         """Return True if this request has saved these weights already, before a crash.
 
         Args:
             overwrite: Whether another request's may be replaced.
-            remedy: How to save all the same, beside choosing another name.
 
         Raises:
             ConfigError: An invalid name, or another request's.
@@ -309,6 +308,7 @@ class Store:
         if info.has_expired:
             shutil.rmtree(folder, ignore_errors=True)
         elif not overwrite:
+            remedy = ", or save with overwrite=True" if path.kind == "weights" else ""
             raise ConfigError(f"{path} exists already: choose another name{remedy}")
         return False
 
@@ -366,7 +366,7 @@ class Store:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all. It survives the process, and not the machine: that would cost a wait for the disk."""
+    """Write a file completely or not at all. A killed process loses nothing; a power cut may, as the disk is not waited for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.write_bytes(data)

@@ -397,8 +397,7 @@ class Training:
         values = wire.parse("save_weights", request.body)
         model = self._model(lane)
         path = SavedPath(lane.model_id, "weights", values.path or f"{request.sequence:06d}")
-        remedy = ", or save with overwrite=True"
-        if not self.store.check_name(path, request.sequence, overwrite=values.overwrite, remedy=remedy):
+        if not self.store.check_name(path, request.sequence, overwrite=values.overwrite):
             if model.pending:
                 raise ConfigError("a gradient is pending, which a checkpoint does not contain: call optim_step first")
             folder = self.store.make_temporary(path)
