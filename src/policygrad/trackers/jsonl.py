@@ -43,11 +43,11 @@ class JsonlTracker(Tracker):
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append `{"step": step, "reward": ...}`. Raises TypeError for values JSON cannot hold, RunError if writing fails."""
-        self._append(METRICS, [_line(step, values, METRICS)])
+        self._append(METRICS, [format_row(step, values, METRICS)])
 
     def append_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append one object per completion: prompt, completion, reward, parts, advantage, truncated and so on."""
-        self._append(COMPLETIONS, [_line(step, row, COMPLETIONS) for row in rows])
+        self._append(COMPLETIONS, [format_row(step, row, COMPLETIONS) for row in rows])
 
     def truncate_after(self, step: int) -> int:
         """Drop unreadable lines and those of later steps, so that a resumed run's files equal those of an uninterrupted run.
@@ -149,7 +149,8 @@ def _usable(line: bytes, path: Path, place: str = "") -> dict[str, Any] | None:
         raise RunError(f"{path}{place}: {error}: delete the line, or put a copy of the file back") from error
 
 
-def _line(step: int, values: Mapping[str, Any], name: str) -> bytes:
+def format_row(step: int, values: Mapping[str, Any], name: str) -> bytes:
+    """Return one line of a log, with a newline. Raises TypeError for values JSON cannot hold."""
     row = {"step": step} | {str(key): _plain(value, f"{name}: {key!r}") for key, value in values.items()}
     try:
         return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()

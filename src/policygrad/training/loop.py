@@ -123,12 +123,7 @@ def run_step(
     lent = rollouter.lend_memory()
     sampled = time.perf_counter()
     with producer.produce_during(run.rollouts_ahead(step + 1), collect):
-        algorithm, batch = resolve_old_policy(algorithm, rollout.batch, learner.version)
-        age = staleness_metrics(batch, learner.version)
-        batch = learner.evaluate(batch, algorithm.needs)
-        shaped = algorithm.shape_rewards(batch)
-        psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
-        update_metrics = learner.update(batch, psi, algorithm)
+        trained = train_on_rollout(rollout, algorithm, learner)
         updated = time.perf_counter()
         if not rollouter.in_flight:
             producer.wait_idle()
@@ -141,14 +136,15 @@ def run_step(
     }
     if run.max_staleness:
         clock["time/sampler_idle"] = Sum(max(0.0, finished - started - (producer.busy_seconds - busy)))
-    metrics = merge(rollout.metrics, lent, age, algorithm.report(batch), update_metrics, published, clock)
-    outcome = callbacks.on_step(StepResult(step, algorithm, rollout, batch, psi, metrics))
+    metrics = merge(rollout.metrics, lent, trained.metrics, trained.update_metrics, published, clock)
+    result = StepResult(step, trained.algorithm, rollout, trained.batch, trained.psi, metrics)
+    outcome = callbacks.on_step(result)
     if outcome.restored_state is not None:
         state = outcome.restored_state
     elif outcome.undone:
         state = progress.state
     else:
-        state = run.algorithm.update_state(progress.state, batch, update_metrics | outcome.metrics, shaped)
+        state = trained.update_state(run.algorithm, progress.state, outcome.metrics)
     queue, rolled_back = producer.queue, outcome.restored_state is not None
     after = Progress(
         state=state,
@@ -160,6 +156,45 @@ def run_step(
         queued_rollouts=() if rolled_back else queue.rollouts,
     )
     return after, rolled_back
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRollout:
+    """A rollout that the learner has made its updates on."""
+
+    algorithm: Algorithm
+    """With the corrections that stale samples need."""
+    batch: Batch
+    """With the fields that the learner has filled."""
+    shaped: Batch
+    """The batch with shaped rewards."""
+    psi: Tensor
+    """[B, T] advantages."""
+    metrics: Metrics
+    """Metrics of the batch."""
+    update_metrics: Metrics
+
+    def update_state(self, algorithm: Algorithm, state: State, evaluated: Metrics) -> State:
+        """Return the state of the algorithm's parts after the step.
+
+        Args:
+            algorithm: The run's.
+            state: The parts' state before the step.
+            evaluated: Metrics of an evaluation after the step.
+        """
+        return algorithm.update_state(state, self.batch, self.update_metrics | evaluated, self.shaped)
+
+
+def train_on_rollout(rollout: Rollout, algorithm: Algorithm, learner: Learner) -> TrainedRollout:
+    """Compute the advantages of a rollout and update the learner's weights on it."""
+    algorithm, batch = resolve_old_policy(algorithm, rollout.batch, learner.version)
+    age = staleness_metrics(batch, learner.version)
+    batch = learner.evaluate(batch, algorithm.needs)
+    shaped = algorithm.shape_rewards(batch)
+    psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
+    update_metrics = learner.update(batch, psi, algorithm)
+    metrics = merge(age, algorithm.report(batch))
+    return TrainedRollout(algorithm, batch, shaped, psi, metrics, update_metrics)
 
 
 def _make_producer(run: Run, progress: Progress) -> RolloutProducer:

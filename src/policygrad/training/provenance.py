@@ -8,6 +8,7 @@ longer equals, bit for bit, one that never stopped.
 from __future__ import annotations
 
 import hashlib
+import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import RunError
@@ -31,7 +34,7 @@ EXCLUDED_OPTIONS = {
 """Options that are no settings: files and code, which are compared by content, locations, and repetitions of another option."""
 # Prefixes of options that do not affect what a step learns (`rewards.memory` does).
 NON_LEARNING_PREFIXES = (
-    *("steps", "track", "checkpoint.", "evaluation.", "rewards."),
+    *("steps", "track", "verify", "checkpoint.", "evaluation.", "rewards."),
     *("sampler.urls", "sampler.servers", "sampler.python", "sampler.gpus", "sampler.gpu_memory", "sampler.colocate"),
     *("sampler.timeout", "sampler.heartbeat", "sampler.start_timeout"),
 )
@@ -59,8 +62,17 @@ def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = N
         "files": {name: sha for name, path in data.items() if (sha := digest_data(path, config.directory))},
         "code": code_hashes,
         "settings": dict(_iter_settings(config)),
-        "versions": {**versions, "device": device},
+        "versions": {**versions, "device": device, "cpu": describe_cpu(), "threads": torch.get_num_threads()},
     }
+
+
+def describe_cpu() -> str:
+    """Return the CPU's name and the instructions that torch uses on it; rounding depends on both."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def compare_fingerprints(before: Fingerprint, current: Fingerprint, config: Any, folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")  # every run's fold
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
-    *("metrics.jsonl", "completions.jsonl", "checkpoints", "model", "model-step-*", "merged", "model.gguf"),
+    *("metrics.jsonl", "completions.jsonl", "checkpoints", "verification", "model", "model-step-*", "merged", "model.gguf"),
     *("weights", "result.json", "tracked.json*", "report.html", "stacks.txt", "tensorboard", "wandb", ".tmp-*"),
 )
 NOT_COPIED = (

@@ -53,6 +53,7 @@ from policygrad.training.setup import (
     make_local_learner,
 )
 from policygrad.training.step_log import build_completion_rows, build_step_notes, compute_step_metrics
+from policygrad.training.step_records import StepRecorder, choose_steps
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
 from policygrad.weight_sync.folder import save_lazy_model
 
@@ -124,6 +125,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     """The held-out problems; none if the run is not evaluated."""
     eval_is_binary = True
     """Whether every score so far is 0 or 1."""
+    recorder: StepRecorder
 
     def __init__(
         self,
@@ -146,6 +148,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._was_pretraining = False  # whether the last step trained the critic alone
         self._failed_steps = FailedStepTracker(run.rewards.max_failed_fraction, run.rewards.max_failed_steps)
         self._reward_error: str | None = None  # why failing rewards end the run
+        self._version_before = 0  # version of the weights at the beginning of the step
 
     @property
     def name(self) -> str:
@@ -319,6 +322,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         )
 
     def run_steps(self, progress: Progress) -> Progress:
+        steps = choose_steps(self.steps, self.config.verify)
+        self.recorder = StepRecorder(self.folder, steps, self.fingerprint, self.note)
+        self.recorder.start(progress.step)
+        self._record(progress)
         if self._is_eval_due(progress.step):  # the run may have been stopped before it
             self.evaluate_at(f"at step {progress.step}", progress.step)
         progress = run_loop(
@@ -336,6 +343,20 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         else:
             super().write_weights(folder)
 
+    def should_continue(self, progress: Progress) -> bool:
+        active = super().should_continue(progress)
+        self._record(progress)
+        return active
+
+    def _record(self, progress: Progress) -> None:
+        """Record the step that led to `progress`, or the state for the next one, if it is one to verify."""
+        if self.recorder.is_due(progress.step):
+            state = self.checkpointer.snapshot
+            if state is None and self.sharded_io is None:
+                state = self.pack(progress, *self.learner.state())
+            self.recorder.after_step(progress, state)
+        self._version_before = self.learner.version
+
     def on_step(self, result: StepResult) -> StepOutcome:
         """Log a finished step, carry out the guard's decision, and evaluate if it is time."""
         step, has_rewards = result.step, self.resources.has_rewards
@@ -348,6 +369,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         rows = build_completion_rows(result, self.resources.tokenizer.decode, has_rewards)
         self.log(step, values | decision.metrics, rows)
         outcome = self.apply(decision)
+        self.recorder.on_step(result, values | decision.metrics, self._version_before, undone=outcome.undone)
         failed = values.get("completions/failed_ratio", 0.0)
         self._reward_error = self._failed_steps.record_step(failed, result.rollout.messages)
         if self._reward_error:

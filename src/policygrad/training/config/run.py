@@ -215,6 +215,8 @@ class RunOptions:
     """Checkpoints."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Detection of divergence."""
+    verify: int = 2
+    """Steps, spread over the run, of which everything is kept that `policygrad verify` needs to repeat and check them."""
     track: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
     """Tracking services: wandb, tensorboard, trackio, mlflow. Each is an extra."""
 
@@ -324,6 +326,8 @@ def check_run(run: Run) -> None:
     for name in ("steps", "prompts_per_step"):
         if getattr(run, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
+    if run.verify < 0:
+        raise ConfigError(f"verify is a number of steps, at least 0 (0 = keep nothing), not {run.verify}")
     if run.decontaminate < 0:
         raise ConfigError(
             f"task.decontaminate is a number of words, at least 0 (0 = identical prompts only), not {run.decontaminate}"

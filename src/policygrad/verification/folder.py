@@ -1,0 +1,277 @@
+"""Checks of a run's files against each other, without loading its model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint
+from policygrad.errors import CheckpointError, RunError
+from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
+from policygrad.training.config.run import Run
+from policygrad.utils.filesystem import read_json
+from policygrad.verification.checks import Check, fails, holds, not_checked
+
+MIN_SURPRISE = 30.0
+"""Nats. A step's completions repeat those of another by chance with a probability below e to the minus this."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunFiles:
+    """The contents of a run's folder."""
+
+    folder: Path
+    run: Run
+    metrics: Mapping[int, Mapping[str, float]]
+    """Step → its metrics; evaluations are merged into the step they follow."""
+    repeated_steps: Sequence[int]
+    """Steps with more than one line of training metrics."""
+    completions: Mapping[int, Sequence[Mapping[str, Any]]]
+    """Step → its rows."""
+    checkpoints: Sequence[Checkpoint]
+    """Those that are intact, newest first; with all tensors."""
+    damaged: Sequence[str]
+    """A sentence about each damaged checkpoint."""
+    unreadable: int
+    """Lines of the logs that are no rows."""
+
+    @property
+    def steps(self) -> int:
+        """Number of the last step."""
+        return max((step for step, row in self.metrics.items() if "tokens/sampled" in row), default=0)
+
+
+def read_files(folder: Path, run: Run) -> RunFiles:
+    """Read a run's logs and checkpoints.
+
+    Raises:
+        RunError: The run has no log.
+    """
+    metrics: dict[int, dict[str, float]] = defaultdict(dict)
+    trained, unreadable = Counter[int](), 0
+    completions: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    try:
+        for _, row in read_rows(folder / METRICS):
+            if row is None:
+                unreadable += 1
+                continue
+            trained[row["step"]] += "tokens/sampled" in row
+            metrics[row["step"]] |= {name: x for name, x in row.items() if isinstance(x, int | float)}
+        for _, row in read_rows(folder / COMPLETIONS):
+            if row is None:
+                unreadable += 1
+            else:
+                completions[row["step"]].append(row)
+    except OSError as error:
+        raise RunError(f"{error.filename} cannot be read: {error.strerror}. A run that took no step has none") from error
+    checkpoints, damaged = [], []
+    for path in list_checkpoints(folder / "checkpoints"):
+        try:
+            checkpoints.append(load_checkpoint(path))
+        except CheckpointError as error:
+            damaged.append(str(error))
+    repeated = [step for step, count in trained.items() if count > 1]
+    return RunFiles(folder, run, metrics, repeated, completions, checkpoints, damaged, unreadable)
+
+
+def check_files(files: RunFiles) -> Iterator[Check]:
+    """Check everything that a run's files say about each other."""
+    yield _check_steps(files)
+    yield from _check_groups(files)
+    yield _check_sums(files)
+    yield _check_repetitions(files)
+    yield from _check_checkpoints(files)
+    yield _check_model(files)
+    yield _check_result(files)
+    yield _check_probes(files)
+
+
+def _check_steps(files: RunFiles) -> Check:
+    steps = sorted(step for step, row in files.metrics.items() if "tokens/sampled" in row)
+    missing = sorted(set(range(1, files.steps + 1)) - set(steps))
+    without_rows = [step for step in steps if not files.completions.get(step)]
+    if files.unreadable:
+        return fails("log", f"{files.unreadable} lines of {METRICS} or {COMPLETIONS} are unreadable")
+    if files.repeated_steps:
+        return fails("log", f"step {files.repeated_steps[0]} is logged {len(files.repeated_steps) + 1} times")
+    if missing:
+        return fails("log", f"{_list_steps(missing)} missing in {METRICS}")
+    if without_rows:
+        return fails("log", f"{_list_steps(without_rows)} missing in {COMPLETIONS}")
+    return holds("log", f"steps 1 to {files.steps} are logged once each, with their completions")
+
+
+def _list_steps(steps: Sequence[int]) -> str:
+    verb = "is" if len(steps) == 1 else "are"
+    named = ", ".join(map(str, steps[:5])) + (" and more" if len(steps) > 5 else "")
+    return f"step{'s' * (len(steps) > 1)} {named} {verb}"
+
+
+def _check_groups(files: RunFiles) -> Iterator[Check]:
+    """Check that every step has all its groups, each with all its completions."""
+    run = files.run
+    for step, rows in files.completions.items():
+        sizes = Counter(row["group"] for row in rows if "group" in row)
+        names = sorted(sizes)
+        if names != list(range(len(names))):
+            gap = next(i for i, name in enumerate([*names, -1]) if name != i)
+            yield fails("groups", f"group {gap} is missing in {COMPLETIONS}", step)
+            return
+        if len(names) != run.prompts_per_step:
+            text = f"{len(names)} groups are logged, and the run has {run.prompts_per_step} prompts per step"
+            yield fails("groups", text, step)
+            return
+        usual = Counter(sizes.values()).most_common(1)[0][0]
+        smaller = [name for name in names if sizes[name] != usual]
+        if smaller:
+            text = f"group {smaller[0]} has {sizes[smaller[0]]} completions, and most groups have {usual}"
+            yield fails("groups", text, step)
+            return
+    number = sum(len({row.get("group") for row in rows}) for rows in files.completions.values())
+    yield holds("groups", f"{number:,} groups are complete: {run.prompts_per_step} per step")
+
+
+def _check_sums(files: RunFiles) -> Check:
+    """Check that a step's metrics are those of its completions, where everything sampled was trained on."""
+    compared = 0
+    for step, rows in files.completions.items():
+        logged = files.metrics.get(step, {})
+        complete = logged.get("completions/sampled") == len(rows) and not logged.get("dynamic/leftover")
+        if not complete or any(row.get("demonstration") for row in rows):
+            continue
+        lengths = [row["tokens"] for row in rows]
+        rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+        expected = {
+            "tokens/sampled": float(sum(lengths)),
+            "completions/max_length": float(max(lengths)),
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/truncated_ratio": sum(map(bool, (row["truncated"] for row in rows))) / len(rows),
+        }
+        if rewards and "reward" in logged:
+            expected["reward"] = sum(rewards) / len(rewards)
+        for name, value in expected.items():
+            if name in logged and abs(logged[name] - value) > 1e-5 * max(1.0, abs(value)):
+                return fails("sums", f"{name} is {logged[name]:.7g}, and its completions give {value:.7g}", step)
+        compared += 1
+    if not compared:
+        return not_checked("sums", "every step sampled more completions than it trained on")
+    return holds("sums", f"tokens, lengths and rewards of {compared} steps are those of their completions")
+
+
+def _check_repetitions(files: RunFiles) -> Check:
+    """Check that no rollout was trained on in two steps."""
+    seen = dict[str, int]()
+    unclear = 0
+    for step, rows in sorted(files.completions.items()):
+        sampled = sum(row["tokens"] for row in rows)
+        if files.metrics.get(step, {}).get("entropy", 0.0) * sampled < MIN_SURPRISE:
+            unclear += 1
+            continue
+        text = json.dumps([(row.get("prompt"), row.get("completion")) for row in rows], default=str)
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        if digest in seen:
+            return fails("repetitions", f"its completions are those of step {seen[digest]}: they were trained twice", step)
+        seen[digest] = step
+    if not seen:
+        return not_checked("repetitions", "the policy is so certain that equal completions prove nothing")
+    more = f" ({unclear} with too certain a policy to tell)" if unclear else ""
+    return holds("repetitions", f"no two of {len(seen)} steps trained on the same completions{more}")
+
+
+def _check_checkpoints(files: RunFiles) -> Iterator[Check]:
+    for text in files.damaged:
+        yield fails("checkpoints", text)
+    if not files.checkpoints:
+        if not files.damaged:
+            yield not_checked("checkpoints", "the run has none")
+        return
+    for saved in files.checkpoints:
+        counted = [row.get("tokens/sampled", 0.0) for step, row in files.metrics.items() if 0 < step <= saved.step]
+        if len(counted) == saved.step and int(sum(counted)) != saved.state.get("tokens"):
+            text = f"{saved.path.name} counts {saved.state.get('tokens'):,} tokens and the log {int(sum(counted)):,}"
+            yield fails("checkpoints", text)
+            return
+        if text := _describe_optimizer(files, saved):
+            yield fails("checkpoints", text)
+            return
+    names = ", ".join(saved.path.name for saved in files.checkpoints)
+    yield holds("checkpoints", f"{names}: every file has its sha256; tokens and updates are those of the log")
+
+
+def _describe_optimizer(files: RunFiles, saved: Checkpoint) -> str:
+    """Return what is wrong with AdamW's counters, or ""."""
+    learner = saved.state.get("learner")
+    if not isinstance(learner, Mapping) or not isinstance(learner.get("optimizer"), Mapping):
+        return ""
+    rows = [row for step, row in files.metrics.items() if 0 < step <= saved.step and "tokens/sampled" in row]
+    taken = sum(row.get("updates/taken", 0.0) for row in rows)
+    is_plain = not any("guard/undone" in row or row.get("guard/alarms") or row.get("reference/refreshed") for row in rows)
+    counters = [int(x) for n, x in saved.tensors.items() if n.startswith("adam/") and n.endswith("/step")]
+    if not is_plain or len(rows) != saved.step or not counters:
+        return ""
+    if max(counters) != int(taken):
+        what = "its moments were reset" if max(counters) < taken else "more updates were made than logged"
+        return f"{saved.path.name}: AdamW counted {max(counters)} updates and the log {int(taken)}: {what}"
+    return ""
+
+
+def _check_model(files: RunFiles) -> Check:
+    """Check that the model that was written at the end is the last checkpoint's policy."""
+    path = files.folder / "model" / "model.safetensors"
+    if not path.is_file():
+        return not_checked("model", "the run has not written one, or in several files, or as an adapter")
+    if not files.checkpoints:
+        return not_checked("model", "there is no checkpoint to compare it with")
+    last, compared = files.checkpoints[0], 0
+    try:
+        with safe_open(path, framework="pt") as stored:  # type: ignore[no-untyped-call]
+            names = set(stored.keys())
+            for key, weight in last.tensors.items():
+                name = key.removeprefix("weights/")
+                if key.startswith("weights/") and name in names:
+                    written: Tensor = stored.get_tensor(name)
+                    if not bool((written == weight.to(written.dtype)).all()):
+                        return fails("model", f"{name} of {path.parent.name} is not that of {last.path.name}")
+                    compared += 1
+    except (OSError, SafetensorError) as error:
+        return fails("model", f"{path} cannot be read: {error}")
+    if not compared:
+        return not_checked("model", "its tensors have other names than the checkpoint's")
+    return holds("model", f"{compared} tensors of {path.parent.name} are those of {last.path.name}")
+
+
+def _check_result(files: RunFiles) -> Check:
+    path = files.folder / "result.json"
+    if not path.is_file():
+        return not_checked("result", "the run is not finished")
+    try:
+        result = read_json(path)
+        steps, tokens = result["steps"], result["tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return fails("result", f"{path.name} cannot be read: {error!r}")
+    counted = int(sum(row.get("tokens/sampled", 0.0) for row in files.metrics.values()))
+    if steps != files.steps or tokens != counted:
+        text = f"{path.name} has {steps} steps and {tokens:,} tokens, the log {files.steps} and {counted:,}"
+        return fails("result", text)
+    return holds("result", f"{steps} steps and {tokens:,} tokens, as in the log")
+
+
+def _check_probes(files: RunFiles) -> Check:
+    """Check that an engine was probed after every publication of weights."""
+    engine = files.run.sampler.engine
+    probes = {step: row["publication/probe_max"] for step, row in files.metrics.items() if "publication/probe_max" in row}
+    if not probes:
+        return not_checked("probes", f"the sampler is {engine}, which has no weights of its own to probe")
+    steps = {step for step, row in files.metrics.items() if "tokens/sampled" in row}
+    if missing := sorted(steps - probes.keys()):
+        return fails("probes", f"no probe followed the publication after {_list_steps(missing)}")
+    step = max(probes, key=lambda step: probes[step])
+    return holds("probes", f"one after every publication; the worst, of step {step}, {probes[step]:.2g} nats")

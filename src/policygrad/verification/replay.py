@@ -1,0 +1,583 @@
+"""Repeat single steps of a run, from the state before them, and compare every stage with what the run recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policygrad.checkpoint.format import Checkpoint, load_checkpoint
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.core.metrics import Mean, Metrics, merge
+from policygrad.core.staleness import resolve_old_policy
+from policygrad.core.updates import GradientProblem, GradientSteps, require_problem
+from policygrad.errors import CheckpointError
+from policygrad.rollout.batching import batch_groups
+from policygrad.rollout.rollouter import Rollout
+from policygrad.rollout.trajectory import (
+    TRAIN,
+    EpisodeGroup,
+    RolloutConfig,
+    RolloutRequest,
+    Trajectory,
+    reward_inputs,
+)
+from policygrad.samplers.config import LOCAL, SamplerConfig
+from policygrad.trackers import CompositeTracker
+from policygrad.trackers.jsonl import format_row
+from policygrad.training.config.paths import check_files_exist
+from policygrad.training.config.run import Run
+from policygrad.training.loop import Progress, StepOutcome, StepResult, TrainedRollout, run_loop, train_on_rollout
+from policygrad.training.step_log import build_completion_rows
+from policygrad.training.step_records import (
+    StepRecord,
+    TensorDigest,
+    digest_tensor,
+    digest_weights,
+)
+from policygrad.training.trainer import Trainer
+from policygrad.utils.garbage import paused_garbage_collection
+from policygrad.verification.checks import EXACT, Check, Tolerance, describe_difference, fails, holds, not_checked
+
+MAX_TRIED_UPDATES = 64
+"""A step whose weights differ is repeated with a known fault in each of at most this many of its updates."""
+LOGP_TOLERANCE = {"fp32": 1e-3, "bf16": 0.2}
+"""Nats. How far the sampler's log-probability of a token may be from the learner's, by precision; the engines' probe has the same
+for bf16."""
+UNREPEATABLE_METRICS = ("time/", "tokens_per_second", "weights/", "guard/", "rewards/", "memory/", "completions/cached")
+"""Metrics that depend on the machine, or on what was before the step."""
+
+
+class StepReplayer(Trainer):
+    """Loads a run once, and repeats steps of it."""
+
+    initial: Checkpoint
+    """The state at the beginning of the run."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        # An engine's samples cannot be repeated, and the rest of a step does not need it.
+        local = run if run.sampler.engine == LOCAL else replace(run, sampler=SamplerConfig())
+        super().__init__(replace(local, track=(), output=str(folder)), display=False)
+        self.run, self.folder = run, folder
+
+    def load(self, stack: ExitStack) -> None:
+        """Load task, rewards, model and learner, as at the beginning of the run."""
+        self.trackers = CompositeTracker([])
+        torch.manual_seed(self.config.seed)
+        check_files_exist(self.config)
+        with paused_garbage_collection():
+            self.build(stack)
+        tensors, values = self.pack(Progress(self.config.algorithm.init_state()), *self.learner.state())
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self.initial = Checkpoint(0, copies | {"rng/torch": torch.get_rng_state()}, deepcopy(values), self.folder)
+
+    def compare_with_checkpoint(self, saved: Checkpoint) -> None:
+        """Nothing: what changed since is a check of its own."""
+
+    def restore(self, saved: Checkpoint) -> Progress:
+        """Return to the state of a checkpoint."""
+        tensors = dict(saved.tensors)
+        torch.set_rng_state(tensors.pop("rng/torch"))
+        return self.start(replace(saved, tensors=tensors))
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A recorded step, with all that is needed to repeat it."""
+
+    replayer: StepReplayer
+    record: StepRecord
+    saved: Checkpoint
+    """The state before."""
+    is_exact: bool
+    """This machine and its libraries are those of the run, so that results are the same bits."""
+    evaluated: Metrics
+    """Metrics of an evaluation after the step, which the state of the algorithm's parts may depend on."""
+    earlier: Sequence[Path] = ()
+    """Checkpoints of earlier steps, newest first, with which a sampler may have been left."""
+
+    @property
+    def step(self) -> int:
+        return self.record.step
+
+    @property
+    def run(self) -> Run:
+        return self.replayer.run
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """For values that a step computes from its batch."""
+        return EXACT if self.is_exact else Tolerance(1e-3, 1e-4)
+
+    def restore(self) -> tuple[Progress, Algorithm]:
+        """Return to the state before the step; return it and the algorithm as it was in the step."""
+        progress = self.replayer.restore(self.saved)
+        return progress, self.run_algorithm.with_state(progress.state)
+
+    @property
+    def run_algorithm(self) -> Algorithm:
+        return self.replayer.config.algorithm
+
+
+def check_step(replay: Replay) -> Iterator[Check]:
+    """Repeat a step stage by stage, each from what the run recorded of the stage before, and compare the results."""
+    step, record, learner = replay.step, replay.record, replay.replayer.learner
+    progress, algorithm = replay.restore()
+    if record.weights_before and digest_weights(learner.state()[0]) != record.weights_before:
+        where = "the model and seed that the run names" if progress.step == 0 else replay.saved.path.name
+        yield fails("model", f"the step did not begin with the weights of {where}", step)
+    if learner.version != record.version_before:
+        yield fails(
+            "state",
+            f"the step began with weights of version {record.version_before}, and the state before it has {learner.version}",
+            step,
+        )
+    yield from check_samples(replay, progress, algorithm)
+    yield from check_rewards(record, replay.replayer)
+    yield check_sampler_weights(replay, algorithm)
+    trained = train_on_rollout(record.rollout, algorithm, learner)
+    yield _check_batch_fields(replay, trained)
+    yield _check_advantages(replay, trained)
+    metrics = merge(record.rollout.metrics, trained.metrics, trained.update_metrics)
+    values = {name: metric.value for name, metric in metrics.items()}
+    yield compare_metrics(step, values, record.metrics, replay.tolerance)
+    yield from check_state_after(replay, progress, trained)
+
+
+# Samples
+
+
+def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> Iterator[Check]:
+    """Sample the step's rollout again, and compare prompts, tokens, log-probabilities and rewards."""
+    record, replayer, step = replay.record, replay.replayer, replay.step
+    rollout, rollouter, run = record.rollout, replayer.resources.rollouter, replay.run
+    wrong_seeds = {g.spec.key[0] for g in rollout.groups} - {run.seed}
+    if wrong_seeds:
+        seeds = ", ".join(map(str, sorted(wrong_seeds)))
+        yield fails("samples", f"they were sampled with seed {seeds}, and run.toml has seed {run.seed}", step)
+        return
+    if progress.queued_rollouts:
+        yield from _compare_rollouts(progress.queued_rollouts[0], rollout, step, "the rollout in the checkpoint before")
+        yield not_checked("samples", "they were sampled before the state that is kept, by older weights", step)
+        return
+    if run.sampler.engine != LOCAL:
+        yield not_checked("samples", f"{run.sampler.engine} does not return the same tokens again", step)
+        return
+    if not replay.is_exact:
+        yield not_checked("samples", "rounding differs on this machine, so other tokens may be sampled", step)
+        return
+    config = RolloutConfig(run.sampling, run.prompts_per_step, replayer.config.effective_samples_per_prompt)
+    request = RolloutRequest(step, progress.position, progress.leftover_groups)
+
+    def sample() -> Rollout:
+        return rollouter.collect(algorithm, config, request, evaluate=replayer.learner.evaluate)
+
+    repeated = sample()
+    checks = list(_compare_rollouts(repeated, rollout, step, "the step repeated"))
+    if any(check.status == "fails" for check in checks):
+        again = sample()
+        if any(check.status == "fails" for check in _compare_rollouts(repeated, again, step, "")):
+            reason = "two repetitions differ from each other: a reward or the environment is not deterministic"
+            checks = [not_checked("samples", reason, step)]
+    yield from checks
+
+
+def _compare_rollouts(expected: Rollout, actual: Rollout, step: int, source: str) -> Iterator[Check]:
+    """Compare the rollout `actual`, which the run trained on, with one that should be the same."""
+    keys, recorded = [g.spec.key for g in expected.groups], [g.spec.key for g in actual.groups]
+    if keys != recorded:
+        yield fails("prompts", _describe_keys(keys, recorded, source), step)
+        return
+    if any(not torch.equal(a.prompt_ids, b.prompt_ids) for a, b in zip(expected.groups, actual.groups, strict=True)):
+        yield fails("prompts", f"the token ids of a prompt are not those of {source}", step)
+        return
+    sizes, recorded_sizes = ([len(g.trajectories) for g in x.groups] for x in (expected, actual))
+    if sizes != recorded_sizes:
+        group = next(i for i, (a, b) in enumerate(zip(sizes, recorded_sizes, strict=True)) if a != b)
+        text = f"group {group} has {recorded_sizes[group]} completions, and {sizes[group]} in {source}"
+        yield fails("prompts", text, step)
+        return
+    yield holds("prompts", f"{len(keys)} prompts and their order are those of {source}", step)
+    a, b = batch_groups(expected.groups), batch_groups(actual.groups)
+    assert a.tokens is not None and b.tokens is not None and a.logp_sampler is not None and b.logp_sampler is not None
+    if text := describe_difference(*_same_width(a.tokens, b.tokens)):
+        yield fails("samples", f"tokens are not those of {source}: {text}", step)
+        return
+    if text := describe_difference(a.logp_sampler, b.logp_sampler):
+        yield fails("samples", f"the sampler's log-probabilities are not those of {source}: {text}", step)
+        return
+    yield holds("samples", f"{int(b.lengths.sum()):,} tokens and their log-probabilities are those of {source}", step)
+
+
+def _same_width(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad two [B, T] tensors with −1 to the same T."""
+    width = max(x.shape[1], y.shape[1])
+    pad = torch.nn.functional.pad
+    return pad(x, (0, width - x.shape[1]), value=-1), pad(y, (0, width - y.shape[1]), value=-1)
+
+
+def _describe_keys(expected: Sequence[tuple[int, ...]], actual: Sequence[tuple[int, ...]], source: str) -> str:
+    missing, added = [k for k in expected if k not in actual], [k for k in actual if k not in expected]
+    if missing and not added:
+        return f"{len(missing)} of {len(expected)} groups were dropped: that of example {missing[0][3]} comes first"
+    if added and not missing:
+        return f"{len(added)} groups are not in {source}: that of example {added[0][3]} comes first"
+    if not missing and not added:
+        return f"the {len(expected)} prompts are in another order than in {source}"
+    return (
+        f"{len(missing)} of {len(expected)} prompts are others than in {source}: example {added[0][3]} instead of "
+        f"{missing[0][3]}"
+    )
+
+
+def check_batch(record: StepRecord, needs: frozenset[str]) -> Check:
+    """Compare the batch that was trained on with the episodes that it was made of. Needs no model."""
+    batch, rollout, step = record.batch, record.rollout, record.step
+    expected = batch_groups(rollout.groups, needs & {"rewards", "level", "levels", "demonstration"})
+    if expected.mask.shape != batch.mask.shape:
+        text = f"the batch is {list(batch.mask.shape)} and the episodes are {list(expected.mask.shape)}"
+        return fails("batch", text, step)
+    masked = ~batch.mask.any(1)  # by a filter
+    if text := describe_difference(expected.mask & ~masked[:, None], batch.mask):
+        return fails("batch", f"the mask {text}", step)
+    for name in ("tokens", "group", "logp_sampler", "version", "truncated", "example_id", "positions"):
+        a, b = getattr(expected, name), getattr(batch, name)
+        if a is not None and (text := describe_difference(a, b)):
+            return fails("batch", f"{name.replace('_', ' ')}: {text}", step)
+    prompts = zip(expected.prompts or (), batch.prompts or (), strict=False)
+    if len(expected.prompts or ()) != len(batch.prompts or ()) or any(not torch.equal(a, b) for a, b in prompts):
+        return fails("batch", "the prompts are not those of the episodes", step)
+    if batch.token_reward is None and (text := describe_difference(expected.reward, batch.reward)):
+        return fails("batch", f"rewards: {text}", step)
+    return holds(
+        "batch", f"{len(batch.mask)} rows with {int(batch.mask.sum()):,} trained tokens are the episodes'", step
+    )
+
+
+def check_versions(record: StepRecord) -> Check:
+    """Check that no token claims to be sampled by weights that did not exist yet."""
+    batch, step = record.batch, record.step
+    if batch.version is None:
+        return not_checked("versions", "the batch has no versions", step)
+    versions = batch.version[batch.policy_tokens]
+    if len(versions) and int(versions.max()) > record.version_before:
+        text = f"a token has version {int(versions.max())}, and the learner's weights had {record.version_before}"
+        return fails("versions", text, step)
+    oldest = record.version_before - int(versions.min()) if len(versions) else 0
+    return holds("versions", f"tokens are at most {oldest} updates older than the weights", step)
+
+
+# Rewards
+
+
+def check_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Check]:
+    """Call the reward functions again on the recorded completions; each reward that is deterministic must be the same."""
+    step, groups, resources = record.step, record.rollout.groups, replayer.resources
+    score = resources.rollouter.score
+    if score is None or not resources.has_rewards:
+        reason = "the environment gives the rewards" if resources.has_rewards else "the algorithm reads no reward"
+        yield not_checked("rewards", reason, step)
+        return
+    rows = [(g, t) for g in groups for t in g.trajectories]
+    names = [name for name, _ in groups[0].reward_weights]
+
+    def call() -> dict[str, list[float | None]]:
+        scores = score(*reward_inputs(list(groups)))
+        return scores.parts or {"reward": scores.total}
+
+    def recorded(name: str) -> list[float | None]:
+        return [dict(zip((n for n, _ in g.reward_weights), t.reward_parts, strict=True)).get(name) for g, t in rows]
+
+    first: dict[str, list[float | None]] = call()
+    second: dict[str, list[float | None]] | None = None
+    for name, values in first.items():
+        if name not in names:
+            yield fails("rewards", f"{name} is not among the run's rewards, {', '.join(names)}", step)
+            continue
+        before = recorded(name)
+        differ = [i for i, (x, y) in enumerate(zip(values, before, strict=True)) if not _is_close(x, y) and not rows[i][1].failure]
+        if not differ:
+            yield holds("rewards", f"{name}, called again on {len(rows)} completions, gives the same values", step)
+            continue
+        second = second or call()
+        if second[name] != values:
+            yield not_checked("rewards", f"{name} is not deterministic: two calls differ from each other", step)
+            continue
+        tensors = [torch.tensor([float("nan") if x is None else float(x) for x in column]) for column in (values, before)]
+        yield fails("rewards", f"{name}: {describe_difference(*tensors)}", step)
+
+
+def _is_close(x: float | None, y: float | None) -> bool:
+    return x == y if x is None or y is None else abs(x - y) <= 1e-9 * max(1.0, abs(x))
+
+
+# Log-probabilities
+
+
+def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Check:
+    """Compare the sampler's log-probabilities with the learner's under the weights that the samples claim to be from."""
+    record, step = replay.record, replay.step
+    batch, learner = record.batch, replay.replayer.learner
+    if batch.logp_sampler is None or batch.version is None or batch.tokens is None:
+        return not_checked("sampler's weights", "the sampler reports no log-probabilities", step)
+    current = batch.policy_tokens & (batch.version == record.version_before)
+    if not bool(current.any()):
+        return not_checked("sampler's weights", "every token was sampled by older weights", step)
+    bound = LOGP_TOLERANCE["fp32" if replay.replayer.config.learner.dtype == "fp32" else "bf16"]
+
+    def gap() -> float:
+        logp = learner.evaluate(replace(batch, logp_old=None), frozenset({"logp_old"})).logp_old
+        return float((logp - batch.logp_sampler)[current].abs().max())  # type: ignore[operator]
+
+    largest = gap()
+    number = int(current.sum())
+    if largest <= bound:
+        return holds(
+            "sampler's weights",
+            f"log-probabilities of {number:,} tokens are the learner's to {largest:.1g} nats (bound: {bound:g})",
+            step,
+        )
+    text = f"log-probabilities are up to {largest:.2g} nats from the learner's (bound: {bound:g})"
+    for path in replay.earlier:
+        try:
+            saved = load_checkpoint(path)
+        except CheckpointError:
+            continue
+        replay.replayer.restore(saved)
+        is_it = gap() <= bound
+        if is_it:
+            replay.restore()
+            return fails("sampler's weights", f"the sampler still had the weights of step {saved.step}: {text}", step)
+    if replay.earlier:
+        replay.restore()
+    return fails("sampler's weights", f"the sampler had other weights than the learner: {text}", step)
+
+
+# Advantages and update
+
+
+def _check_batch_fields(replay: Replay, trained: TrainedRollout) -> Check:
+    """Compare what the learner fills in: log-probabilities, values and so on."""
+    batch, step = replay.record.batch, replay.step
+    compared = []
+    for name, expected in trained.batch.tensors().items():
+        actual = getattr(batch, name)
+        mask = batch.mask if name in PER_TOKEN and name != "mask" else None
+        if actual is None:
+            return fails("batch", f"{name} was not filled, and repeating the step fills it", step)
+        if name in (*PER_TOKEN, *PER_COMPLETION):
+            if text := describe_difference(expected, actual, mask, replay.tolerance):
+                return fails("batch", f"{name}: {text}", step)
+            compared.append(name)
+    return holds("batch", f"what the learner fills in is the same ({replay.tolerance})", step)
+
+
+def _check_advantages(replay: Replay, trained: TrainedRollout) -> Check:
+    record, step = replay.record, replay.step
+    if text := describe_difference(trained.psi, record.psi, record.batch.mask, replay.tolerance):
+        return fails("advantages", f"{text}, computed again from the same batch", step)
+    return holds("advantages", f"computed again from the same batch they are the same ({replay.tolerance})", step)
+
+
+def compare_metrics(
+    step: int, repeated: Mapping[str, float], logged: Mapping[str, float], tolerance: Tolerance
+) -> Check:
+    """Compare a step's logged metrics with those of its repetition; measures of time and machine are left out."""
+    names = [name for name in repeated if name in logged and not name.startswith(UNREPEATABLE_METRICS)]
+    for name in names:
+        x, y = float(repeated[name]), float(logged[name])
+        if not bool(tolerance.allows(torch.tensor([x]).double(), torch.tensor([y]).double())):
+            return fails("metrics", f"{name} was {y:.7g}, and is {x:.7g} when the step is repeated", step)
+    return holds("metrics", f"{len(names)} metrics are the same ({tolerance})", step)
+
+
+def check_state_after(replay: Replay, progress: Progress, trained: TrainedRollout) -> Iterator[Check]:
+    """Compare weights, moments and the other state after the step."""
+    record, step = replay.record, replay.step
+    if record.undone:
+        yield not_checked("weights", "the divergence guard undid the step", step)
+        return
+    if record.after is None:
+        yield not_checked("weights", "; ".join(record.omitted) or "the state after the step was not stored", step)
+        return
+    tensors, values = replay.replayer.learner.state()
+    differing = [name for name, digest in record.after.items() if not _matches(replay, tensors.get(name), digest)]
+    if not differing and tensors.keys() - record.after.keys():
+        differing = sorted(tensors.keys() - record.after.keys())
+    number = len(record.after)
+    if differing:
+        cause = explain_update(replay, record.after) if replay.is_exact else ""
+        kinds = "weights and moments"
+        if all(name.startswith("adam/") or "/adam/" in name for name in differing):
+            kinds = "moments of AdamW"
+        elif not any("adam/" in name for name in differing):
+            kinds = "weights"
+        text = f"{len(differing)} of {number} tensors differ after the step ({kinds}; first {differing[0]})"
+        yield fails("weights", f"{cause}: {text}" if cause else f"{text}, though batch and advantages are compared above", step)
+    else:
+        how = "bit for bit" if replay.is_exact else "within twice what AdamW moves a weight in these updates"
+        yield holds("weights", f"{number} tensors of weights and moments after the step are the same {how}", step)
+    state = trained.update_state(replay.run_algorithm, progress.state, replay.evaluated)
+    if replay.is_exact and record.values_after.get("parts") != state:
+        yield fails("state", "the state of the algorithm's parts after the step is not what repeating it gives", step)
+    if values != record.values_after.get("learner") and not differing:
+        yield fails("state", f"the learner counted {record.values_after.get('learner')} and counts {values}", step)
+
+
+def _matches(replay: Replay, tensor: Tensor | None, digest: TensorDigest) -> bool:
+    if tensor is None:
+        return False
+    current = digest_tensor(tensor)
+    if replay.is_exact:
+        return current.sha256 == digest.sha256
+    lr = replay.replayer.config.lr or 0.0
+    bound = 2 * lr * max(1, replay.run_algorithm.update_rule.updates) + 1e-6
+    gaps = [abs(x - y) for x, y in zip(current.elements, digest.elements, strict=False)]
+    return len(current.elements) == len(digest.elements) and all(gap <= bound for gap in gaps)
+
+
+# Steps without a record
+
+
+class LoggedSteps:
+    """Repeats steps that have no record, one after the other, and compares each with the run's log (`StepCallbacks`)."""
+
+    def __init__(
+        self,
+        replayer: StepReplayer,
+        last: int,
+        rows: Mapping[int, Sequence[Mapping[str, Any]]],
+        metrics: Mapping[int, Mapping[str, float]],
+        states: Mapping[int, Checkpoint],
+    ) -> None:
+        """
+        Args:
+            last: Number of the last step to repeat.
+            rows, metrics: The log, by step.
+            states: Checkpoints by step, to compare the state with when it is reached.
+        """
+        self.replayer, self.last, self.rows, self.metrics, self.states = replayer, last, rows, metrics, states
+        self.checks: list[Check] = []
+
+    def run(self, saved: Checkpoint) -> list[Check]:
+        """Repeat the steps from a checkpoint on, up to the first that differs."""
+        progress, replayer = self.replayer.restore(saved), self.replayer
+        run_loop(replayer.config, replayer.resources.rollouter, replayer.learner, progress, self)
+        return self.checks
+
+    def on_step(self, result: StepResult) -> StepOutcome:
+        step, has_rewards = result.step, self.replayer.resources.has_rewards
+        rows = build_completion_rows(result, self.replayer.resources.tokenizer.decode, has_rewards)
+        self.checks.append(compare_rows(step, rows, self.rows.get(step, ())))
+        values = {name: metric.value for name, metric in result.metrics.items()}
+        self.checks.append(compare_metrics(step, values, self.metrics.get(step, {}), EXACT))
+        if (saved := self.states.get(step)) is not None:
+            tensors, _ = self.replayer.learner.state()
+            stored = {name for name in saved.tensors if not name.startswith(("leftover/", "queued/", "rng/"))}
+            differing = sorted(
+                name
+                for name in stored | tensors.keys()
+                if name not in tensors or name not in stored or not torch.equal(tensors[name].cpu(), saved.tensors[name])
+            )
+            if differing:
+                text = f"{len(differing)} of {len(stored)} tensors are not those of {saved.path.name}, first {differing[0]}"
+                self.checks.append(fails("weights", text, step))
+            else:
+                text = f"{len(stored)} tensors of weights and moments are those of {saved.path.name} bit for bit"
+                self.checks.append(holds("weights", text, step))
+        evaluated = self.metrics.get(step, {}).get("eval/reward")
+        return StepOutcome({} if evaluated is None else {"eval/reward": Mean(evaluated)})
+
+    def should_continue(self, progress: Progress) -> bool:
+        return progress.step < self.last and not any(check.status == "fails" for check in self.checks)
+
+
+def compare_rows(step: int, repeated: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> Check:
+    """Compare the rows of completions.jsonl with those that they should be."""
+    expected = [json.loads(format_row(step, row, "")) for row in repeated]
+    if len(expected) != len(logged):
+        return fails("completions", f"{len(logged)} are logged instead of {len(expected)}", step)
+    for i, (a, b) in enumerate(zip(expected, logged, strict=True)):
+        if a != b:
+            name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
+            text = f"{name} of row {i} is logged as {_excerpt(b.get(name))} instead of {_excerpt(a.get(name))}"
+            number = sum(x != y for x, y in zip(expected, logged, strict=True))
+            return fails("completions", text + (f"; {number} rows differ" if number > 1 else ""), step)
+    return holds("completions", f"{len(logged)} rows of the log are the same", step)
+
+
+def _excerpt(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+# Causes of other weights: the step is repeated with one known fault at a time
+
+
+@dataclass(frozen=True)
+class FaultySteps(GradientSteps):
+    """Gradient steps with a fault in one of the updates."""
+
+    fault: str = ""
+    at: int = 0  # number of the update, from 0
+
+    def __call__(self, problem: object) -> Metrics:
+        problem = require_problem(problem, GradientProblem, self)  # type: ignore[type-abstract]
+        metrics, number = Metrics(), 0
+        for epoch in range(self.epochs):
+            minibatches = problem.split(epoch, self.minibatches)
+            for i, minibatch in enumerate(minibatches):
+                times = 1
+                if number == self.at:
+                    times = {"repeated": 2, "omitted": 0}.get(self.fault, 1)
+                    if self.fault == "replaced":
+                        minibatch = minibatches[i - 1]
+                for _ in range(times):
+                    metrics = merge(metrics, minibatch.accumulate(), minibatch.descend())
+                number += 1
+        return metrics
+
+
+def explain_update(replay: Replay, after: Mapping[str, TensorDigest]) -> str:
+    """Return the fault with which the step gives exactly the recorded weights and moments, or "" if none of those tried does."""
+    for text, tensors, algorithm in _iter_faults(replay):
+        replay.replayer.restore(replace(replay.saved, tensors=replay.saved.tensors | tensors))
+        psi, batch = replay.record.psi, replay.record.batch
+        replay.replayer.learner.update(batch, psi, algorithm)
+        current, _ = replay.replayer.learner.state()
+        if all(name in current and digest_tensor(current[name]).sha256 == d.sha256 for name, d in after.items()):
+            return text
+    return ""
+
+
+def _iter_faults(replay: Replay) -> Iterator[tuple[str, dict[str, Tensor], Algorithm]]:
+    """Yield (the fault as text, changed tensors of the state before, changed algorithm)."""
+    progress, algorithm = replay.restore()
+    algorithm, _ = resolve_old_policy(algorithm, replay.record.rollout.batch, replay.replayer.learner.version)
+    tensors = replay.saved.tensors
+    moments = {n: torch.zeros_like(x) for n, x in tensors.items() if "adam/" in n and x.ndim}
+    counters = {n: torch.zeros_like(x) for n, x in tensors.items() if "adam/" in n and not x.ndim}
+    if moments:
+        yield "AdamW's moments were reset before the step", moments | counters, algorithm
+        yield "AdamW's moments were set to 0 before the step", moments, algorithm
+    rule = algorithm.update_rule
+    if type(rule) is not GradientSteps:
+        return
+    for at in range(min(rule.updates, MAX_TRIED_UPDATES)):
+        name = f"update {at + 1} of {rule.updates}"
+        texts = {
+            "repeated": f"the minibatch of {name} was trained twice",
+            "omitted": f"{name} was omitted",
+            "replaced": f"{name} was made on the minibatch of the update before it",
+        }
+        for fault, text in texts.items():
+            faulty = FaultySteps(rule.epochs, rule.minibatches, fault, at)
+            yield text, {}, replace(algorithm, update_rule=faulty)

@@ -1,0 +1,223 @@
+"""Verify a run: check its files, then repeat steps of it and compare every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint, parse_step
+from policygrad.core.metrics import Mean, Metrics
+from policygrad.errors import CheckpointError, ConfigError, PolicygradError
+from policygrad.training.config.run import Run
+from policygrad.training.loop import StepResult
+from policygrad.training.provenance import NON_LEARNING_PREFIXES, list_changed_options
+from policygrad.training.step_log import build_completion_rows
+from policygrad.training.step_records import BEFORE, FOLDER, StepRecord, list_records, read_record, state_before
+from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.verification.checks import Check, Status, fails, holds, not_checked
+from policygrad.verification.folder import RunFiles, check_files, read_files
+from policygrad.verification.replay import (
+    LoggedSteps,
+    Replay,
+    StepReplayer,
+    check_batch,
+    check_step,
+    check_versions,
+    compare_rows,
+)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of verifying a run."""
+
+    folder: Path
+    checks: tuple[Check, ...]
+
+    @property
+    def status(self) -> Status:
+        """`fails` if a check fails; `holds` if at least one holds and none fails."""
+        statuses = {check.status for check in self.checks}
+        return "fails" if "fails" in statuses else "holds" if "holds" in statuses else "not checked"
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that fail."""
+        return tuple(check for check in self.checks if check.status == "fails")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {"run": str(self.folder), "status": self.status, "checks": [asdict(check) for check in self.checks]}
+
+
+def verify_run(
+    folder: Path, run: Run, steps: Sequence[int] | None = None, progress: ProgressCallback = ignore_progress
+) -> Verification:
+    """Check the files of a run, and repeat some of its steps.
+
+    Args:
+        run: Its configuration, as in its run.toml.
+        steps: The steps to repeat; None = those of which the run has a record, or else those that follow a kept checkpoint.
+            A step without a record is repeated from the last kept state before it, with all steps in between.
+
+    Raises:
+        ConfigError: A step that the run does not have.
+        RunError: The run has no log.
+    """
+    files = read_files(folder, run)
+    if wrong := [step for step in steps or () if not 1 <= step <= files.steps]:
+        raise ConfigError(f"--steps {wrong[0]}: the run in {folder} has the steps 1 to {files.steps}")
+    checks = [*check_files(files)]
+    checks += _Verifier(files, run, progress).check_steps(steps)
+    return Verification(folder, tuple(checks))
+
+
+class _Verifier:
+    """Repeats steps of one run."""
+
+    def __init__(self, files: RunFiles, run: Run, progress: ProgressCallback) -> None:
+        self.files, self.run, self.progress = files, run, progress
+        self.folder = files.folder
+
+    def check_steps(self, steps: Sequence[int] | None) -> Iterator[Check]:
+        recorded = list_records(self.folder)
+        if steps is None:
+            after_checkpoints = [1, *(saved.step + 1 for saved in self.files.checkpoints)]
+            steps = recorded or sorted(step for step in after_checkpoints if step <= self.files.steps)
+        if objects := self.run.object_options:
+            names = " and ".join(objects)
+            yield not_checked("steps", f"{names} was given to the run as an object in Python, and a file cannot hold it")
+            return
+        with ExitStack() as stack:
+            self.progress("loading the model", 0, 0)
+            try:
+                replayer = StepReplayer(self.run, self.folder)
+                replayer.load(stack)
+            except PolicygradError as error:
+                yield fails("steps", f"the run cannot be loaded again: {error}")
+                return
+            self.replayer = replayer
+            for number, step in enumerate(steps):
+                self.progress("repeating steps", number, len(steps))
+                if step in recorded:
+                    yield from self._check_recorded(step)
+                else:
+                    yield from self._check_logged(step)
+        self.progress("", 0, 0)
+
+    def _check_recorded(self, step: int) -> Iterator[Check]:
+        try:
+            record = read_record(self.folder, step, self.replayer.resources.task.train_example)
+        except CheckpointError as error:
+            yield fails("record", str(error), step)
+            return
+        algorithm = self.replayer.config.algorithm
+        yield check_batch(record, algorithm.all_needs)
+        yield check_versions(record)
+        yield self._check_log(record)
+        if len(record.rollout.groups) != self.run.prompts_per_step:
+            text = f"it trained on {len(record.rollout.groups)} groups, and the run has {self.run.prompts_per_step} prompts per step"
+            yield fails("groups", text, step)
+        inputs = [*self._check_inputs(record.fingerprint, step)]
+        yield from inputs
+        if any(check.subject == "settings" for check in inputs):
+            return
+        saved, reason = self._load_state(step)
+        if saved is None:
+            yield not_checked("steps", reason, step)
+            return
+        evaluated = self.files.metrics.get(step, {}).get("eval/reward")
+        metrics: Metrics = {} if evaluated is None else {"eval/reward": Mean(evaluated)}
+        is_exact = not self._changed_versions(record.fingerprint)
+        replay = Replay(self.replayer, record, saved, is_exact, metrics, self._list_earlier(step))
+        yield from check_step(replay)
+
+    def _check_log(self, record: StepRecord) -> Check:
+        """Compare the log with the record."""
+        replayer = self.replayer
+        result = StepResult(record.step, replayer.config.algorithm, record.rollout, record.batch, record.psi, {})
+        rows = build_completion_rows(result, replayer.resources.tokenizer.decode, replayer.resources.has_rewards)
+        return compare_rows(record.step, rows, self.files.completions.get(record.step, ()))
+
+    def _check_inputs(self, before: Mapping[str, Any], step: int) -> Iterator[Check]:
+        """Compare data, code and settings with those of the step."""
+        current, honest = self.replayer.fingerprint, self._recorded_changes
+        for kind, subject in (("files", "data"), ("code", "code")):
+            changed = [name for name, sha in before[kind].items() if current[kind].get(name) != sha]
+            if changed:
+                text = f"{', '.join(changed)} changed since the step: another sha256"
+                yield fails(subject, text, step)
+            elif before[kind]:
+                yield holds(subject, f"{', '.join(before[kind])}: the same sha256 as in the step", step)
+        changes = list_changed_options(
+            {**before, "versions": {}}, {**current, "versions": {}, "settings": self._current_settings}
+        )
+        changes = [text for text in changes if not text.startswith(NON_LEARNING_PREFIXES)]
+        unexplained = [text for text in changes if text.partition(" ")[0] not in honest]
+        if unexplained:
+            yield fails("settings", f"run.toml is not what the step was trained with: {', '.join(unexplained)}", step)
+        elif changes:
+            text = f"a later resume changed the run's options: {', '.join(changes)}"
+            yield not_checked("settings", text, step)
+
+    @cached_property
+    def _current_settings(self) -> Mapping[str, Any]:
+        """The settings of run.toml, the sampler's among them, which the replayer leaves out."""
+        from policygrad.training.provenance import fingerprint_run
+
+        return fingerprint_run(self.run.resolve(), "")["settings"]
+
+    @cached_property
+    def _recorded_changes(self) -> frozenset[str]:
+        """Names of the options that a resume changed, as the newest checkpoint has them."""
+        changes = self.files.checkpoints[0].state.get("option_changes", ()) if self.files.checkpoints else ()
+        return frozenset(text.partition(" ")[0] for change in changes for text in change["options"])
+
+    def _changed_versions(self, before: Mapping[str, Any]) -> bool:
+        versions = self.replayer.fingerprint["versions"]
+        return any(versions.get(name) != value for name, value in before["versions"].items())
+
+    def _load_state(self, step: int) -> tuple[Checkpoint | None, str]:
+        """Return the state that a step starts from; or None, and why there is none."""
+        if step == 1:
+            return self.replayer.initial, ""
+        path = state_before(self.folder, step)
+        if path is None:
+            return None, f"the state after step {step - 1} is not kept: neither as a checkpoint nor below {FOLDER}/{BEFORE}"
+        try:
+            return load_checkpoint(path), ""
+        except CheckpointError as error:
+            return None, str(error)
+
+    def _list_earlier(self, step: int) -> list[Path]:
+        """Return kept states of steps before the one that `step` starts from, newest first."""
+        places = [*list_checkpoints(self.folder / "checkpoints"), *list_checkpoints(self.folder / FOLDER / BEFORE)]
+        return [path for path in places if (parse_step(path) or 0) < step - 1]
+
+    def _check_logged(self, step: int) -> Iterator[Check]:
+        """Repeat the steps from the last state before `step`, and compare them with the log."""
+        if self._changed_versions(self._last_fingerprint):
+            yield not_checked("steps", "rounding differs on this machine, so other tokens may be sampled", step)
+            return
+        if self.run.sampler.engine != "local":
+            yield not_checked("steps", f"{self.run.sampler.engine} does not return the same tokens again", step)
+            return
+        inputs = [*self._check_inputs(self._last_fingerprint, step)]
+        yield from inputs
+        if any(check.subject == "settings" for check in inputs):
+            return
+        kept = {saved.step: saved for saved in self.files.checkpoints} | {0: self.replayer.initial}
+        first = max(number for number in kept if number < step)
+        logged = LoggedSteps(self.replayer, step, self.files.completions, self.files.metrics, kept)
+        yield from logged.run(kept[first])
+
+    @property
+    def _last_fingerprint(self) -> Mapping[str, Any]:
+        if self.files.checkpoints:
+            fingerprint: Mapping[str, Any] = self.files.checkpoints[0].state["fingerprint"]
+            return fingerprint
+        return self.replayer.fingerprint
