@@ -42,6 +42,8 @@ with interchangeable parts
                                           make an environment with an engine,
                                           for train --sampler.python DIR
   policygrad engine check URL --model M   check that a server has the model
+  policygrad verify RUN                   check a run: its files against each
+                                          other, and steps repeated bit for bit
   policygrad export RUN                   export the model of a stopped run
   policygrad export RUN --merge           merge a trained adapter into a full
                                           model (--learner.lora)
@@ -75,7 +77,7 @@ with interchangeable parts
 Exit codes: 0 done; 75 stopped by a signal, by --time-limit or because one of
 several processes hung, and can be resumed; 2 invalid or failed, with the
 reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its traceback, or
-failed runs of compare.
+failed runs of compare, or a check of verify that fails.
 Documentation: README.md and docs/.
 """
 

@@ -11,6 +11,7 @@ COMMANDS = {  # module:function
     "compare": "policygrad.commands.compare:compare",
     "plan": "policygrad.commands.plan:plan",
     "doctor": "policygrad.commands.doctor:doctor",
+    "verify": "policygrad.commands.verify:verify",
     "report": "policygrad.commands.report:report",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",

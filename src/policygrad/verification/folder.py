@@ -14,9 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.vine import Vine
 from policygrad.errors import CheckpointError, RunError
 from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
 from policygrad.training.config.run import Run
+from policygrad.training.step_records import BEFORE, FOLDER
 from policygrad.utils.filesystem import read_json
 from policygrad.verification.checks import Check, fails, holds, not_checked
 
@@ -38,8 +41,10 @@ class RunFiles:
     """Step → its rows."""
     checkpoints: Sequence[Checkpoint]
     """Those that are intact, newest first; with all tensors."""
+    states_before: Sequence[Checkpoint]
+    """States before recorded steps, likewise."""
     damaged: Sequence[str]
-    """A sentence about each damaged checkpoint."""
+    """A sentence about each of these that is damaged."""
     unreadable: int
     """Lines of the logs that are no rows."""
 
@@ -72,14 +77,18 @@ def read_files(folder: Path, run: Run) -> RunFiles:
                 completions[row["step"]].append(row)
     except OSError as error:
         raise RunError(f"{error.filename} cannot be read: {error.strerror}. A run that took no step has none") from error
-    checkpoints, damaged = [], []
-    for path in list_checkpoints(folder / "checkpoints"):
-        try:
-            checkpoints.append(load_checkpoint(path))
-        except CheckpointError as error:
-            damaged.append(str(error))
+    damaged = list[str]()
+
+    def load_all(place: Path) -> Iterator[Checkpoint]:
+        for path in list_checkpoints(place):
+            try:
+                yield load_checkpoint(path)
+            except CheckpointError as error:
+                damaged.append(str(error))
+
+    checkpoints, before = [*load_all(folder / "checkpoints")], [*load_all(folder / FOLDER / BEFORE)]
     repeated = [step for step, count in trained.items() if count > 1]
-    return RunFiles(folder, run, metrics, repeated, completions, checkpoints, damaged, unreadable)
+    return RunFiles(folder, run, metrics, repeated, completions, checkpoints, before, damaged, unreadable)
 
 
 def check_files(files: RunFiles) -> Iterator[Check]:
@@ -92,6 +101,17 @@ def check_files(files: RunFiles) -> Iterator[Check]:
     yield _check_model(files)
     yield _check_result(files)
     yield _check_probes(files)
+
+
+def has_vine(algorithm: Algorithm) -> bool:
+    """Return whether an algorithm makes its groups from the branches of other completions."""
+    return any(isinstance(part, Vine) for part in algorithm.advantage)
+
+
+def samples_extra(algorithm: Algorithm) -> bool:
+    """Return whether an algorithm samples completions that it does not train on: greedy ones, continuations of prefixes."""
+    extra = any(part.samples_values for part in algorithm.advantage)
+    return extra or has_vine(algorithm) or "baseline" in algorithm.all_needs
 
 
 def _check_steps(files: RunFiles) -> Check:
@@ -118,6 +138,9 @@ def _list_steps(steps: Sequence[int]) -> str:
 def _check_groups(files: RunFiles) -> Iterator[Check]:
     """Check that every step has all its groups, each with all its completions."""
     run = files.run
+    if has_vine(run.algorithm):
+        yield not_checked("groups", "a vine's groups have any number of completions")
+        return
     for step, rows in files.completions.items():
         sizes = Counter(row["group"] for row in rows if "group" in row)
         names = sorted(sizes)
@@ -141,7 +164,7 @@ def _check_groups(files: RunFiles) -> Iterator[Check]:
 
 def _check_sums(files: RunFiles) -> Check:
     """Check that a step's metrics are those of its completions, where everything sampled was trained on."""
-    compared = 0
+    compared, has_extra_samples = 0, samples_extra(files.run.algorithm)
     for step, rows in files.completions.items():
         logged = files.metrics.get(step, {})
         complete = logged.get("completions/sampled") == len(rows) and not logged.get("dynamic/leftover")
@@ -158,6 +181,8 @@ def _check_sums(files: RunFiles) -> Check:
         if rewards and "reward" in logged:
             expected["reward"] = sum(rewards) / len(rewards)
         for name, value in expected.items():
+            if name == "tokens/sampled" and has_extra_samples:
+                continue
             if name in logged and abs(logged[name] - value) > 1e-5 * max(1.0, abs(value)):
                 return fails("sums", f"{name} is {logged[name]:.7g}, and its completions give {value:.7g}", step)
         compared += 1
@@ -193,10 +218,10 @@ def _check_checkpoints(files: RunFiles) -> Iterator[Check]:
         if not files.damaged:
             yield not_checked("checkpoints", "the run has none")
         return
-    for saved in files.checkpoints:
+    for saved in (*files.checkpoints, *files.states_before):
         counted = [row.get("tokens/sampled", 0.0) for step, row in files.metrics.items() if 0 < step <= saved.step]
         if len(counted) == saved.step and int(sum(counted)) != saved.state.get("tokens"):
-            text = f"{saved.path.name} counts {saved.state.get('tokens'):,} tokens and the log {int(sum(counted)):,}"
+            text = f"{saved.path.parent.name}/{saved.path.name} counts {saved.state.get('tokens'):,} tokens and the log {int(sum(counted)):,}"
             yield fails("checkpoints", text)
             return
         if text := _describe_optimizer(files, saved):
@@ -219,7 +244,7 @@ def _describe_optimizer(files: RunFiles, saved: Checkpoint) -> str:
         return ""
     if max(counters) != int(taken):
         what = "its moments were reset" if max(counters) < taken else "more updates were made than logged"
-        return f"{saved.path.name}: AdamW counted {max(counters)} updates and the log {int(taken)}: {what}"
+        return f"{saved.path.parent.name}/{saved.path.name}: AdamW counted {max(counters)} updates and the log {int(taken)}: {what}"
     return ""
 
 

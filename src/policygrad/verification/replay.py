@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,6 +117,14 @@ class Replay:
         """For values that a step computes from its batch."""
         return EXACT if self.is_exact else Tolerance(1e-3, 1e-4)
 
+    def iter_earlier(self) -> Iterator[Checkpoint]:
+        """Iterate over the states of earlier steps, newest first, down to the beginning of the run."""
+        for path in self.earlier:
+            with suppress(CheckpointError):
+                yield load_checkpoint(path)
+        if self.step > 1:
+            yield self.replayer.initial
+
     def restore(self) -> tuple[Progress, Algorithm]:
         """Return to the state before the step; return it and the algorithm as it was in the step."""
         progress = self.replayer.restore(self.saved)
@@ -163,6 +171,9 @@ def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> I
     if wrong_seeds:
         seeds = ", ".join(map(str, sorted(wrong_seeds)))
         yield fails("samples", f"they were sampled with seed {seeds}, and run.toml has seed {run.seed}", step)
+        return
+    if "sampler" in record.values_after.get("python_arguments", ()):
+        yield not_checked("samples", "the sampler was given to the run as an object in Python", step)
         return
     if progress.queued_rollouts:
         yield from _compare_rollouts(progress.queued_rollouts[0], rollout, step, "the rollout in the checkpoint before")
@@ -286,6 +297,9 @@ def check_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Check]
         reason = "the environment gives the rewards" if resources.has_rewards else "the algorithm reads no reward"
         yield not_checked("rewards", reason, step)
         return
+    if not groups[0].reward_weights:
+        yield not_checked("rewards", "the groups are branches of other completions, without rewards of single functions", step)
+        return
     rows = [(g, t) for g in groups for t in g.trajectories]
     names = [name for name, _ in groups[0].reward_weights]
 
@@ -328,6 +342,8 @@ def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Check:
     batch, learner = record.batch, replay.replayer.learner
     if batch.logp_sampler is None or batch.version is None or batch.tokens is None:
         return not_checked("sampler's weights", "the sampler reports no log-probabilities", step)
+    if not bool(batch.policy_tokens.any()):
+        return not_checked("sampler's weights", "the filters left no token", step)
     current = batch.policy_tokens & (batch.version == record.version_before)
     if not bool(current.any()):
         return not_checked("sampler's weights", "every token was sampled by older weights", step)
@@ -346,18 +362,12 @@ def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Check:
             step,
         )
     text = f"log-probabilities are up to {largest:.2g} nats from the learner's (bound: {bound:g})"
-    for path in replay.earlier:
-        try:
-            saved = load_checkpoint(path)
-        except CheckpointError:
-            continue
+    for saved in replay.iter_earlier():
         replay.replayer.restore(saved)
-        is_it = gap() <= bound
-        if is_it:
-            replay.restore()
-            return fails("sampler's weights", f"the sampler still had the weights of step {saved.step}: {text}", step)
-    if replay.earlier:
+        is_cause = gap() <= bound
         replay.restore()
+        if is_cause:
+            return fails("sampler's weights", f"the sampler still had the weights of step {saved.step}: {text}", step)
     return fails("sampler's weights", f"the sampler had other weights than the learner: {text}", step)
 
 

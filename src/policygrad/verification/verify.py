@@ -19,7 +19,7 @@ from policygrad.training.step_log import build_completion_rows
 from policygrad.training.step_records import BEFORE, FOLDER, StepRecord, list_records, read_record, state_before
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.verification.checks import Check, Status, fails, holds, not_checked
-from policygrad.verification.folder import RunFiles, check_files, read_files
+from policygrad.verification.folder import RunFiles, check_files, has_vine, read_files
 from policygrad.verification.replay import (
     LoggedSteps,
     Replay,
@@ -119,12 +119,17 @@ class _Verifier:
         yield check_batch(record, algorithm.all_needs)
         yield check_versions(record)
         yield self._check_log(record)
-        if len(record.rollout.groups) != self.run.prompts_per_step:
+        if len(record.rollout.groups) != self.run.prompts_per_step and not has_vine(algorithm):
             text = f"it trained on {len(record.rollout.groups)} groups, and the run has {self.run.prompts_per_step} prompts per step"
             yield fails("groups", text, step)
         inputs = [*self._check_inputs(record.fingerprint, step)]
         yield from inputs
         if any(check.subject == "settings" for check in inputs):
+            return
+        given = [name for name in record.values_after.get("python_arguments", ()) if name != "sampler"]
+        if given:
+            text = f"{' and '.join(given)} was given to the run as an object in Python, and a file cannot hold it"
+            yield not_checked("steps", text, step)
             return
         saved, reason = self._load_state(step)
         if saved is None:

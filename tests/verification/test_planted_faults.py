@@ -1,0 +1,280 @@
+"""`verify` finds faults that were planted in a run, and names each; an honest run has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from policygrad.core.algorithm import Algorithm
+from policygrad.learners.local.optimizer import Optimizer
+from policygrad.learners.local.updates import LocalGradientProblem
+from policygrad.rollout import rollouter
+from policygrad.samplers.base import SamplingParams
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, Run
+from policygrad.training.config.serialization import load_config
+from policygrad.training.config.trust import CodePermissions
+from policygrad.verification.verify import Verification, verify_run
+
+REWARD = """
+def brevity(prompts, completions, **columns):
+    return [{factor} / (1 + len(text)) for text in completions]
+"""
+
+
+def make_run(folder: Path, **changes: Any) -> Run:
+    """A run of 3 steps, of which all are recorded: 4 prompts × 4 completions, two updates per step."""
+    (folder / "mine.py").write_text(REWARD.format(factor=8))
+    rule = replace(pg.GRPO.update_rule, minibatches=2)
+    return Run(
+        algorithm=replace(pg.GRPO, update_rule=rule),
+        steps=3,
+        prompts_per_step=4,
+        samples_per_prompt=4,
+        reward=(f"{folder}/mine.py:brevity",),
+        output=str(folder / "run"),
+        verify=3,
+        sampling=SamplingParams(max_tokens=12),
+        evaluation=EvaluationConfig(problems=0),
+        checkpoint=CheckpointConfig(every=1, keep=1),
+        **changes,
+    )
+
+
+def verify(folder: Path) -> Verification:
+    return verify_run(folder / "run", load_config(folder / "run" / "run.toml", Run(), ALLOWED))
+
+
+ALLOWED = CodePermissions(("/",))
+
+
+def in_call(number: int, change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the result of its call `number`, from 1, changed."""
+    calls = 0
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(*args, **kwargs)
+        return change(result) if calls == number else result
+
+    return changed
+
+
+# Faults during training, in step 2 of 3
+
+
+def scale_advantages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Algorithm, "compute_advantages", in_call(2, lambda psi: 0.5 * psi, Algorithm.compute_advantages))
+
+
+def shift_mask(patch: pytest.MonkeyPatch) -> None:
+    def shift(batch: pg.Batch) -> pg.Batch:
+        return replace(batch, mask=batch.mask.roll(1, dims=1))
+
+    patch.setattr(rollouter, "batch_groups", in_call(2, shift, rollouter.batch_groups))
+
+
+def exchange_rewards(patch: pytest.MonkeyPatch) -> None:
+    def exchange(batch: pg.Batch) -> pg.Batch:
+        order = torch.arange(len(batch.reward))
+        order[[0, 5]] = order[[5, 0]]
+        assert batch.reward[0] != batch.reward[5]
+        return replace(batch, reward=batch.reward[order])
+
+    patch.setattr(rollouter, "batch_groups", in_call(2, exchange, rollouter.batch_groups))
+
+
+def alter_token(patch: pytest.MonkeyPatch) -> None:
+    original = LocalSampler.generate
+    calls = 0
+
+    async def generate(self: LocalSampler, requests: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        generations = await original(self, requests)
+        if calls == 2:
+            tokens = generations[3].tokens.clone()
+            tokens[0] = 41 if tokens[0] != 41 else 42
+            generations[3] = replace(generations[3], tokens=tokens)
+        return generations
+
+    patch.setattr(LocalSampler, "generate", generate)
+
+
+def repeat_minibatch(patch: pytest.MonkeyPatch) -> None:
+    split = LocalGradientProblem.split
+    patch.setattr(LocalGradientProblem, "split", in_call(2, lambda parts: [parts[0], *parts], split))
+
+
+def replace_minibatch(patch: pytest.MonkeyPatch) -> None:
+    split = LocalGradientProblem.split
+    patch.setattr(LocalGradientProblem, "split", in_call(2, lambda parts: [parts[0], parts[0]], split))
+
+
+def reset_moments(patch: pytest.MonkeyPatch) -> None:
+    step, calls = Optimizer.step, 0
+
+    def reset_once(self: Optimizer, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # the first of step 2
+            self.clear_moments()
+        return step(self, *args)
+
+    patch.setattr(Optimizer, "step", reset_once)
+
+
+def keep_old_weights(patch: pytest.MonkeyPatch) -> None:
+    """The sampler has weights of its own, and misses those of the first two publications, as an engine may."""
+    create, calls = LocalSampler.from_tokenizer.__func__, 0  # type: ignore[attr-defined]
+
+    class Forgetful(LocalSampler):
+        async def update(self, weights: Any) -> None:
+            self.version = weights.version
+
+    def from_tokenizer(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return create(Forgetful, deepcopy(model), *args, **kwargs)
+
+    patch.setattr(LocalSampler, "from_tokenizer", classmethod(from_tokenizer))
+
+
+def change_seed(patch: pytest.MonkeyPatch) -> None:
+    original = rollouter.Rollouter.collect
+    calls = 0
+
+    def collect(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(replace(self, seed=self.seed + 1) if calls == 2 else self, *args, **kwargs)
+
+    patch.setattr(rollouter.Rollouter, "collect", collect)
+
+
+def drop_group(patch: pytest.MonkeyPatch) -> None:
+    def drop(step: Any) -> Any:
+        return replace(step, groups=step.groups[:-1])
+
+    patch.setattr(rollouter, "sample_until_full", in_call(2, drop, rollouter.sample_until_full))
+
+
+DURING_TRAINING = {
+    "an advantage scaled by 0.5": (scale_advantages, "advantages", "0.5 times what it should be"),
+    "a mask shifted by one": (shift_mask, "batch", "the mask is shifted by one token to the right"),
+    "rewards of two rows exchanged": (exchange_rewards, "batch", "rewards: rows 0 and 5 are exchanged"),
+    "a token altered": (alter_token, "samples", "the first, row 3, token 0"),
+    "a minibatch trained twice": (repeat_minibatch, "weights", "the minibatch of update 1 of 2 was trained twice"),
+    "a minibatch in place of another": (
+        replace_minibatch,
+        "weights",
+        "update 2 of 2 was made on the minibatch of the update before it",
+    ),
+    "Adam's moments reset": (reset_moments, "weights", "AdamW's moments were reset before the step"),
+    "a sampler left on old weights": (keep_old_weights, "sampler's weights", "the sampler still had the weights of step 0"),
+    "a changed seed": (change_seed, "samples", "sampled with seed 1, and run.toml has seed 0"),
+    "a group dropped": (drop_group, "groups", "3 groups are logged, and the run has 4"),
+}
+
+
+@pytest.mark.parametrize("fault", DURING_TRAINING)
+def test_a_fault_in_training_is_named(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, subject, text = DURING_TRAINING[fault]
+    with monkeypatch.context() as patch:
+        plant(patch)
+        pg.train(make_run(tmp_path), display=False)
+    failures = verify(tmp_path).failures
+    named = [check for check in failures if check.subject == subject and text in check.message]
+    assert named, [str(check) for check in failures]
+    assert all(check.step in (None, 2, 3) for check in failures), failures
+    assert min(check.step or 2 for check in failures) == 2
+
+
+# Faults in the files of a finished run
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("honest")
+    pg.train(make_run(folder), display=False)
+    yield folder
+
+
+def test_an_honest_run_has_no_failure(honest: Path) -> None:
+    result = verify(honest)
+    assert result.status == "holds"
+    assert not result.failures
+    recorded = {(check.subject, check.step) for check in result.checks if check.status == "holds"}
+    stages = ("prompts", "samples", "rewards", "batch", "sampler's weights", "advantages", "metrics", "weights")
+    assert recorded >= {(stage, step) for stage in stages for step in (1, 2, 3)}
+
+
+def edit_reward(folder: Path) -> None:
+    (folder / "mine.py").write_text(REWARD.format(factor=4))
+
+
+def edit_seed(folder: Path) -> None:
+    file = folder / "run" / "run.toml"
+    text = file.read_text()
+    assert "\nseed = 0\n" in text
+    file.write_text(text.replace("\nseed = 0\n", "\nseed = 7\n"))
+
+
+def edit_rows(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    file = folder / "run" / "completions.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in change(rows)))
+
+
+def alter_text(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows[20] |= {"completion": rows[20]["completion"] + "!"}
+    return rows
+
+
+def exchange_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows[16], rows[17] = rows[17], rows[16]
+    return rows
+
+
+def drop_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if (row["step"], row["group"]) != (2, 3)]
+
+
+def repeat_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = [row for row in rows if row["step"] == 1]
+    return [row for row in rows if row["step"] != 3] + [row | {"step": 3} for row in first]
+
+
+def flip_bit(folder: Path) -> None:
+    file = folder / "run" / "verification" / "steps" / "step-000002" / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+IN_FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "a reward file changed": (edit_reward, "code", "mine.py changed since the step"),
+    "its rewards": (edit_reward, "rewards", "every value is 2 times what it should be"),
+    "the seed changed": (edit_seed, "settings", "seed 0 -> 7"),
+    "a completion altered": (lambda f: edit_rows(f, alter_text), "completions", "completion of row 4"),
+    "two rows exchanged": (lambda f: edit_rows(f, exchange_rows), "completions", "2 rows differ"),
+    "a group dropped": (lambda f: edit_rows(f, drop_rows), "groups", "3 groups are logged"),
+    "a rollout trained twice": (lambda f: edit_rows(f, repeat_rows), "repetitions", "are those of step 1"),
+    "a bit of a record": (flip_bit, "record", "is damaged: its sha256"),
+}
+
+
+@pytest.mark.parametrize("fault", IN_FILES)
+def test_a_fault_in_the_files_is_named(fault: str, tmp_path: Path) -> None:
+    plant, subject, text = IN_FILES[fault]
+    pg.train(make_run(tmp_path), display=False)
+    plant(tmp_path)
+    failures = verify(tmp_path).failures
+    assert [c for c in failures if c.subject == subject and text in c.message], [str(check) for check in failures]
