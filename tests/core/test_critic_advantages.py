@@ -13,9 +13,9 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, close, make, policy, shapes
-from doubles.transcriptions import critic as literal
-from doubles.transcriptions import objectives
 from policygrad.core.auxiliary import explained_variance
+from policygrad.papers.completions import Completion, Prompts, read_batch
+from policygrad.papers.critics import gae, n_step, rewards
 
 ANY = pg.Batch(mask=torch.ones(1, 1, dtype=torch.bool), group=torch.zeros(1, dtype=torch.int64), reward=torch.ones(1))
 
@@ -100,10 +100,19 @@ def test_the_range_of_lambda_is_reported_over_the_completions_that_take_part() -
     assert pg.PPO.report(batch) == {}
 
 
-def known(shape: Shape) -> tuple[pg.Batch, objectives.Prompts]:
+def known(shape: Shape) -> tuple[pg.Batch, Prompts]:
     batch, logits = make(shape, 0.3, "token_reward")
     batch = replace(batch, reward=torch.where(batch.mask.any(1), batch.reward, 0.0))
-    return batch, objectives.read(batch, policy(logits, batch.tokens, batch.mask))
+    return batch, read_batch(batch, policy(logits, batch.tokens, batch.mask))
+
+
+def double_sum(o: Completion, r: list[float], gamma: float, lam: float, end: float = 0.0) -> list[float]:
+    """GAE as it is defined, Σ_l (γλ)^l δ_{t+l}; the package sums from the end."""
+    n, after = len(o), [*o.value[1:], end]
+    delta = [r[t] + gamma * after[t] - o.value[t] for t in range(n)]
+    result = [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, n)) for t in range(n)]
+    assert result == pytest.approx(gae(o, r, gamma, lam, end), rel=1e-12, abs=1e-12)
+    return result
 
 
 def flat(batch: pg.Batch, psi: Tensor) -> Tensor:
@@ -123,10 +132,10 @@ def test_defining_sums(shape: Shape, gamma: float, lam: float, n: int) -> None:
     order = {id(o): i for i, o in enumerate(everyone)}
     assert len(order) == int(batch.mask.any(1).sum())
     for link, definition in (
-        (pg.GAE(gamma, lam), lambda o: literal.gae(o, literal.rewards(o), gamma, lam)),
-        (pg.NStep(n, gamma), lambda o: literal.n_step(o, literal.rewards(o), gamma, n)),
+        (pg.GAE(gamma, lam), lambda o: double_sum(o, rewards(o), gamma, lam)),
+        (pg.NStep(n, gamma), lambda o: n_step(o, rewards(o), gamma, n)),
     ):
-        expected = torch.stack([x for o in everyone for x in definition(o)]) if everyone else torch.zeros(0).double()
+        expected = torch.tensor([x for o in everyone for x in definition(o)], dtype=torch.float64)
         assert torch.allclose(flat(batch, advantage(link, batch)), expected, atol=1e-10)
 
 
@@ -142,21 +151,21 @@ def test_defining_sums_with_bootstrap_values(shape: Shape, gamma: float, lam: fl
     rows = [i for g in dict.fromkeys(int(batch.group[i]) for i in seen) for i in seen if int(batch.group[i]) == g]
     assert [o.truncated for o in everyone] == [bool(batch.truncated[i]) for i in rows]
     for link, definition in (
-        (pg.GAE(gamma, lam, bootstrap=True), lambda o, v: literal.gae(o, literal.rewards(o), gamma, lam, v)),
+        (pg.GAE(gamma, lam, bootstrap=True), lambda o, v: double_sum(o, rewards(o), gamma, lam, v)),
         (
             pg.NStep(n, gamma, bootstrap=True),
-            lambda o, v: literal.n_step(o, literal.rewards(o), gamma, n or len(o), v),
+            lambda o, v: n_step(o, rewards(o), gamma, n or len(o), v),
         ),
         (
             pg.LengthAdaptiveGAE(0.4, gamma, bootstrap=True),
-            lambda o, v: literal.gae(o, literal.rewards(o), gamma, max(0.0, 1 - 1 / (0.4 * len(o))), v),
+            lambda o, v: double_sum(o, rewards(o), gamma, max(0.0, 1 - 1 / (0.4 * len(o))), v),
         ),
     ):
-        result = [definition(o, end[i]) for o, i in zip(everyone, rows, strict=True)]
-        expected = torch.stack([x for part in result for x in part]) if result else torch.zeros(0).double()
+        result = [definition(o, float(end[i])) for o, i in zip(everyone, rows, strict=True)]
+        expected = torch.tensor([x for part in result for x in part], dtype=torch.float64)
         assert torch.allclose(flat(batch, advantage(link, batch)), expected, rtol=0, atol=1e-12)
         if isinstance(link, pg.GAE) and result:
-            expected = expected + torch.stack([v for o in everyone for v in o.value])
+            expected = expected + torch.tensor([v for o in everyone for v in o.value], dtype=torch.float64)
             assert torch.allclose(
                 flat(batch, pg.Critic(gamma=gamma, lam=lam).targets(batch)), expected, rtol=0, atol=1e-12
             )

@@ -13,10 +13,9 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, close, gradients, make, policy, shapes
-from doubles.transcriptions import objectives
-from doubles.transcriptions.objectives import Completion, Prompts, clip, zero, zscore
 from policygrad.core.filters import FrozenDownsample, max_variance_subset
 from policygrad.core.validation import check_sampling
+from policygrad.papers.completions import Completion, Prompts, clipped_surrogate, read_batch, std, total, z_score
 
 GRPO = replace(pg.GRPO, terms=())
 
@@ -152,36 +151,34 @@ def test_dropped_completions_count_in_statistics(chain: str, by: str, shape: Sha
     assert float(kept[~chosen].abs().sum()) == 0
 
 
-def clipped(o: Completion, A: Tensor) -> Tensor:
+def clipped(o: Completion, A: float) -> Tensor:
     """1/|o| Σ_t min(r Â, clip(r) Â)."""
-    return sum(torch.minimum(o.r(t) * A, clip(o.r(t), 0.8, 1.2) * A) for t in range(len(o))) / len(o)  # type: ignore[return-value]
+    return total(clipped_surrogate(o, t, A) for t in range(len(o))) / len(o)
 
 
 def best(outputs: list[Completion], keep: int) -> list[Completion]:
     """PODS, max-variance down-sampling by its definition: of all subsets the one whose rewards vary most."""
     size = min(keep, len(outputs))
-    return list(
-        max(combinations(outputs, size), key=lambda s: float(torch.stack([o.reward for o in s]).var(correction=0)))
-    )
+    return list(max(combinations(outputs, size), key=lambda s: std([o.reward for o in s], ddof=0)))
 
 
 def pods(prompts: Prompts) -> Tensor:
     """PODS with GRPO: 1/m Σ_{i∈S} 1/|o_i| Σ_t min(…) over all prompts' S, Â from the rewards of S alone."""
     chosen = [best(outputs, 3) for outputs in prompts]
-    J = zero(prompts)
+    J = total([])
     for S in chosen:
         for o in S:
-            J = J + clipped(o, zscore(o, S))
+            J = J + clipped(o, z_score(o, S))
     return J / max(1, sum(map(len, chosen)))
 
 
 def counted(prompts: Prompts) -> Tensor:
     """The same S with Â from all N, each prompt as heavy as if all had trained: Σ_g N/|S| Σ_{i∈S} over the step's N's."""
-    J = zero(prompts)
+    J = total([])
     for outputs in prompts:
         S = best(outputs, 3)
         for o in S:
-            J = J + len(outputs) / len(S) * clipped(o, zscore(o, outputs))
+            J = J + len(outputs) / len(S) * clipped(o, z_score(o, outputs))
     return J / max(1, sum(map(len, prompts)))
 
 
@@ -195,7 +192,7 @@ def test_gradient_and_value_are_those_of_the_definition(
     batch, logits = make(replace(shape, binary=False), off_policy)
     algorithm = replace(GRPO, filters=(pg.Downsample(3, "max_variance", statistics),))  # type: ignore[arg-type]
     logp = policy(logits, batch.tokens, batch.mask)
-    J = paper(objectives.read(batch, logp))  # type: ignore[operator]
+    J = paper(read_batch(batch, logp))  # type: ignore[operator]
     kept = algorithm.apply_filters(batch)
     psi = algorithm.compute_advantages(kept)
     loss = pg.surrogate(logp, kept, psi, algorithm)

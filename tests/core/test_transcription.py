@@ -10,50 +10,17 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import policygrad as pg
+from doubles.paper_variants import EXTRA_FIELDS, ROWS, TABLE
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy, shapes
-from doubles.transcriptions import objectives, two_models
-from doubles.transcriptions.critic import CRITIC, corrected
-from doubles.transcriptions.data import DATA, DATA_PARTS, FIELDS
-from doubles.transcriptions.off_policy import OFF_POLICY_PARTS, OUTCOME_FIELDS, OUTCOMES
-from doubles.transcriptions.parts import EXTRA_FIELDS, PARTS, ROWS
-from doubles.transcriptions.steps import STEPS, process_alone
-from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
-from doubles.transcriptions.turns import TURN_FIELDS, TURN_PARTS
-from doubles.transcriptions.vine import VINE, VINE_FIELDS, VINE_PARTS
 from policygrad.core.objective import with_selected_tokens
+from policygrad.papers.completions import read_batch
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
-NAMED = objectives.NAMED | CRITIC | ROWS | STEPS | OUTCOMES | TRUST | DATA | two_models.ROWS | VINE
-EXTRA_FIELDS = (
-    EXTRA_FIELDS
-    | dict.fromkeys((*STEPS, "process rewards alone"), "steps")
-    | OUTCOME_FIELDS
-    | TRUST_FIELDS
-    | FIELDS
-    | TURN_FIELDS
-    | VINE_FIELDS
-)
-CORRECTED = replace(pg.PPO_PENALTY, advantage=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
-ALONE = {
-    "process rewards alone": (replace(pg.GRPO_PROCESS, advantage=(pg.ProcessReward(outcome=False),)), process_alone)
-}
-TABLE = (
-    ALONE
-    | {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()}
-    | PARTS
-    | TRUST_PARTS
-    | {"truncated IS": (CORRECTED, corrected)}
-    | OFF_POLICY_PARTS
-    | DATA_PARTS
-    | TURN_PARTS
-    | two_models.PARTS
-    | VINE_PARTS
-)
 
 
 def test_the_table_is_complete() -> None:
-    assert set(NAMED) == set(pg.ALGORITHMS)
+    assert set(ROWS) == set(pg.ALGORITHMS)
 
 
 def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor], list[Tensor]]:
@@ -61,22 +28,22 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
     algorithm, transcription = TABLE[name]
     batch, logits = make(shape, off_policy, EXTRA_FIELDS.get(name))
     logp = policy(logits, batch.tokens, batch.mask)
-    rollout = algorithm.apply_filters(known(batch, algorithm, logp))
+    rollout = algorithm.apply_filters(with_old_policy(batch, algorithm, logp))
     psi = algorithm.compute_advantages(rollout)
     kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
     step = rollout if kept else replace(rollout, logp_old=batch.logp_old)
     out = passed(logp, step)
     step = with_selected_tokens(out, step, psi, algorithm)
-    given = replace(known(batch, algorithm, logp), selected=step.selected)  # what a paper leaves to chance
-    paper = transcription(objectives.read(given, logp), shape.width)
+    given = replace(with_old_policy(batch, algorithm, logp), selected=step.selected)  # what a paper leaves to chance
+    paper = transcription(read_batch(given, logp), shape.width)
     expected = [paper.detach(), *gradients(paper, logp, logits)]
     loss = pg.surrogate(out, step, psi, algorithm)
     actual = [pg.objective(out, step, psi, algorithm), *gradients(-loss, logp, logits)]
     return actual, expected
 
 
-def known(batch: pg.Batch, algorithm: pg.Algorithm, logp: Tensor) -> pg.Batch:
-    """On-policy, π_old is the policy itself; a part that needs it at rollout time is told so."""
+def with_old_policy(batch: pg.Batch, algorithm: pg.Algorithm, logp: Tensor) -> pg.Batch:
+    """Fill logp_old for a part that reads it at rollout time: on-policy, π_old is the policy itself."""
     if batch.logp_old is None and "logp_old" in algorithm.needs:
         return replace(batch, logp_old=logp.detach())
     return batch

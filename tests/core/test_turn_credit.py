@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import policygrad as pg
+from doubles.paper_variants import multi_turn_gae
 from doubles.random_batches import Random, Shape, close, make, shapes
-from doubles.transcriptions import objectives
-from doubles.transcriptions.turns import multi_turn_gae
 from policygrad.core.turns import Turns
+from policygrad.papers.completions import read_batch
 
 
 def conversation(turns: list[list[tuple[list[float], float]]], outcome: list[float]) -> pg.Batch:
@@ -153,9 +153,11 @@ def test_the_critic_is_fitted_to_what_the_advantage_discounts(shape: Shape) -> N
     batch = silent(shape)
     result = pg.Critic(gamma=0.95, lam=0.6, turn_gamma=0.7).targets(batch)
     for i in batch.mask.any(1).nonzero().flatten().tolist():
-        ((o,),) = objectives.read(batch.select(torch.tensor([i])), torch.zeros(1, shape.width).double())
-        A = torch.stack(multi_turn_gae(o, 0.95, 0.6, 0.7))
-        torch.testing.assert_close(result[i][batch.mask[i]], A + torch.stack(o.value), rtol=0, atol=1e-12)
+        ((o,),) = read_batch(batch.select(torch.tensor([i])), torch.zeros(1, shape.width).double())
+        A = torch.tensor(multi_turn_gae(o, 0.95, 0.6, 0.7), dtype=torch.float64)
+        torch.testing.assert_close(
+            result[i][batch.mask[i]], A + torch.tensor(o.value, dtype=torch.float64), rtol=0, atol=1e-12
+        )
     returns = pg.Critic(lam=1.0, turn_gamma=0.7).targets(batch)
     torch.testing.assert_close(returns, psi(batch, pg.TurnReturn(0.7)), rtol=0, atol=1e-12)
 

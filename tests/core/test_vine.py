@@ -13,11 +13,11 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.enumeration import COMPLETIONS, EOS, LONGEST, REWARD, THETA, VOCABULARY, true_gradient
+from doubles.paper_variants import vine_without_baseline
 from doubles.random_batches import Random, Shape, close, gradients, make, policy
-from doubles.transcriptions import objectives
-from doubles.transcriptions.vine import without_baseline
 from policygrad.core.objective import gate_weight
 from policygrad.core.validation import check_sampling
+from policygrad.papers.completions import read_batch
 
 VINE = pg.TRPO_VINE
 
@@ -69,7 +69,7 @@ def test_gradient_is_that_of_the_printed_quotient(weights: str | None, off_polic
     algorithm = replace(VINE, advantage=())
     batch, logits = make(Shape((4, 3, 4), 3, seed=seed, binary=False), off_policy, weights)
     logp = policy(logits, batch.tokens, batch.mask)
-    paper = without_baseline(objectives.read(batch, logp), 3)
+    paper = vine_without_baseline(read_batch(batch, logp), 3)
     psi = algorithm.compute_advantages(batch)
     mine = gradients(-pg.surrogate(logp, batch, psi, algorithm), logp, logits)
     for got, expected in zip(mine, gradients(paper, logp, logits), strict=True):

@@ -62,6 +62,7 @@ def test_every_file_is_in_the_tree_and_every_room_in_the_picture() -> None:
         "cluster",
         "report",
         "pages",
+        "papers",
         "planning",
         "sandbox",
         "serve",

@@ -1,0 +1,136 @@
+"""REINFORCE and its baselines, and maximum likelihood of accepted completions."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, exp
+
+from policygrad.papers.completions import (
+    Completion,
+    Prompts,
+    centered,
+    clipped_surrogate,
+    completions,
+    count,
+    count_tokens,
+    is_constant,
+    log_pi,
+    mean,
+    score,
+    std,
+    to_go,
+    tokens,
+    total,
+    without_constant_groups,
+)
+
+
+def reinforce(prompts: Prompts, max_tokens: int, baseline: float = 0.0) -> Tensor:
+    """1/B Σ_i Σ_t (R_i − b) log π(o_t), R_i with the token rewards from t on. Williams 1992.
+
+    Args:
+        baseline: b, the running mean of earlier rewards.
+    """
+
+    def of_completion(o: Completion) -> Tensor:
+        later = to_go(o.token_reward)
+        return total((o.reward + later[t] - baseline) * score(o, t) for t in range(len(o)))
+
+    return total(map(of_completion, completions(prompts))) / count(prompts)
+
+
+def rloo(prompts: Prompts, max_tokens: int, beta: float = 0.05) -> Tensor:
+    """1/B Σ_i (R_i − mean_{j≠i} R_j) log π(o_i), R = score − β log(π_old(o)/π_ref(o)). Ahmadian et al. 2024, sec. 2."""
+    J = total([])
+    for outputs in prompts:
+        R = [o.reward - beta * (math.fsum(o.old) - math.fsum(o.ref)) for o in outputs]
+        for i, o in enumerate(outputs):
+            others = R[:i] + R[i + 1 :]
+            if others:
+                J = J + (R[i] - mean(others)) * total(score(o, t) for t in range(len(o)))
+    return J / count(prompts)
+
+
+def opo(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/B Σ_i (R_i − b) log π(o_i), b = Σ_j |o_j| R_j / Σ_j |o_j| over the prompt's completions. Hao et al. 2025."""
+    J = total([])
+    for outputs in prompts:
+        if is_constant([o.reward for o in outputs]):
+            continue
+        b = math.fsum(len(o) * o.reward for o in outputs) / sum(map(len, outputs))
+        J = J + total((o.reward - b) * score(o, t) for o in outputs for t in range(len(o)))
+    return J / count(prompts)
+
+
+def remax(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/N Σ_i Σ_t log π(a_t) [r(x, a_1:T) − r(x, ā_1:T)], ā the greedy completion. Li et al. 2023, algorithm 1."""
+    scored = [[o for o in outputs if math.isfinite(o.greedy_reward)] for outputs in prompts]
+    return total((o.reward - o.greedy_reward) * score(o, t) for o, t in tokens(scored)) / count(prompts)
+
+
+def whitened(advantages: dict[int, list[float]]) -> dict[int, list[float]]:
+    """(A − mean)/√(var + 1e-8) over all tokens of the batch; a single token has no variance."""
+    everything = [a for row in advantages.values() for a in row]
+    center, spread = mean(everything), std(everything) if len(everything) > 1 else 0.0
+    return {key: [(a - center) / math.sqrt(spread**2 + 1e-8) for a in row] for key, row in advantages.items()}
+
+
+def clipped_token_mean(prompts: Prompts, A: dict[int, list[float]], low: float = 0.2, high: float = 0.2) -> Tensor:
+    """1/Σ|o| Σ_i Σ_t min(r Â, clip(r) Â), Â by completion (its `id`) and token."""
+    terms = (clipped_surrogate(o, t, A[id(o)][t], low, high) for o, t in tokens(prompts))
+    return total(terms) / count_tokens(prompts)
+
+
+def reinforce_pp(prompts: Prompts, max_tokens: int) -> Tensor:
+    """PPO's clipped token mean of A_t = r − β Σ_{s≥t} (log π_old − log π_ref)(s), whitened over the batch. Hu et al. 2025."""
+    A = {}
+    for o in completions(prompts):
+        kl = to_go([old - ref for old, ref in zip(o.old, o.ref, strict=True)])
+        A[id(o)] = [o.reward - 0.01 * x for x in kl]
+    return clipped_token_mean(prompts, whitened(A))
+
+
+def reinforce_pp_baseline(prompts: Prompts, max_tokens: int) -> Tensor:
+    """The same of A = r − mean of the prompt's, whitened over the batch's tokens, with −β u²/2 in the loss. Hu et al. 2025."""
+    A = {id(o): [centered(o, outputs)] * len(o) for outputs in prompts for o in outputs}
+    kl = total(1e-5 * o.u(t) ** 2 / 2 for o, t in tokens(prompts)) / count_tokens(prompts)
+    return clipped_token_mean(prompts, whitened(A)) - kl
+
+
+def gpg(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/Σ|o| Σ log π · α (r − mean_g), α = B/(B − M), M completions of prompts whose rewards are all equal. Chu et al. 2025."""
+    J, kept = total([]), without_constant_groups(prompts)
+    for outputs in kept:
+        for o in outputs:
+            A = count(prompts) / count(kept) * centered(o, outputs)
+            J = J + total(A * score(o, t) for t in range(len(o)))
+    return J / count_tokens(prompts)
+
+
+def raft(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/Σ|o| Σ log π of the right completions. Dong et al. 2023; Xiong et al. 2025 on right and wrong answers."""
+    right = [[o for o in outputs if o.reward >= 1] for outputs in prompts]
+    return total(log_pi(o, t) for o, t in tokens(right)) / count_tokens(prompts)
+
+
+def topr(prompts: Prompts, max_tokens: int) -> Tensor:
+    """R log π(τ) where R ≥ 0, and where R < 0 the function whose derivative is [π/μ]_0^1 R ∇log π. Le Roux et al. 2025, eq. 8.
+
+    Rewards of 0 and 1 become R = ∓½ and ±½. log π(τ) is stated up to a constant of θ, so that its value is 1 at π = μ.
+    """
+    J = total([])
+    for o in completions(prompts):
+        R = o.reward - 0.5
+        log_ratio = total(o.logp[t] - o.old[t] for t in range(len(o)))
+        J = J + R * (exp(log_ratio) if R < 0 and log_ratio <= 0 else 1 + log_ratio)
+    return J / count(prompts)
+
+
+def asymre(prompts: Prompts, max_tokens: int) -> Tensor:
+    """E_{y∼μ}[log π(y) (r(y) − V)], V the prompt's mean reward + δV, δV = −0.1. Arnal et al. 2025."""
+    J = total([])
+    for outputs in prompts:
+        V = mean([o.reward for o in outputs]) - 0.1
+        J = J + total((o.reward - V) * log_pi(o, t) for o in outputs for t in range(len(o)))
+    return J / count(prompts)

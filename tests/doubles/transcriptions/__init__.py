@@ -1,1 +1,0 @@
-"""The papers' objectives, literally: what the library's objective is compared with."""
