@@ -15,7 +15,7 @@ from doubles.paper_variants import EXTRA_FIELDS
 from doubles.random_batches import Shape, close, gradients, make, passed, policy
 from policygrad.core.objective import with_selected_tokens
 from policygrad.core.staleness import resolve_old_policy
-from policygrad.papers.objectives import PAPER_OBJECTIVES, has_transcription, paper_objective
+from policygrad.papers.objectives import PAPER_OBJECTIVES, describe_departure, paper_objective
 
 BUDGET = 9  # tokens, more than a batch is wide
 
@@ -74,29 +74,29 @@ def test_the_current_state_is_read(algorithm: pg.Algorithm, state: dict[str, dic
 @pytest.mark.parametrize("name", PAPER_OBJECTIVES)
 def test_settings_that_do_not_change_the_formula(name: str) -> None:
     row = pg.ALGORITHMS[name]
-    assert has_transcription(row) == ""
+    assert describe_departure(row) == ""
     changed = replace(row.with_max_tokens(64), samples_per_prompt=16, head="fp32")
-    assert has_transcription(changed.with_state(changed.init_state()), 64) == ""
+    assert describe_departure(changed.with_state(changed.init_state()), 64) == ""
 
 
 def test_reasons() -> None:
     curriculum = replace(pg.GRPO, filters=(pg.PassRateBand(),))
-    assert has_transcription(curriculum.with_state(curriculum.init_state())) == ""
-    assert has_transcription(replace(pg.DAPO, filters=(pg.DropZeroVariance(max_rounds=2), pg.MaskTruncated()))) == ""
-    assert has_transcription(replace(pg.DAPO, gate=pg.Clip(0.2, 0.2))) == (
+    assert describe_departure(curriculum.with_state(curriculum.init_state())) == ""
+    assert describe_departure(replace(pg.DAPO, filters=(pg.DropZeroVariance(max_rounds=2), pg.MaskTruncated()))) == ""
+    assert describe_departure(replace(pg.DAPO, gate=pg.Clip(0.2, 0.2))) == (
         "gate differs from dapo's: Clip(low=0.2, high=0.2) instead of Clip(low=0.2, high=0.28)"
     )
-    assert has_transcription(replace(pg.GRPO, terms=())) == (
+    assert describe_departure(replace(pg.GRPO, terms=())) == (
         "terms differs from grpo's: none instead of KLToReference(beta=0.04, form='k3', target=None, rule=None, aggregation=None)"
     )
-    assert "corrections differs from ppo's: TruncatedIS" in has_transcription(
+    assert "corrections differs from ppo's: TruncatedIS" in describe_departure(
         replace(pg.PPO, corrections=(pg.TruncatedIS(),))
     )
-    assert "old_policy differs" in has_transcription(
+    assert "old_policy differs" in describe_departure(
         replace(pg.RAFT, old_policy="learner", update_rule=pg.GradientSteps())
     )
-    assert "'custom'" in has_transcription(replace(pg.GRPO, name="custom"))
-    assert "length=20" in has_transcription(replace(pg.DAPO, shaping=(pg.SoftOverlong(length=20),)), 30)
+    assert "'custom'" in describe_departure(replace(pg.GRPO, name="custom"))
+    assert "length=20" in describe_departure(replace(pg.DAPO, shaping=(pg.SoftOverlong(length=20),)), 30)
 
 
 def test_refusals() -> None:

@@ -100,10 +100,10 @@ def paper_objective(algorithm: Algorithm, batch: Batch, logp: Tensor, max_tokens
         J [] float64 on the CPU, with the graph of `logp`.
 
     Raises:
-        ConfigError: the algorithm is not one that is written out (`has_transcription` says why), or the batch lacks a field, has
+        ConfigError: the algorithm is not one that is written out (`describe_departure` says why), or the batch lacks a field, has
             token rewards or weights that the paper does not have, or selected tokens that it would not select.
     """
-    if reason := has_transcription(algorithm, max_tokens):
+    if reason := describe_departure(algorithm, max_tokens):
         raise ConfigError(f"the paper's objective of {algorithm.name} does not apply: {reason}")
     _check_batch(algorithm, batch)
     graph = logp[batch.mask].sum().double().cpu() * 0  # also where J is a constant
@@ -138,7 +138,7 @@ def _check_batch(algorithm: Algorithm, batch: Batch) -> None:
         raise ConfigError(f"Batch.weight is not 1, and the paper's objective of {name} has no weights")
 
 
-# Whether an algorithm is the one that is written out. The update rule, the critic, the reward model, the reference, the head and
+# How an algorithm departs from the one that is written out. The update rule, the critic, the reward model, the reference, the head and
 # the group size change which numbers a formula is given, but not the formula; neither do these settings.
 
 FORMULA_FIELDS = (
@@ -159,8 +159,8 @@ WITHOUT_EFFECT: Mapping[type[Part], frozenset[str]] = {
 ADAPTIVE = frozenset({"beta", "target", "rule"})  # of `KLToOld` in ppo_penalty: the objective reads the current β
 
 
-def has_transcription(algorithm: Algorithm, max_tokens: int | None = None) -> str:
-    """Explain why the algorithm's paper objective is not the algorithm, or return "" if it is exactly that.
+def describe_departure(algorithm: Algorithm, max_tokens: int | None = None) -> str:
+    """Return how an algorithm departs from the paper's objective of its name, or "" if it is exactly that.
 
     The algorithm may be a run's: with its state, with its budget in the parts' lengths, and with any group size, update rule,
     critic and reference. Curricula and the limits of dynamic sampling do not matter either.

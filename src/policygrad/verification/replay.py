@@ -15,11 +15,13 @@ from torch import Tensor
 
 from policygrad.checkpoint.format import Checkpoint, load_checkpoint
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
+from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch, Forward
 from policygrad.core.metrics import Mean, Metrics, merge
+from policygrad.core.objective import surrogate, with_selected_tokens
 from policygrad.core.staleness import resolve_old_policy
 from policygrad.core.updates import GradientProblem, GradientSteps, require_problem
-from policygrad.errors import CheckpointError
+from policygrad.errors import CheckpointError, ConfigError
+from policygrad.papers.objectives import describe_departure, paper_objective
 from policygrad.rollout.batching import batch_groups
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import (
@@ -47,6 +49,12 @@ from policygrad.training.trainer import Trainer
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.verification.checks import EXACT, Check, Tolerance, describe_difference, fails, holds, not_checked
 
+GRADIENT_TOLERANCE = 1e-4
+"""Relative to the largest derivative of a token; float32 stays some 1e-6 from float64."""
+MAX_FLIPS = 0.01
+"""Fraction of tokens that may lie so close to a bound of the gate that rounding decides on which side."""
+MAX_FORMULA_TOKENS = 2**17
+"""The formula takes about half a millisecond a token."""
 MAX_TRIED_UPDATES = 64
 """A step whose weights differ is repeated with a known fault in each of at most this many of its updates."""
 LOGP_TOLERANCE = {"fp32": 1e-3, "bf16": 0.2}
@@ -63,8 +71,9 @@ class StepReplayer(Trainer):
     """The state at the beginning of the run."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        # An engine's samples cannot be repeated, and the rest of a step does not need it.
+        # An engine's samples cannot be repeated, and the rest of a step does not need it; several learners compute what one does.
         local = run if run.sampler.engine == LOCAL else replace(run, sampler=SamplerConfig())
+        local = replace(local, learner=replace(local.learner, world_size=1, tensor_parallel=1))
         super().__init__(replace(local, track=(), output=str(folder)), display=False)
         self.run, self.folder = run, folder
 
@@ -151,9 +160,13 @@ def check_step(replay: Replay) -> Iterator[Check]:
     yield from check_samples(replay, progress, algorithm)
     yield from check_rewards(record, replay.replayer)
     yield check_sampler_weights(replay, algorithm)
+    policy = evaluate_policy(replay)
     trained = train_on_rollout(record.rollout, algorithm, learner)
     yield _check_batch_fields(replay, trained)
     yield _check_advantages(replay, trained)
+    if record.batch.logp_old is not None and algorithm.update_rule.updates > 1:
+        policy = evaluate_policy(replay)  # after the updates, where ratios are not 1 and gates act
+    yield check_gradient(replay, trained, policy)
     metrics = merge(record.rollout.metrics, trained.metrics, trained.update_metrics)
     values = {name: metric.value for name, metric in metrics.items()}
     yield compare_metrics(step, values, record.metrics, replay.tolerance)
@@ -397,6 +410,58 @@ def _check_advantages(replay: Replay, trained: TrainedRollout) -> Check:
     return holds("advantages", f"computed again from the same batch they are the same ({replay.tolerance})", step)
 
 
+def evaluate_policy(replay: Replay) -> Batch:
+    """Return the batch with the current policy's log-probabilities as `logp_old`, and its entropy if a part reads it."""
+    needs = frozenset({"logp_old"}) | (replay.run_algorithm.selection_needs & {"entropy"})
+    return replay.replayer.learner.evaluate(replace(replay.record.batch, logp_old=None, entropy=None), needs)
+
+
+def check_gradient(replay: Replay, trained: TrainedRollout, policy: Batch) -> Check:
+    """Compare the gradient per token, as a learner computes it, with that of the paper's formula in float64.
+
+    Args:
+        policy: `evaluate_policy`, at the weights for which the gradient is compared.
+    """
+    batch, psi, algorithm, step = replay.record.batch, replay.record.psi, trained.algorithm, replay.step
+    if not bool(batch.mask.any()):
+        return not_checked("gradient", "the filters left no token", step)
+    if unknown := algorithm.forward_needs - {"entropy"}:
+        return not_checked("gradient", f"{', '.join(sorted(unknown))} is a sum over the vocabulary", step)
+    if (tokens := int(batch.mask.sum())) > MAX_FORMULA_TOKENS:
+        text = f"{tokens:,} tokens are many for a formula that is evaluated token by token (at most {MAX_FORMULA_TOKENS:,})"
+        return not_checked("gradient", text, step)
+    max_tokens = replay.run.sampling.max_tokens
+    if reason := describe_departure(algorithm, max_tokens):
+        return not_checked("gradient", f"the paper's formula does not apply: {reason}", step)
+    logp = policy.logp_old
+    assert logp is not None
+    out = Forward(logp.clone().requires_grad_(), entropy=policy.entropy)
+    batch = with_selected_tokens(out, batch, psi, algorithm)
+    (computed,) = torch.autograd.grad(surrogate(out, batch, psi, algorithm), out.logp)
+    exact_logp = logp.double().requires_grad_()
+    given = batch if "entropy" not in algorithm.selection_needs else replace(batch, entropy=policy.entropy)
+    try:
+        objective = paper_objective(algorithm, given, exact_logp, max_tokens)
+    except ConfigError as error:
+        return not_checked("gradient", str(error), step)
+    (exact,) = torch.autograd.grad(-objective, exact_logp)
+    mask = batch.mask
+    a, b = computed.double()[mask], exact[mask]
+    scale = max(float(b.abs().max()), 1e-30)
+    gap = (a - b).abs() / scale
+    flips = (gap > GRADIENT_TOLERANCE) & ((a == 0) != (b == 0))
+    where = "after the step's updates" if batch.logp_old is not None else "at the weights before the step"
+    if int(flips.sum()) > MAX_FLIPS * len(a) or bool((gap[~flips] > GRADIENT_TOLERANCE).any()):
+        x, y = torch.zeros_like(exact), torch.zeros_like(exact)
+        x[mask], y[mask] = b, a
+        text = describe_difference(x, y, mask, Tolerance(GRADIENT_TOLERANCE, GRADIENT_TOLERANCE * scale))
+        return fails("gradient", f"with respect to log-probabilities it is not that of {algorithm.name}'s formula: {text}", step)
+    largest = float(gap[~flips].max()) if bool((~flips).any()) else 0.0
+    more = f"; {int(flips.sum())} tokens lie on a bound of the gate" if bool(flips.any()) else ""
+    text = f"{tokens:,} derivatives by log-probabilities, {where}, are those of {algorithm.name}'s formula in float64"
+    return holds("gradient", f"{text}, to {largest:.1g} of the largest{more}", step)
+
+
 def compare_metrics(
     step: int, repeated: Mapping[str, float], logged: Mapping[str, float], tolerance: Tolerance
 ) -> Check:
@@ -431,7 +496,7 @@ def check_state_after(replay: Replay, progress: Progress, trained: TrainedRollou
         elif not any("adam/" in name for name in differing):
             kinds = "weights"
         text = f"{len(differing)} of {number} tensors differ after the step ({kinds}; first {differing[0]})"
-        yield fails("weights", f"{cause}: {text}" if cause else f"{text}, though batch and advantages are compared above", step)
+        yield fails("weights", f"{cause}: {text}" if cause else text, step)
     else:
         how = "bit for bit" if replay.is_exact else "within twice what AdamW moves a weight in these updates"
         yield holds("weights", f"{number} tensors of weights and moments after the step are the same {how}", step)
