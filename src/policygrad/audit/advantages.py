@@ -145,7 +145,11 @@ def describe_chain(chain: tuple[Advantage, ...]) -> str:
     """Name the links of an advantage, with the settings that matter."""
     names = []
     for link in chain:
-        settings = [f"{name}={getattr(link, name)}" for name in ("of", "ddof", "k", "norm", "leave_one_out") if hasattr(link, name)]
+        settings = [
+            f"{name}={getattr(link, name)}"
+            for name in ("of", "ddof", "k", "norm", "leave_one_out")
+            if hasattr(link, name)
+        ]
         if hasattr(link, "eps"):
             settings.append(f"eps={link.eps:g}")
         names.append(type(link).__name__ + (f"({', '.join(settings)})" if settings else ""))
@@ -224,7 +228,8 @@ def _per_reward(recording: AuditBatch, batch: Batch, rewards: Tensor) -> Iterato
 
                 def score(ddof: int = ddof, eps: float = eps, last: bool = last) -> Tensor:
                     columns = [
-                        (column - groups.mean(column)) / (groups.std(column, ddof) + eps) for column in rewards.unbind(1)
+                        (column - groups.mean(column)) / (groups.std(column, ddof) + eps)
+                        for column in rewards.unbind(1)
                     ]
                     total = (torch.stack(columns, 1) * weights).sum(1)
                     if last:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from policygrad.audit.search import (
 )
 from policygrad.core import masked
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.batch import Forward
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.gates import Clip
 from policygrad.core.objective import gate_weight, surrogate, with_selected_tokens
 from policygrad.errors import PolicygradError
@@ -193,7 +193,9 @@ def _find_temperature(batch: AuditBatch, name: str, value: Tensor) -> list[Findi
 
     stage = f"log-probabilities: {name}"
     if error(recorded) <= batch.tolerance:
-        return [Finding(stage, "reproduced", f"{name} is that of the logits at temperature {recorded:g}", error(recorded))]
+        return [
+            Finding(stage, "reproduced", f"{name} is that of the logits at temperature {recorded:g}", error(recorded))
+        ]
     low, high = math.log(0.05), math.log(20.0)
     coarse = min((low + (high - low) * i / 120 for i in range(121)), key=lambda x: error(math.exp(x)))
     low, high = coarse - 0.06, coarse + 0.06
@@ -204,7 +206,11 @@ def _find_temperature(batch: AuditBatch, name: str, value: Tensor) -> list[Findi
     rounded = float(f"{best:.3g}")
     best = rounded if error(rounded) <= max(batch.tolerance, error(best)) else best
     if error(best) > batch.tolerance:
-        return [] if name != "logp" else [Finding(stage, "differs", f"{name} is at no temperature that of the logits", error(best))]
+        return (
+            []
+            if name != "logp"
+            else [Finding(stage, "differs", f"{name} is at no temperature that of the logits", error(best))]
+        )
     text = f"{name} is under temperature {best:g}, where temperature {recorded:g} is recorded or implied"
     return [Finding(stage, "differs", text, error(best), best / recorded)]
 
@@ -214,6 +220,7 @@ def _find_shift(batch: AuditBatch, name: str) -> int:
     value = getattr(batch, name)
     if value is None or batch.logp is None or batch.mask.shape[1] < 4:
         return 0
+
     def distance(shift: int) -> float:
         assert batch.logp is not None
         moved, held = value.roll(-shift, 1), batch.mask & batch.mask.roll(-shift, 1)
@@ -283,9 +290,9 @@ def _explain_factor(factor: float, batch: AuditBatch) -> str:
     """Name the number of the batch that a factor is, or return ""."""
     counts = dict[str, float]()
     if batch.micro_batch is not None:
-        counts["the number of micro-batches"] = float(len(batch.micro_batch.unique()))
+        counts["the number of micro-batches"] = float(len(torch.unique(batch.micro_batch)))
     if batch.rank is not None:
-        counts["the number of ranks"] = float(len(batch.rank.unique()))
+        counts["the number of ranks"] = float(len(torch.unique(batch.rank)))
     for name in ("gradient_accumulation_steps", "world_size", "num_processes", "num_generations"):
         if (value := batch.setting(name)) is not None:
             counts.setdefault(name, value)
@@ -294,7 +301,7 @@ def _explain_factor(factor: float, batch: AuditBatch) -> str:
         counts["gradient_accumulation_steps/steps_per_generation"] = accumulated / steps
     if batch.group is not None:
         sizes = torch.unique(batch.group, return_counts=True)[1]
-        if len(sizes.unique()) == 1:
+        if len(torch.unique(sizes)) == 1:
             counts["the completions of a prompt, G"] = float(sizes[0])
             if sizes[0] > 1:
                 counts["G/(G − 1)"] = float(sizes[0]) / float(sizes[0] - 1)
@@ -332,8 +339,11 @@ def _report_loss(batch: AuditBatch, result: LossResult) -> list[Finding]:
     findings.append(_report_old(batch, best))
     findings.append(_report_gate(batch, result))
     if best.weight.correction:
-        names = {w.correction for m in result.matches for w in (m.weight, *m.weight.equals)} - {best.weight.correction, ""}
-        text = f"the weight is multiplied by {best.weight.correction}{_cannot_tell(sorted(names))}"
+        names = {w.correction for m in result.matches for w in (m.weight, *m.weight.equals)} - {
+            best.weight.correction,
+            "",
+        }
+        text = f"the weight is multiplied by {best.weight.correction}{_cannot_tell(sorted(corrections))}"
         findings.append(Finding("correction for the sampler", "reproduced", text, best.error))
     findings.append(_report_penalty(batch, result))
     findings.append(_report_average(batch, result))
@@ -352,8 +362,12 @@ def _report_old(batch: AuditBatch, best: LossMatch) -> Finding:
         return Finding("π_old", "differs" if has_old else "reproduced", text if has_old else "logp_sampler", best.error)
     if best.weight.old == "the policy itself":
         if batch.logp_old is None:
-            return Finding("π_old", "reproduced", "the policy itself: every ratio is 1 (no logp_old is recorded)", best.error)
-        return Finding("π_old", "differs", "the policy itself: every ratio is 1, although logp_old is recorded", best.error)
+            return Finding(
+                "π_old", "reproduced", "the policy itself: every ratio is 1 (no logp_old is recorded)", best.error
+            )
+        return Finding(
+            "π_old", "differs", "the policy itself: every ratio is 1, although logp_old is recorded", best.error
+        )
     assert batch.logp_old is not None
     assert batch.logp is not None
     same = relative_error(batch.logp[best.tokens], batch.logp_old[best.tokens]) <= batch.tolerance
@@ -436,6 +450,9 @@ def _report_average(batch: AuditBatch, result: LossResult) -> Finding:
     best = result.matches[0]
     average = best.average
     names = [name for m in result.matches for name in (m.average.name, *m.average.equals) if name != average.name]
+    sizes = None if batch.micro_batch is None else torch.unique(batch.micro_batch, return_counts=True)[1]
+    if sizes is not None and len(torch.unique(sizes)) == 1:  # a mean of equal parts' means is the mean
+        names = [name for name in names if not name.startswith("mean of completions")]
     factor = None if average.intended is None else project(batch, best, average.intended)
     if average.fault and factor is not None:
         assert average.intended is not None
@@ -444,9 +461,11 @@ def _report_average(batch: AuditBatch, result: LossResult) -> Finding:
         spread = average.coefficients[inside] / average.intended[inside]
         if float(spread.max() - spread.min()) > 1e-6:
             text += f" ({float(spread.min()):.3g} to {float(spread.max()):.3g} times per token)"
-        near = batch.setting("gradient_accumulation_steps"), batch.setting("steps_per_generation")
-        if near[0] and near[1] and near[0] != near[1] and average.name.startswith("sum over") and "·" not in average.name:
-            text += f"; {near[0] / near[1]:g} = gradient_accumulation_steps/steps_per_generation is what to expect of this fault"
+        accumulated, steps = batch.setting("gradient_accumulation_steps"), batch.setting("steps_per_generation")
+        if accumulated and steps and accumulated != steps and average.name.startswith("sum over the rollout's"):
+            share = accumulated / steps
+            text += f"; about {share:g} is to be expected, gradient_accumulation_steps/steps_per_generation"
+            text += " (huggingface/trl#6024)" if str(batch.settings.get("trainer", "")).startswith("trl") else ""
         return Finding("aggregation", "differs", text + _cannot_tell(names), best.error, factor)
     text = f"{average.name}, to {best.error:.0e}{_cannot_tell(names)}"
     return Finding("aggregation", "reproduced", text, best.error)
@@ -465,7 +484,7 @@ def _report_value(batch: AuditBatch, best: LossMatch) -> Finding:
     assert batch.loss is not None
     actual, limit = float(batch.loss), max(1e-9, 100 * batch.precision)
     forms = loss_values(batch, best)
-    name, _, size = min(forms, key=lambda form: abs(actual - form[1]) / form[2])
+    name = min(forms, key=lambda form: abs(actual - form[1]) / form[2])[0]
     error = min(abs(actual - value) / scale for _, value, scale in forms)
     if error <= limit:
         return Finding("loss", "reproduced", f"{actual:.6g} is {name}, to {error:.0e} of the sum of its terms", error)
@@ -520,9 +539,13 @@ def _name_rows(batch: AuditBatch, advantages: AdvantageResult, best: LossMatch) 
         and (row.ratio is None or type(row.ratio).__name__ in ratios)
     ]
     if not names:
-        return Finding("algorithms", "not checked", "no algorithm of policygrad has this ratio, gate and aggregation together")
+        return Finding(
+            "algorithms", "not checked", "no algorithm of policygrad has this ratio, gate and aggregation together"
+        )
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return Finding("algorithms", "reproduced", f"ratio, gate and aggregation are those of {listed} (policygrad show NAME)")
+    return Finding(
+        "algorithms", "reproduced", f"ratio, gate and aggregation are those of {listed} (policygrad show NAME)"
+    )
 
 
 # --- one recording against an algorithm
@@ -536,16 +559,20 @@ def compare_with_row(batch: AuditBatch, algorithm: Algorithm, best: LossMatch | 
     data = library_batch(batch, batch.mask, batch.logp_old)
     findings = list[Finding]()
     psi = None
-    if batch.reward is not None and batch.group is not None:
-        try:
-            psi = algorithm.compute_advantages(data, shaped=data)  # the recorded rewards are shaped already
-        except PolicygradError as error:
-            findings.append(Finding(f"{stage}, Ψ", "not checked", f"not checked: {error}"))
-    if psi is not None and batch.advantage is not None:
-        findings.append(_compare_tensors(f"{stage}, Ψ", "advantages", batch.advantage[batch.mask], psi[batch.mask], batch))
+    if batch.rollout_reward is not None and batch.rollout_group is not None and batch.rollout_advantage is not None:
+        rows = len(batch.rollout_reward)
+        mask = torch.ones(rows, 1, dtype=torch.bool)
+        rollout = Batch(mask=mask, group=batch.rollout_group, reward=batch.rollout_reward)
+        findings.append(_compare_advantages(stage, batch.rollout_advantage[:, None], rollout, algorithm, batch)[0])
+    elif batch.reward is not None and batch.group is not None:
+        finding, psi = _compare_advantages(stage, batch.advantage, data, algorithm, batch)
+        findings += [] if batch.advantage is None else [finding]
     psi = batch.advantage if batch.advantage is not None else psi
     if psi is None or batch.logp is None:
-        return [*findings, Finding(stage, "not checked", "not checked: advantages (or rewards and groups) and logp are needed")]
+        return [
+            *findings,
+            Finding(stage, "not checked", "not checked: advantages (or rewards and groups) and logp are needed"),
+        ]
     out = Forward(batch.logp.clone().requires_grad_())
     try:
         data = with_selected_tokens(out, data, psi, algorithm)
@@ -557,16 +584,34 @@ def compare_with_row(batch: AuditBatch, algorithm: Algorithm, best: LossMatch | 
         tokens = batch.mask & (masked.apply_mask(psi, batch.mask) != 0)
         theirs = best.weight.score[tokens] / psi[tokens]
         expected = algorithm.apply_corrections(weight, data, psi)[tokens]
-        findings.append(_compare_tensors(f"{stage}, w", f"weights ({describe_part(algorithm.gate)})", theirs, expected, batch))
+        findings.append(
+            _compare_tensors(f"{stage}, w", f"weights ({describe_part(algorithm.gate)})", theirs, expected, batch)
+        )
         c = algorithm.coefficients(data)
         mine = best.factor * best.average.coefficients
         name = f"coefficients ({describe_part(algorithm.aggregation)})"
-        findings.append(_compare_tensors(f"{stage}, c", name, mine[batch.mask], c[batch.mask], batch, project(batch, best, c)))
+        findings.append(
+            _compare_tensors(f"{stage}, c", name, mine[batch.mask], c[batch.mask], batch, project(batch, best, c))
+        )
     if batch.gradient is not None:
         [expected] = torch.autograd.grad(loss, out.logp)
         name = "the full gradient"
-        findings.append(_compare_tensors(f"{stage}, gradient", name, batch.gradient[batch.mask], expected[batch.mask], batch))
+        findings.append(
+            _compare_tensors(f"{stage}, gradient", name, batch.gradient[batch.mask], expected[batch.mask], batch)
+        )
     return findings
+
+
+def _compare_advantages(
+    stage: str, theirs: Tensor | None, data: Batch, algorithm: Algorithm, batch: AuditBatch
+) -> tuple[Finding, Tensor | None]:
+    """Return (finding, the algorithm's Ψ); the recorded rewards are shaped already."""
+    try:
+        psi = algorithm.compute_advantages(data, shaped=data)
+    except PolicygradError as error:
+        return Finding(f"{stage}, Ψ", "not checked", f"not checked: {error}"), None
+    actual = psi if theirs is None else theirs
+    return _compare_tensors(f"{stage}, Ψ", "advantages", actual[data.mask], psi[data.mask], batch), psi
 
 
 def _compare_tensors(
@@ -581,7 +626,7 @@ def _compare_tensors(
         text = f"{name}: {factor:.6g} times as large{_explain_factor(factor, batch)}"
         return Finding(stage, "differs", text, error, factor)
     count = int(((actual - expected).abs() > batch.tolerance * float(actual.abs().max())).sum())
-    text = f"{name}: {count} of {actual.numel()} numbers differ, by up to {error:.2g} of the largest; {factor:.4g} times as large overall"
+    text = f"{name}: {count} of {actual.numel()} numbers differ, by up to {error:.2g} of the largest; {factor:.4g} times overall"
     return Finding(stage, "differs", text, error, factor)
 
 
@@ -633,7 +678,7 @@ def _compare_field(
 
 def _compare_integers(name: str, left: Tensor, right: Tensor, counted: Tensor) -> Finding:
     if name in ("group", "micro_batch", "rank", "rollout_group"):  # ids: equal if they split the batch alike
-        left, right = (x.unique(return_inverse=True)[1] for x in (left, right))
+        left, right = (torch.unique(x, return_inverse=True)[1] for x in (left, right))
         if torch.equal(left[:, None] == left, right[:, None] == right):
             return Finding(name, "reproduced", "the same sets of completions", 0.0)
     wrong = counted & (left != right)
@@ -666,7 +711,12 @@ def _explanations(
             yield f"shifted by one token to the {side}", None, left.roll(steps, 1), where
     if left.ndim and len(left) > 1:
         for steps, word in ((1, "previous"), (-1, "next")):
-            yield f"rows are shifted: each has the {word} row's numbers", None, left.roll(steps, 0), counted & counted.roll(steps, 0)
+            yield (
+                f"rows are shifted: each has the {word} row's numbers",
+                None,
+                left.roll(steps, 0),
+                counted & counted.roll(steps, 0),
+            )
         order = _find_order(left, right, counted)
         if order is not None:
             yield f"rows are in another order: {order.tolist()}", None, left[order], counted & counted[order]
@@ -680,6 +730,4 @@ def _find_order(left: Tensor, right: Tensor, counted: Tensor) -> Tensor | None:
     """Return the permutation of our rows that theirs are nearest to, if it is one."""
     a, b = (torch.where(counted, x, 0).reshape(len(x), -1) for x in (left, right))
     order = torch.cdist(b, a).argmin(1)
-    return order if len(order.unique()) == len(order) else None
-
-
+    return order if len(torch.unique(order)) == len(order) else None

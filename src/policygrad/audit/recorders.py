@@ -45,13 +45,16 @@ class Recorder:
         self.settings: dict[str, Any] = {}
         self._written: Path | None = None
         self._parts: list[dict[str, Tensor]] = []
-        self._extra: dict[str, Tensor] = {}
+        self.rollouts: list[dict[str, Tensor]] = []
+        """Rewards, groups and advantages of each rollout so far."""
 
     @property
     def path(self) -> Path:
         """The file; RuntimeError until the update was recorded."""
         if self._written is None:
-            raise RuntimeError(f"nothing was recorded: {self.updates} updates ended and update {self.step} is to be recorded")
+            raise RuntimeError(
+                f"nothing was recorded: {self.updates} updates ended and update {self.step} is to be recorded"
+            )
         return self._written
 
     @property
@@ -70,7 +73,7 @@ class Recorder:
             def store(gradient: Tensor) -> None:
                 held["gradient"] = held["gradient"] + gradient.detach()
 
-            logp.register_hook(store)
+            logp.register_hook(store)  # type: ignore[no-untyped-call]
         self._parts.append(held)
         return held
 
@@ -84,7 +87,7 @@ class Recorder:
     def _join(self) -> dict[str, Tensor]:
         names = set[str].intersection(*(set(part) for part in self._parts))
         width = max(part["mask"].shape[1] for part in self._parts)
-        tensors = dict(self._extra)
+        tensors = dict[str, Tensor]()
         for name in names:
             values = [part[name].cpu() for part in self._parts]
             if name == "loss":
@@ -94,7 +97,25 @@ class Recorder:
             tensors[name] = torch.cat([_pad(x, width) if per_token else x for x in values])
         sizes = torch.tensor([len(part["mask"]) for part in self._parts])
         tensors["micro_batch"] = torch.arange(len(sizes)).repeat_interleave(sizes)
+        if (generation := tensors.pop("generation", None)) is not None:
+            self._add_rollouts(tensors, generation)
         return tensors
+
+    def _add_rollouts(self, tensors: dict[str, Tensor], generation: Tensor) -> None:
+        """Add the rollouts that the update's completions came from; each has prompts of its own."""
+        numbers = torch.unique(generation).tolist()
+        used = [self.rollouts[number] for number in numbers]
+        if len(used[0]["advantage"]) != len(used[0]["reward"]):  # one process of several: its advantages are a part
+            return
+        first = torch.tensor([0, *(int(rollout["group"].max()) + 1 for rollout in used[:-1])]).cumsum(0)
+        for name in used[0]:
+            values = [
+                rollout[name].cpu() + (offset if name == "group" else 0)
+                for rollout, offset in zip(used, first, strict=True)
+            ]
+            tensors[f"rollout_{name}"] = torch.cat(values)
+        if "group" in tensors:
+            tensors["group"] = tensors["group"] + first[torch.searchsorted(torch.tensor(numbers), generation)]
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
@@ -114,7 +135,12 @@ def trl(trainer: Any, path: str | Path = "audit.safetensors", step: int = 1) -> 
     Raises:
         ConfigError: a trainer without the methods of GRPOTrainer.
     """
-    names = ("_compute_loss", "_get_per_token_logps_and_entropies", "_generate_and_score_completions", "_calculate_rewards")
+    names = (
+        "_compute_loss",
+        "_get_per_token_logps_and_entropies",
+        "_generate_and_score_completions",
+        "_calculate_rewards",
+    )
     missing = [name for name in names if not hasattr(trainer, name)]
     if missing:
         raise ConfigError(
@@ -154,13 +180,16 @@ def trl(trainer: Any, path: str | Path = "audit.safetensors", step: int = 1) -> 
         mine = slice(start, start + rows)
         output[f"{_PREFIX}reward"], output[f"{_PREFIX}group"] = total[mine], group[mine]
         output[f"{_PREFIX}rewards"] = columns[mine]
-        if recorder._written is None and not trainer.accelerator.num_processes > 1:
-            recorder._extra = {
-                "rollout_reward": total.clone(),
-                "rollout_group": group.clone(),
-                "rollout_advantage": output["advantages"].clone(),
-                "rollout_rewards": columns.clone(),
+        generation = len(recorder.rollouts)
+        output[f"{_PREFIX}generation"] = torch.full_like(group[mine], generation)
+        recorder.rollouts.append(
+            {
+                "reward": total.clone(),
+                "group": group.clone(),
+                "advantage": output["advantages"].clone(),
+                "rewards": columns.clone(),
             }
+        )
         return output
 
     @functools.wraps(get_logps)
@@ -181,14 +210,14 @@ def trl(trainer: Any, path: str | Path = "audit.safetensors", step: int = 1) -> 
         finally:
             inside = False
         part: dict[str, Tensor | None] = {ours: inputs.get(theirs) for theirs, ours in _TRL_FIELDS.items()}
-        for name in ("reward", "group", "rewards"):
+        for name in ("reward", "group", "rewards", "generation"):
             part[name] = inputs.get(f"{_PREFIX}{name}")
         if inputs.get("tool_mask") is not None:
             part["mask"] = inputs["completion_mask"] * inputs["tool_mask"]
         part["logp"] = current.pop("logp")
         part["loss"] = loss
         if isinstance(items := inputs.get("num_items_in_batch"), Tensor):
-            recorder.settings["num_items_in_batch"] = float(items)
+            part["generation_tokens"] = items.expand(len(inputs["advantages"]))
         recorder.add(part)
         return loss
 
@@ -267,7 +296,9 @@ def verl(path: str | Path = "audit.safetensors", loss: str = "vanilla") -> VerlR
     try:
         module = sys.modules.get(name) or import_module(name)
     except ImportError as error:
-        raise ConfigError(f"audit.verl needs verl, which cannot be imported: {error}; call it in verl's environment") from error
+        raise ConfigError(
+            f"audit.verl needs verl, which cannot be imported: {error}; call it in verl's environment"
+        ) from error
     registry = getattr(module, "POLICY_LOSS_REGISTRY", None)
     if not isinstance(registry, dict) or loss not in registry:
         listed = ", ".join(registry or {}) or "none: this verl has no registry of losses (before 0.5)"

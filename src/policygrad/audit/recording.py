@@ -33,6 +33,7 @@ FIELDS = {
     "logits": "[B, T, V] logits before each token",
     "micro_batch": "[B] integers, the backward pass of each completion",
     "rank": "[B] integers, the process of each completion",
+    "generation_tokens": "[B] tokens of the rollout that a completion was sampled in, where the loss divides by them",
     "rollout_reward": "[R] rewards of the full rollout, if the update is a part of it",
     "rollout_rewards": "[R, K] the same, of K functions",
     "rollout_group": "[R] prompts of the full rollout",
@@ -59,7 +60,7 @@ KNOWN_NAMES = {
 """Other frameworks' names of the same tensors. A name that is a field here means that field."""
 _THEIRS = {theirs: ours for ours, names in KNOWN_NAMES.items() for theirs in names.split()}
 _PER_TOKEN = ("logp", "logp_old", "logp_ref", "logp_sampler", "gradient", "tokens")
-_PER_COMPLETION = ("group", "reward", "micro_batch", "rank")
+_PER_COMPLETION = ("group", "reward", "micro_batch", "rank", "generation_tokens")
 _INTEGERS = ("group", "micro_batch", "rank", "tokens", "rollout_group")
 _DECIDES_PRECISION = ("logp", "gradient", "advantage", "logp_old", "loss")
 FORMATS = (".safetensors", ".pt", ".pth", ".npz", ".json")
@@ -84,6 +85,7 @@ class AuditBatch:
     logits: Tensor | None = None
     micro_batch: Tensor | None = None
     rank: Tensor | None = None
+    generation_tokens: Tensor | None = None
     rollout_reward: Tensor | None = None
     rollout_rewards: Tensor | None = None
     rollout_group: Tensor | None = None
@@ -155,17 +157,17 @@ def _to_tensor(value: Any, name: str, source: str) -> Tensor:
 
 def _measure_precision(tensors: Mapping[str, Tensor]) -> float:
     """Return the rounding of the least precise floating tensor that the search reads."""
-    found = [torch.finfo(torch.float64).eps]
+    precisions = [torch.finfo(torch.float64).eps]
     for name in _DECIDES_PRECISION:
         tensor = tensors.get(name)
         if tensor is None or not tensor.is_floating_point():
             continue
         kind = tensor.dtype
-        if kind == torch.float64 and len(tensor.unique()) >= 8:  # float32 numbers that were written as decimals
+        if kind == torch.float64 and len(torch.unique(tensor)) >= 8:  # float32 numbers that were written as decimals
             finite = tensor[tensor.isfinite()]
             kind = torch.float32 if torch.equal(finite.float().double(), finite) else kind
-        found.append(torch.finfo(kind).eps)
-    return max(found)
+        precisions.append(torch.finfo(kind).eps)
+    return max(precisions)
 
 
 def _check(tensors: dict[str, Tensor], settings: dict[str, Any], precision: float, source: str) -> AuditBatch:
@@ -204,7 +206,7 @@ def _check(tensors: dict[str, Tensor], settings: dict[str, Any], precision: floa
             )
         if advantage.ndim == 1:
             tensors["advantage"] = advantage[:, None].expand(rows, width).clone()
-    _check_others(tensors, rows, width, source)
+    _check_wide_fields(tensors, rows, width, source)
     for name, value in tensors.items():
         if name in _INTEGERS:
             if value.is_floating_point() and not bool((value == value.round()).all()):
@@ -226,7 +228,7 @@ def _check(tensors: dict[str, Tensor], settings: dict[str, Any], precision: floa
     return AuditBatch(**tensors, settings=settings, precision=precision, source=source)
 
 
-def _check_others(tensors: Mapping[str, Tensor], rows: int, width: int, source: str) -> None:
+def _check_wide_fields(tensors: Mapping[str, Tensor], rows: int, width: int, source: str) -> None:
     logits, rewards = tensors.get("logits"), tensors.get("rewards")
     if logits is not None and (logits.ndim != 3 or logits.shape[:2] != (rows, width)):
         raise DataError(f"{source}: logits has shape {list(logits.shape)}, expected [{rows}, {width}, V]")
@@ -234,7 +236,9 @@ def _check_others(tensors: Mapping[str, Tensor], rows: int, width: int, source: 
         raise DataError(f"{source}: rewards has shape {list(rewards.shape)}, expected [{rows}, K]")
     rollout = {name: len(value) for name, value in tensors.items() if name.startswith("rollout_") and value.ndim}
     if len(set(rollout.values())) > 1:
-        raise DataError(f"{source}: {', '.join(rollout)} have {', '.join(map(str, rollout.values()))} rows; they must agree")
+        raise DataError(
+            f"{source}: {', '.join(rollout)} have {', '.join(map(str, rollout.values()))} rows; they must agree"
+        )
 
 
 def read(path: str | Path, names: Mapping[str, str] | None = None) -> AuditBatch:
@@ -253,9 +257,13 @@ def read(path: str | Path, names: Mapping[str, str] | None = None) -> AuditBatch
     values, settings = _load(path)
     for theirs, ours in (names or {}).items():
         if theirs not in values:
-            raise ConfigError(f"--map {theirs}={ours}: {path} has no {theirs}; it has {', '.join(sorted(values)) or 'nothing'}")
+            raise ConfigError(
+                f"--map {theirs}={ours}: {path} has no {theirs}; it has {', '.join(sorted(values)) or 'nothing'}"
+            )
         if ours and ours not in FIELDS:
-            raise ConfigError(f"--map {theirs}={ours}: {ours} is no field of a recording; fields are {', '.join(FIELDS)}")
+            raise ConfigError(
+                f"--map {theirs}={ours}: {ours} is no field of a recording; fields are {', '.join(FIELDS)}"
+            )
     mapping = names or {}
     renamed = {mapping.get(name, name): value for name, value in values.items() if mapping.get(name, name)}
     return make_batch(renamed, settings, str(path))
@@ -280,7 +288,9 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         elif path.suffix == ".json":
             values = json.loads(path.read_text(encoding="utf-8"))
         else:
-            raise DataError(f"{path}: the ending {path.suffix or 'of the name'} is not known: use one of {', '.join(FORMATS)}")
+            raise DataError(
+                f"{path}: the ending {path.suffix or 'of the name'} is not known: use one of {', '.join(FORMATS)}"
+            )
     except DataError:
         raise
     except Exception as error:  # each reader has exceptions of its own
@@ -316,22 +326,27 @@ def record(path: str | Path, settings: Mapping[str, Any] | None = None, /, **ten
         raise ConfigError(f"record: {path.name} must end in one of {', '.join(FORMATS)}")
     present = {name: value for name, value in tensors.items() if value is not None}
     batch = make_batch(present, settings, str(path))  # refuse at the loop, not at the audit
-    kept = {name: (value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)) for name, value in present.items()}
+    held = {
+        name: (value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value))
+        for name, value in present.items()
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     notes = json.dumps(dict(batch.settings))
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file({name: value.contiguous().clone() for name, value in kept.items()}, path, {"settings": notes})
+        save_file({name: value.contiguous().clone() for name, value in held.items()}, path, {"settings": notes})
     elif path.suffix in (".pt", ".pth"):
-        torch.save({**kept, "settings": notes}, path)
+        torch.save({**held, "settings": notes}, path)
     elif path.suffix == ".npz":
         import numpy as np
 
-        arrays: dict[str, Any] = {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in kept.items()}
+        arrays: dict[str, Any] = {
+            name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in held.items()
+        }
         np.savez(path, **arrays, settings=np.array(notes))
     else:
-        lists = {name: value.tolist() for name, value in kept.items()}
+        lists = {name: value.tolist() for name, value in held.items()}
         path.write_text(json.dumps({**lists, "settings": dict(batch.settings)}), encoding="utf-8")
     return path
 
@@ -353,7 +368,7 @@ def join_ranks(batches: Sequence[AuditBatch]) -> AuditBatch:
         return batches[0]
     names = [set(batch.tensors()) for batch in batches]
     if any(held != names[0] for held in names):
-        differing = sorted(set().union(*names) - set.intersection(*names))
+        differing = sorted(set().union(*names) - set[str].intersection(*names))
         raise DataError(f"{batches[1].source}: its fields differ from {batches[0].source} in {', '.join(differing)}")
     width = max(batch.mask.shape[1] for batch in batches)
     tensors = dict[str, Tensor]()

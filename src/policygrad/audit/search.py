@@ -34,7 +34,8 @@ from policygrad.core.gates import (
     SigmoidGate,
     TaperedImportance,
 )
-from policygrad.core.ratios import MaskedIS, Sequence as SequenceRatio, SequenceProduct, Token, TruncatedIS
+from policygrad.core.ratios import MaskedIS, SequenceProduct, Token, TruncatedIS
+from policygrad.core.ratios import Sequence as SequenceRatio
 from policygrad.core.terms import KLToReference, log_ratio
 
 CLIP_BOUNDS = (
@@ -50,7 +51,28 @@ CLIP_BOUNDS = (
 """Bounds of clips in papers and libraries, as (low, high): of PPO, DAPO, ProRL, GSPO, LUSPO."""
 IMPORTANCE_CAPS = (5.0, 4.0, 3.0, 2.0, 1.28, 1.2, 6.0, 10.0)
 CORRECTION_CAPS = (2.0, 3.0, 1.0, 5.0, 10.0)
-_ROUND = (0.1, 0.15, 0.2, 0.25, 0.28, 0.3, 0.35, 0.4, 0.5, 1.0, 2.0, 3e-4, 4e-4, 2e-3, 2.5e-3, 1e-3, 5e-3, 0.01, 0.02, 0.05)
+_ROUND = (
+    0.1,
+    0.15,
+    0.2,
+    0.25,
+    0.28,
+    0.3,
+    0.35,
+    0.4,
+    0.5,
+    1.0,
+    2.0,
+    3e-4,
+    4e-4,
+    2e-3,
+    2.5e-3,
+    1e-3,
+    5e-3,
+    0.01,
+    0.02,
+    0.05,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +170,9 @@ class LossResult:
 
 def describe_part(part: object) -> str:
     """Write a part with its settings, as in Python."""
-    settings = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in vars(part).items()]
+    settings = [
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in vars(part).items()
+    ]
     return f"{type(part).__name__}({', '.join(settings)})"
 
 
@@ -204,26 +228,15 @@ def averages(recording: AuditBatch, mask: Tensor) -> list[Average]:
     parts += [FixedLength(int(L)) for L in dict.fromkeys([*([length] if length else []), float(width)])]
     results = [Average(describe_part(part) if isinstance(part, FixedLength) else type(part).__name__, part(mask, group), part)
                for part in parts]  # fmt: skip
-    items = recording.setting("num_items_in_batch")
     flat = mask.double()
-    tokens = TokenMean()(mask, group)
-    if items:
-        note = (
-            f"the tokens of the generation batch ({items:g}) are the denominator, not those of the update "
-            f"({int(mask.sum())})"
-        )
-        results.append(Average(f"sum over {items:g} tokens of the generation batch", flat / items, None, tokens, note))
-        accumulated, steps = recording.setting("gradient_accumulation_steps"), recording.setting("steps_per_generation")
-        if accumulated and steps and accumulated != steps:
-            expected = items * accumulated / steps
-            text = f"the denominator is the expected number of tokens ({expected:g}), not the update's ({int(mask.sum())})"
-            name = f"sum over {items:g}·{accumulated:g}/{steps:g} tokens, the generation batch's share"
-            results.append(Average(name, flat / expected, None, tokens, text))
+    results += _over_generations(recording, mask, TokenMean()(mask, group))
     for name, ids in _shares(recording):
         for part in (TokenMean(), SequenceMean(), SequenceSum()):
             results.append(_over_shares(part, name, ids, mask, group))
     results.append(Average("sum over tokens, not divided", flat, None))
-    results.append(Average("sum over completions of token means, not divided", flat / mask.sum(1, keepdim=True).clamp(min=1)))
+    results.append(
+        Average("sum over completions of token means, not divided", flat / mask.sum(1, keepdim=True).clamp(min=1))
+    )
     everyone = len(mask)
     if int(mask.any(1).sum()) != everyone:
         share = int(mask.any(1).sum()) / everyone
@@ -232,7 +245,9 @@ def averages(recording: AuditBatch, mask: Tensor) -> list[Average]:
             results.append(Average(name, part(mask, group) * share))
     distinct = list[Average]()
     for average in results:
-        same = (i for i, other in enumerate(distinct) if relative_error(average.coefficients, other.coefficients) < 1e-12)
+        same = (
+            i for i, other in enumerate(distinct) if relative_error(average.coefficients, other.coefficients) < 1e-12
+        )
         if (index := next(same, None)) is None:
             distinct.append(average)
         else:
@@ -240,26 +255,52 @@ def averages(recording: AuditBatch, mask: Tensor) -> list[Average]:
     return distinct
 
 
+def _over_generations(recording: AuditBatch, mask: Tensor, intended: Tensor) -> list[Average]:
+    """Return token sums over the tokens of the rollouts that an update's completions came from, and over their expected share."""
+    count, total = recording.generation_tokens, int(mask.sum())
+    if count is None or bool((count == total).all()):
+        return []
+    text = ", ".join(f"{x:g}" for x in torch.unique(count).tolist())
+    fault = f"the denominator is the number of tokens of the whole rollout ({text}), not of the update ({total})"
+    each = mask.double() / count[:, None]
+    results = [Average(f"sum over the rollout's {text} tokens", each, None, intended, fault)]
+    accumulated, steps = recording.setting("gradient_accumulation_steps"), recording.setting("steps_per_generation")
+    if accumulated and steps and accumulated != steps:
+        share = accumulated / steps
+        fault = (
+            f"the denominator is {accumulated:g}/{steps:g} of the rollout's tokens ({text}), the number expected in an update, "
+            f"not the update's own ({total})"
+        )
+        results.append(
+            Average(f"sum over {share:g} times the rollout's {text} tokens", each / share, None, intended, fault)
+        )
+    return results
+
+
 def _shares(recording: AuditBatch) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the ways in which the update was split, (name, id of each completion)."""
     micro, rank = recording.micro_batch, recording.rank
-    if micro is not None and len(micro.unique()) > 1:
+    if micro is not None and len(torch.unique(micro)) > 1:
         sizes = torch.unique(micro if rank is None else micro + (int(micro.max()) + 1) * rank, return_counts=True)[1]
-        size = f" of {int(sizes[0])}" if len(sizes.unique()) == 1 else ""
-        if rank is not None and len(rank.unique()) > 1:
+        size = f" of {int(sizes[0])}" if len(torch.unique(sizes)) == 1 else ""
+        if rank is not None and len(torch.unique(rank)) > 1:
             yield f"micro-batch{size} of each rank", micro + (int(micro.max()) + 1) * rank
         else:
             yield f"micro-batch{size}", micro
-    if rank is not None and len(rank.unique()) > 1:
+    if rank is not None and len(torch.unique(rank)) > 1:
         yield "rank", rank
 
 
 def _over_shares(part: Aggregation, name: str, ids: Tensor, mask: Tensor, group: Tensor) -> Average:
-    coefficients, shares = torch.zeros(mask.shape, dtype=torch.float64), ids.unique()
+    coefficients, shares = torch.zeros(mask.shape, dtype=torch.float64), torch.unique(ids)
     for share in shares.tolist():
         rows = ids == share
         coefficients[rows] = part(mask[rows], group[rows]) / len(shares)
-    words = {"TokenMean": "token mean", "SequenceMean": "mean of completions' token means", "SequenceSum": "mean of completions"}
+    words = {
+        "TokenMean": "token mean",
+        "SequenceMean": "mean of completions' token means",
+        "SequenceSum": "mean of completions",
+    }
     kind = words[type(part).__name__]
     fault = f"the {kind} is taken over each {name} and then averaged, instead of over the update"
     return Average(f"{kind} over each {name}, averaged", coefficients, None, part(mask, group), fault)
@@ -297,21 +338,27 @@ def _gates(
     if all(x is not None for x in k):
         gates.append(GammaKernel(*(x for x in k if x is not None)))
     if isinstance(level, Token):
-        low = recording.setting("epsilon_low", "epsilon", "clip_ratio_low", "clip_ratio")
-        gates += [GeometricMean(), DivergenceClip("tv", 0.15), DivergenceClip("kl", 0.05), LogClip(), SecondMomentFilter()]
-        if low is not None:
-            high = recording.setting("epsilon_high", "clip_ratio_high")
-            gates += [GeometricMean(low, low if high is None else high)]
+        known = recording.setting("epsilon_low", "epsilon", "clip_ratio_low", "clip_ratio")
+        gates += [
+            GeometricMean(),
+            DivergenceClip("tv", 0.15),
+            DivergenceClip("kl", 0.05),
+            LogClip(),
+            SecondMomentFilter(),
+        ]
+        if known is not None:
+            upper = recording.setting("epsilon_high", "clip_ratio_high")
+            gates += [GeometricMean(known, known if upper is None else upper)]
     seen = set[str]()
-    for gate in gates:
-        if (name := describe_part(gate)) in seen:
+    for other in gates:
+        if (name := describe_part(other)) in seen:
             continue
         seen.add(name)
         selected = batch
-        if isinstance(gate, SecondMomentFilter):
+        if isinstance(other, SecondMomentFilter):
             assert recording.logp is not None
-            selected = replace(batch, selected=gate.select_tokens(Forward(recording.logp), batch, psi))
-        yield name, gate, gate.weight(ratio, psi, selected), ""
+            selected = replace(batch, selected=other.select_tokens(Forward(recording.logp), batch, psi))
+        yield name, other, other.weight(ratio, psi, selected), ""
 
 
 def clip_bounds(recording: AuditBatch, ratio: Tensor, psi: Tensor, mask: Tensor) -> list[tuple[float, float]]:
@@ -338,7 +385,7 @@ def bracket(
         zero, live: tokens without and with a gradient, [B, T] bool.
     """
     up, down = psi > 0, psi < 0
-    low = (_largest(1 - ratio[live & down]), _smallest((1 - ratio[zero & down & (ratio < 1)])))
+    low = (_largest(1 - ratio[live & down]), _smallest(1 - ratio[zero & down & (ratio < 1)]))
     high = (_largest(ratio[live & up] - 1), _smallest(ratio[zero & up & (ratio > 1)] - 1))
     return (low, high) if low[0] < low[1] and high[0] < high[1] else None
 
@@ -415,11 +462,11 @@ def _corrections(recording: AuditBatch) -> list[tuple[str, TruncatedIS | MaskedI
     caps = list(dict.fromkeys([*([known] if known else []), *CORRECTION_CAPS]))
     for level in ("token", "sequence"):
         for cap in [*caps, 1e9]:
-            part = TruncatedIS(cap, level)  # type: ignore[arg-type]
+            part = TruncatedIS(cap, level)
             options.append((f"π_old/μ per {level}, not bounded" if cap == 1e9 else describe_part(part), part))
         for low in (0.0, 0.5):
             for cap in caps:
-                masking = MaskedIS(low, cap, level)  # type: ignore[arg-type]
+                masking = MaskedIS(low, cap, level)
                 options.append((describe_part(masking), masking))
     return options
 
@@ -465,8 +512,10 @@ def _penalties(recording: AuditBatch, mask: Tensor, old: str) -> list[Penalty | 
     out, none = Forward(masked.apply_mask(recording.logp, mask)), torch.zeros_like(recording.logp)
     options: list[Penalty | None] = [None]
     for form in ("k3", "k2", "r*k3", "r*k1"):
-        part = KLToReference(1.0, form)  # type: ignore[arg-type]
-        score, value = (masked.apply_mask(x, mask) for x in (part.score(out, batch, none), part.value(out, batch, none)))
+        part = KLToReference(1.0, form)
+        score, value = (
+            masked.apply_mask(x, mask) for x in (part.score(out, batch, none), part.value(out, batch, none))
+        )
         options.append(Penalty(form, score, value))
     u = masked.apply_mask(recording.logp - recording.logp_ref, mask)
     options.append(Penalty("k1", -mask.double(), -u))
@@ -592,7 +641,9 @@ def _match_gradient(
             else:
                 factor = torch.ones_like(gp)
                 slope = (gq - pq) / qq.clamp(min=1e-300)
-            residual = norm - 2 * factor * gp - 2 * slope * gq + factor**2 * pp + 2 * factor * slope * pq + slope**2 * qq
+            residual = (
+                norm - 2 * factor * gp - 2 * slope * gq + factor**2 * pp + 2 * factor * slope * pq + slope**2 * qq
+            )
             beta = slope / torch.where(factor == 0, 1, factor)
         flat = residual.flatten()
         for place in flat.argsort(stable=True)[:200].tolist():
@@ -670,7 +721,9 @@ def _match_loss(
                 if beta and penalty is None:
                     continue
                 match = LossMatch(weight, average, penalty, 1.0, beta if penalty else 0.0, math.inf, mask_name, mask)
-                error = min(abs(float(recording.loss) - value) / size for _, value, size in loss_values(recording, match))
+                error = min(
+                    abs(float(recording.loss) - value) / size for _, value, size in loss_values(recording, match)
+                )
                 results.append(replace(match, error=error))
     return results
 

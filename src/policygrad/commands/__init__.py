@@ -12,6 +12,7 @@ COMMANDS = {  # module:function
     "plan": "policygrad.commands.plan:plan",
     "doctor": "policygrad.commands.doctor:doctor",
     "report": "policygrad.commands.report:report",
+    "audit": "policygrad.commands.audit:audit",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",
     "lab": "policygrad.commands.lab:lab",
