@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from policygrad.core import masked
 from policygrad.core.advantages import (
     BatchMean,
     BatchStd,
+    ConstantBaseline,
     DivideByGroupMean,
     GroupMean,
     GroupStd,
@@ -83,24 +85,28 @@ def search_advantages(recording: AuditBatch) -> AdvantageResult:
     if isinstance(prepared, str):
         return AdvantageResult((), None, torch.zeros(0), prepared)
     batch, theirs, rewards = prepared
-    mask = batch.mask
+    mask, variants = batch.mask, [("", batch)]
+    if not bool(mask.any(1).all()):
+        variants.append((" over completions with tokens", replace(batch, in_statistics=None)))
     target = masked.apply_mask(theirs, mask)[mask]
     results = list[AdvantageMatch]()
-    for name, family, epsilon, chain, function in _candidates(recording, batch, rewards):
-        try:
-            psi = function()
-        except ConfigError:  # a formula that these rewards do not permit, such as one for rewards of at least 0
-            continue
-        values = psi[mask]
-        if not bool(values.isfinite().all()):
-            continue
-        factor = least_squares(target, values)
-        errors = relative_error(target, values), relative_error(target, factor * values)
-        results.append(AdvantageMatch(name, family, epsilon, psi, chain, errors[0], factor, errors[1]))
+    for suffix, data in variants:
+        candidates = itertools.chain(_candidates(recording, data, rewards), _with_constant(recording, data, theirs))
+        for name, family, epsilon, chain, function in candidates:
+            try:
+                psi = function()
+            except ConfigError:  # a formula that these rewards do not permit, such as one for rewards of at least 0
+                continue
+            values = psi[mask]
+            if not bool(values.isfinite().all()):
+                continue
+            factor = least_squares(target, values)
+            errors = relative_error(target, values), relative_error(target, factor * values)
+            results.append(AdvantageMatch(name + suffix, family + suffix, epsilon, psi, chain, errors[0], factor, errors[1]))
     if not results:
         return AdvantageResult((), None, theirs, "the rewards or the groups are missing")
-    matches = tuple(match for match in results if match.error <= recording.tolerance)
-    nearest = min(results, key=lambda match: (match.scaled_error > recording.tolerance, match.error))
+    matches = tuple(match for match in results if match.error <= recording.advantage_tolerance)
+    nearest = min(results, key=lambda match: (match.scaled_error > recording.advantage_tolerance, match.error))
     return AdvantageResult(matches, nearest, theirs)
 
 
@@ -147,7 +153,7 @@ def describe_chain(chain: tuple[Advantage, ...]) -> str:
     for link in chain:
         settings = [
             f"{name}={getattr(link, name)}"
-            for name in ("of", "ddof", "k", "norm", "leave_one_out")
+            for name in ("of", "ddof", "k", "norm", "leave_one_out", "value")
             if hasattr(link, name)
         ]
         if hasattr(link, "eps"):
@@ -197,11 +203,21 @@ def _library(chain: tuple[Advantage, ...], batch: Batch) -> Iterator[Candidate]:
     yield name, family, epsilons[-1] if epsilons else None, chain, lambda: _apply(chain, batch)
 
 
+def _with_constant(recording: AuditBatch, batch: Batch, theirs: Tensor) -> Iterator[Candidate]:
+    """A constant baseline, after the group's mean or alone; its value is that of the first completion."""
+    grouped = recording.group is not None or recording.rollout_group is not None
+    bases: list[tuple[Advantage, ...]] = [(GroupMean(),), ()] if grouped else [()]
+    for base in bases:
+        gap = (_apply(base, batch) - theirs)[batch.mask]
+        if gap.numel() >= 3 and bool(gap[0].isfinite()) and float(gap[0]) != 0:
+            yield from _library((*base, ConstantBaseline(float(f"{float(gap[0]):.9g}"))), batch)
+
+
 def _whitened(base: tuple[Advantage, ...], batch: Batch) -> Iterator[Candidate]:
     """Whitening over tokens (the library's `Whiten`, ddof 1, or ddof 0) and over completions."""
     start = describe_chain(base)
     yield from _library((*base, Whiten(1e-8)), batch)
-    for over in ("completions", "tokens"):
+    for over in ("completions", "tokens") if base else ("tokens",):  # of the reward it is BatchMean with BatchStd
         for ddof in (1, 0):
             for eps in EPSILONS:
 
@@ -214,8 +230,8 @@ def _whitened(base: tuple[Advantage, ...], batch: Batch) -> Iterator[Candidate]:
                         centre, spread = masked.mean(rows, batch.counted), masked.std(rows, batch.counted, ddof)
                     return masked.apply_mask((psi - centre) / (spread + eps), batch.mask)
 
-                family = f"{start}, whitened over {over} (ddof={ddof}, eps)"
-                yield family.replace("eps", f"eps={eps:g}"), family, eps, None, whiten
+                name = f"{start}, whitened over {over} (ddof={ddof}, eps"
+                yield f"{name}={eps:g})", f"{name})", eps, None, whiten
 
 
 def _per_reward(recording: AuditBatch, batch: Batch, rewards: Tensor) -> Iterator[Candidate]:
@@ -238,8 +254,8 @@ def _per_reward(recording: AuditBatch, batch: Batch, rewards: Tensor) -> Iterato
                     return masked.apply_mask(total[:, None].expand(batch.mask.shape), batch.mask)
 
                 tail = ", whitened over completions" if last else ""
-                family = f"a group's z-score of each reward, summed{tail} (RewardZScores, ddof={ddof}, eps)"
-                yield family.replace("eps", f"eps={eps:g}"), family, eps, None, score
+                name = f"a group's z-score of each reward, summed{tail} (RewardZScores, ddof={ddof}, eps"
+                yield f"{name}={eps:g})", f"{name})", eps, None, score
 
 
 def _penalised(recording: AuditBatch, batch: Batch) -> Iterator[Candidate]:
@@ -254,8 +270,6 @@ def _penalised(recording: AuditBatch, batch: Batch) -> Iterator[Candidate]:
         for beta in dict.fromkeys([*([known] if known else []), 1e-3, 0.01, 0.04, 0.05, 0.1]):
 
             def penalise(chain: tuple[Advantage, ...] = chain, beta: float = beta) -> Tensor:
-                from dataclasses import replace
-
                 return _apply(chain, replace(batch, reward=batch.reward - beta * kl))
 
             name = f"{describe_chain(chain)} of the reward − {beta:g}·KL (KLInReward)"

@@ -23,11 +23,14 @@ from policygrad.audit.search import (
     loss_values,
     project,
     search_loss,
+    settle_by_value,
+    value_error,
+    value_tolerance,
 )
 from policygrad.core import masked
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.gates import Clip
+from policygrad.core.gates import Clip, OnPolicy, UnitWeight
 from policygrad.core.objective import gate_weight, surrogate, with_selected_tokens
 from policygrad.errors import PolicygradError
 
@@ -101,7 +104,7 @@ def audit(recording: AuditBatch | Mapping[str, Any] | str | Path, expect: str | 
     psi_options = [] if batch.advantage is None else [("", _fill_rows(batch.advantage, batch.mask))]
     if not psi_options:
         psi_options = _advantages_of_rewards(batch)
-    loss = search_loss(batch, psi_options)
+    loss = settle_by_value(batch, search_loss(batch, psi_options))
     best = loss.matches[0] if loss.matches else None
     findings = [
         *_check_logp(batch),
@@ -257,8 +260,16 @@ def _report_advantages(batch: AuditBatch, result: AdvantageResult) -> Finding:
     rolled = _find_rolled_advantages(batch, result)
     if rolled:
         return rolled
+    if batch.advantage is not None and batch.rollout_advantage is None and _varies_in_rows(batch.advantage, batch.mask):
+        text = "not checked: they differ from token to token, as with a critic or rewards per token, which are not recorded"
+        return Finding("advantages", "not checked", text)
     text = f"no formula reproduces them; nearest is {nearest.name}, which differs by {nearest.error:.2g} of the largest advantage"
     return Finding("advantages", "differs", text, nearest.error)
+
+
+def _varies_in_rows(psi: Tensor, mask: Tensor) -> bool:
+    first = masked.first_valid(psi, mask)[:, None].expand(mask.shape)
+    return relative_error(psi[mask], first[mask]) > 1e-6
 
 
 def _find_rolled_advantages(batch: AuditBatch, result: AdvantageResult) -> Finding | None:
@@ -339,10 +350,9 @@ def _report_loss(batch: AuditBatch, result: LossResult) -> list[Finding]:
     findings.append(_report_old(batch, best))
     findings.append(_report_gate(batch, result))
     if best.weight.correction:
-        names = {w.correction for m in result.matches for w in (m.weight, *m.weight.equals)} - {
-            best.weight.correction,
-            "",
-        }
+        candidates = [w for m in result.matches for w in (m.weight, *m.weight.equals)]
+        alike = (best.weight.gate, best.weight.ratio, best.weight.psi)
+        corrections = {w.correction for w in candidates if (w.gate, w.ratio, w.psi) == alike} - {best.weight.correction, ""}
         text = f"the weight is multiplied by {best.weight.correction}{_cannot_tell(sorted(corrections))}"
         findings.append(Finding("correction for the sampler", "reproduced", text, best.error))
     findings.append(_report_penalty(batch, result))
@@ -379,7 +389,8 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
     best = result.matches[0]
     weight = best.weight
     level = {"Token": "per token", "Sequence": "per completion (Sequence)"}.get(weight.ratio, f"({weight.ratio})")
-    alike = [w for m in result.matches for w in (m.weight, *m.weight.equals) if w.psi == weight.psi]
+    alike = [w for m in result.matches for w in (m.weight, *m.weight.equals)]
+    alike = [w for w in alike if (w.psi, w.correction) == (weight.psi, weight.correction)]
     ones = relative_error(torch.ones_like(weight.ratios[best.tokens]), weight.ratios[best.tokens]) <= batch.tolerance
     if ones and not weight.fault:
         return Finding("ratio and gate", "reproduced", "w = 1: every ratio is 1, where all gates agree", best.error)
@@ -387,17 +398,24 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
     if weight.fault:
         return Finding("ratio and gate", "differs", f"{weight.gate}, ratio {level}: {weight.fault}", best.error)
     text = f"{weight.gate}, ratio {level}"
+    names = [_without_bounds(name) for name in names]
     if isinstance(weight.part, Clip) and result.by == "gradient":
         text += _describe_bounds(weight.ratios, weight.score, best.tokens, batch)
     if isinstance(weight.part, Clip):
-        names = [name for name in names if not name.startswith("Clip(")]
+        names = [name for name in names if not name.startswith("Clip")]
     elif weight.gate == "Importance":
-        clips = [name for name in names if name.startswith(("Clip(", "DualClip(", "clip("))]
+        clips = [name for name in names if name.startswith(("Clip ", "DualClip ", "clip("))]
         if clips:
             up, down = _reach(weight, best.tokens)
             text += f": no token is clipped, so a clip with low ≥ {down:.3g} and high ≥ {up:.3g} is the same"
             names = [name for name in names if name not in clips]
     return Finding("ratio and gate", "reproduced", text + f", to {best.error:.0e}" + _cannot_tell(names), best.error)
+
+
+def _without_bounds(name: str) -> str:
+    """Leave out the settings of a part that differ between candidates with the same numbers."""
+    head, opened, tail = name.partition("(")
+    return f"{head} with other bounds{tail.partition(')')[2]}" if opened and head in ("Clip", "DualClip", "ClippedImportance") else name
 
 
 def _level(ratio: str) -> str:
@@ -439,7 +457,9 @@ def _report_penalty(batch: AuditBatch, result: LossResult) -> Finding:
     if best.penalty.name == "k1":
         text = f"k1 in the loss with β = {best.beta:.4g}: its gradient is β·∇log π, which is 0 in expectation"
         return Finding("KL", "differs", text, best.error)
-    text = f"KLToReference(beta={best.beta:.4g}, form={best.penalty.name!r}) in the loss{_cannot_tell(names)}"
+    kind = best.penalty.name
+    part = f"{kind}(beta={best.beta:.4g})" if kind.startswith(("KL", "Drift")) else f"KLToReference(beta={best.beta:.4g}, form={kind!r})"
+    text = f"{part} in the loss{_cannot_tell(names)}"
     if known is not None and abs(best.beta / known - 1) > 100 * batch.tolerance:
         text += f"; the settings say β = {known:g}, so it is {best.beta / known:.4g} times that"
         return Finding("KL", "differs", text, best.error, best.beta / known)
@@ -482,14 +502,13 @@ def _size(factor: float) -> str:
 def _report_value(batch: AuditBatch, best: LossMatch) -> Finding:
     """Compare the recorded loss with the value of the formula that gives its gradient."""
     assert batch.loss is not None
-    actual, limit = float(batch.loss), max(1e-9, 100 * batch.precision)
+    actual, limit = float(batch.loss), value_tolerance(batch)
     forms = loss_values(batch, best)
-    name = min(forms, key=lambda form: abs(actual - form[1]) / form[2])[0]
+    name, _, _ = min(forms, key=lambda form: abs(actual - form[1]) / form[2])
     error = min(abs(actual - value) / scale for _, value, scale in forms)
     if error <= limit:
         return Finding("loss", "reproduced", f"{actual:.6g} is {name}, to {error:.0e} of the sum of its terms", error)
-    unscaled = min(abs(actual - value / best.factor) / scale * abs(best.factor) for _, value, scale in forms)
-    if best.factor != 1.0 and unscaled <= limit:
+    if (unscaled := value_error(batch, best)) <= limit:
         text = f"{actual:.6g} is the formula's value, without the factor of the gradient"
         return Finding("loss", "reproduced", text, unscaled)
     for _, value, scale in forms:
@@ -528,7 +547,8 @@ def _report_nearest(batch: AuditBatch, result: LossResult) -> Finding:
 def _name_rows(batch: AuditBatch, advantages: AdvantageResult, best: LossMatch) -> Finding:
     """Name the algorithms of the matrix with the same ratio, kind of gate and average."""
     average = best.average.part
-    kinds = {type(w.part) for w in (best.weight, *best.weight.equals) if w.part is not None}
+    kinds: set[type] = {type(w.part) for w in (best.weight, *best.weight.equals) if w.part is not None}
+    kinds |= {UnitWeight} if OnPolicy in kinds else set()
     ratios = {w.ratio for w in (best.weight, *best.weight.equals)}
     names = [
         name

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -242,7 +243,8 @@ class VerlRecorder(Recorder):
         super().__init__(path)
         self._registry: dict[str, Callable[..., Any]] = module.POLICY_LOSS_REGISTRY
         self._name, self._plain = name, self._registry[name]
-        self.settings["trainer"] = f"verl {version('verl')}"
+        with suppress(PackageNotFoundError):
+            self.settings["trainer"] = f"verl {version('verl')}"
         self._registry[name] = self._wrap(self._plain)
 
     def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,7 +99,15 @@ class AuditBatch:
 
     @property
     def tolerance(self) -> float:
-        """Largest relative error of numbers that count as equal: some hundred roundings."""
+        """Largest relative error of gradients that count as equal: some hundred roundings.
+
+        At least 1e-8, because verl adds that to a completion's number of tokens.
+        """
+        return max(1e-8, self.advantage_tolerance)
+
+    @property
+    def advantage_tolerance(self) -> float:
+        """The same for advantages, of which an epsilon of 1e-8 is a visible part."""
         return max(1e-9, min(2e-2, 170 * self.precision))
 
     def tensors(self) -> dict[str, Tensor]:

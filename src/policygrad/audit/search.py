@@ -7,6 +7,7 @@ with the recorded gradient by inner products; the best are then computed exactly
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from policygrad.audit.advantages import least_squares, relative_error
 from policygrad.audit.recording import AuditBatch
 from policygrad.core import masked
 from policygrad.core.aggregation import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
-from policygrad.core.base import Aggregation, Gate, Ratio
+from policygrad.core.base import Aggregation, Gate, Ratio, Term
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.gates import (
     Clip,
@@ -36,7 +37,7 @@ from policygrad.core.gates import (
 )
 from policygrad.core.ratios import MaskedIS, SequenceProduct, Token, TruncatedIS
 from policygrad.core.ratios import Sequence as SequenceRatio
-from policygrad.core.terms import KLToReference, log_ratio
+from policygrad.core.terms import DriftPenalty, KLForm, KLToOld, KLToReference, log_ratio
 
 CLIP_BOUNDS = (
     (0.2, 0.2),
@@ -349,6 +350,8 @@ def _gates(
         if known is not None:
             upper = recording.setting("epsilon_high", "clip_ratio_high")
             gates += [GeometricMean(known, known if upper is None else upper)]
+            if 0 < known < 1:
+                gates += [DivergenceClip("tv", known), DivergenceClip("kl", known)]
     seen = set[str]()
     for other in gates:
         if (name := describe_part(other)) in seen:
@@ -372,7 +375,9 @@ def clip_bounds(recording: AuditBatch, ratio: Tensor, psi: Tensor, mask: Tensor)
         zero = recording.gradient.nan_to_num() == 0
         sides = bracket(ratio, psi, mask & zero, mask & ~zero)
         if sides is not None:
+            bounds += [pair for pair in CLIP_BOUNDS if all(at <= x < end for x, (at, end) in zip(pair, sides, strict=True))]
             bounds.append((_conventional(*sides[0], low), _conventional(*sides[1], high)))
+            bounds += itertools.product(*([x for x in _ROUND if at <= x < end][:6] for at, end in sides))
     return list(dict.fromkeys([*bounds, *CLIP_BOUNDS]))
 
 
@@ -446,7 +451,8 @@ def _infer_cap(recording: AuditBatch, ratio: Tensor, psi: Tensor, mask: Tensor) 
         if len(r) < 3 or float(r.max()) <= 1:
             continue
         c = float(per_psi[r.argmin()] / r.min())
-        caps.append(float(per_psi.max()) / c)
+        if float(per_psi.max()) < 0.999 * c * float(r.max()):  # it did stop
+            caps.append(float(per_psi.max()) / c)
     if not caps:
         return None
     cap = sorted(caps)[-1]
@@ -505,20 +511,26 @@ def _value(gate: Gate, ratio: Tensor, psi: Tensor, batch: Batch, recording: Audi
 
 
 def _penalties(recording: AuditBatch, mask: Tensor, old: str) -> list[Penalty | None]:
-    """Return candidates for the KL in the loss; none comes first."""
-    if recording.logp_ref is None or recording.logp is None:
-        return [None]
-    batch = library_batch(recording, mask, getattr(recording, old) if old.startswith("logp") else None)
-    out, none = Forward(masked.apply_mask(recording.logp, mask)), torch.zeros_like(recording.logp)
+    """Return candidates for a KL in the loss, to π_ref or to π_old; none comes first."""
     options: list[Penalty | None] = [None]
-    for form in ("k3", "k2", "r*k3", "r*k1"):
-        part = KLToReference(1.0, form)
-        score, value = (
-            masked.apply_mask(x, mask) for x in (part.score(out, batch, none), part.value(out, batch, none))
-        )
-        options.append(Penalty(form, score, value))
-    u = masked.apply_mask(recording.logp - recording.logp_ref, mask)
-    options.append(Penalty("k1", -mask.double(), -u))
+    if recording.logp is None:
+        return options
+    old_logp = getattr(recording, old) if old.startswith("logp") else None
+    batch = library_batch(recording, mask, old_logp)
+    out, zero = Forward(masked.apply_mask(recording.logp, mask)), torch.zeros_like(recording.logp)
+    parts: list[tuple[str, Term]] = []
+    if recording.logp_ref is not None:
+        forms: tuple[KLForm, ...] = ("k3", "k2", "r*k3", "r*k1")
+        parts += [(form, KLToReference(1.0, form)) for form in forms]
+    if old_logp is not None and recording.gradient is not None:
+        parts += [("KLToOld", KLToOld(1.0)), ("DriftPenalty", DriftPenalty(1.0))]
+    for name, part in parts:
+        score, value = (masked.apply_mask(x, mask) for x in (part.score(out, batch, zero), part.value(out, batch, zero)))
+        if bool(score.any()):
+            options.append(Penalty(name, score, value))
+    if recording.logp_ref is not None:
+        u = masked.apply_mask(recording.logp - recording.logp_ref, mask)
+        options.append(Penalty("k1", -mask.double(), -u))
     return options
 
 
@@ -570,7 +582,7 @@ def search_loss(recording: AuditBatch, psi_options: Sequence[tuple[str, Tensor]]
             if matches:
                 return LossResult(matches, matches[0], by)
             nearest += results[:1]
-    return LossResult((), min(nearest, key=lambda match: match.error, default=None), by)
+    return LossResult((), min(nearest, key=_distance, default=None), by)
 
 
 def allowed_error(recording: AuditBatch) -> float:
@@ -603,7 +615,12 @@ def _match(
         else:
             results += _match_gradient(recording, weights, candidates, penalties, free, mask_name, mask)
     exact = [match for match in results if match.error <= allowed_error(recording)]
-    return exact or sorted(results, key=lambda match: match.error)[:1]
+    # A KL's free β always brings a fit nearer: without an exact match it counts only if it brings it much nearer.
+    return exact or sorted(results, key=_distance)[:1]
+
+
+def _distance(match: LossMatch) -> float:
+    return match.error * (1 if match.penalty is None else 3)
 
 
 def _match_gradient(
@@ -619,6 +636,8 @@ def _match_gradient(
     sample = sample_tokens(mask)  # the inner products need no more of them; what is left is computed on all
     g = recording.gradient[sample]
     s = torch.stack([_take(weight, sample) for weight in weights])  # [S, N]
+    finite = s.isfinite().all(1)
+    weights, s = [weight for weight, fits in zip(weights, finite.tolist(), strict=True) if fits], s[finite]
     weights, s = _merge_equal(weights, s)
     c = torch.stack([average.coefficients[sample] for average in candidates])  # [C, N]
     norm = float((g * g).sum()) or 1.0
@@ -734,7 +753,11 @@ def loss_values(recording: AuditBatch, match: LossMatch) -> list[tuple[str, floa
     c, factor = match.average.coefficients, match.factor
     kl = 0.0 if match.penalty is None else match.beta * match.penalty.value
     logp = masked.apply_mask(recording.logp, match.tokens)
-    forms = [("−Σ c·(value + KL)", match.weight.value + kl), ("−Σ c·(w·Ψ·log π + KL)", match.weight.score * logp + kl)]
+    forms = [
+        ("−Σ c·(value + KL)", match.weight.value + kl),
+        ("−Σ c·(w·Ψ·log π + KL)", match.weight.score * logp + kl),
+        ("−Σ c·(w·Ψ + KL)", match.weight.score + kl),
+    ]
     return [
         (name, -factor * float((c * x).sum()), abs(factor) * float((c * x.abs()).sum()) or 1.0) for name, x in forms
     ]
@@ -744,3 +767,31 @@ def project(recording: AuditBatch, match: LossMatch, coefficients: Tensor) -> fl
     """Return the factor by which a match's gradient is larger than under other coefficients, by least squares."""
     total = match.weight.score + (0 if match.penalty is None else match.beta * match.penalty.score)
     return least_squares(match.factor * match.average.coefficients * total, coefficients * total)
+
+
+def value_error(recording: AuditBatch, match: LossMatch) -> float:
+    """Return the smallest error of a form of the loss, with the factor of the gradient or without, over its terms' sizes."""
+    assert recording.loss is not None
+    actual, errors = float(recording.loss), list[float]()
+    for _, value, size in loss_values(recording, match):
+        errors += [abs(actual - value) / size, abs(actual - value / match.factor) / size * abs(match.factor)]
+    return min(errors)
+
+
+def value_tolerance(recording: AuditBatch) -> float:
+    """Return the error below which a loss's value counts as equal."""
+    return max(1e-9, 100 * recording.precision)
+
+
+def settle_by_value(recording: AuditBatch, result: LossResult) -> LossResult:
+    """Put first the combination that gives the loss's value too: gates with one gradient can have other values."""
+    if recording.loss is None or result.by != "gradient":
+        return result
+    for index, match in enumerate(result.matches):
+        family = (match.weight, *match.weight.equals)
+        for weight in family:
+            other = replace(match, weight=replace(weight, equals=tuple(w for w in family if w is not weight)))
+            if value_error(recording, other) <= value_tolerance(recording):
+                rest = (*result.matches[:index], *result.matches[index + 1 :])
+                return replace(result, matches=(other, *rest))
+    return result
