@@ -69,11 +69,18 @@ def test_a_loss_type_is_named(name: str, tmp_path: Path) -> None:
 
 
 @newest
-@pytest.mark.parametrize(("scale", "name"), [("batch", "GroupMean, BatchStd(of=rewards, ddof=1, eps=0.0001)"), ("none", "GroupMean, to")])
-def test_scale_rewards_and_beta(scale: str, name: str, tmp_path: Path) -> None:
-    result = audit(train(tmp_path, 2, scale_rewards=scale, beta=0.05))
+@pytest.mark.parametrize(
+    ("scale", "name", "corrected", "form"),
+    [
+        ("batch", "GroupMean, BatchStd(of=rewards, ddof=1, eps=0.0001)", True, "r*k3"),
+        ("none", "GroupMean, to", False, "k3"),
+    ],
+)
+def test_scale_rewards_and_beta(scale: str, name: str, corrected: bool, form: str, tmp_path: Path) -> None:
+    """The KL is multiplied by the ratio unless that is switched off; the numbers tell the two apart."""
+    result = audit(train(tmp_path, 2, scale_rewards=scale, beta=0.05, use_bias_correction_kl=corrected))
     assert finding(result, "advantages").statement.startswith(name)
-    assert "KLToReference(beta=0.05, form='k3')" in finding(result, "KL").statement
+    assert f"KLToReference(beta=0.05, form='{form}')" in finding(result, "KL").statement
     assert result.agrees, str(result)
 
 
