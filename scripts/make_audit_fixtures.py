@@ -96,7 +96,14 @@ def main() -> None:
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo")
     }
     psi = advantages(core_algos, "grpo", batch)
-    clip = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
+    clip = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": 3.0,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+    }
     cases = [
         ("vanilla", "token-mean", ROWS),
         ("vanilla", "token-mean", MICRO),
@@ -115,7 +122,14 @@ def main() -> None:
         settings = clip | BOUNDS.get(name, {})
         config = make_config(**settings)
         loss, gradient = compute_loss(core_algos.get_policy_loss_fn(name), batch, mode, config, psi, micro)
-        case = {"loss_mode": name, "loss_agg_mode": mode, "micro": micro, "loss": float(loss), "gradient": gradient.tolist(), "settings": settings}
+        case = {
+            "loss_mode": name,
+            "loss_agg_mode": mode,
+            "micro": micro,
+            "loss": float(loss),
+            "gradient": gradient.tolist(),
+            "settings": settings,
+        }
         record["losses"].append(case)
     TARGET.write_text(json.dumps(record), encoding="utf-8")
     print(f"{TARGET}: {len(record['losses'])} losses, {len(record['advantages'])} advantages of verl {version('verl')}")

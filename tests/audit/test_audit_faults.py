@@ -136,7 +136,9 @@ def test_an_offset_as_a_bound() -> None:
     loss = -(weight * update["advantage"][:, None] * logp * update["mask"]).sum() / update["mask"].sum()
     [gradient] = torch.autograd.grad(loss, logp)
     settings = {"epsilon": 0.7, "epsilon_high": 0.7}
-    result = finding(audit({**update, "loss": loss.detach(), "gradient": gradient, "settings": settings}), "ratio and gate")
+    result = finding(
+        audit({**update, "loss": loss.detach(), "gradient": gradient, "settings": settings}), "ratio and gate"
+    )
     assert result.verdict == "differs"
     assert "below 1: an offset" in result.statement
 
@@ -179,7 +181,11 @@ def moved_mask(update: dict[str, Any]) -> torch.Tensor:
     ("field", "change", "text"),
     [
         ("mask", moved_mask, "shifted by one token to the right"),
-        ("gradient", lambda update: 0.25 * update["gradient"], "0.25 times ours: the factor is 1 over the number of micro-batches"),
+        (
+            "gradient",
+            lambda update: 0.25 * update["gradient"],
+            "0.25 times ours: the factor is 1 over the number of micro-batches",
+        ),
         ("logp", lambda update: update["logp"].roll(1, 1), "shifted by one token to the right"),
         ("advantage", lambda update: update["advantage"].roll(-1), "each has the next row's numbers"),
         ("logp", lambda update: update["logp"] - 0.5, "ours plus -0.5 everywhere"),

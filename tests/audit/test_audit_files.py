@@ -166,7 +166,9 @@ def test_the_files_of_several_ranks_are_one_update(update: dict[str, Any], tmp_p
         loss = -(torch.minimum(r * psi, r.clamp(0.8, 1.2) * psi) * own["mask"]).sum() / own["mask"].sum()
         [gradient] = torch.autograd.grad(loss, logp)
         own["micro_batch"] = torch.zeros(8, dtype=torch.int64)
-        names.append(pg.audit.record(tmp_path / f"rank-{rank}.safetensors", **own, loss=loss.detach(), gradient=gradient))
+        names.append(
+            pg.audit.record(tmp_path / f"rank-{rank}.safetensors", **own, loss=loss.detach(), gradient=gradient)
+        )
     result = pg.audit.audit(join_ranks([read(name) for name in names]))
     [average] = [finding for finding in result.findings if finding.stage == "aggregation"]
     assert average.verdict == "differs"

@@ -14,10 +14,31 @@ from doubles.random_batches import Shape, gradients, make, policy
 from policygrad.audit.findings import Audit, audit
 from policygrad.core.objective import with_selected_tokens
 
-HONEST = (
-    "grpo dr_grpo dapo gspo luspo cispo sapo vespo rloo gmpo lite_ppo magistral reinforce_pp_baseline maxrl passk dppo m2po opo cpgd "
-    "asymre topr prorl gpg"
-).split()
+HONEST = [
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "luspo",
+    "cispo",
+    "sapo",
+    "vespo",
+    "rloo",
+    "gmpo",
+    "lite_ppo",
+    "magistral",
+    "reinforce_pp_baseline",
+    "maxrl",
+    "passk",
+    "dppo",
+    "m2po",
+    "opo",
+    "cpgd",
+    "asymre",
+    "topr",
+    "prorl",
+    "gpg",
+]
 
 
 def statement(result: Audit, stage: str) -> str:
@@ -35,7 +56,13 @@ def honest_update(name: str, seed: int) -> tuple[pg.Algorithm, dict[str, object]
     update = {name: getattr(batch, name) for name in ("mask", "group", "logp_old", "logp_ref")}
     value = -pg.objective(leaf, step, psi, algorithm)
     reward = batch.reward.nan_to_num()
-    return algorithm, update | {"reward": reward, "advantage": psi, "logp": leaf.detach(), "gradient": gradient, "loss": value}
+    return algorithm, update | {
+        "reward": reward,
+        "advantage": psi,
+        "logp": leaf.detach(),
+        "gradient": gradient,
+        "loss": value,
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -47,7 +74,11 @@ def test_nothing_differs_on_an_honest_batch(name: str, seed: int) -> None:
     average = statement(result, "aggregation")
     assert type(algorithm.aggregation).__name__ in average
     gate = statement(result, "ratio and gate")
-    kinds = {type(algorithm.gate).__name__, "OnPolicy"} if isinstance(algorithm.gate, pg.UnitWeight) else {type(algorithm.gate).__name__}
+    kinds = (
+        {type(algorithm.gate).__name__, "OnPolicy"}
+        if isinstance(algorithm.gate, pg.UnitWeight)
+        else {type(algorithm.gate).__name__}
+    )
     assert any(kind in gate for kind in kinds) or "no token is clipped" in gate, gate
     if algorithm.terms and not isinstance(algorithm.terms[0], pg.DriftPenalty):
         term = algorithm.terms[0]
@@ -136,11 +167,17 @@ def test_an_epsilon_below_the_resolution_is_said_to_be_open() -> None:
 @pytest.mark.parametrize(
     ("formula", "name"),
     [
-        (lambda x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True, correction=0) + 1e-6), "GroupStd(ddof=0, eps=1e-06)"),
+        (
+            lambda x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True, correction=0) + 1e-6),
+            "GroupStd(ddof=0, eps=1e-06)",
+        ),
         (lambda x: (x - x.mean(1, keepdim=True)) / (x.std() + 1e-4), "BatchStd(of=rewards, ddof=1, eps=0.0001)"),
-        (lambda x: (x - (x.sum(1, keepdim=True) - x) / 3), "LeaveOneOut"),
+        (lambda x: x - (x.sum(1, keepdim=True) - x) / 3, "LeaveOneOut"),
         (lambda x: x - x.mean(1, keepdim=True), "GroupMean"),
-        (lambda x: (x - x.mean()) / (x.std(correction=0) + 1e-8), "BatchMean, BatchStd(of=advantages, ddof=0, eps=1e-08)"),
+        (
+            lambda x: (x - x.mean()) / (x.std(correction=0) + 1e-8),
+            "BatchMean, BatchStd(of=advantages, ddof=0, eps=1e-08)",
+        ),
     ],
 )
 def test_advantages(formula, name: str) -> None:  # type: ignore[no-untyped-def]

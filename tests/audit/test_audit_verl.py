@@ -36,10 +36,16 @@ ADVANTAGES = {
 }
 LOSSES = {
     ("vanilla", "token-mean", ROWS): ("Clip(low=0.2, high=0.28), ratio per token", "TokenMean"),
-    ("vanilla", "token-mean", 3): ("Clip(low=0.2, high=0.28), ratio per token", "the token mean is taken over each micro-batch of 3"),
+    ("vanilla", "token-mean", 3): (
+        "Clip(low=0.2, high=0.28), ratio per token",
+        "the token mean is taken over each micro-batch of 3",
+    ),
     ("vanilla", "seq-mean-token-mean", ROWS): ("Clip(low=0.2, high=0.28), ratio per token", "SequenceMean"),
     ("vanilla", "seq-mean-token-sum", ROWS): ("Clip(low=0.2, high=0.28), ratio per token", "SequenceSum"),
-    ("vanilla", "seq-mean-token-sum-norm", ROWS): ("Clip(low=0.2, high=0.28), ratio per token", "FixedLength(length=10)"),
+    ("vanilla", "seq-mean-token-sum-norm", ROWS): (
+        "Clip(low=0.2, high=0.28), ratio per token",
+        "FixedLength(length=10)",
+    ),
     ("gspo", "seq-mean-token-mean", ROWS): ("Clip(low=0.04, high=0.06), ratio per completion", "SequenceMean"),
     ("gpg", "token-mean", ROWS): ("OnPolicy", "TokenMean"),
     ("cispo", "token-mean", ROWS): ("ClippedImportance(low=0.8, high=1.28), ratio per token", "TokenMean"),
@@ -63,7 +69,9 @@ def test_advantages_of_verl(name: str) -> None:
     assert ADVANTAGES[name] in finding.statement
 
 
-@pytest.mark.parametrize("case", DATA["losses"], ids=lambda case: f"{case['loss_mode']}-{case['loss_agg_mode']}-{case['micro']}")
+@pytest.mark.parametrize(
+    "case", DATA["losses"], ids=lambda case: f"{case['loss_mode']}-{case['loss_agg_mode']}-{case['micro']}"
+)
 def test_losses_of_verl(case: dict[str, Any]) -> None:
     gate, average = LOSSES[case["loss_mode"], case["loss_agg_mode"], case["micro"]]
     tensors = {"advantages": DATA["advantages"]["grpo"], "loss": case["loss"], "gradient": case["gradient"]}
@@ -81,7 +89,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A module with verl's registry and a loss with the signature of its functions."""
 
     def vanilla(
-        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **_: Any
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        config: Any,
+        **_: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         r = (log_prob - old_log_prob).exp()
         clipped = r.clamp(1 - config.clip_ratio, 1 + config.clip_ratio)
@@ -98,13 +112,22 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_recorder_wraps_verl_s_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = stand_in(monkeypatch)
     plain, config = registry["vanilla"], SimpleNamespace(clip_ratio=0.2)
-    tensors = {name: torch.tensor(BATCH[name], dtype=torch.float64) for name in ("response_mask", "log_prob", "old_log_prob")}
+    tensors = {
+        name: torch.tensor(BATCH[name], dtype=torch.float64) for name in ("response_mask", "log_prob", "old_log_prob")
+    }
     psi = torch.tensor(DATA["advantages"]["grpo"], dtype=torch.float64)
     with pg.audit.verl(tmp_path / "update.safetensors") as recorder:
         for start in range(0, ROWS, 3):
             rows = slice(start, start + 3)
             logp = tensors["log_prob"][rows].clone().requires_grad_()
-            arguments = tensors["old_log_prob"][rows], logp, psi[rows], tensors["response_mask"][rows], "token-mean", config
+            arguments = (
+                tensors["old_log_prob"][rows],
+                logp,
+                psi[rows],
+                tensors["response_mask"][rows],
+                "token-mean",
+                config,
+            )
             loss, _ = registry["vanilla"](*arguments)
             (loss / (ROWS // 3)).backward()  # as the actor does with its number of micro-batches
     assert registry["vanilla"] is plain

@@ -28,7 +28,13 @@ def train(folder: Path, step: int, **settings: Any) -> Path:
     """Train until an update and return its recording; the second update of a rollout has ratios other than 1."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     ids = {"vocab_size": len(CHARACTERS), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     LlamaForCausalLM(LlamaConfig(**size, **ids, max_position_embeddings=64)).save_pretrained(folder / "model")
     model = LlamaForCausalLM.from_pretrained(folder / "model")  # TRL reads the reference from the same folder

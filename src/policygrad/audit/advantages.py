@@ -102,7 +102,9 @@ def search_advantages(recording: AuditBatch) -> AdvantageResult:
                 continue
             factor = least_squares(target, values)
             errors = relative_error(target, values), relative_error(target, factor * values)
-            results.append(AdvantageMatch(name + suffix, family + suffix, epsilon, psi, chain, errors[0], factor, errors[1]))
+            results.append(
+                AdvantageMatch(name + suffix, family + suffix, epsilon, psi, chain, errors[0], factor, errors[1])
+            )
     if not results:
         return AdvantageResult((), None, theirs, "the rewards or the groups are missing")
     matches = tuple(match for match in results if match.error <= recording.advantage_tolerance)

@@ -352,7 +352,10 @@ def _report_loss(batch: AuditBatch, result: LossResult) -> list[Finding]:
     if best.weight.correction:
         candidates = [w for m in result.matches for w in (m.weight, *m.weight.equals)]
         alike = (best.weight.gate, best.weight.ratio, best.weight.psi)
-        corrections = {w.correction for w in candidates if (w.gate, w.ratio, w.psi) == alike} - {best.weight.correction, ""}
+        corrections = {w.correction for w in candidates if (w.gate, w.ratio, w.psi) == alike} - {
+            best.weight.correction,
+            "",
+        }
         text = f"the weight is multiplied by {best.weight.correction}{_cannot_tell(sorted(corrections))}"
         findings.append(Finding("correction for the sampler", "reproduced", text, best.error))
     findings.append(_report_penalty(batch, result))
@@ -415,7 +418,11 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
 def _without_bounds(name: str) -> str:
     """Leave out the settings of a part that differ between candidates with the same numbers."""
     head, opened, tail = name.partition("(")
-    return f"{head} with other bounds{tail.partition(')')[2]}" if opened and head in ("Clip", "DualClip", "ClippedImportance") else name
+    return (
+        f"{head} with other bounds{tail.partition(')')[2]}"
+        if opened and head in ("Clip", "DualClip", "ClippedImportance")
+        else name
+    )
 
 
 def _level(ratio: str) -> str:
@@ -458,7 +465,11 @@ def _report_penalty(batch: AuditBatch, result: LossResult) -> Finding:
         text = f"k1 in the loss with β = {best.beta:.4g}: its gradient is β·∇log π, which is 0 in expectation"
         return Finding("KL", "differs", text, best.error)
     kind = best.penalty.name
-    part = f"{kind}(beta={best.beta:.4g})" if kind.startswith(("KL", "Drift")) else f"KLToReference(beta={best.beta:.4g}, form={kind!r})"
+    part = (
+        f"{kind}(beta={best.beta:.4g})"
+        if kind.startswith(("KL", "Drift"))
+        else f"KLToReference(beta={best.beta:.4g}, form={kind!r})"
+    )
     text = f"{part} in the loss{_cannot_tell(names)}"
     if known is not None and abs(best.beta / known - 1) > 100 * batch.tolerance:
         text += f"; the settings say β = {known:g}, so it is {best.beta / known:.4g} times that"

@@ -375,7 +375,9 @@ def clip_bounds(recording: AuditBatch, ratio: Tensor, psi: Tensor, mask: Tensor)
         zero = recording.gradient.nan_to_num() == 0
         sides = bracket(ratio, psi, mask & zero, mask & ~zero)
         if sides is not None:
-            bounds += [pair for pair in CLIP_BOUNDS if all(at <= x < end for x, (at, end) in zip(pair, sides, strict=True))]
+            bounds += [
+                pair for pair in CLIP_BOUNDS if all(at <= x < end for x, (at, end) in zip(pair, sides, strict=True))
+            ]
             bounds.append((_conventional(*sides[0], low), _conventional(*sides[1], high)))
             bounds += itertools.product(*([x for x in _ROUND if at <= x < end][:6] for at, end in sides))
     return list(dict.fromkeys([*bounds, *CLIP_BOUNDS]))
@@ -525,7 +527,9 @@ def _penalties(recording: AuditBatch, mask: Tensor, old: str) -> list[Penalty | 
     if old_logp is not None and recording.gradient is not None:
         parts += [("KLToOld", KLToOld(1.0)), ("DriftPenalty", DriftPenalty(1.0))]
     for name, part in parts:
-        score, value = (masked.apply_mask(x, mask) for x in (part.score(out, batch, zero), part.value(out, batch, zero)))
+        score, value = (
+            masked.apply_mask(x, mask) for x in (part.score(out, batch, zero), part.value(out, batch, zero))
+        )
         if bool(score.any()):
             options.append(Penalty(name, score, value))
     if recording.logp_ref is not None:
