@@ -122,14 +122,8 @@ def main() -> None:
         settings = clip | BOUNDS.get(name, {})
         config = make_config(**settings)
         loss, gradient = compute_loss(core_algos.get_policy_loss_fn(name), batch, mode, config, psi, micro)
-        case = {
-            "loss_mode": name,
-            "loss_agg_mode": mode,
-            "micro": micro,
-            "loss": float(loss),
-            "gradient": gradient.tolist(),
-            "settings": settings,
-        }
+        case = {"loss_mode": name, "loss_agg_mode": mode, "micro": micro, "settings": settings}
+        case |= {"loss": float(loss), "gradient": gradient.tolist()}
         record["losses"].append(case)
     TARGET.write_text(json.dumps(record), encoding="utf-8")
     print(f"{TARGET}: {len(record['losses'])} losses, {len(record['advantages'])} advantages of verl {version('verl')}")

@@ -15,29 +15,8 @@ from policygrad.audit.findings import Audit, audit
 from policygrad.core.objective import with_selected_tokens
 
 HONEST = [
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "luspo",
-    "cispo",
-    "sapo",
-    "vespo",
-    "rloo",
-    "gmpo",
-    "lite_ppo",
-    "magistral",
-    "reinforce_pp_baseline",
-    "maxrl",
-    "passk",
-    "dppo",
-    "m2po",
-    "opo",
-    "cpgd",
-    "asymre",
-    "topr",
-    "prorl",
-    "gpg",
+    *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "rloo", "gmpo", "lite_ppo", "magistral"),
+    *("reinforce_pp_baseline", "maxrl", "passk", "dppo", "m2po", "opo", "cpgd", "asymre", "topr", "prorl", "gpg"),
 ]
 
 
@@ -74,11 +53,7 @@ def test_nothing_differs_on_an_honest_batch(name: str, seed: int) -> None:
     average = statement(result, "aggregation")
     assert type(algorithm.aggregation).__name__ in average
     gate = statement(result, "ratio and gate")
-    kinds = (
-        {type(algorithm.gate).__name__, "OnPolicy"}
-        if isinstance(algorithm.gate, pg.UnitWeight)
-        else {type(algorithm.gate).__name__}
-    )
+    kinds = {type(algorithm.gate).__name__} | ({"OnPolicy"} if isinstance(algorithm.gate, pg.UnitWeight) else set())
     assert any(kind in gate for kind in kinds) or "no token is clipped" in gate, gate
     if algorithm.terms and not isinstance(algorithm.terms[0], pg.DriftPenalty):
         term = algorithm.terms[0]

@@ -418,11 +418,9 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
 def _without_bounds(name: str) -> str:
     """Leave out the settings of a part that differ between candidates with the same numbers."""
     head, opened, tail = name.partition("(")
-    return (
-        f"{head} with other bounds{tail.partition(')')[2]}"
-        if opened and head in ("Clip", "DualClip", "ClippedImportance")
-        else name
-    )
+    if not opened or head not in ("Clip", "DualClip", "ClippedImportance"):
+        return name
+    return f"{head} with other bounds{tail.partition(')')[2]}"
 
 
 def _level(ratio: str) -> str:
@@ -464,12 +462,8 @@ def _report_penalty(batch: AuditBatch, result: LossResult) -> Finding:
     if best.penalty.name == "k1":
         text = f"k1 in the loss with β = {best.beta:.4g}: its gradient is β·∇log π, which is 0 in expectation"
         return Finding("KL", "differs", text, best.error)
-    kind = best.penalty.name
-    part = (
-        f"{kind}(beta={best.beta:.4g})"
-        if kind.startswith(("KL", "Drift"))
-        else f"KLToReference(beta={best.beta:.4g}, form={kind!r})"
-    )
+    kind, beta = best.penalty.name, f"beta={best.beta:.4g}"
+    part = f"{kind}({beta})" if kind.startswith(("KL", "Drift")) else f"KLToReference({beta}, form={kind!r})"
     text = f"{part} in the loss{_cannot_tell(names)}"
     if known is not None and abs(best.beta / known - 1) > 100 * batch.tolerance:
         text += f"; the settings say β = {known:g}, so it is {best.beta / known:.4g} times that"

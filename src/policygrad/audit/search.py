@@ -379,7 +379,8 @@ def clip_bounds(recording: AuditBatch, ratio: Tensor, psi: Tensor, mask: Tensor)
                 pair for pair in CLIP_BOUNDS if all(at <= x < end for x, (at, end) in zip(pair, sides, strict=True))
             ]
             bounds.append((_conventional(*sides[0], low), _conventional(*sides[1], high)))
-            bounds += itertools.product(*([x for x in _ROUND if at <= x < end][:6] for at, end in sides))
+            lows, highs = ([x for x in _ROUND if at <= x < end][:6] for at, end in sides)
+            bounds += itertools.product(lows, highs)
     return list(dict.fromkeys([*bounds, *CLIP_BOUNDS]))
 
 
