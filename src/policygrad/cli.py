@@ -58,8 +58,8 @@ with interchangeable parts
                                           completions, costs; --watch follows
                                           them live
   policygrad audit FILE                   name the formulas behind another
-                                          trainer's advantages, loss and gradient,
-                                          from one recorded update
+                                          trainer's advantages, loss and
+                                          gradient, from one recorded update
   policygrad algorithms [--json]          the matrix of named algorithms
   policygrad show                         list algorithms by family and parts
                                           by field

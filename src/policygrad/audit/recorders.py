@@ -282,6 +282,9 @@ class VerlRecorder(Recorder):
     def close(self) -> None:
         """Write the micro-batches since the start as one update, and restore verl's function."""
         self._registry[self._name] = self._plain
+        if len(self._parts) > 1:  # the actor scales each before backward, which only the gradient shows
+            for part in self._parts:
+                part.pop("loss", None)
         self.end_update()
 
 
