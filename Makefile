@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-tinker test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test suite test-environments test-tinker test-audit test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -71,6 +71,20 @@ COOKBOOK := aiohttp blobfile chz datasets pillow pyrage termcolor tiktoken math-
 
 test-tinker: $(OTHERS)/tinker/.installed
 	$(OTHERS)/tinker/bin/python -m pytest tests/serve tests/docs/test_serve_page.py $(ARGS)
+
+# Two releases of TRL: the newest, and the last with huggingface/trl#6024.
+REAL_audit-1.16.0 := trl==1.16.0
+REAL_audit-1.9.0 := trl==1.9.0 requests
+
+$(OTHERS)/audit%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHERS)/audit$*
+	grep -E '^(torch|transformers|tokenizers|safetensors|reasoning_gym|pytest|hypothesis)==' constraints.txt > $(OTHERS)/audit$*/constraints.txt
+	$(OTHERS)/audit$*/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/audit$*/constraints.txt -e . $(REAL_audit$*) pytest pytest-timeout hypothesis
+	@touch $@
+
+test-audit: $(OTHERS)/audit-1.16.0/.installed $(OTHERS)/audit-1.9.0/.installed
+	for release in 1.16.0 1.9.0; do \
+		$(OTHERS)/audit-$$release/bin/python -m pytest tests/audit/test_audit_trl.py $(ARGS) || exit 1; done
 
 test-ray: $(OTHERS)/ray/.installed
 	$(OTHERS)/ray/bin/python -m pytest -m ray tests/cluster $(ARGS)

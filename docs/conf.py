@@ -35,6 +35,7 @@ NAV = {
         "evaluation",
         "compare",
         "report",
+        "audit",
         "your-own-algorithm",
         "extending",
     ),

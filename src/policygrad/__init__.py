@@ -83,6 +83,8 @@ __all__ = sorted(_WHERE)
 
 def __getattr__(name: str) -> Any:
     """Import names on first use (PEP 562), so that `import policygrad` is fast and reward workers never import torch."""
+    if name == "audit":  # a package, not a name in one
+        return import_module("policygrad.audit")
     if name not in _WHERE:
         raise AttributeError(f"module 'policygrad' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)

@@ -59,6 +59,9 @@ with interchangeable parts
   policygrad report RUN ...               an HTML page about runs: curves,
                                           completions, costs; --watch follows
                                           them live
+  policygrad audit FILE                   name the formulas behind another
+                                          trainer's advantages, loss and
+                                          gradient, from one recorded update
   policygrad algorithms [--json]          the matrix of named algorithms
   policygrad show                         list algorithms by family and parts
                                           by field
@@ -76,8 +79,8 @@ with interchangeable parts
 `policygrad COMMAND --help` lists a command's options.
 Exit codes: 0 done; 75 stopped by a signal, by --time-limit or because one of
 several processes hung, and can be resumed; 2 invalid or failed, with the
-reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its traceback, or
-failed runs of compare, or a check of verify that fails.
+reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its traceback,
+failed runs of compare, or what verify or audit found wrong.
 Documentation: README.md and docs/.
 """
 

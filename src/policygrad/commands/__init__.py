@@ -13,6 +13,7 @@ COMMANDS = {  # module:function
     "doctor": "policygrad.commands.doctor:doctor",
     "verify": "policygrad.commands.verify:verify",
     "report": "policygrad.commands.report:report",
+    "audit": "policygrad.commands.audit:audit",
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",
     "lab": "policygrad.commands.lab:lab",
