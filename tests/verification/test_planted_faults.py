@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -134,8 +134,8 @@ def reset_moments(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_old_weights(patch: pytest.MonkeyPatch) -> None:
-    """The sampler has weights of its own, and misses those of the first two publications, as an engine may."""
-    create, calls = LocalSampler.from_tokenizer.__func__, 0  # type: ignore[attr-defined]
+    """The sampler has weights of its own, and misses every publication, as an engine may."""
+    create = LocalSampler.from_tokenizer.__func__  # type: ignore[attr-defined]
 
     class Forgetful(LocalSampler):
         async def update(self, weights: Any) -> None:
@@ -178,7 +178,11 @@ DURING_TRAINING = {
         "update 2 of 2 was made on the minibatch of the update before it",
     ),
     "Adam's moments reset": (reset_moments, "weights", "AdamW's moments were reset before the step"),
-    "a sampler left on old weights": (keep_old_weights, "sampler's weights", "the sampler still had the weights of step 0"),
+    "a sampler left on old weights": (
+        keep_old_weights,
+        "sampler's weights",
+        "the sampler still had the weights of step 0",
+    ),
     "a changed seed": (change_seed, "samples", "sampled with seed 1, and run.toml has seed 0"),
     "a group dropped": (drop_group, "groups", "3 groups are logged, and the run has 4"),
 }
@@ -201,10 +205,10 @@ def test_a_fault_in_training_is_named(fault: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("honest")
     pg.train(make_run(folder), display=False)
-    yield folder
+    return folder
 
 
 def test_an_honest_run_has_no_failure(honest: Path) -> None:

@@ -138,8 +138,8 @@ def _check_batch(algorithm: Algorithm, batch: Batch) -> None:
         raise ConfigError(f"Batch.weight is not 1, and the paper's objective of {name} has no weights")
 
 
-# How an algorithm departs from the one that is written out. The update rule, the critic, the reward model, the reference, the head and
-# the group size change which numbers a formula is given, but not the formula; neither do these settings.
+# How an algorithm departs from the one that is written out. The update rule, the critic, the reward model, the reference, the head
+# and the group size change which numbers a formula is given, but not the formula; neither do these settings.
 
 FORMULA_FIELDS = (
     "advantage",

@@ -23,12 +23,42 @@ CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")  # every run's fold
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
-    *("metrics.jsonl", "completions.jsonl", "checkpoints", "verification", "model", "model-step-*", "merged", "model.gguf"),
-    *("weights", "result.json", "verify.*", "tracked.json*", "report.html", "stacks.txt", "tensorboard", "wandb", ".tmp-*"),
+    *(
+        "metrics.jsonl",
+        "completions.jsonl",
+        "checkpoints",
+        "verification",
+        "model",
+        "model-step-*",
+        "merged",
+        "model.gguf",
+    ),
+    *(
+        "weights",
+        "result.json",
+        "verify.*",
+        "tracked.json*",
+        "report.html",
+        "stacks.txt",
+        "tensorboard",
+        "wandb",
+        ".tmp-*",
+    ),
 )
 NOT_COPIED = (
     LOCK_FILE,
-    *(".tmp-*", "model", "merged", "model.gguf", "weights", "result.json", "verify.*", "tracked.json*", "wandb", "report.html"),
+    *(
+        ".tmp-*",
+        "model",
+        "merged",
+        "model.gguf",
+        "weights",
+        "result.json",
+        "verify.*",
+        "tracked.json*",
+        "wandb",
+        "report.html",
+    ),
 )
 """Results of a finished run, files for servers, and identities at tracking services, of which a copied run has its own."""
 REPORT_FILE = "report.html"  # may be rewritten at any time

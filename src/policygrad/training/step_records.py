@@ -174,7 +174,7 @@ def digest_tensor(tensor: Tensor) -> TensorDigest:
     flat = plain.flatten()
     places = torch.linspace(0, max(0, flat.numel() - 1), min(SAMPLED_ELEMENTS, flat.numel())).long()
     return TensorDigest(
-        hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest(),
+        hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest(),
         float(flat.double().norm()),
         tuple(flat[places].double().tolist()),
     )
@@ -207,7 +207,9 @@ def read_record(folder: Path, step: int, example: Callable[[int], Example]) -> S
     try:
         _, (rollout,) = unpack_rollouts(saved.tensors, state["rollout"], example)
         names = {field.name for field in fields(Batch)}
-        filled = {n.removeprefix(TRAINED_PREFIX): x for n, x in saved.tensors.items() if n.startswith(TRAINED_PREFIX)}
+        filled: dict[str, Any] = {
+            n.removeprefix(TRAINED_PREFIX): x for n, x in saved.tensors.items() if n.startswith(TRAINED_PREFIX)
+        }
         batch = replace(rollout.batch, **{name: x for name, x in filled.items() if name in names})
         after = state["after"]
         digests = None if after is None else {name: TensorDigest(**value) for name, value in after.items()}

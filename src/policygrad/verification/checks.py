@@ -147,7 +147,9 @@ def _as_list(expected: Tensor, actual: Tensor, differs: Tensor) -> str:
     first = tuple(places[0])
     x, y = expected[first].item(), actual[first].item()
     where = f"row {first[0]}" + (f", token {first[1]}" if len(first) > 1 else "")
-    text = f"{len(places)} of {differs.numel()} values differ; the first, {where}, is {_number(y)} instead of {_number(x)}"
+    text = (
+        f"{len(places)} of {differs.numel()} values differ; the first, {where}, is {_number(y)} instead of {_number(x)}"
+    )
     if expected.is_floating_point() and len(places) > 1:
         gap = (expected.double() - actual.double())[differs].abs()
         text += f"; the largest difference is {float(gap.max()):.3g}"

@@ -76,7 +76,9 @@ def read_files(folder: Path, run: Run) -> RunFiles:
             else:
                 completions[row["step"]].append(row)
     except OSError as error:
-        raise RunError(f"{error.filename} cannot be read: {error.strerror}. A run that took no step has none") from error
+        raise RunError(
+            f"{error.filename} cannot be read: {error.strerror}. A run that took no step has none"
+        ) from error
     damaged = list[str]()
 
     def load_all(place: Path) -> Iterator[Checkpoint]:
@@ -203,7 +205,9 @@ def _check_repetitions(files: RunFiles) -> Check:
         text = json.dumps([(row.get("prompt"), row.get("completion")) for row in rows], default=str)
         digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
         if digest in seen:
-            return fails("repetitions", f"its completions are those of step {seen[digest]}: they were trained twice", step)
+            return fails(
+                "repetitions", f"its completions are those of step {seen[digest]}: they were trained twice", step
+            )
         seen[digest] = step
     if not seen:
         return not_checked("repetitions", "the policy is so certain that equal completions prove nothing")
@@ -221,7 +225,8 @@ def _check_checkpoints(files: RunFiles) -> Iterator[Check]:
     for saved in (*files.checkpoints, *files.states_before):
         counted = [row.get("tokens/sampled", 0.0) for step, row in files.metrics.items() if 0 < step <= saved.step]
         if len(counted) == saved.step and int(sum(counted)) != saved.state.get("tokens"):
-            text = f"{saved.path.parent.name}/{saved.path.name} counts {saved.state.get('tokens'):,} tokens and the log {int(sum(counted)):,}"
+            name = f"{saved.path.parent.name}/{saved.path.name}"
+            text = f"{name} counts {saved.state.get('tokens'):,} tokens and the log {int(sum(counted)):,}"
             yield fails("checkpoints", text)
             return
         if text := _describe_optimizer(files, saved):
@@ -238,7 +243,9 @@ def _describe_optimizer(files: RunFiles, saved: Checkpoint) -> str:
         return ""
     rows = [row for step, row in files.metrics.items() if 0 < step <= saved.step and "tokens/sampled" in row]
     taken = sum(row.get("updates/taken", 0.0) for row in rows)
-    is_plain = not any("guard/undone" in row or row.get("guard/alarms") or row.get("reference/refreshed") for row in rows)
+    is_plain = not any(
+        "guard/undone" in row or row.get("guard/alarms") or row.get("reference/refreshed") for row in rows
+    )
     counters = [int(x) for n, x in saved.tensors.items() if n.startswith("adam/") and n.endswith("/step")]
     if not is_plain or len(rows) != saved.step or not counters:
         return ""
@@ -257,7 +264,7 @@ def _check_model(files: RunFiles) -> Check:
         return not_checked("model", "there is no checkpoint to compare it with")
     last, compared = files.checkpoints[0], 0
     try:
-        with safe_open(path, framework="pt") as stored:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as stored:
             names = set(stored.keys())
             for key, weight in last.tensors.items():
                 name = key.removeprefix("weights/")
@@ -292,7 +299,9 @@ def _check_result(files: RunFiles) -> Check:
 def _check_probes(files: RunFiles) -> Check:
     """Check that an engine was probed after every publication of weights."""
     engine = files.run.sampler.engine
-    probes = {step: row["publication/probe_max"] for step, row in files.metrics.items() if "publication/probe_max" in row}
+    probes = {
+        step: row["publication/probe_max"] for step, row in files.metrics.items() if "publication/probe_max" in row
+    }
     if not probes:
         return not_checked("probes", f"the sampler is {engine}, which has no weights of its own to probe")
     steps = {step for step, row in files.metrics.items() if "tokens/sampled" in row}

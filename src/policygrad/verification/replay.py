@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -25,11 +25,8 @@ from policygrad.papers.objectives import describe_departure, paper_objective
 from policygrad.rollout.batching import batch_groups
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import (
-    TRAIN,
-    EpisodeGroup,
     RolloutConfig,
     RolloutRequest,
-    Trajectory,
     reward_inputs,
 )
 from policygrad.samplers.config import LOCAL, SamplerConfig
@@ -231,7 +228,10 @@ def _compare_rollouts(expected: Rollout, actual: Rollout, step: int, source: str
         return
     yield holds("prompts", f"{len(keys)} prompts and their order are those of {source}", step)
     a, b = batch_groups(expected.groups), batch_groups(actual.groups)
-    assert a.tokens is not None and b.tokens is not None and a.logp_sampler is not None and b.logp_sampler is not None
+    assert a.tokens is not None
+    assert b.tokens is not None
+    assert a.logp_sampler is not None
+    assert b.logp_sampler is not None
     if text := describe_difference(*_same_width(a.tokens, b.tokens)):
         yield fails("samples", f"tokens are not those of {source}: {text}", step)
         return
@@ -311,7 +311,9 @@ def check_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Check]
         yield not_checked("rewards", reason, step)
         return
     if not groups[0].reward_weights:
-        yield not_checked("rewards", "the groups are branches of other completions, without rewards of single functions", step)
+        yield not_checked(
+            "rewards", "the groups are branches of other completions, without rewards of single functions", step
+        )
         return
     rows = [(g, t) for g in groups for t in g.trajectories]
     names = [name for name, _ in groups[0].reward_weights]
@@ -330,7 +332,11 @@ def check_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Check]
             yield fails("rewards", f"{name} is not among the run's rewards, {', '.join(names)}", step)
             continue
         before = recorded(name)
-        differ = [i for i, (x, y) in enumerate(zip(values, before, strict=True)) if not _is_close(x, y) and not rows[i][1].failure]
+        differ = [
+            i
+            for i, (x, y) in enumerate(zip(values, before, strict=True))
+            if not _is_close(x, y) and not rows[i][1].failure
+        ]
         if not differ:
             yield holds("rewards", f"{name}, called again on {len(rows)} completions, gives the same values", step)
             continue
@@ -338,8 +344,11 @@ def check_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Check]
         if second[name] != values:
             yield not_checked("rewards", f"{name} is not deterministic: two calls differ from each other", step)
             continue
-        tensors = [torch.tensor([float("nan") if x is None else float(x) for x in column]) for column in (values, before)]
-        yield fails("rewards", f"{name}: {describe_difference(*tensors)}", step)
+        yield fails("rewards", f"{name}: {describe_difference(_as_tensor(values), _as_tensor(before))}", step)
+
+
+def _as_tensor(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if x is None else float(x) for x in values])
 
 
 def _is_close(x: float | None, y: float | None) -> bool:
@@ -455,7 +464,9 @@ def check_gradient(replay: Replay, trained: TrainedRollout, policy: Batch) -> Ch
         x, y = torch.zeros_like(exact), torch.zeros_like(exact)
         x[mask], y[mask] = b, a
         text = describe_difference(x, y, mask, Tolerance(GRADIENT_TOLERANCE, GRADIENT_TOLERANCE * scale))
-        return fails("gradient", f"with respect to log-probabilities it is not that of {algorithm.name}'s formula: {text}", step)
+        return fails(
+            "gradient", f"with respect to log-probabilities it is not that of {algorithm.name}'s formula: {text}", step
+        )
     largest = float(gap[~flips].max()) if bool((~flips).any()) else 0.0
     more = f"; {int(flips.sum())} tokens lie on a bound of the gate" if bool(flips.any()) else ""
     text = f"{tokens:,} derivatives by log-probabilities, {where}, are those of {algorithm.name}'s formula in float64"
@@ -560,7 +571,9 @@ class LoggedSteps:
             differing = sorted(
                 name
                 for name in stored | tensors.keys()
-                if name not in tensors or name not in stored or not torch.equal(tensors[name].cpu(), saved.tensors[name])
+                if name not in tensors
+                or name not in stored
+                or not torch.equal(tensors[name].cpu(), saved.tensors[name])
             )
             if differing:
                 text = f"{len(differing)} of {len(stored)} tensors are not those of {saved.path.name}, first {differing[0]}"
@@ -635,7 +648,7 @@ def explain_update(replay: Replay, after: Mapping[str, TensorDigest]) -> str:
 
 def _iter_faults(replay: Replay) -> Iterator[tuple[str, dict[str, Tensor], Algorithm]]:
     """Yield (the fault as text, changed tensors of the state before, changed algorithm)."""
-    progress, algorithm = replay.restore()
+    _, algorithm = replay.restore()
     algorithm, _ = resolve_old_policy(algorithm, replay.record.rollout.batch, replay.replayer.learner.version)
     tensors = replay.saved.tensors
     moments = {n: torch.zeros_like(x) for n, x in tensors.items() if "adam/" in n and x.ndim}

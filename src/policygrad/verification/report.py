@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from policygrad.errors import RunError
 from policygrad.pages.render import render_page
 from policygrad.trackers.jsonl import convert_write_errors
 from policygrad.utils.filesystem import read_json, write_atomically

@@ -90,7 +90,9 @@ class _Verifier:
             steps = recorded or sorted(step for step in after_checkpoints if step <= self.files.steps)
         if objects := self.run.object_options:
             names = " and ".join(objects)
-            yield not_checked("steps", f"{names} was given to the run as an object in Python, and a file cannot hold it")
+            yield not_checked(
+                "steps", f"{names} was given to the run as an object in Python, and a file cannot hold it"
+            )
             return
         with ExitStack() as stack:
             self.progress("loading the model", 0, 0)
@@ -120,7 +122,8 @@ class _Verifier:
         yield check_versions(record)
         yield self._check_log(record)
         if len(record.rollout.groups) != self.run.prompts_per_step and not has_vine(algorithm):
-            text = f"it trained on {len(record.rollout.groups)} groups, and the run has {self.run.prompts_per_step} prompts per step"
+            prompts, number = self.run.prompts_per_step, len(record.rollout.groups)
+            text = f"it trained on {number} groups, and the run has {prompts} prompts per step"
             yield fails("groups", text, step)
         inputs = [*self._check_inputs(record.fingerprint, step)]
         yield from inputs
@@ -192,7 +195,10 @@ class _Verifier:
             return self.replayer.initial, ""
         path = state_before(self.folder, step)
         if path is None:
-            return None, f"the state after step {step - 1} is not kept: neither as a checkpoint nor below {FOLDER}/{BEFORE}"
+            return (
+                None,
+                f"the state after step {step - 1} is not kept: neither as a checkpoint nor below {FOLDER}/{BEFORE}",
+            )
         try:
             return load_checkpoint(path), ""
         except CheckpointError as error:
@@ -209,7 +215,9 @@ class _Verifier:
             yield not_checked("steps", "rounding differs on this machine, so other tokens may be sampled", step)
             return
         if self.run.learner.world_size > 1:
-            yield not_checked("steps", "several learners round otherwise than one, so other tokens may be sampled", step)
+            yield not_checked(
+                "steps", "several learners round otherwise than one, so other tokens may be sampled", step
+            )
             return
         if self.run.sampler.engine != "local":
             yield not_checked("steps", f"{self.run.sampler.engine} does not return the same tokens again", step)
