@@ -19,7 +19,7 @@ Stops = tuple[int, ...]
 CASES: dict[str, tuple[str, Stops, dict[str, Any]]] = {
     "dapo": ("dapo", (), {"seed": 1}),
     "dapo, stopped once": ("dapo", (1,), {"seed": 2}),
-    "dapo, stopped after every step": ("dapo", (1, 1, 1), {"seed": 3}),
+    "dapo, stopped after every step": ("dapo", (1, 1), {"seed": 3}),
     "dapo, stale": ("dapo", (), {"max_staleness": 1, "seed": 4}),
     "dapo, stale and stopped": ("dapo", (2,), {"max_staleness": 2, "seed": 5}),
     "grpo, stale and stopped": ("grpo", (1, 1), {"max_staleness": 1, "seed": 6}),
@@ -52,10 +52,10 @@ def test_an_honest_run_holds(case: str, tmp_path: Path) -> None:
         algorithm=algorithm,
         output=str(tmp_path / "run"),
         **{
-            "steps": 4,
+            "steps": 3,
             "prompts_per_step": 4,
             "samples_per_prompt": min(4, algorithm.samples_per_prompt),
-            "verify": 4,
+            "verify": 3,
             "sampling": SamplingParams(max_tokens=12),
             "evaluation": EvaluationConfig(problems=0),
             "checkpoint": CheckpointConfig(every=2),

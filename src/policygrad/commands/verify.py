@@ -25,7 +25,7 @@ HELP = (
     "On a CPU with the sampler of this process the comparison is bit for bit; elsewhere within stated bounds. What could not be "
     "checked is listed with the reason.",
     "Training records --verify N steps for this; any other step is repeated from the last checkpoint before it. The report is "
-    "written to verify.md, verify.html and verify.json in the run's folder. Exit code: 0 everything that was checked holds, 1 "
+    "written to verify.md, verify.html and verify.json. Exit code: 0 everything that was checked holds, 1 "
     "something does not.",
 )
 
@@ -38,6 +38,8 @@ class VerifyOptions:
     """Folder of the run."""
     steps: Annotated[str | None, optional_arg("N,N,…", "those that the run has recorded")] = None
     """Steps to repeat, such as 3,40."""
+    output: Annotated[Path | None, optional_arg("DIR", "the run's folder")] = None
+    """Folder for the report, such as for a run that may not be written to."""
     json: bool = False
     """Print the report as JSON."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
@@ -57,7 +59,7 @@ def verify(args: list[str]) -> int:
     from policygrad.verification.verify import verify_run
 
     result = verify_run(folder, run, steps, _show_progress)
-    report = write_reports(result)
+    report = write_reports(result, options.output or folder)
     if options.json:
         print(json.dumps(result.as_dict(), ensure_ascii=False))
     else:

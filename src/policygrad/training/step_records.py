@@ -174,7 +174,7 @@ def digest_tensor(tensor: Tensor) -> TensorDigest:
     flat = plain.flatten()
     places = torch.linspace(0, max(0, flat.numel() - 1), min(SAMPLED_ELEMENTS, flat.numel())).long()
     return TensorDigest(
-        hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest(),
+        hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
         float(flat.double().norm()),
         tuple(flat[places].double().tolist()),
     )

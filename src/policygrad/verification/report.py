@@ -83,8 +83,8 @@ def group_by_step(checks: Iterable[Check]) -> dict[str, list[Check]]:
     return groups
 
 
-def write_reports(result: Verification) -> Path:
-    """Write verify.md, verify.html and verify.json into the run's folder; return the path of the first.
+def write_reports(result: Verification, folder: Path) -> Path:
+    """Write verify.md, verify.html and verify.json into a folder; return the path of the first.
 
     Raises:
         RunError: They cannot be written.
@@ -95,9 +95,10 @@ def write_reports(result: Verification) -> Path:
         JSON: json.dumps(result.as_dict() | {"summary": summarise(result)}, ensure_ascii=False, indent=1) + "\n",
     }
     for name, text in texts.items():
-        with convert_write_errors(result.folder / name, result.folder):
-            write_atomically(result.folder / name, text)
-    return result.folder / MARKDOWN
+        with convert_write_errors(folder / name, result.folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / name, text)
+    return folder / MARKDOWN
 
 
 def read_summary(folder: Path) -> Mapping[str, Any]:
