@@ -44,7 +44,7 @@ NAV = {
     "Measured": ("measured", "staleness", "real-model", "benchmarks", "base-model"),
     "Coming from": ("coming-from-trl", "coming-from-verl", "coming-from-openrlhf"),
     "Reference": ("reference/index", "metrics", "architecture"),
-    "When something goes wrong": ("troubleshooting", "reliability"),
+    "When something goes wrong": ("troubleshooting", "reliability", "trust"),
 }
 """Groups of the sidebar. A page that no group names comes last, under `LAST`; a missing page is left out."""
 LAST = "More"

@@ -71,7 +71,7 @@ def report(args: list[str]) -> int:
         read_run(folders[0])  # raises, as for all of them
     path = options.output or (folders_given[0] if _is_comparison(folders_given[0]) else folders[0]) / "report.html"
     check_writable(path, "--output")
-    write_text_file(path, render_report(runs), "--output")
+    write_text_file(path, render_report(runs, folder=path.parent), "--output")
     print(path)
     return 0
 

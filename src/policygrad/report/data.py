@@ -31,6 +31,7 @@ class RunRecord:
     metrics: Mapping[str, Points]
     result: Mapping[str, Any]  # empty until the run is finished
     versions: Mapping[str, str]  # versions of packages, and the device; empty before the first checkpoint
+    verified: str = ""  # the outcome of `policygrad verify`, as a sentence; "" = it was not verified
     changes: tuple[str, ...] = ()  # options changed on resume, as `after step 12: lr 0.01 -> 0.003`
 
     @property
@@ -72,7 +73,8 @@ def read_run(folder: Path, empty: bool = False) -> RunRecord:
         raise RunError(f"{folder / METRICS} has no metrics yet: wait for the run's first step, or use --watch")
     config = _read_config(folder / CONFIG_FILES[kind])
     versions, changes = _read_history(folder)
-    return RunRecord(folder, kind, config, metrics, _json(folder / "result.json"), versions, changes)
+    verified = str(_json(folder / "verify.json").get("summary", ""))
+    return RunRecord(folder, kind, config, metrics, _json(folder / "result.json"), versions, verified, changes)
 
 
 def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:

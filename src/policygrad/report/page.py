@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from policygrad.catalog import CATALOG
@@ -36,8 +38,12 @@ CARD_OPTIONS = (
 FULL_DETAIL_SERIES = 4  # number of series beyond which curves get fewer points, to limit the size of the page
 
 
-def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
-    """Render the page. live: The page polls its server for changes.
+def render_report(runs: Sequence[RunRecord], live: bool = False, folder: Path | None = None) -> str:
+    """Render the page.
+
+    Args:
+        live: The page polls its server for changes.
+        folder: Place of the page, which its links to verifications are relative to; None = no links.
 
     Raises:
         RunError: Completions cannot be read.
@@ -60,7 +66,7 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
         scripts=(BANDS, web / "curves.js", web / "diff.js", web / "completions.js", web / "report.js"),
         live=live,
         title=title,
-        cards=[_describe_series(group) for group in series],
+        cards=[_describe_series(group, folder) for group in series],
         several=any(len(group.runs) > 1 for group in series),
         running=[str(run.folder) for run in ordered if not run.result],
         cost=[compute_cost(group) for group in series],
@@ -102,8 +108,9 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
     }
 
 
-def _describe_series(group: Series) -> dict[str, Any]:
-    """Return the label, facts, parts and origin (title and source of the algorithm; "" for a custom one) for its card."""
+def _describe_series(group: Series, folder: Path | None) -> dict[str, Any]:
+    """Return the label, facts, parts, origin (title and source of the algorithm; "" for a custom one) and verifications for its
+    card."""
     config, runs = group.config, group.runs
     algorithm = config.get("algorithm", {})
     name = str(algorithm.get("name", ""))
@@ -119,9 +126,24 @@ def _describe_series(group: Series) -> dict[str, Any]:
     if versions := runs[0].versions:
         facts["versions"] = ", ".join(f"{k} {v}" for k, v in versions.items())
     facts["folders" if len(runs) > 1 else "folder"] = ", ".join(str(run.folder) for run in runs)
+    verified = [
+        {
+            "run": str(run.folder) if len(runs) > 1 else "",
+            "link": "" if folder is None else os.path.relpath(run.folder / "verify.html", folder),
+            "summary": run.verified,
+        }
+        for run in runs
+        if run.verified
+    ]
     about = CATALOG.get(name)
     origin = f"{about.title}. {about.source.partition(';')[0]}." if about else ""
-    return {"label": group.label, "facts": facts, "parts": format_parts(algorithm), "about": origin}
+    return {
+        "label": group.label,
+        "facts": facts,
+        "parts": format_parts(algorithm),
+        "about": origin,
+        "verified": verified,
+    }
 
 
 def _steps(runs: Sequence[RunRecord]) -> str:
