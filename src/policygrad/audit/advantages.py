@@ -265,11 +265,11 @@ def _penalised(recording: AuditBatch, batch: Batch) -> Iterator[Candidate]:
     assert batch.logp_old is not None
     assert batch.logp_ref is not None
     kl = masked.apply_mask(batch.logp_old - batch.logp_ref, batch.mask).sum(1)
-    known = recording.setting("beta", "kl_coef")
+    configured = recording.setting("beta", "kl_coef")
     chains: list[tuple[Advantage, ...]] = [(GroupMean(),), (LeaveOneOut(),), (GroupMean(), GroupStd(1e-4, 1))]
     chains.append((GroupMean(), GroupStd(1e-6, 1)))
     for chain in chains:
-        for beta in dict.fromkeys([*([known] if known else []), 1e-3, 0.01, 0.04, 0.05, 0.1]):
+        for beta in dict.fromkeys([*([configured] if configured else []), 1e-3, 0.01, 0.04, 0.05, 0.1]):
 
             def penalise(chain: tuple[Advantage, ...] = chain, beta: float = beta) -> Tensor:
                 return _apply(chain, replace(batch, reward=batch.reward - beta * kl))

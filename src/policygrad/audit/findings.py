@@ -226,12 +226,12 @@ def _find_shift(batch: AuditBatch, name: str) -> int:
 
     def distance(shift: int) -> float:
         assert batch.logp is not None
-        moved, held = value.roll(-shift, 1), batch.mask & batch.mask.roll(-shift, 1)
+        moved, counted = value.roll(-shift, 1), batch.mask & batch.mask.roll(-shift, 1)
         if shift > 0:
-            held[:, -shift:] = False
+            counted[:, -shift:] = False
         elif shift < 0:
-            held[:, :-shift] = False
-        return float((moved - batch.logp)[held].abs().mean()) if bool(held.any()) else math.inf
+            counted[:, :-shift] = False
+        return float((moved - batch.logp)[counted].abs().mean()) if bool(counted.any()) else math.inf
 
     straight = distance(0)
     shifts = [(distance(shift), shift) for shift in (1, -1)]
@@ -245,12 +245,12 @@ def _report_advantages(batch: AuditBatch, result: AdvantageResult) -> Finding:
     if result.matches:
         first = result.matches[0]
         epsilons = [m.epsilon for m in result.matches if m.family == first.family and m.epsilon is not None]
-        others = list(dict.fromkeys(m.family for m in result.matches if m.family != first.family))
+        alternatives = list(dict.fromkeys(m.family for m in result.matches if m.family != first.family))
         name = first.name
         if len(epsilons) > 1:
             numbers = ", ".join(f"{x:g}" for x in epsilons)
             name = f"{first.family} with eps {numbers} (not told apart)"
-        text = f"{name}, to {first.error:.0e}" + _cannot_tell(others)
+        text = f"{name}, to {first.error:.0e}" + _cannot_tell(alternatives)
         return Finding("advantages", "reproduced", text, first.error)
     nearest = result.nearest
     assert nearest is not None
@@ -282,15 +282,15 @@ def _find_rolled_advantages(batch: AuditBatch, result: AdvantageResult) -> Findi
         moved = replace(batch, advantage=batch.advantage.roll(-steps, 0), mask=batch.mask)
         # Values off the mask are filled, because rows have other lengths.
         filled = masked.first_valid(moved.advantage, batch.mask.roll(-steps, 0))  # type: ignore[arg-type]
-        again = search_advantages(replace(moved, advantage=filled[:, None].expand(batch.mask.shape)))
-        if again.matches:
-            text = f"{again.matches[0].name}, but each completion has the advantage of the {word} one"
-            return Finding("advantages", "differs", text, again.matches[0].error)
+        moved_result = search_advantages(replace(moved, advantage=filled[:, None].expand(batch.mask.shape)))
+        if moved_result.matches:
+            text = f"{moved_result.matches[0].name}, but each completion has the advantage of the {word} one"
+            return Finding("advantages", "differs", text, moved_result.matches[0].error)
     return None
 
 
-def _cannot_tell(others: Iterable[str]) -> str:
-    names = list(dict.fromkeys(others))
+def _cannot_tell(alternatives: Iterable[str]) -> str:
+    names = list(dict.fromkeys(alternatives))
     if not names:
         return ""
     shown = "; ".join(names[:6]) + (f"; and {len(names) - 6} more" if len(names) > 6 else "")
@@ -351,8 +351,8 @@ def _report_loss(batch: AuditBatch, result: LossResult) -> list[Finding]:
     findings.append(_report_gate(batch, result))
     if best.weight.correction:
         candidates = [w for m in result.matches for w in (m.weight, *m.weight.equals)]
-        alike = (best.weight.gate, best.weight.ratio, best.weight.psi)
-        corrections = {w.correction for w in candidates if (w.gate, w.ratio, w.psi) == alike} - {
+        key = (best.weight.gate, best.weight.ratio, best.weight.psi)
+        corrections = {w.correction for w in candidates if (w.gate, w.ratio, w.psi) == key} - {
             best.weight.correction,
             "",
         }
@@ -392,12 +392,12 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
     best = result.matches[0]
     weight = best.weight
     level = {"Token": "per token", "Sequence": "per completion (Sequence)"}.get(weight.ratio, f"({weight.ratio})")
-    alike = [w for m in result.matches for w in (m.weight, *m.weight.equals)]
-    alike = [w for w in alike if (w.psi, w.correction) == (weight.psi, weight.correction)]
+    equivalent = [w for m in result.matches for w in (m.weight, *m.weight.equals)]
+    equivalent = [w for w in equivalent if (w.psi, w.correction) == (weight.psi, weight.correction)]
     ones = relative_error(torch.ones_like(weight.ratios[best.tokens]), weight.ratios[best.tokens]) <= batch.tolerance
     if ones and not weight.fault:
         return Finding("ratio and gate", "reproduced", "w = 1: every ratio is 1, where all gates agree", best.error)
-    names = [f"{w.gate} {_level(w.ratio)}" for w in alike if (w.gate, w.ratio) != (weight.gate, weight.ratio)]
+    names = [f"{w.gate} {_level(w.ratio)}" for w in equivalent if (w.gate, w.ratio) != (weight.gate, weight.ratio)]
     if weight.fault:
         return Finding("ratio and gate", "differs", f"{weight.gate}, ratio {level}: {weight.fault}", best.error)
     text = f"{weight.gate}, ratio {level}"
@@ -458,16 +458,16 @@ def _report_penalty(batch: AuditBatch, result: LossResult) -> Finding:
             return Finding("KL", "not checked", "none that this recording could show: no logp_ref is recorded", None)
         return Finding("KL", "reproduced", "none in the loss", best.error)
     names = [m.penalty.name for m in result.matches if m.penalty is not None and m.penalty.name != best.penalty.name]
-    known = batch.setting("beta", "kl_loss_coef")
+    configured = batch.setting("beta", "kl_loss_coef")
     if best.penalty.name == "k1":
         text = f"k1 in the loss with β = {best.beta:.4g}: its gradient is β·∇log π, which is 0 in expectation"
         return Finding("KL", "differs", text, best.error)
     kind, beta = best.penalty.name, f"beta={best.beta:.4g}"
     part = f"{kind}({beta})" if kind.startswith(("KL", "Drift")) else f"KLToReference({beta}, form={kind!r})"
     text = f"{part} in the loss{_cannot_tell(names)}"
-    if known is not None and abs(best.beta / known - 1) > 100 * batch.tolerance:
-        text += f"; the settings say β = {known:g}, so it is {best.beta / known:.4g} times that"
-        return Finding("KL", "differs", text, best.error, best.beta / known)
+    if configured is not None and abs(best.beta / configured - 1) > 100 * batch.tolerance:
+        text += f"; the settings say β = {configured:g}, so it is {best.beta / configured:.4g} times that"
+        return Finding("KL", "differs", text, best.error, best.beta / configured)
     return Finding("KL", "reproduced", text, best.error)
 
 

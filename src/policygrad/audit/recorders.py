@@ -67,16 +67,16 @@ class Recorder:
         """Add a micro-batch; its `logp` gets a hook that stores the gradient of backward."""
         logp = part["logp"]
         assert logp is not None
-        held = {name: value.detach().clone() for name, value in part.items() if isinstance(value, Tensor)}
+        stored = {name: value.detach().clone() for name, value in part.items() if isinstance(value, Tensor)}
         if logp.requires_grad:
-            held["gradient"] = torch.zeros_like(held["logp"])
+            stored["gradient"] = torch.zeros_like(stored["logp"])
 
             def store(gradient: Tensor) -> None:
-                held["gradient"] = held["gradient"] + gradient.detach()
+                stored["gradient"] = stored["gradient"] + gradient.detach()
 
             logp.register_hook(store)  # type: ignore[no-untyped-call]
-        self._parts.append(held)
-        return held
+        self._parts.append(stored)
+        return stored
 
     def end_update(self) -> None:
         """End an update: write the file if it is the one to record."""
@@ -261,9 +261,9 @@ class VerlRecorder(Recorder):
             if not log_prob.requires_grad:
                 return function(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, **options)
             tensors = {"mask": response_mask, "logp": log_prob, "logp_old": old_log_prob, "advantage": advantages}
-            held = self.add(tensors)
+            stored = self.add(tensors)
             result = function(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, **options)
-            held["loss"] = (result[0] if isinstance(result, tuple) else result).detach().clone()
+            stored["loss"] = (result[0] if isinstance(result, tuple) else result).detach().clone()
             for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "kl_loss_coef"):
                 value = getattr(config, name, None)
                 if isinstance(value, int | float):

@@ -334,7 +334,7 @@ def record(path: str | Path, settings: Mapping[str, Any] | None = None, /, **ten
         raise ConfigError(f"record: {path.name} must end in one of {', '.join(FORMATS)}")
     present = {name: value for name, value in tensors.items() if value is not None}
     batch = make_batch(present, settings, str(path))  # refuse at the loop, not at the audit
-    held = {
+    tensors_by_name = {
         name: (value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value))
         for name, value in present.items()
     }
@@ -343,18 +343,20 @@ def record(path: str | Path, settings: Mapping[str, Any] | None = None, /, **ten
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file({name: value.contiguous().clone() for name, value in held.items()}, path, {"settings": notes})
+        save_file(
+            {name: value.contiguous().clone() for name, value in tensors_by_name.items()}, path, {"settings": notes}
+        )
     elif path.suffix in (".pt", ".pth"):
-        torch.save({**held, "settings": notes}, path)
+        torch.save({**tensors_by_name, "settings": notes}, path)
     elif path.suffix == ".npz":
         import numpy as np
 
         arrays: dict[str, Any] = {
-            name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in held.items()
+            name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in tensors_by_name.items()
         }
         np.savez(path, **arrays, settings=np.array(notes))
     else:
-        lists = {name: value.tolist() for name, value in held.items()}
+        lists = {name: value.tolist() for name, value in tensors_by_name.items()}
         path.write_text(json.dumps({**lists, "settings": dict(batch.settings)}), encoding="utf-8")
     return path
 
@@ -375,7 +377,7 @@ def join_ranks(batches: Sequence[AuditBatch]) -> AuditBatch:
     if len(batches) == 1:
         return batches[0]
     names = [set(batch.tensors()) for batch in batches]
-    if any(held != names[0] for held in names):
+    if any(other_names != names[0] for other_names in names):
         differing = sorted(set().union(*names) - set[str].intersection(*names))
         raise DataError(f"{batches[1].source}: its fields differ from {batches[0].source} in {', '.join(differing)}")
     width = max(batch.mask.shape[1] for batch in batches)

@@ -297,12 +297,12 @@ def _over_shares(part: Aggregation, name: str, ids: Tensor, mask: Tensor, group:
     for share in shares.tolist():
         rows = ids == share
         coefficients[rows] = part(mask[rows], group[rows]) / len(shares)
-    words = {
+    kinds = {
         "TokenMean": "token mean",
         "SequenceMean": "mean of completions' token means",
         "SequenceSum": "mean of completions",
     }
-    kind = words[type(part).__name__]
+    kind = kinds[type(part).__name__]
     fault = f"the {kind} is taken over each {name} and then averaged, instead of over the update"
     return Average(f"{kind} over each {name}, averaged", coefficients, None, part(mask, group), fault)
 
@@ -339,7 +339,7 @@ def _gates(
     if all(x is not None for x in k):
         gates.append(GammaKernel(*(x for x in k if x is not None)))
     if isinstance(level, Token):
-        known = recording.setting("epsilon_low", "epsilon", "clip_ratio_low", "clip_ratio")
+        configured = recording.setting("epsilon_low", "epsilon", "clip_ratio_low", "clip_ratio")
         gates += [
             GeometricMean(),
             DivergenceClip("tv", 0.15),
@@ -347,11 +347,11 @@ def _gates(
             LogClip(),
             SecondMomentFilter(),
         ]
-        if known is not None:
+        if configured is not None:
             upper = recording.setting("epsilon_high", "clip_ratio_high")
-            gates += [GeometricMean(known, known if upper is None else upper)]
-            if 0 < known < 1:
-                gates += [DivergenceClip("tv", known), DivergenceClip("kl", known)]
+            gates += [GeometricMean(configured, configured if upper is None else upper)]
+            if 0 < configured < 1:
+                gates += [DivergenceClip("tv", configured), DivergenceClip("kl", configured)]
     seen = set[str]()
     for other in gates:
         if (name := describe_part(other)) in seen:
@@ -406,9 +406,9 @@ def _smallest(x: Tensor) -> float:
     return float(x.min()) if x.numel() else math.inf
 
 
-def _conventional(low: float, high: float, known: float | None) -> float:
+def _conventional(low: float, high: float, configured: float | None) -> float:
     """Return the number in [low, high) that is most likely meant."""
-    for value in ([] if known is None else [known]) + list(_ROUND):
+    for value in ([] if configured is None else [configured]) + list(_ROUND):
         if low <= value < high:
             return value
     return low if math.isinf(high) else (low + high) / 2
@@ -416,9 +416,9 @@ def _conventional(low: float, high: float, known: float | None) -> float:
 
 def _dual_bounds(recording: AuditBatch, ratio: Tensor, psi: Tensor, mask: Tensor) -> list[float]:
     """Return bounds of a dual clip that the batch can show: some token has Ψ < 0 and a ratio above it."""
-    known = recording.setting("delta", "clip_ratio_c")
+    configured = recording.setting("delta", "clip_ratio_c")
     highest = _largest(masked.apply_mask(ratio, mask & (psi < 0)))
-    candidates = [*([known] if known else []), 3.0, 10.0, 2.0, 4.0]
+    candidates = [*([configured] if configured else []), 3.0, 10.0, 2.0, 4.0]
     if recording.gradient is not None:
         zero = recording.gradient.nan_to_num() == 0
         beyond, below = mask & zero & (psi < 0) & (ratio > 1), mask & ~zero & (psi < 0)
@@ -467,8 +467,8 @@ def _corrections(recording: AuditBatch) -> list[tuple[str, TruncatedIS | MaskedI
     options: list[tuple[str, TruncatedIS | MaskedIS | None]] = [("", None)]
     if recording.logp_sampler is None or recording.logp_old is None:
         return options
-    known = recording.setting("importance_sampling_cap", "vllm_importance_sampling_cap", "rollout_is_threshold")
-    caps = list(dict.fromkeys([*([known] if known else []), *CORRECTION_CAPS]))
+    configured = recording.setting("importance_sampling_cap", "vllm_importance_sampling_cap", "rollout_is_threshold")
+    caps = list(dict.fromkeys([*([configured] if configured else []), *CORRECTION_CAPS]))
     for level in ("token", "sequence"):
         for cap in [*caps, 1e9]:
             part = TruncatedIS(cap, level)
@@ -555,8 +555,8 @@ def search_loss(recording: AuditBatch, psi_options: Sequence[tuple[str, Tensor]]
     if not psi_options:
         return LossResult((), None, "", "no advantages are recorded")
     olds = ["logp_old"] if recording.logp_old is not None else ["the policy itself"]
-    others = [name for name in ("logp_old", "logp_sampler") if getattr(recording, name) is not None]
-    others = [name for name in [*others, "the policy itself"] if name not in olds]
+    alternatives = [name for name in ("logp_old", "logp_sampler") if getattr(recording, name) is not None]
+    alternatives = [name for name in [*alternatives, "the policy itself"] if name not in olds]
     rolled = [
         (f"the advantages are those of the {word} completion", psi.roll(steps, 0))
         for _, psi in psi_options[:1]
@@ -567,13 +567,13 @@ def search_loss(recording: AuditBatch, psi_options: Sequence[tuple[str, Tensor]]
     levels: list[tuple[list[tuple[str, Tensor]], list[str], bool, bool]] = [
         (list(psi_options), olds, False, False),
         (list(psi_options), olds, True, False),
-        (list(psi_options), others, False, False),
+        (list(psi_options), alternatives, False, False),
     ]
     if by == "gradient":
         levels += [
             (list(psi_options), olds, False, True),
-            (list(psi_options), [*olds, *others], True, True),
-            (list(psi_options), others, False, True),
+            (list(psi_options), [*olds, *alternatives], True, True),
+            (list(psi_options), alternatives, False, True),
             (rolled, olds, False, True),
         ]
     else:
@@ -797,6 +797,6 @@ def settle_by_value(recording: AuditBatch, result: LossResult) -> LossResult:
         for weight in family:
             other = replace(match, weight=replace(weight, equals=tuple(w for w in family if w is not weight)))
             if value_error(recording, other) <= value_tolerance(recording):
-                rest = (*result.matches[:index], *result.matches[index + 1 :])
-                return replace(result, matches=(other, *rest))
+                remaining = (*result.matches[:index], *result.matches[index + 1 :])
+                return replace(result, matches=(other, *remaining))
     return result
