@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +72,3 @@ def test_an_honest_run_holds(case: str, tmp_path: Path) -> None:
     repeated = {check.subject for check in result.checks if check.step is not None and check.status == "holds"}
     assert repeated >= {"batch", "advantages", "metrics"}, [str(check) for check in result.checks]
     assert "weights" in repeated or options.get("guard") or options["learner"].world_size == 2
-    logged = verify_run(folder, load_config(folder / "run.toml", Run()), steps=[2])
-    assert not logged.failures, logged.failures
-    assert replace(logged, checks=()).status == "not checked"

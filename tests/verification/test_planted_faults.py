@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from policygrad.learners.local.updates import LocalGradientProblem
 from policygrad.rollout import rollouter
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.training import provenance
 from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
@@ -30,8 +31,8 @@ def brevity(prompts, completions, **columns):
 """
 
 
-def make_run(folder: Path, **changes: Any) -> Run:
-    """A run of 3 steps, of which all are recorded: 4 prompts × 4 completions, two updates per step."""
+def make_run(folder: Path, recorded: int = 3) -> Run:
+    """A run of 3 steps, all of them recorded: 4 prompts × 4 completions, two updates per step."""
     (folder / "mine.py").write_text(REWARD.format(factor=8))
     rule = replace(pg.GRPO.update_rule, minibatches=2)
     return Run(
@@ -41,16 +42,15 @@ def make_run(folder: Path, **changes: Any) -> Run:
         samples_per_prompt=4,
         reward=(f"{folder}/mine.py:brevity",),
         output=str(folder / "run"),
-        verify=3,
+        verify=recorded,
         sampling=SamplingParams(max_tokens=12),
         evaluation=EvaluationConfig(problems=0),
         checkpoint=CheckpointConfig(every=1, keep=1),
-        **changes,
     )
 
 
-def verify(folder: Path) -> Verification:
-    return verify_run(folder / "run", load_config(folder / "run" / "run.toml", Run(), ALLOWED))
+def verify(folder: Path, steps: Sequence[int] | None = None) -> Verification:
+    return verify_run(folder / "run", load_config(folder / "run" / "run.toml", Run(), ALLOWED), steps)
 
 
 ALLOWED = CodePermissions(("/",))
@@ -282,3 +282,36 @@ def test_a_fault_in_the_files_is_named(fault: str, tmp_path: Path) -> None:
     plant(tmp_path)
     failures = verify(tmp_path).failures
     assert [c for c in failures if c.subject == subject and text in c.message], [str(check) for check in failures]
+
+
+# Steps without a record, and machines that round otherwise
+
+
+def test_steps_without_a_record_are_repeated_up_to_a_checkpoint(tmp_path: Path) -> None:
+    pg.train(make_run(tmp_path, recorded=0), display=False)
+    assert [check.step for check in verify(tmp_path).checks if check.subject == "metrics"] == [1]
+    result = verify(tmp_path, steps=[3])
+    held = {(check.subject, check.step) for check in result.checks if check.status == "holds"}
+    assert held >= {(subject, step) for subject in ("completions", "metrics") for step in (1, 2, 3)}
+    assert ("weights", 3) in held
+    assert not result.failures
+    edit_rows(tmp_path, alter_text)
+    altered = verify(tmp_path, steps=[3]).failures
+    assert [(check.subject, check.step) for check in altered] == [("completions", 2)]
+
+
+@pytest.mark.parametrize("fault", [None, reset_moments, scale_advantages, keep_old_weights])
+def test_another_machine_is_compared_within_bounds(
+    fault: Callable[[pytest.MonkeyPatch], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        pg.train(make_run(tmp_path), display=False)
+    monkeypatch.setattr(provenance, "describe_cpu", lambda: "another one")
+    result = verify(tmp_path)
+    named = {None: set(), reset_moments: {"weights"}, scale_advantages: {"advantages"}}
+    failed = {check.subject for check in result.failures}
+    assert named.get(fault, {"sampler's weights"}) <= failed
+    assert failed if fault else not failed
+    assert ("samples", "not checked") in {(check.subject, check.status) for check in result.checks}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ import tyro
 
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
-from policygrad.models.loading import TRUST_FLAG
 from policygrad.training.config.run import Run, optional_arg
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
@@ -52,16 +50,16 @@ def verify(args: list[str]) -> int:
     """Run `policygrad verify RUN [--steps N,N] [--json]`."""
     options = parse_arguments(VerifyOptions, args, "verify", *HELP)
     folder = check_resumable(Path(options.run), "train")
-    permissions = CodePermissions(options.allow_code, TRUST_FLAG in args)
+    permissions = CodePermissions(options.allow_code, options.trust_remote_code)
     run = load_config(folder / "run.toml", Run(), permissions)
     steps = None if options.steps is None else parse_steps(options.steps)
-    from policygrad.verification.report import format_text, write_reports
+    from policygrad.verification.report import format_json, format_text, write_reports
     from policygrad.verification.verify import verify_run
 
     result = verify_run(folder, run, steps, _show_progress)
     report = write_reports(result, options.output or folder)
     if options.json:
-        print(json.dumps(result.as_dict(), ensure_ascii=False))
+        print(format_json(result), end="")
     else:
         print(format_text(result))
         print(f"report: {report}")

@@ -17,51 +17,23 @@ from policygrad.training.config.paths import relative_to_folder
 from policygrad.training.config.serialization import dump_config
 from policygrad.utils.filesystem import HAS_FILE_LOCKS, acquire_lock, write_lock_owner
 
+REPORT_FILE = "report.html"  # may be rewritten at any time
 LOCK_FILE = "lock"  # Names the process at work in the folder. It has no meaning once that process is gone.
 CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")  # every run's folder has one of these
 # Files that runs, and the commands that read runs, write into the folder. Any other file is the user's.
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
-    *(
-        "metrics.jsonl",
-        "completions.jsonl",
-        "checkpoints",
-        "verification",
-        "model",
-        "model-step-*",
-        "merged",
-        "model.gguf",
-    ),
-    *(
-        "weights",
-        "result.json",
-        "verify.*",
-        "tracked.json*",
-        "report.html",
-        "stacks.txt",
-        "tensorboard",
-        "wandb",
-        ".tmp-*",
-    ),
+    *("metrics.jsonl", "completions.jsonl", "checkpoints", "verification", "weights", "result.json", "verify.*"),
+    *("model", "model-step-*", "merged", "model.gguf", "tracked.json*", "report.html", "stacks.txt", "tensorboard"),
+    *("wandb", ".tmp-*"),
 )
 NOT_COPIED = (
     LOCK_FILE,
-    *(
-        ".tmp-*",
-        "model",
-        "merged",
-        "model.gguf",
-        "weights",
-        "result.json",
-        "verify.*",
-        "tracked.json*",
-        "wandb",
-        "report.html",
-    ),
+    *(".tmp-*", "model", "merged", "model.gguf", "weights", "result.json", "verify.*", "tracked.json*", "wandb"),
+    REPORT_FILE,
 )
 """Results of a finished run, files for servers, and identities at tracking services, of which a copied run has its own."""
-REPORT_FILE = "report.html"  # may be rewritten at any time
 STASH = ".tmp-overwritten"  # holds a run that is being overwritten until the new one has started
 _TRASH = ".tmp-forgotten"
 _HEADER, _END = '# complete only with its last line, "# end"', "# end"

@@ -35,7 +35,7 @@ FOLDER = "verification"
 STEPS, BEFORE = "steps", "before"
 MAX_STATE_BYTES = 2**28  # a larger state before a step is not stored; a checkpoint may have it all the same
 MAX_RECORD_BYTES = 2**28
-MAX_DIGESTED_BYTES = 2**32  # hashing takes a second per GiB or so
+MAX_DIGESTED_BYTES = 2**32  # hashing takes about a second per GiB
 SAMPLED_ELEMENTS = 16  # per tensor, for a comparison where results are not bit-identical
 TRAINED_PREFIX, PSI = "trained/", "psi"
 UNTRAINED_STATE = ("leftover_groups", "queued_rollouts", "fingerprint", "guard", "seconds", "option_changes")
@@ -100,10 +100,9 @@ class StepRecorder:
 
     def start(self, step: int) -> None:
         """Start after `step` steps: delete what an earlier process recorded of later ones."""
-        for folder, last in ((self._folder / STEPS, step), (self._folder / BEFORE, step)):
-            for path in list_checkpoints(folder):
-                if (parse_step(path) or 0) > last:
-                    remove_checkpoint(path)
+        for path in (*list_checkpoints(self._folder / STEPS), *list_checkpoints(self._folder / BEFORE)):
+            if (parse_step(path) or 0) > step:
+                remove_checkpoint(path)
 
     def is_due(self, step: int) -> bool:
         """Return whether the state after `step` steps is stored or digested."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,14 +157,3 @@ def _as_list(expected: Tensor, actual: Tensor, differs: Tensor) -> str:
 
 def _number(x: float) -> str:
     return f"{x:.7g}" if isinstance(x, float) else str(x)
-
-
-def worst(checks: list[Check]) -> Status:
-    """Return `fails` if a check fails, `holds` if all hold, otherwise `not checked`."""
-    statuses = {check.status for check in checks}
-    return "fails" if "fails" in statuses else "not checked" if "not checked" in statuses or not statuses else "holds"
-
-
-def iter_failures(checks: list[Check]) -> Iterator[Check]:
-    """Iterate over the checks that fail."""
-    return (check for check in checks if check.status == "fails")

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint
+from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint, open_tensors
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.vine import Vine
 from policygrad.errors import CheckpointError, RunError
@@ -35,12 +34,12 @@ class RunFiles:
     run: Run
     metrics: Mapping[int, Mapping[str, float]]
     """Step → its metrics; evaluations are merged into the step they follow."""
-    repeated_steps: Sequence[int]
-    """Steps with more than one line of training metrics."""
+    repeated_steps: Mapping[int, int]
+    """Steps with more than one line of training metrics, and how many they have."""
     completions: Mapping[int, Sequence[Mapping[str, Any]]]
     """Step → its rows."""
     checkpoints: Sequence[Checkpoint]
-    """Those that are intact, newest first; with all tensors."""
+    """Those that are intact, newest first; of their tensors only AdamW's counters are read, for the others may be large."""
     states_before: Sequence[Checkpoint]
     """States before recorded steps, likewise."""
     damaged: Sequence[str]
@@ -84,12 +83,12 @@ def read_files(folder: Path, run: Run) -> RunFiles:
     def load_all(place: Path) -> Iterator[Checkpoint]:
         for path in list_checkpoints(place):
             try:
-                yield load_checkpoint(path)
+                yield load_checkpoint(path, keep_on_meta=lambda name: not name.endswith("/step"))
             except CheckpointError as error:
                 damaged.append(str(error))
 
     checkpoints, before = [*load_all(folder / "checkpoints")], [*load_all(folder / FOLDER / BEFORE)]
-    repeated = [step for step, count in trained.items() if count > 1]
+    repeated = {step: count for step, count in trained.items() if count > 1}
     return RunFiles(folder, run, metrics, repeated, completions, checkpoints, before, damaged, unreadable)
 
 
@@ -123,7 +122,8 @@ def _check_steps(files: RunFiles) -> Check:
     if files.unreadable:
         return fails("log", f"{files.unreadable} lines of {METRICS} or {COMPLETIONS} are unreadable")
     if files.repeated_steps:
-        return fails("log", f"step {files.repeated_steps[0]} is logged {len(files.repeated_steps) + 1} times")
+        step, count = next(iter(files.repeated_steps.items()))
+        return fails("log", f"step {step} is logged {count} times")
     if missing:
         return fails("log", f"{_list_steps(missing)} missing in {METRICS}")
     if without_rows:
@@ -264,12 +264,12 @@ def _check_model(files: RunFiles) -> Check:
         return not_checked("model", "there is no checkpoint to compare it with")
     last, compared = files.checkpoints[0], 0
     try:
-        with safe_open(path, framework="pt") as stored:
+        with safe_open(path, framework="pt") as stored, open_tensors(last.path) as saved:
             names = set(stored.keys())
-            for key, weight in last.tensors.items():
+            for key in saved.names:
                 name = key.removeprefix("weights/")
                 if key.startswith("weights/") and name in names:
-                    written: Tensor = stored.get_tensor(name)
+                    written, weight = stored.get_tensor(name), saved.read(key)
                     if not bool((written == weight.to(written.dtype)).all()):
                         return fails("model", f"{name} of {path.parent.name} is not that of {last.path.name}")
                     compared += 1

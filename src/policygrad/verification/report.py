@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from policygrad.pages.render import render_page
 from policygrad.trackers.jsonl import convert_write_errors
-from policygrad.utils.filesystem import read_json, write_atomically
+from policygrad.utils.filesystem import write_atomically
 from policygrad.verification.checks import Check
 from policygrad.verification.verify import Verification
 
@@ -57,6 +57,13 @@ def format_markdown(result: Verification) -> str:
     return "\n".join(lines) + "\n"
 
 
+def format_json(result: Verification) -> str:
+    """Return the report as JSON; see docs/trust.md."""
+    checks = [asdict(check) for check in result.checks]
+    report = {"run": str(result.folder), "status": result.status, "summary": summarise(result), "checks": checks}
+    return json.dumps(report, ensure_ascii=False, indent=1) + "\n"
+
+
 def format_page(result: Verification) -> str:
     """Return the report as one HTML file."""
     sections = {
@@ -92,19 +99,10 @@ def write_reports(result: Verification, folder: Path) -> Path:
     texts = {
         MARKDOWN: format_markdown(result),
         PAGE: format_page(result),
-        JSON: json.dumps(result.as_dict() | {"summary": summarise(result)}, ensure_ascii=False, indent=1) + "\n",
+        JSON: format_json(result),
     }
     for name, text in texts.items():
         with convert_write_errors(folder / name, result.folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, text)
     return folder / MARKDOWN
-
-
-def read_summary(folder: Path) -> Mapping[str, Any]:
-    """Return the last verification of a run as in verify.json, or nothing if there is none that can be read."""
-    try:
-        value = read_json(folder / JSON)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

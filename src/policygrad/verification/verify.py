@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint, parse_step
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.errors import CheckpointError, ConfigError, PolicygradError
+from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
 from policygrad.training.loop import StepResult
-from policygrad.training.provenance import NON_LEARNING_PREFIXES, list_changed_options
+from policygrad.training.provenance import NON_LEARNING_PREFIXES, fingerprint_run, list_changed_options
 from policygrad.training.step_log import build_completion_rows
 from policygrad.training.step_records import BEFORE, FOLDER, StepRecord, list_records, read_record, state_before
 from policygrad.utils.progress import ProgressCallback, ignore_progress
@@ -48,10 +49,6 @@ class Verification:
     def failures(self) -> tuple[Check, ...]:
         """The checks that fail."""
         return tuple(check for check in self.checks if check.status == "fails")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {"run": str(self.folder), "status": self.status, "checks": [asdict(check) for check in self.checks]}
 
 
 def verify_run(
@@ -87,7 +84,7 @@ class _Verifier:
         recorded = list_records(self.folder)
         if steps is None:
             after_checkpoints = [1, *(saved.step + 1 for saved in self.files.checkpoints)]
-            steps = recorded or sorted(step for step in after_checkpoints if step <= self.files.steps)
+            steps = recorded or sorted({step for step in after_checkpoints if step <= self.files.steps})
         if objects := self.run.object_options:
             names = " and ".join(objects)
             yield not_checked(
@@ -175,8 +172,6 @@ class _Verifier:
     @cached_property
     def _current_settings(self) -> Mapping[str, Any]:
         """The settings of run.toml, the sampler's among them, which the replayer leaves out."""
-        from policygrad.training.provenance import fingerprint_run
-
         return fingerprint_run(self.run.resolve(), "")["settings"]
 
     @cached_property
@@ -195,10 +190,8 @@ class _Verifier:
             return self.replayer.initial, ""
         path = state_before(self.folder, step)
         if path is None:
-            return (
-                None,
-                f"the state after step {step - 1} is not kept: neither as a checkpoint nor below {FOLDER}/{BEFORE}",
-            )
+            place = f"{FOLDER}/{BEFORE}"
+            return None, f"the state after step {step - 1} is not kept: neither as a checkpoint nor below {place}"
         try:
             return load_checkpoint(path), ""
         except CheckpointError as error:
@@ -207,7 +200,8 @@ class _Verifier:
     def _list_earlier(self, step: int) -> list[Path]:
         """Return kept states of steps before the one that `step` starts from, newest first."""
         places = [*list_checkpoints(self.folder / "checkpoints"), *list_checkpoints(self.folder / FOLDER / BEFORE)]
-        return [path for path in places if (parse_step(path) or 0) < step - 1]
+        earlier = [path for path in places if (parse_step(path) or 0) < step - 1]
+        return sorted(earlier, key=lambda path: parse_step(path) or 0, reverse=True)
 
     def _check_logged(self, step: int) -> Iterator[Check]:
         """Repeat the steps from the last state before `step`, and compare them with the log."""
@@ -219,17 +213,17 @@ class _Verifier:
                 "steps", "several learners round otherwise than one, so other tokens may be sampled", step
             )
             return
-        if self.run.sampler.engine != "local":
+        if self.run.sampler.engine != LOCAL:
             yield not_checked("steps", f"{self.run.sampler.engine} does not return the same tokens again", step)
             return
         inputs = [*self._check_inputs(self._last_fingerprint, step)]
         yield from inputs
         if any(check.subject == "settings" for check in inputs):
             return
-        kept = {saved.step: saved for saved in self.files.checkpoints} | {0: self.replayer.initial}
-        first = max(number for number in kept if number < step)
+        kept = {saved.step: saved.path for saved in (*self.files.states_before, *self.files.checkpoints)}
+        first = max((number for number in kept if number < step), default=0)
         logged = LoggedSteps(self.replayer, step, self.files.completions, self.files.metrics, kept)
-        yield from logged.run(kept[first])
+        yield from logged.run(load_checkpoint(kept[first]) if first else self.replayer.initial)
 
     @property
     def _last_fingerprint(self) -> Mapping[str, Any]:
