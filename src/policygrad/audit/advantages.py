@@ -181,9 +181,8 @@ def _candidates(recording: AuditBatch, batch: Batch, rewards: Tensor | None) -> 
                     yield from _library((*baseline, BatchStd(eps, ddof, "rewards")), batch)
     if grouped:
         yield from _library((GroupMean(), DivideByGroupMean()), batch)
-        for norm in ("length",):
-            for exclude in (True, False):
-                yield from _library((OptimalBaseline(norm, exclude),), batch)
+        for exclude in (True, False):
+            yield from _library((OptimalBaseline("length", exclude),), batch)
         for k in (2, 4, 8):
             for eps in (1e-6, 0.0):
                 yield from _library((PassAtK(k, eps),), batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.audit.advantages import AdvantageResult, least_squares, relative_error, search_advantages
+from policygrad.audit.advantages import (
+    AdvantageResult,
+    describe_chain,
+    least_squares,
+    relative_error,
+    search_advantages,
+)
 from policygrad.audit.recording import FIELDS, AuditBatch, as_batch
 from policygrad.audit.search import (
     LossMatch,
@@ -28,6 +34,7 @@ from policygrad.audit.search import (
     value_tolerance,
 )
 from policygrad.core import masked
+from policygrad.core.advantages import BatchMean, BatchStd, GroupMean, GroupStd, LeaveOneOut, reward_to_go
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.gates import Clip, OnPolicy, UnitWeight
@@ -128,8 +135,6 @@ def _fill_rows(psi: Tensor, mask: Tensor) -> Tensor:
 
 def _advantages_of_rewards(batch: AuditBatch) -> list[tuple[str, Tensor]]:
     """Return Ψ by conventional formulas for a recording with rewards and without advantages."""
-    from policygrad.core.advantages import BatchMean, BatchStd, GroupMean, GroupStd, LeaveOneOut, reward_to_go
-
     if batch.reward is None:
         return []
     chains: list[tuple[Any, ...]] = [(BatchMean(),), ()]
@@ -143,8 +148,6 @@ def _advantages_of_rewards(batch: AuditBatch) -> list[tuple[str, Tensor]]:
             (GroupMean(), BatchStd(1e-4, of="rewards")),
             *chains,
         ]
-    from policygrad.audit.advantages import describe_chain
-
     options = []
     for chain in chains:
         data = library_batch(batch, batch.mask, None)
@@ -179,8 +182,7 @@ def _check_logp(batch: AuditBatch) -> list[Finding]:
 
 def _is_near(batch: AuditBatch, value: Tensor) -> bool:
     """Return True if these numbers can be of the same policy as the logits."""
-    assert batch.logp is not None
-    return True if batch.logp is None else relative_error(value[batch.mask], batch.logp[batch.mask]) < 1
+    return batch.logp is None or relative_error(value[batch.mask], batch.logp[batch.mask]) < 1
 
 
 def _find_temperature(batch: AuditBatch, name: str, value: Tensor) -> list[Finding]:
@@ -274,8 +276,6 @@ def _varies_in_rows(psi: Tensor, mask: Tensor) -> bool:
 
 def _find_rolled_advantages(batch: AuditBatch, result: AdvantageResult) -> Finding | None:
     """Look for the advantages of another row."""
-    from dataclasses import replace
-
     if batch.rollout_advantage is not None or batch.advantage is None:
         return None
     for steps, word in ((1, "previous"), (-1, "next")):

@@ -53,26 +53,8 @@ CLIP_BOUNDS = (
 IMPORTANCE_CAPS = (5.0, 4.0, 3.0, 2.0, 1.28, 1.2, 6.0, 10.0)
 CORRECTION_CAPS = (2.0, 3.0, 1.0, 5.0, 10.0)
 _ROUND = (
-    0.1,
-    0.15,
-    0.2,
-    0.25,
-    0.28,
-    0.3,
-    0.35,
-    0.4,
-    0.5,
-    1.0,
-    2.0,
-    3e-4,
-    4e-4,
-    2e-3,
-    2.5e-3,
-    1e-3,
-    5e-3,
-    0.01,
-    0.02,
-    0.05,
+    *(0.1, 0.15, 0.2, 0.25, 0.28, 0.3, 0.35, 0.4, 0.5, 1.0, 2.0),
+    *(3e-4, 4e-4, 2e-3, 2.5e-3, 1e-3, 5e-3, 0.01, 0.02, 0.05),
 )
 
 
@@ -227,8 +209,10 @@ def averages(recording: AuditBatch, mask: Tensor) -> list[Average]:
     if recording.group is not None:
         parts.append(GroupTokenMean())
     parts += [FixedLength(int(L)) for L in dict.fromkeys([*([length] if length else []), float(width)])]
-    results = [Average(describe_part(part) if isinstance(part, FixedLength) else type(part).__name__, part(mask, group), part)
-               for part in parts]  # fmt: skip
+    results = list[Average]()
+    for part in parts:
+        name = describe_part(part) if isinstance(part, FixedLength) else type(part).__name__
+        results.append(Average(name, part(mask, group), part))
     flat = mask.double()
     results += _over_generations(recording, mask, TokenMean()(mask, group))
     for name, ids in _shares(recording):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +16,7 @@ from policygrad.errors import ConfigError
 from policygrad.training.config.run import Run, optional_arg
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
-from policygrad.training.run_folder import check_resumable
+from policygrad.training.run_folder import check_resumable, open_run_folder
 
 HELP = (
     "Check a finished or stopped run of train. Its files are compared with each other: groups, counts, checkpoints, versions, "
@@ -56,14 +58,28 @@ def verify(args: list[str]) -> int:
     from policygrad.verification.report import format_json, format_text, write_reports
     from policygrad.verification.verify import verify_run
 
-    result = verify_run(folder, run, steps, _show_progress)
-    report = write_reports(result, options.output or folder)
+    with check_idle(folder):
+        result = verify_run(folder, run, steps, _show_progress)
+        report = write_reports(result, options.output or folder)
     if options.json:
         print(format_json(result), end="")
     else:
         print(format_text(result))
         print(f"report: {report}")
     return 1 if result.status == "fails" else 0
+
+
+def check_idle(folder: Path) -> AbstractContextManager[object]:
+    """Return a context that holds the run's lock, so that no process trains it meanwhile; nothing where files are read-only.
+
+    Raises:
+        RunError: A process is training the run.
+    """
+    return open_run_folder(folder, "train", _show_note) if os.access(folder, os.W_OK) else nullcontext()
+
+
+def _show_note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def parse_steps(text: str) -> list[int]:
