@@ -171,7 +171,9 @@ def digest_tensor(tensor: Tensor) -> TensorDigest:
     """Return a tensor's sha256, norm and some of its elements."""
     plain = tensor.detach().cpu().contiguous()
     flat = plain.flatten()
-    places = torch.linspace(0, max(0, flat.numel() - 1), min(SAMPLED_ELEMENTS, flat.numel())).long()
+    # in float64: in float32 the last place of an embedding of 28,311,552 numbers is rounded to one beyond its end
+    last = max(0, flat.numel() - 1)
+    places = torch.linspace(0, last, min(SAMPLED_ELEMENTS, flat.numel()), dtype=torch.float64).long()
     return TensorDigest(
         hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
         float(flat.double().norm()),

@@ -124,6 +124,8 @@ def _check_steps(files: RunFiles) -> Check:
     if files.repeated_steps:
         step, count = next(iter(files.repeated_steps.items()))
         return fails("log", f"step {step} is logged {count} times")
+    if not files.steps:
+        return not_checked("log", "no step was finished")
     if missing:
         return fails("log", f"{_list_steps(missing)} missing in {METRICS}")
     if without_rows:
@@ -142,6 +144,9 @@ def _check_groups(files: RunFiles) -> Iterator[Check]:
     run = files.run
     if has_vine(run.algorithm):
         yield not_checked("groups", "a vine's groups have any number of completions")
+        return
+    if not files.completions:
+        yield not_checked("groups", "no completion was logged")
         return
     for step, rows in files.completions.items():
         sizes = Counter(row["group"] for row in rows if "group" in row)
