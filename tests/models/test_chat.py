@@ -34,7 +34,7 @@ def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) ->
     """The ids of a conversation as a policy meets them: prompt, what it samples, what follows, …; and its messages."""
     own = tokenizer(name)
     messages = [says("user", first)]
-    ids = own.encode(messages, 0, **options).tolist()
+    ids = own.encode(messages, 0, **options).ids.tolist()
     for reply, answer in turns:
         new = [says("user", answer)]
         ids += own.hf(reply, add_special_tokens=False)["input_ids"] + list(own.end_ids)
@@ -69,7 +69,7 @@ def test_a_reply_is_never_tokenized_again(name: str, reply: str) -> None:
 
 def test_the_first_ids_are_sampling_s_own_and_stay() -> None:
     ids, messages = play("chatml", "1 + 1 =", [("2", "2 + 2 =")])
-    prompt = tokenizer("chatml").encode(messages[:1], 0).tolist()
+    prompt = tokenizer("chatml").encode(messages[:1], 0).ids.tolist()
     assert ids[: len(prompt)] == prompt
     assert tokenizer("chatml").hf.decode(ids[len(prompt) :]) == (
         "2<|im_end|>\n<|im_start|>user\n2 + 2 =<|im_end|>\n<|im_start|>assistant\n"
@@ -88,7 +88,7 @@ def test_reasoning_stays_while_tools_answer_and_is_refused_when_the_user_speaks_
     """An earlier turn that a later message shortens is found too, not the last one alone."""
     own = tokenizer("reasoning")
     messages, call = [says("user", "1 + 1 =")], "<think>\nadd\n</think>\n\n<tool_call>add</tool_call>"
-    ids = own.encode(messages, 0, tools=TOOLS).tolist()
+    ids = own.encode(messages, 0, tools=TOOLS).ids.tolist()
     ids += own.hf(call)["input_ids"] + list(own.end_ids)
     ids += encode_continuation(own, messages, call, [says("tool", "2")], tools=TOOLS)
     messages += [says("assistant", call), says("tool", "2")]

@@ -80,7 +80,7 @@ def test_text_trains_completion_and_end_token(tokenizer: Tokenizer, tmp_path: Pa
     row = read(tmp_path, ROWS[9])
     assert learnt(row, tokenizer) == ["<answer>4</answer><eos>"]
     results = tokenise_demonstration(row, tokenizer)
-    assert results.prompt_ids.tolist() == tokenizer.encode(row.prompt, 0).tolist()
+    assert results.prompt_ids.tolist() == tokenizer.encode(row.prompt, 0).ids.tolist()
     assert learnt(read(tmp_path, {"prompt": "1 + 1 =\n", "completion": ""}), tokenizer) == ["<eos>"]
 
 
@@ -91,7 +91,7 @@ def test_chats_train_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, 
     row = read(tmp_path, {"messages": CHAT})
     results = tokenise_demonstration(row, tokenizer)
     assert learnt(row, tokenizer) == ["2<eos>", "4<eos>"]
-    assert results.prompt_ids.tolist() == tokenizer.encode(CHAT[:2], 0).tolist()
+    assert results.prompt_ids.tolist() == tokenizer.encode(CHAT[:2], 0).ids.tolist()
     text = tokenizer.hf.apply_chat_template(CHAT[:5], tokenize=False)
     assert tokenizer.hf.decode([*results.prompt_ids, *results.tokens]) == text
     equal = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})

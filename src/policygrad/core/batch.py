@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from policygrad.core.media import TextMedia, shift_media
 from policygrad.core.precision import move
 from policygrad.errors import ConfigError
 
@@ -160,6 +161,10 @@ class Batch(_Tensors):
     """[B, T] int32; `SamplingMask.counts` of each token; 0 where nothing was sampled. None = every token was possible."""
     sampling_mask_ids: tuple[Tensor, ...] = ()
     """`SamplingMask.ids` of each completion, with `sampling_mask_counts`."""
+    prompt_media: tuple[TextMedia, ...] = ()
+    """The pictures of each group's prompt; () = no prompt has any."""
+    completion_media: tuple[TextMedia, ...] = ()
+    """The pictures of each completion, at positions in `tokens`: what tools and the environment showed. () = none has any."""
     rewards: Tensor | None = None
     """[B, K] unweighted result of each reward function; `reward` is their weighted sum."""
     reward_names: tuple[str, ...] = ()
@@ -228,15 +233,31 @@ class Batch(_Tensors):
     def select(self, rows: Tensor) -> Batch:
         """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
-        if self.sampling_mask_ids:
-            indices = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-            chosen["sampling_mask_ids"] = tuple(self.sampling_mask_ids[i] for i in indices.tolist())
+        indices = (rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows).tolist()
+        for name in ("sampling_mask_ids", "completion_media"):
+            if values := getattr(self, name):
+                chosen[name] = tuple(values[i] for i in indices)
         return replace(self, **chosen)
 
     def without_texts(self) -> Batch:
-        """Return a copy without what only a model reads: token ids, experts, sampling masks."""
+        """Return a copy without what only a model reads: token ids, pictures, experts, sampling masks."""
         texts: dict[str, Any] = dict.fromkeys(("prompts", "tokens", "routed_experts", "sampling_mask_counts"))
-        return replace(self, **texts, prompt_routed_experts=(), sampling_mask_ids=())
+        for name in ("prompt_media", "completion_media", "prompt_routed_experts", "sampling_mask_ids"):
+            texts[name] = ()
+        return replace(self, **texts)
+
+    @property
+    def has_media(self) -> bool:
+        """True if a text has a picture."""
+        return bool(self.prompt_media or self.completion_media)
+
+    def media_of(self, row: int) -> TextMedia:
+        """Return the pictures of a completion's prompt and of the completion, at positions in both together."""
+        group = int(self.group[row])
+        prompt = self.prompt_media[group] if self.prompt_media else ()
+        if not self.completion_media or self.prompts is None:
+            return prompt
+        return (*prompt, *shift_media(self.completion_media[row], len(self.prompts[group])))
 
     def sampling_mask(self, rows: Tensor) -> SamplingMask | None:
         """Return the mask of the sampled tokens of the completions `rows` (indices), in their order; None if there is none."""

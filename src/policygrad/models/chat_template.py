@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
 from policygrad.models.tool_calls import get_chat_template, supports_tools
+from policygrad.tasks.pictures import content_text, list_pictures
 
 if TYPE_CHECKING:
     from policygrad.models.tokenizer import Tokenizer
@@ -46,14 +47,29 @@ def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
     converted: list[Message] = []
     for is_tool, group in groupby(messages, lambda message: message.get("role") == "tool"):
         if is_tool:
-            text = "\n".join(format_tool_response(str(message.get("content"))) for message in group)
-            converted.append({"role": "user", "content": text})
+            converted.append({"role": "user", "content": _join_responses(list(group))})
         else:
             converted += group
     if not converted:
         return converted
     first = converted[0]
-    return [{**first, "content": f"{format_tools(tools)}\n\n{first.get('content')}"}, *converted[1:]]
+    content, listed = first.get("content"), f"{format_tools(tools)}\n\n"
+    if isinstance(content, (list, tuple)):
+        return [{**first, "content": ({"type": "text", "text": listed}, *content)}, *converted[1:]]
+    return [{**first, "content": f"{listed}{content}"}, *converted[1:]]
+
+
+def _join_responses(messages: Sequence[Message]) -> Any:
+    """Join what the tools of one turn returned: text, or parts if there is a picture."""
+    if not any(list_pictures(messages)):
+        return "\n".join(format_tool_response(content_text(message.get("content") or "")) for message in messages)
+    parts = list[Any]()
+    for message in messages:
+        content = message.get("content") or ""
+        inner = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        before = "\n<tool_response>\n" if parts else "<tool_response>\n"
+        parts += [{"type": "text", "text": before}, *inner, {"type": "text", "text": "\n</tool_response>"}]
+    return tuple(parts)
 
 
 def render(
@@ -82,9 +98,10 @@ def render(
     if tools and not supports_tools(get_chat_template(tokenizer.hf)):
         messages, tools = inline_tools(messages, tools), None
     options = {} if tools is None else {"tools": list(tools)}
+    conversation = [_with_parts(message, tokenizer, source) for message in messages]
     try:
         text = tokenizer.hf.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=generation_prompt, **options
+            conversation, tokenize=False, add_generation_prompt=generation_prompt, **options
         )
     except Exception as error:  # a template is the model's program: it may raise anything
         roles = ", ".join(str(m.get("role")) for m in messages)
@@ -93,6 +110,29 @@ def render(
             f"{str(error).strip().rstrip('.') or repr(error)}. Change the messages, or give the prompt as a string"
         ) from error
     return str(text)
+
+
+def _with_parts(message: Message, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
+    """Write a message's content as its model's template reads it: text, or for a model that sees a list of parts."""
+    content = message.get("content")
+    if tokenizer.pictures is None:
+        if any(list_pictures([message])):
+            raise ModelError(
+                f"{source} has a picture, and {tokenizer.name!r} does not see: give a vision-language model, with its processor"
+            )
+        return {**message, "content": content if content is None else content_text(content)}
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    parts = [part if part["type"] == "text" else {"type": "image"} for part in content or ()]
+    return {**message, "content": parts}
+
+
+def expand_pictures(tokenizer: Tokenizer, text: str, messages: Sequence[Message], source: str) -> str:
+    """Return a rendered text with the placeholder tokens of its messages' pictures. Raises ModelError."""
+    pictures = list(list_pictures(messages))
+    if not pictures or tokenizer.pictures is None:
+        return text
+    return tokenizer.pictures.expand(text, pictures, source)
 
 
 def render_ids(
@@ -105,6 +145,7 @@ def render_ids(
 ) -> list[int]:
     """Render messages and encode them; the template writes all special tokens. Raises like `render`."""
     text = render(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, source=source)
+    text = expand_pictures(tokenizer, text, messages, source)
     return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
 
 

@@ -1,4 +1,4 @@
-"""Loading a causal language model."""
+"""Loading a causal language model, which may also see."""
 
 from __future__ import annotations
 
@@ -117,7 +117,6 @@ def load_model(
 
 
 def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora | None) -> nn.Module:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -129,15 +128,15 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
             f"{what} ({config.get('model_type')}) is an encoder-decoder, which reads its prompt separately: use a causal "
             "language model (decoder-only)"
         )
-    base = adapter_base(path)
+    base, base_config = adapter_base(path), dict[str, Any]()
     if base is not None:
         require_peft(f"{what}, which is an adapter,")
         check_same_adapter(lora or Lora(), read_lora(path), model)
         reject_pickle_files(base, f"the model {base!r}, which {model!r} adapts,")
-        read_config(base, f"the model {base!r}, which {model!r} adapts,")
+        base_config = read_config(base, f"the model {base!r}, which {model!r} adapts,")
     quantization = quantization_kwargs(lora, dtype)
     load: Any = partial(
-        AutoModelForCausalLM.from_pretrained,
+        _auto_class(config if base is None else base_config).from_pretrained,
         dtype=dtype,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused by check_missing_weights, which names them
@@ -175,6 +174,16 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     train_only_adapters(loaded)
     reload_saved_precision(loaded, path)
     return loaded
+
+
+def _auto_class(config: Mapping[str, Any]) -> Any:
+    """Return the class of transformers that loads a model: with its vision tower if the folder has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as classes
+
+    name = classes.get(str(config.get("model_type")))
+    sees = config.get("vision_config") is not None and name in (config.get("architectures") or ())
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def model_origin(model: str | nn.Module) -> str:

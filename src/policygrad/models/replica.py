@@ -99,8 +99,11 @@ def _build_from_config(model: Any) -> nn.Module:
     if not hasattr(type(model), "_from_config") or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} has no configuration to build a second one from: {_BUILD_HINT}")
     config = copy.deepcopy(model.config)
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    attention: Any = {name: part._attn_implementation for name, part in parts.items()}
+    attention = {"": config._attn_implementation} | attention if attention else config._attn_implementation
     return type(model)._from_config(  # type: ignore[no-any-return]
-        config, dtype=model.dtype, attn_implementation=config._attn_implementation
+        config, dtype=model.dtype, attn_implementation=attention
     )
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policygrad.core.media import TextMedia
 from policygrad.errors import DataError, ModelError
 from policygrad.models.chat_template import (
     HistoryRewrittenError,
     Message,
     Tools,
+    expand_pictures,
     extend_ids,
     format_tools,
     render,
@@ -28,6 +30,18 @@ from policygrad.models.control_tokens import Placeholders, encode_escaped, escap
 from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
+from policygrad.models.vision import PictureProcessor, load_processor, wrap_processor
+from policygrad.tasks.pictures import content_text, list_pictures
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedText:
+    """A text as a model reads it."""
+
+    ids: Tensor
+    """[P] int64; of a picture, its placeholder tokens."""
+    media: TextMedia = ()
+    """The pictures."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +56,12 @@ class Tokenizer:
     end_ids: frozenset[int]  # ids that end a completion
     name: str
     context_length: int | None  # maximum tokens of a prompt and its completion together
+    pictures: PictureProcessor | None = None  # None: the model does not see
 
     def encode(
         self, prompt: str | Sequence[Message], max_tokens: int, source: str = "a prompt", tools: Tools | None = None
-    ) -> Tensor:
-        """Encode a prompt as [P] int64: text as it is, chat messages rendered by the tokenizer's template.
+    ) -> EncodedText:
+        """Encode a prompt: text as it is, chat messages rendered by the tokenizer's template.
 
         Raises:
             ModelError: No chat template, or one that refuses the messages; a prompt without tokens, or one that leaves no room
@@ -66,7 +81,14 @@ class Tokenizer:
                 f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context_length} "
                 f"positions of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
             )
-        return torch.tensor(ids, dtype=torch.int64)
+        return self._with_media(ids, () if isinstance(prompt, str) else prompt, source)
+
+    def _with_media(self, ids: Sequence[int], messages: Sequence[Message], source: str) -> EncodedText:
+        """Add the pictures of some messages to the ids in which their placeholder tokens are."""
+        tensor, pictures = torch.tensor(ids, dtype=torch.int64), list(list_pictures(messages))
+        if not pictures or self.pictures is None:
+            return EncodedText(tensor)
+        return EncodedText(tensor, self.pictures.media(tensor, pictures, source))
 
     def encode_continuation(
         self,
@@ -75,8 +97,8 @@ class Tokenizer:
         new: str | Sequence[Message],
         source: str = "a conversation",
         tools: Tools | None = None,
-    ) -> Tensor:
-        """Encode what stands between a sampled turn and the next, [n] int64: prompt + sampled ids + these are the next prompt.
+    ) -> EncodedText:
+        """Encode what stands between a sampled turn and the next: prompt + sampled ids + these are the next prompt.
 
         They are the rendered difference. Decoded, the concatenation is the template's rendering of the conversation, except for
         whitespace around the reply and the end token, which a template may trim or leave out. New messages come from tools and
@@ -97,7 +119,7 @@ class Tokenizer:
         prefix = _make_placeholder(repr((so_far, reply, new, tools)))
         if isinstance(so_far, str) or isinstance(new, str):
             [text], placeholders = escape_special_tokens(self.hf, [{"content": str(new)}], prefix)
-            return torch.tensor(encode_escaped(self.hf, text["content"], placeholders, source), dtype=torch.int64)
+            return self._with_media(encode_escaped(self.hf, text["content"], placeholders, source), (), source)
         escaped, placeholders = escape_special_tokens(self.hf, new, prefix)
         rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
         before = rendered(so_far).rstrip()
@@ -112,7 +134,7 @@ class Tokenizer:
                 "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every "
                 "turn, or use a template that only appends"
             )
-        return self._encode_after_end(tail, placeholders, source)
+        return self._encode_after_end(tail, new, placeholders, source)
 
     def encode_rewritten(
         self,
@@ -121,7 +143,7 @@ class Tokenizer:
         new: int,
         source: str = "a conversation",
         tools: Tools | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[EncodedText, Tensor]:
         """Encode a conversation whose template rewrites earlier turns.
 
         Earlier replies are text here, as the template renders them. Control tokens that they, tools or environments spell out are
@@ -132,7 +154,7 @@ class Tokenizer:
             new: Number of messages after the last reply.
 
         Returns:
-            The ids of the conversation up to where the assistant's turn begins [P'], and of the new messages [n], int64.
+            The conversation up to where the assistant's turn begins, and the ids of the new messages [n], int64.
 
         Raises:
             ModelError: See `encode_continuation`.
@@ -146,13 +168,17 @@ class Tokenizer:
         mark = _make_placeholder(text)
         _, marked, tail = rendered([*earlier, {"role": "assistant", "content": mark}, *new_messages]).partition(mark)
         if not marked:  # the template does not show the reply at all
-            tail = "\n".join(str(message.get("content", "")) for message in new_messages)
-        ids = torch.tensor(encode_escaped(self.hf, text, placeholders, source), dtype=torch.int64)
-        return ids, self._encode_after_end(tail, placeholders, source)
+            tail, new_messages = "\n".join(content_text(message.get("content", "")) for message in new_messages), []
+        text = expand_pictures(self, text, conversation, source)
+        rewritten = self._with_media(encode_escaped(self.hf, text, placeholders, source), conversation, source)
+        return rewritten, self._encode_after_end(tail, new_messages, placeholders, source).ids
 
-    def _encode_after_end(self, tail: str, placeholders: Placeholders, source: str) -> Tensor:
-        """Encode what follows the sampled end token. It is tokenized after that token, where the result may differ."""
-        ids: list[int] | None = None
+    def _encode_after_end(
+        self, tail: str, messages: Sequence[Message], placeholders: Placeholders, source: str
+    ) -> EncodedText:
+        """Encode what follows the sampled end token, `messages` rendered as `tail`. It is tokenized after that token, where the
+        result may differ."""
+        tail, ids = expand_pictures(self, tail, messages, source), None
         for end in sorted(self.end_ids):
             text = str(self.hf.convert_ids_to_tokens(end))
             if tail.lstrip().startswith(text):
@@ -160,8 +186,8 @@ class Tokenizer:
                 with_end = encode_escaped(self.hf, text + tail, placeholders, source)
                 ids = with_end[1:] if with_end[:1] == [end] else None
                 break
-        return torch.tensor(
-            encode_escaped(self.hf, tail, placeholders, source) if ids is None else ids, dtype=torch.int64
+        return self._with_media(
+            encode_escaped(self.hf, tail, placeholders, source) if ids is None else ids, messages, source
         )
 
     def encode_answer(
@@ -261,6 +287,7 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
     generation: Any = getattr(network, "generation_config", None)
     # ends written down for generation with this model, not the defaults of its configuration's class
     declared = [] if getattr(generation, "_from_model_config", True) else [generation.eos_token_id]
+    pictures: PictureProcessor | None = None
     if isinstance(model, str):
         path, name = resolve_model(model), model
         base = adapter_base(path)
@@ -271,10 +298,19 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
             files = "tokenizer.json and tokenizer_config.json"
             raise load_error(f"the tokenizer of {model!r}", error, files, tokenizer_path) from error
         declared = [*_read_end_ids(path), *(_read_end_ids(base) if base else ()), *declared]
+        pictures = load_processor(tokenizer_path, network, tokenizer, name, trust_remote_code)
+    elif hasattr(model, "image_processor") and hasattr(model, "tokenizer"):
+        tokenizer = model.tokenizer
+        name = str(getattr(tokenizer, "name_or_path", "") or type(model).__name__)
+        pictures = wrap_processor(model, network, name)
     elif callable(model) and hasattr(model, "decode") and hasattr(model, "eos_token_id"):
         tokenizer, name = model, str(getattr(model, "name_or_path", "") or type(model).__name__)
     else:
-        raise ModelError(f"a tokenizer is a folder, a hub id or a transformers tokenizer, not {type(model).__name__}")
+        raise ModelError(
+            f"a tokenizer is a folder, a hub id, a transformers tokenizer or a processor with one, not {type(model).__name__}"
+        )
+    if pictures is not None and isinstance(getattr(pictures.hf, "chat_template", None), str):
+        tokenizer.chat_template = pictures.hf.chat_template  # which places pictures
     check_vocabulary(tokenizer, network, name)
     ends: set[Any] = set()
     for ids in (tokenizer.eos_token_id, *declared):
@@ -288,7 +324,7 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
             f"neither the tokenizer nor a configuration file of {name!r} names an end token, so no completion could ever end: "
             "set `eos_token` in its tokenizer_config.json"
         )
-    return Tokenizer(tokenizer, frozenset(ends), name, context_length(network))
+    return Tokenizer(tokenizer, frozenset(ends), name, context_length(network), pictures)
 
 
 def check_vocabulary(tokenizer: Any, network: nn.Module, name: str) -> None:

@@ -94,6 +94,10 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
         fields["positions"] = pad([t.positions(len(g.prompt_ids)) for g in groups for t in g.trajectories])
     if "demonstration" in needs or any(t.demonstration for t in rows):
         fields["demonstration"] = torch.tensor([t.demonstration for t in rows], dtype=torch.bool)
+    if any(g.media for g in groups):
+        fields["prompt_media"] = tuple(g.media for g in groups)
+    if any(s.media for t in rows for s in t.segments):
+        fields["completion_media"] = tuple(t.media for t in rows)
     for name in {"level", "levels"} & needs:  # columns of a task with levels
         fields[name] = per_episode([g.spec.example.columns[name] for g in groups])
     if "rewards" in needs:

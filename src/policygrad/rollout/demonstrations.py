@@ -44,7 +44,7 @@ def check_demonstrations(rows: Sequence[Example], encoder: Tokenizer, max_tokens
     for example in rows:
         where = f"{example.source or 'a row'}: column {DEMONSTRATION_COLUMN!r}"
         if (demonstration := parse_demonstration(example, where)) is not None:
-            prompt_ids = encoder.encode(example.prompt, max_tokens, example.source)
+            prompt_ids = encoder.encode(example.prompt, max_tokens, example.source).ids
             lengths.append((where, len(_encode(demonstration, example, prompt_ids, encoder, where))))
     if long := [(where, n) for where, n in lengths if n > max_tokens]:
         where, n = long[0]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from policygrad.core.media import TextMedia, distinguish_media, select_media, shift_media
 from policygrad.environments.base import (
     CONTEXT,
     FAILED,
@@ -31,7 +32,7 @@ from policygrad.environments.base import (
 )
 from policygrad.errors import EngineError
 from policygrad.models.chat_template import HistoryRewrittenError, Tools
-from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tokenizer import EncodedText, Tokenizer
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
@@ -74,8 +75,8 @@ async def run_episodes(
                 sampler.clear_texts()
             await asyncio.gather(*(episode.abandon() for episode in episodes), return_exceptions=True)
     return [
-        EpisodeGroup(spec, prompt_ids, tuple(episode.trajectory(encoder) for episode in group))
-        for spec, prompt_ids, group in zip(specs, prompts, groups, strict=True)
+        EpisodeGroup(spec, prompt.ids, tuple(episode.trajectory(encoder) for episode in group), media=prompt.media)
+        for spec, prompt, group in zip(specs, prompts, groups, strict=True)
     ]
 
 
@@ -88,7 +89,7 @@ class _Episode:
         self.failure = ""  # error of the environment
         self.name = str(getattr(factory, "__name__", type(factory).__name__))
         """Name of the environment in messages: its class, or the factory if the class is private or unknown."""
-        self.context_ids = torch.empty(0, dtype=torch.int64)
+        self.context_ids, self.context_media = torch.empty(0, dtype=torch.int64), TextMedia()
         self.conversation: Prompt = ""  # everything before the current turn
         self.num_opening_messages = 0  # messages of the conversation that the episode began with
         self.tools: Tools | None = None
@@ -131,7 +132,9 @@ class _Episode:
         key = (*self.spec.key, self.sample, turn) if turn else (*self.spec.key, self.sample)
         continues = not isinstance(self.environment, SingleTurn)
         self.needs_mask = sampling.is_truncated and self.spec.key[1] == TRAIN
-        return Request(self.context_ids, key, sampling, self.turn_budget, continues, self.needs_mask)
+        return Request(
+            self.context_ids, key, sampling, self.turn_budget, continues, self.needs_mask, media=self.context_media
+        )
 
     async def step(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> None:
         """Add a sampled turn and pass it to the environment."""
@@ -231,7 +234,8 @@ class _Episode:
             messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
         try:
-            segment = Segment(encoder.encode_continuation(before, text, content, self.spec.location, self.tools))
+            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
+            segment = Segment(new.ids, media=new.media)
         except HistoryRewrittenError:
             # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
             # sampled tokens stay in the context in which they were sampled
@@ -239,13 +243,18 @@ class _Episode:
             rendered, new_tokens = encoder.encode_rewritten(
                 self.conversation, self.num_opening_messages, len(content), self.spec.location, self.tools
             )
-            shared = min(len(so_far), len(rendered) - 1)
-            differs = (so_far[:shared] != rendered[:shared]).nonzero()
-            prefix_length = int(differs[0]) if len(differs) else shared
-            segment = Segment(rendered[prefix_length:])
+            shared = min(len(so_far), len(rendered.ids) - 1)
+            earlier = distinguish_media(so_far, self.context_media)[:shared]
+            differs = (earlier != distinguish_media(rendered.ids, rendered.media)[:shared]).nonzero()
+            prefix_length = _before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
+            media = select_media(rendered.media, prefix_length, len(rendered.ids))
+            segment = Segment(rendered.ids[prefix_length:], media=media)
             if prefix_length < len(so_far):  # otherwise it is another text with the same tokens
                 segment = replace(segment, prefix_length=prefix_length, new_tokens=new_tokens)
-        self.context_ids = torch.cat([so_far[: segment.prefix_length], segment.tokens])
+        prefix_length = len(so_far) if segment.prefix_length is None else segment.prefix_length
+        self.context_ids = torch.cat([so_far[:prefix_length], segment.tokens])
+        earlier_media = select_media(self.context_media, 0, prefix_length)
+        self.context_media = (*earlier_media, *shift_media(segment.media, prefix_length))
         limit = encoder.context_length
         self.turn_budget = self.token_budget if limit is None else min(self.token_budget, limit - len(self.context_ids))
         if self.turn_budget < 1:
@@ -254,6 +263,11 @@ class _Episode:
         self.segments.append(segment)
         self.turn_states.append(_state(observation, self.name))
         return True
+
+
+def _before_picture(length: int, media: TextMedia) -> int:
+    """Return a prefix's length without the picture that it ends in the middle of."""
+    return next((int(m.slots[0]) for m in media if m.slots[0] < length <= m.slots[-1]), length)
 
 
 async def _call_close(close: Callable[[], Any]) -> None:
@@ -272,7 +286,7 @@ async def _gather(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, An
 
 def _encode_prompt(
     episodes: Sequence[_Episode], observations: Sequence[Observation | None], encoder: Tokenizer
-) -> Tensor:
+) -> EncodedText:
     """Encode the first observation of a group once and give it to its episodes. None = the environment failed."""
     spec = episodes[0].spec
     max_tokens = spec.max_tokens + (0 if spec.prefix is None else len(spec.prefix))
@@ -288,13 +302,14 @@ def _encode_prompt(
     tools = first.tools or None
     is_single_turn = isinstance(pairs[0][0].environment, SingleTurn)
     source = spec.location if is_single_turn else f"the first observation of {name} ({spec.location})"
-    prompt_ids = encoder.encode(first.content, max_tokens, source, tools)
-    context_ids = prompt_ids if spec.prefix is None else torch.cat([prompt_ids, spec.prefix])
+    prompt = encoder.encode(first.content, max_tokens, source, tools)
+    context_ids = prompt.ids if spec.prefix is None else torch.cat([prompt.ids, spec.prefix])
     for episode, observation in pairs:
         episode.context_ids, episode.conversation, episode.tools = context_ids, first.content, tools
+        episode.context_media = prompt.media
         episode.num_opening_messages = len(first.content)
         episode.turn_states.append(_state(observation, episode.name))
-    return prompt_ids
+    return prompt
 
 
 def _state(observation: Observation, name: str) -> Hashable:

@@ -191,7 +191,7 @@ def sample_vine(
             rows.append(replace(tried.token, text=text, truncated=truncated, reward=tried.value))
         assert s.spec.prefix is not None
         prompt_ids = torch.cat([groups[s.group].prompt_ids, s.spec.prefix])
-        state_groups.append(EpisodeGroup(s.spec, prompt_ids, tuple(rows)))
+        state_groups.append(EpisodeGroup(s.spec, prompt_ids, tuple(rows), media=groups[s.group].media))
         # [K], ŵ·K: by probability if all tokens are distinct, otherwise by how often each was sampled
         if vine.distinct:
             token_weights = torch.cat([t.token.logp for t in s.valued_tokens]).double().softmax(0) * len(rows)
@@ -232,7 +232,8 @@ def _value_tokens(
         prefix = torch.cat([s.spec.prefix, tried.token.tokens])
         key = (*s.spec.key, MAX_TRY_ROUNDS)  # the same for all tokens of a state
         spec = replace(s.spec, key=key, max_tokens=s.spec.max_tokens - 1, prefix=prefix)
-        texts.append(EpisodeGroup(spec, groups[s.group].prompt_ids, (tried.token,)))
+        group = groups[s.group]
+        texts.append(EpisodeGroup(spec, group.prompt_ids, (tried.token,), media=group.media))
     # an end token, or the last one of the budget, completes its text by itself; the others are continued
     unfinished = [i for i, text in enumerate(texts) if text.spec.max_tokens and text.trajectories[0].truncated]
     continued = play([texts[i].spec for i in unfinished], vine.samples) if unfinished else []

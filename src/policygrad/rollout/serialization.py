@@ -11,6 +11,7 @@ from torch import Tensor
 
 from policygrad.core import metrics
 from policygrad.core.batch import Batch, SamplingMask
+from policygrad.core.media import Media, TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, StepMarks, Trajectory
@@ -19,6 +20,8 @@ from policygrad.tasks.base import Example
 LEFTOVER_PREFIX, QUEUED_PREFIX = "leftover/", "queued/"
 """First part of the names of tensors that belong to leftover groups, and to queued rollouts."""
 RAGGED_FIELDS = ("prompts", "prompt_routed_experts", "sampling_mask_ids")  # batch fields that are tuples of tensors
+MEDIA_PREFIX = "media/"
+MEDIA_FIELDS = ("prompt_media", "completion_media")  # batch fields with the pictures of texts
 PackedState = tuple[dict[str, Tensor], dict[str, Any]]  # (tensors by name, plain values)
 
 
@@ -36,8 +39,13 @@ def pack_rollouts(groups: Sequence[EpisodeGroup], rollouts: Sequence[Rollout]) -
             elif field.name in RAGGED_FIELDS and value:
                 packed[f"batch/{field.name}"] = torch.cat(value)
                 batch_values[field.name] = tuple(map(len, value))
-            elif value is not None and field.name not in RAGGED_FIELDS:
+            elif value is not None and field.name not in (*RAGGED_FIELDS, *MEDIA_FIELDS):
                 batch_values[field.name] = value
+        media_tensors, batch_media = pack_media([*rollout.batch.prompt_media, *rollout.batch.completion_media])
+        packed |= {f"batch/{name}": x for name, x in media_tensors.items()}
+        batch_media["prompts"] = len(rollout.batch.prompt_media)
+        if media_tensors:
+            batch_values["media"] = batch_media
         values: dict[str, Any] = {"batch": batch_values, "position": rollout.position, "messages": rollout.messages}
         for name in ("groups", "leftover_groups"):
             group_tensors, values[name] = pack_groups(getattr(rollout, name))
@@ -66,7 +74,12 @@ def unpack_rollouts(
     for i, queued in enumerate(values.get("queued_rollouts", ())):
         packed = _strip_prefix(tensors, f"{QUEUED_PREFIX}{i}/")
         batch: dict[str, Any] = _strip_prefix(packed, "batch/")
-        for name, value in queued["batch"].items():
+        batch_values = dict(queued["batch"])
+        if media := batch_values.pop("media", None):
+            texts, n = unpack_media(batch, media), media["prompts"]
+            batch = {name: x for name, x in batch.items() if not name.startswith(MEDIA_PREFIX)}
+            batch |= {"prompt_media": texts[:n], "completion_media": texts[n:]}
+        for name, value in batch_values.items():
             ragged = name in RAGGED_FIELDS
             batch[name] = tuple(x.clone() for x in batch[name].split(list(value))) if ragged else tuple(value)
         measured: Metrics = {name: getattr(metrics, kind)(*args) for name, (kind, args) in queued["metrics"].items()}
@@ -105,6 +118,8 @@ def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list
         "mask_counts": [s.sampling_mask.counts for s in segments if s.sampling_mask is not None],
     }
     tensors |= {name: torch.cat(parts) for name, parts in optional.items() if parts}
+    media_tensors, media = pack_media([*(g.media for g in groups), *(s.media for s in segments)])
+    tensors |= media_tensors
     values: list[dict[str, Any]] = []
     for g in groups:
         state_ids: dict[Hashable, int] = {}  # only equality of states matters, and not every state can be written
@@ -118,6 +133,8 @@ def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list
                 "reward_weights": tuple((name, float(weight)) for name, weight in g.reward_weights),
             }
         )
+    if media_tensors:
+        values[0]["media"] = media  # of all groups
     return tensors, values
 
 
@@ -157,6 +174,8 @@ def unpack_groups(
 ) -> tuple[EpisodeGroup, ...]:
     """Return the groups. `example(i)` is the task's i-th example."""
     unread = dict(tensors)
+    media = iter(unpack_media(tensors, values[0]["media"]) if values and "media" in values[0] else ())
+    prompt_media = [next(media, ()) for _ in values]
 
     def take(name: str, n: int | None) -> Any:
         if n is None:
@@ -168,7 +187,10 @@ def unpack_groups(
         n, tokens = value["tokens"], take("tokens", value["tokens"])
         if not value["sampled"]:
             new_tokens = take("new_tokens", value.get("new_tokens"))
-            return Segment(tokens, prefix_length=value.get("prefix_length"), new_tokens=new_tokens)
+            return Segment(
+                tokens, prefix_length=value.get("prefix_length"), new_tokens=new_tokens, media=next(media, ())
+            )
+        next(media, ())  # a policy shows no pictures
         version = take("version", n)
         experts = take("routed_experts", value["routed_experts"] or None)
         num_ids = value.get("mask_ids")
@@ -181,14 +203,44 @@ def unpack_groups(
         marks = None if marks is None else StepMarks(*marks)
         return Trajectory(**dict(value) | {"segments": segments, "step_marks": marks})
 
-    def group(value: Mapping[str, Any]) -> EpisodeGroup:
+    def group(value: Mapping[str, Any], shown: TextMedia) -> EpisodeGroup:
         prefix = take("prefixes", value["prefix"])
         spec = EpisodeSpec(example(value["key"][3]), value["key"], value["max_tokens"], prefix)
         prompt_ids = take("prompts", value["prompt"])
         trajectories = tuple(trajectory(t) for t in value["trajectories"])
-        return EpisodeGroup(spec, prompt_ids, trajectories, value["reward_weights"])
+        return EpisodeGroup(spec, prompt_ids, trajectories, value["reward_weights"], shown)
 
-    return tuple(map(group, values))
+    return tuple(map(group, values, prompt_media))
+
+
+# Pictures: each one's tensors once, however many texts show it.
+
+
+def pack_media(texts: Sequence[TextMedia]) -> PackedState:
+    """Pack the pictures of texts; no tensors if there are none."""
+    numbers = dict[str, int]()
+    tensors, slots, shown = dict[str, Tensor](), list[Tensor](), list[tuple[tuple[int, int], ...]]()
+    for text in texts:
+        for m in text:
+            if m.digest not in numbers:
+                numbers[m.digest] = len(numbers)
+                tensors |= {f"{MEDIA_PREFIX}{numbers[m.digest]}/{name}": x for name, x in m.tensors.items()}
+            slots.append(m.slots)
+        shown.append(tuple((numbers[m.digest], len(m.slots)) for m in text))
+    if slots:
+        tensors[f"{MEDIA_PREFIX}slots"] = torch.cat(slots)
+    return tensors, {"digests": tuple(numbers), "texts": tuple(shown)}
+
+
+def unpack_media(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> tuple[TextMedia, ...]:
+    """Return the pictures of texts."""
+    digests = list(values["digests"])
+    pictures = [_strip_prefix(tensors, f"{MEDIA_PREFIX}{i}/") for i in range(len(digests))]
+    counts = [n for text in values["texts"] for _, n in text]
+    slots = iter(torch.split(tensors[f"{MEDIA_PREFIX}slots"], counts))
+    return tuple(
+        tuple(Media(next(slots).clone(), pictures[i], digests[i]) for i, _ in text) for text in values["texts"]
+    )
 
 
 def _strip_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch, SamplingMask
+from policygrad.core.media import Media, TextMedia, shift_media
 from policygrad.environments.base import ENVIRONMENT, TOKENS
 from policygrad.rewards.base import StepScores
 from policygrad.samplers.base import Generation, SamplingParams
@@ -92,6 +93,8 @@ class Segment:
     """The tokens that top-k and top-p left at each one; None = all."""
     new_tokens: Tensor | None = None
     """[m] int64; the new part of `tokens`, for texts and reward functions; None = all."""
+    media: TextMedia = ()
+    """Pictures that a tool or the environment showed, at positions in `tokens`."""
 
     @classmethod
     def from_generation(cls, generation: Generation) -> Segment:
@@ -218,6 +221,15 @@ class Trajectory:
         return SamplingMask.concat([s.sampling_mask or none for s, none in zip(self.segments, unmasked, strict=True)])
 
     @property
+    def media(self) -> TextMedia:
+        """The pictures, at positions in `tokens`."""
+        media, at = list[Media](), 0
+        for segment in self.segments:
+            media += shift_media(segment.media, at)
+            at += len(segment.tokens)
+        return tuple(media)
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Tokens sampled by the policy."""
         return 0 if self.demonstration else sum(len(s.tokens) for s in self.segments if s.is_sampled)
@@ -232,6 +244,8 @@ class EpisodeGroup:
     trajectories: tuple[Trajectory, ...]
     reward_weights: tuple[tuple[str, float], ...] = ()
     """(name, weight) of each value in `Trajectory.reward_parts`; the environment's own reward is one of them."""
+    media: TextMedia = ()
+    """The prompt's pictures."""
 
 
 def _concat(parts: list[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from policygrad.core.batch import SamplingMask
+from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.weight_sync.base import PublishedWeights
@@ -64,6 +65,8 @@ class Request:
     """A later prompt may continue this text, as in a conversation: the sampler may keep what it has computed of it."""
     needs_mask: bool = False
     """`Generation.sampling_mask` is needed: the completion is trained on, and top-k or top-p is in use."""
+    media: TextMedia = ()
+    """The prompt's pictures."""
     stop: frozenset[int] | None = None
     """Token ids that end the completion; None = the tokenizer's end tokens."""
 

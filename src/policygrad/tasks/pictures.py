@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -56,22 +56,27 @@ class Picture:
             with Image.open(io.BytesIO(self.read())) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
-                    raise DataError(f"{self.source}: a picture of {width} × {height} pixels, the most is {MAX_PIXELS:,} pixels")
+                    raise DataError(
+                        f"{self.source}: a picture of {width} × {height} pixels, the most is {MAX_PIXELS:,} pixels"
+                    )
                 return ImageOps.exif_transpose(image).convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{self.source}: the picture {self.path or 'of this row'} cannot be decoded: {error}") from error
+            raise DataError(
+                f"{self.source}: the picture {self.path or 'of this row'} cannot be decoded: {error}"
+            ) from error
 
 
-def list_pictures(prompt: str | Iterable[Any]) -> Iterator[Picture]:
+def list_pictures(prompt: str | Iterable[Mapping[str, Any]]) -> Iterator[Picture]:
     """Yield the pictures of a prompt in order."""
-    for message in () if isinstance(prompt, str) else prompt:
+    messages: Iterable[Mapping[str, Any]] = () if isinstance(prompt, str) else prompt
+    for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, (list, tuple)) else ():
             if part["type"] == "image":
                 yield part["image"]
 
 
-def content_text(content: str | Iterable[Any]) -> str:
+def content_text(content: str | Iterable[Mapping[str, Any]]) -> str:
     """Return a message's content as text, each picture as `[image]`."""
     if isinstance(content, str):
         return content

@@ -155,7 +155,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust)
     completion = run.sampling.max_tokens
     prompts = [task.train_example(i).prompt for i in range(NUM_PROBE_PROMPTS)]
-    lengths = [len(tokenizer.encode(prompt, completion)) for prompt in prompts]
+    lengths = [len(tokenizer.encode(prompt, completion).ids) for prompt in prompts]
     prompt, libraries = round(statistics.fmean(lengths)), get_resident_bytes() if device == "cpu" else 0
     dtype, tokens = DTYPES[run.learner.dtype], run.learner.resolve_micro_tokens(device, parameters)
     samples = run.effective_samples_per_prompt

@@ -165,7 +165,8 @@ def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExamp
         ModelError: The prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the
             assistant's, or there are more tokens than the model can read.
     """
-    prompt_ids = tokenizer.encode(row.prompt, 0, row.source)
+    prompt = tokenizer.encode(row.prompt, 0, row.source)
+    prompt_ids = prompt.ids
     ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
     if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:
         raise ModelError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,14 @@ from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
 from policygrad.models.loading import at_least_float32
 from policygrad.models.moe_routing import Routing
+from policygrad.models.vision import (
+    attends_both_ways,
+    base_network,
+    embedding,
+    picture_inputs,
+    picture_positions,
+    placeholder_id,
+)
 
 Inputs = dict[str, Any]
 E = TypeVar("E", bound="Evaluator")
@@ -42,6 +51,7 @@ class Network:
     use_tree: bool = False  # the model reads a pack as a tree, each node once; otherwise text by text
     use_flex: bool = True  # FlexAttention where it is faster
     routing: Routing | None = None  # replays the sampler's experts in a mixture of experts
+    shares_pictures: bool = True  # a tree may have pictures: none of its masks depends on them
 
     @property
     def vocabulary(self) -> int:
@@ -76,20 +86,46 @@ class Network:
         if self.use_tree:  # tree attention leaves a four-dimensional mask as it is
             ids, positions = part.ids[None], part.positions[None]
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            inputs: Inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            if part.slots is not None:
+                inputs |= picture_inputs(self.model, ids, part.slots[None], part.node_media)
+                inputs["position_ids"] = self._node_positions(part)
             return part.predicting_nodes, inputs | {"tree": part.tree, "use_flex": self.use_flex}
         # A row per text. Causal attention does not see the padding behind a text; without a mask, which is all ones, some models
         # look for padding ids.
         ids = part.ids[part.paths]
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+        if part.slots is not None:
+            slots = part.slots[part.paths] & self._is_token(part)
+            inputs |= picture_inputs(self.model, ids, slots, chain.from_iterable(part.media))
+            inputs["position_ids"] = self._text_positions(part)
         return part.predicting_positions, inputs
+
+    def _is_token(self, part: Pack) -> Tensor:
+        """Return [S, L] bool, False at the padding of texts."""
+        lengths = torch.from_numpy(part.tree.lengths).to(part.paths.device)
+        return torch.arange(part.paths.shape[1], device=lengths.device) < lengths[:, None]
+
+    def _text_positions(self, part: Pack) -> Tensor:
+        """Return the positions of distinct texts with pictures, [S, L] or [k, S, L]."""
+        assert part.slots is not None
+        ids, is_token = part.ids[part.paths], self._is_token(part)
+        slots = part.slots[part.paths] & is_token
+        return picture_positions(self.model, ids, slots, is_token, chain.from_iterable(part.media))
+
+    def _node_positions(self, part: Pack) -> Tensor:
+        """Return the positions of a tree's nodes in their texts, [1, N] or [k, 1, N]."""
+        positions, is_token = self._text_positions(part), self._is_token(part)
+        nodes = positions.new_zeros(*positions.shape[:-2], 1, len(part.ids))
+        nodes[..., 0, part.paths[is_token]] = positions[..., is_token]
+        return nodes
 
     def states_at(self, index: Tensor, call: Inputs) -> Tensor:
         """Return [n, ·] the states at flat positions [n] of the inputs."""
         if self.split_head:
             return _hidden_states(get_backbone(self.model), index, call)
-        return gather_positions(self.model(**call, use_cache=False).logits, index)
+        return gather_positions(_run(self.model, call).logits, index)
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
         """Return [u, H] last hidden states at `part.predicting_nodes`; `network`: another backbone to use."""
@@ -101,7 +137,14 @@ class Network:
 
 
 def _hidden_states(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:
-    return gather_positions(network(**call, use_cache=False).last_hidden_state, index)
+    return gather_positions(_run(network, call).last_hidden_state, index)
+
+
+def _run(network: nn.Module, call: Inputs) -> Any:
+    """Call a network with the inputs of `Network.call`."""
+    inputs = dict(call)
+    with embedding(network, inputs.pop("embedded_ids", None)):
+        return network(**inputs, use_cache=False)
 
 
 def gather_positions(x: Tensor, index: Tensor) -> Tensor:
@@ -115,6 +158,9 @@ def gather_positions(x: Tensor, index: Tensor) -> Tensor:
 
 def get_backbone(model: Any) -> nn.Module:
     """Return the model without its head."""
+    if placeholder_id(model) is not None:  # with its vision tower
+        inner: nn.Module = base_network(model).base_model
+        return inner
     decoder: nn.Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
     return model.base_model if decoder is None else decoder
 
@@ -185,6 +231,8 @@ class Evaluator:
     def network_for(self, part: Pack) -> Network:
         """Return the network in the mode that suits this pack."""
         if self.network.use_tree and self.window is not None and part.paths.shape[1] > self.window:
+            return replace(self.network, use_tree=False)
+        if self.network.use_tree and part.slots is not None and not self.network.shares_pictures:
             return replace(self.network, use_tree=False)
         return self.network
 
@@ -299,7 +347,8 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
     best = split if is_exact(split) else plain
     if not enable_tree_attention(model):
         return best
-    tree = replace(best, network=replace(best.network, use_tree=True))
+    shares = placeholder_id(model) is None or not attends_both_ways(model)
+    tree = replace(best, network=replace(best.network, use_tree=True, shares_pictures=shares))
     if is_exact(tree):
         return tree
     disable_tree_attention(model)

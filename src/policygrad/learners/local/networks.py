@@ -129,6 +129,8 @@ class ValueModel:
             tokens=tokens,
             prompts=batch.prompts,
             positions=positions,
+            prompt_media=batch.prompt_media,
+            completion_media=batch.completion_media,
         )
         values = self.evaluate(text).require("values", self)
         return replace(batch, bootstrap=masked.apply_mask(values, after).sum(1))

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from policygrad.core.batch import Batch, SamplingMask
+from policygrad.core.media import Media, TextMedia, select_media
 from policygrad.core.metrics import Metrics
 from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
 
 T = TypeVar("T")
+FIRST_SLOT = 2**31  # above any token id
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +37,15 @@ class TokenSequences:
 
     rows: Ints  # [n] completion of the batch
     ids: NDArray[np.uint32]
-    """[n, W] token ids plus 1, padded with 0; big-endian, so that the bytes sort like the tokens."""
+    """[n, W] token ids plus 1, padded with 0; big-endian, so that the bytes sort like the tokens. A placeholder token has a number
+    of its picture's own, from `FIRST_SLOT` on, so that texts share no prefix with another picture."""
     offsets: Ints  # [n] token t of the row is at offset + t in the text: the prompt's length if the row is one text
     spans: Ints  # [n, 2] first and end of the row's tokens that this text alone predicts
     lengths: Ints  # [n] number of tokens
     positions: Ints | None = None
     """[n, W] the row's token at each position of the text, the prompt's from −P on; None = consecutive."""
+    media: NDArray[np.object_] | None = None
+    """[n] `TextMedia` of each text; None = no pictures."""
 
     @classmethod
     def of(cls, batch: Batch, rows: Tensor) -> TokenSequences:
@@ -60,7 +65,9 @@ class TokenSequences:
         for i, group in enumerate(groups):
             ids[i, : sizes[i]] = batch.prompts[group].numpy() + 1
             ids[i, sizes[i] : lengths[i]] = completions[i, : extent[i] - 1] + 1
-        return cls(rows.numpy(), ids, sizes, np.stack([0 * extent, extent], 1), lengths)
+        media = [batch.media_of(int(row)) for row in rows] if batch.has_media else []
+        read = [select_media(m, 0, int(length)) for m, length in zip(media, lengths, strict=False)]
+        return cls(rows.numpy(), ids, sizes, np.stack([0 * extent, extent], 1), lengths)._with_media(read)
 
     @classmethod
     def of_texts(cls, texts: Sequence[Tensor]) -> TokenSequences:
@@ -103,7 +110,28 @@ class TokenSequences:
         ids = np.zeros(padded.shape, dtype=">u4")
         for i, (text, row_positions) in enumerate(zip(texts, positions, strict=True)):
             ids[i, : len(text)], padded[i, : len(text)] = text + 1, row_positions
-        return cls(row_of, ids, offsets, np.stack([firsts, ends], 1), lengths, padded)
+        media = list[TextMedia]()
+        if batch.has_media:
+            for row, row_positions in zip(row_of.tolist(), positions, strict=True):
+                first = len(batch.prompts[int(batch.group[row])])
+                media.append(_media_at(batch.media_of(row), row_positions + first))
+        sequences = cls(row_of, ids, offsets, np.stack([firsts, ends], 1), lengths, padded)
+        return sequences._with_media(media)
+
+    def _with_media(self, media: Sequence[TextMedia]) -> TokenSequences:
+        """Return the texts with their pictures; [] = none has any."""
+        if not media:
+            return self
+        ids, numbers = self.ids.copy(), dict[str, int]()
+        count = FIRST_SLOT
+        for i, pictures in enumerate(media):
+            for m in pictures:
+                if m.digest not in numbers:
+                    numbers[m.digest], count = count, count + len(m.slots)
+                ids[i, m.slots.numpy()] = numbers[m.digest] + np.arange(len(m.slots))
+        objects = np.empty(len(media), dtype=object)
+        objects[:] = media
+        return replace(self, ids=ids, media=objects)
 
     def __getitem__(self, chosen: Ints | slice) -> TokenSequences:
         arrays: list[Any] = [getattr(self, f.name) for f in fields(self)]
@@ -156,6 +184,18 @@ class Pack:
     """[N, layers, k] experts that each node is sent to, -1 = the model's own choice; None = that everywhere."""
     sampling_mask: SamplingMask | None = None
     """For the tokens on `mask`, row by row; None = every token was possible."""
+    slots: Tensor | None = None
+    """[N] bool, the nodes that stand for a part of a picture; None = no pictures."""
+    media: tuple[TextMedia, ...] = ()
+    """The pictures of each distinct text, with `slots`."""
+
+    @property
+    def node_media(self) -> TextMedia:
+        """The pictures of the tree, each once, in the order of their nodes."""
+        first_nodes = dict[int, Media]()
+        for path, pictures in zip(self.tree.paths, self.media, strict=True):
+            first_nodes |= {int(path[m.slots[0]]): m for m in pictures}
+        return tuple(first_nodes[node] for node in sorted(first_nodes))
 
     @property
     def completions(self) -> int:
@@ -246,7 +286,8 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
     lengths, skip = texts.lengths[distinct], shared[distinct]
     depth = np.arange(paths.shape[1])
     is_new_node = (depth >= skip[:, None]) & (depth < lengths[:, None])
-    ids = texts.ids[distinct][:, : is_new_node.shape[1]][is_new_node]
+    numbers = texts.ids[distinct][:, : is_new_node.shape[1]][is_new_node]
+    ids = torch.from_numpy(numbers.astype(np.int64) - 1)
     positions = np.nonzero(is_new_node)[1]  # nodes are numbered in this order
     # [b, T] the node that predicts each token; completions are in the order of their first texts
     t, chosen = np.arange(batch.mask.shape[1]), texts.rows
@@ -263,6 +304,10 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
     predicting_nodes, index = np.unique(predictors[mask.numpy()], return_inverse=True)
     predictor = torch.zeros(mask.shape, dtype=torch.int64)
     predictor[mask] = torch.from_numpy(index.reshape(-1))
+    slots, media = None, tuple[TextMedia, ...]()
+    if texts.media is not None:
+        slots, media = torch.from_numpy(numbers >= FIRST_SLOT), tuple(texts.media[distinct])
+        ids = torch.where(slots, _placeholders(batch, texts, paths, len(ids)), ids)
     routes = None
     if batch.routed_experts is not None:  # a shared node takes the experts of its first text
         routes = batch.routed_experts.new_full((len(ids), *batch.routed_experts.shape[2:]), -1)
@@ -275,7 +320,7 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
             routes[torch.from_numpy(paths[i, :length])] = torch.cat([prompt, batch.routed_experts[row]])[places]
     return Pack(
         rows=rows,
-        ids=torch.from_numpy(ids.astype(np.int64) - 1),
+        ids=ids,
         positions=torch.from_numpy(positions),
         paths=torch.from_numpy(distinct_paths),
         predicting_nodes=torch.from_numpy(predicting_nodes),
@@ -286,7 +331,32 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
         tree=AttentionTree(distinct_paths, lengths, skip),
         routes=routes,
         sampling_mask=batch.sampling_mask(rows),
+        slots=slots,
+        media=media,
     )
+
+
+def _placeholders(batch: Batch, texts: TokenSequences, paths: Ints, nodes: int) -> Tensor:
+    """Return [nodes] the placeholder tokens at the nodes that have one."""
+    assert batch.tokens is not None
+    assert batch.prompts is not None
+    assert texts.media is not None
+    ids = torch.zeros(nodes, dtype=torch.int64)
+    for i, row in enumerate(texts.rows.tolist()):
+        prompt = batch.prompts[int(batch.group[row])]
+        text = torch.cat([prompt, batch.tokens[row]])
+        if texts.positions is not None:
+            text = text[torch.from_numpy(texts.positions[i, : texts.lengths[i]]) + len(prompt)]
+        for m in texts.media[i]:
+            ids[torch.from_numpy(paths[i][m.slots.numpy()])] = text[m.slots]
+    return ids
+
+
+def _media_at(media: TextMedia, places: Ints) -> TextMedia:
+    """Return the pictures of those tokens `places` of a text that are left in another text, at their positions there."""
+    at = {int(place): position for position, place in enumerate(places)}
+    left = [m for m in media if int(m.slots[0]) in at and int(m.slots[-1]) in at]
+    return tuple(replace(m, slots=torch.tensor([at[int(slot)] for slot in m.slots])) for m in left)
 
 
 class WorkDivision:

@@ -79,13 +79,19 @@ class ScoreNorms:
             columns, size = _columns(batch, rows), TokenSequences.of(batch, rows).offsets
             for i, row in enumerate(rows.tolist()):
                 key = b"".join(c[i].numpy().tobytes() for c in columns) + bytes(str(size[i]), "ascii")
+                key += "".join(m.digest for m in batch.media_of(row)).encode()
                 representative[row] = seen.setdefault(key, row)
             rows = torch.tensor(list(seen.values()), dtype=torch.int64)
         # without what the score does not depend on, such as routed experts
         bare = Batch(
             mask=batch.mask, group=batch.group, reward=batch.reward, tokens=batch.tokens, prompts=batch.prompts
         )
-        bare = replace(bare, positions=batch.positions)
+        bare = replace(
+            bare,
+            positions=batch.positions,
+            prompt_media=batch.prompt_media,
+            completion_media=batch.completion_media,
+        )
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
         for where, norms in self._norms(bare, rows):
             out[where] = norms.cpu().double()
@@ -94,7 +100,8 @@ class ScoreNorms:
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         logits = batch.mask.shape[1] * self.evaluator.network.vocabulary
         each = max(sum(p.numel() for p in self.parameters.values()), logits)
-        size = MAX_LOGITS // each if self.batched and batch.positions is None else 1  # batched: each is one text
+        is_plain = batch.positions is None and not batch.has_media  # each is one text of tokens alone
+        size = MAX_LOGITS // each if self.batched and is_plain else 1
         device = next(self.evaluator.model.parameters()).device
         if size <= 1:
             for part in pack_micro_batches(batch, rows, 0):  # each by itself, equal ones too

@@ -244,22 +244,29 @@ def enable_tree_attention(model: Any) -> bool:
     from transformers.masking_utils import sdpa_mask
 
     config = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) == ATTENTION_NAME:
+    if config is not None and config.get_text_config()._attn_implementation == ATTENTION_NAME:
         return True
     can_set = getattr(model, "_can_set_attn_implementation", None)  # before setting, which warns if it is not possible
     if getattr(config, "_attn_implementation", None) != "sdpa" or can_set is None or not can_set():
         return False
     AttentionInterface.register(ATTENTION_NAME, tree_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-    model.set_attn_implementation(ATTENTION_NAME)
-    return bool(model.config._attn_implementation == ATTENTION_NAME)
+    _set_attention(model, ATTENTION_NAME)
+    return bool(model.config.get_text_config()._attn_implementation == ATTENTION_NAME)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Set the attention of the text part: a vision tower's reads no tree."""
+    config = model.config
+    parts = [key for key in config.sub_configs if getattr(config, key, None) is config.get_text_config()]
+    model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
 def exclude_attention_from_compilation(model: Any) -> None:
     """Keep `torch.compile` out of the attention of this process's models: its blocks have other shapes in every micro-batch."""
     from transformers import AttentionInterface
 
-    name = model.config._attn_implementation
+    name = model.config.get_text_config()._attn_implementation
     interface: Any = AttentionInterface
     if name not in interface():
         raise ConfigError(
@@ -273,5 +280,6 @@ def exclude_attention_from_compilation(model: Any) -> None:
 
 def disable_tree_attention(model: Any) -> None:
     """Restore the model's own attention."""
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME:
-        model.set_attn_implementation("sdpa")
+    config = getattr(model, "config", None)
+    if config is not None and config.get_text_config()._attn_implementation == ATTENTION_NAME:
+        _set_attention(model, "sdpa")

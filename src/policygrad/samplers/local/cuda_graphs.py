@@ -95,7 +95,7 @@ class DecodeAhead:
         loop.length[active] = torch.where(finishes, count, loop.length[active])
         loop.ended[active] |= finishes & stops
         self.finished |= finishes
-        self.logits.copy_(self.cache.step(token, loop.prompt_length[active] + count - 1))
+        self.logits.copy_(self.cache.step(token, loop.first_position[active] + count - 1))
 
     def _explain(self, row: int) -> None:
         """Raise the error for a row whose logits were no distribution, by reading its tokens again."""

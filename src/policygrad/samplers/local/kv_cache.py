@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
+from policygrad.core.media import TextMedia, mark_slots, shift_media
 from policygrad.errors import ModelError
+from policygrad.models.vision import embedding, next_position, picture_inputs, picture_positions
 
 GROWTH_TOKENS = 256  # tokens that memory is allocated for at a time: most completions end long before their limit
 COMPACT_FRACTION = 0.8
@@ -31,11 +34,14 @@ class DecodeCache(Protocol):
     def batch_size(self) -> int:
         """Number of rows of the next step, finished ones included."""
 
-    def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+    def read(
+        self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int, media: Sequence[TextMedia] = ()
+    ) -> tuple[Tensor, int]:
         """Read each prompt once and add `repeats[i]` rows that continue it.
 
         Args:
             max_tokens: Maximum tokens that each new row will sample.
+            media: The pictures of each prompt; () = none has any.
 
         Returns:
             The logits [N, V] after the prompt for each new row, and the width that prompts were left-padded to.
@@ -62,8 +68,10 @@ class PlainDecodeCache:
     def batch_size(self) -> int:
         return len(self.attention)
 
-    def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
-        out, mask = prefill(self.model, prompts, self.pad)
+    def read(
+        self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int, media: Sequence[TextMedia] = ()
+    ) -> tuple[Tensor, int]:
+        out, mask = prefill(self.model, prompts, self.pad, media)
         name, cache = get_cache(out, self.model)
         repeat_rows(cache, repeats, max_tokens)
         self.cache, self.used = {name: cache}, mask.shape[1]
@@ -100,8 +108,10 @@ class PlainDecodeCache:
         return rows
 
 
-def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any, Tensor]:
-    """Read left-padded prompts in one forward pass.
+def prefill(
+    model: nn.Module, prompts: Sequence[Tensor], pad: int, media: Sequence[TextMedia] = ()
+) -> tuple[Any, Tensor]:
+    """Read left-padded prompts in one forward pass, with their pictures (`media`, () = none has any).
 
     Returns:
         The model's output, with logits of the last position only, and the attention mask [C, L].
@@ -116,16 +126,33 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
         layers = DynamicCache(config=config).layers
         if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):  # none is attention
             cache = {"past_key_values": CountingCache(config)}
-    out = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=True,
-        logits_to_keep=1,
-        return_dict=True,
-        **cache,
-    )
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    if any(media):
+        slots, pictures = _pad_slots(prompts, media).to(device), list(chain.from_iterable(media))
+        inputs["position_ids"] = picture_positions(model, ids, slots, mask.bool(), pictures)
+        inputs |= picture_inputs(model, ids, slots, pictures)
+    with embedding(model, inputs.pop("embedded_ids", None)):
+        out = model(attention_mask=mask, use_cache=True, logits_to_keep=1, return_dict=True, **inputs, **cache)
     return out, mask
+
+
+def _pad_slots(prompts: Sequence[Tensor], media: Sequence[TextMedia]) -> Tensor:
+    """Return [C, L] bool: the places of pictures in left-padded prompts."""
+    width = max(map(len, prompts))
+    return torch.stack([mark_slots(shift_media(m, width - len(p)), width) for p, m in zip(prompts, media, strict=True)])
+
+
+def first_positions(model: nn.Module, prompts: Sequence[Tensor], media: Sequence[TextMedia]) -> list[int]:
+    """Return the position of the first token after each prompt, which after a picture may be less than the prompt's length."""
+    device, positions = next(model.parameters()).device, list[int]()
+    for prompt, pictures in zip(prompts, media, strict=True):
+        if not pictures:
+            positions.append(len(prompt))
+            continue
+        slots, is_token = mark_slots(pictures, len(prompt)), torch.ones(1, len(prompt), dtype=torch.bool)
+        ids, slots, is_token = (x.to(device) for x in (prompt[None], slots[None], is_token))
+        positions.append(next_position(picture_positions(model, ids, slots, is_token, pictures)))
+    return positions
 
 
 def left_pad(texts: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request, RowsCallback, SamplingParams
 from policygrad.samplers.local.cuda_graphs import DecodeAhead
-from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache
+from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache, first_positions
 from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
     SharedPrefixCache,
@@ -161,7 +161,8 @@ class DecodeLoop:
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
         self.limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
-        self.prompt_length = torch.tensor([len(r.prompt_ids) for r in requests], device=self.device)
+        self.first_position = torch.tensor([len(r.prompt_ids) for r in requests], device=self.device)
+        """[requests] position of the first sampled token."""
         width = max(r.max_tokens for r in requests)
         self.tokens = torch.full((rows, width), pad, device=self.device)
         self.logps = torch.zeros(rows, width, device=self.device)
@@ -176,9 +177,9 @@ class DecodeLoop:
             groups.setdefault(id(request.prompt_ids), []).append(i)
         # shortest prompts first, so that those read together need little padding
         self.queue = deque(sorted(groups.values(), key=lambda group: len(requests[group[0]].prompt_ids)))
-        self.active = self.prompt_length.new_empty(0)  # [N]: index of each active row's request
+        self.active = self.first_position.new_empty(0)  # [N]: index of each active row's request
         self.announced: Tensor | None = None  # `active` as `before_pass` was told
-        self.count = self.prompt_length.new_empty(0)  # [N]: tokens sampled by each active row
+        self.count = self.first_position.new_empty(0)  # [N]: tokens sampled by each active row
 
     @torch.no_grad()
     def run(self, cache: DecodeCache, version: int, callback: CompletionCallback | None = None) -> list[Generation]:
@@ -199,7 +200,11 @@ class DecodeLoop:
                 if self.before_pass is not None:
                     self.before_pass([self.requests[group[0]] for group in groups])
                     self.announced = None
-                new_logits, width = cache.read(prompts, repeats, max_tokens)
+                media = [self.requests[group[0]].media for group in groups]
+                new_logits, width = cache.read(prompts, repeats, max_tokens, media)
+                if any(media):
+                    first = torch.tensor(first_positions(cache.model, prompts, media), device=self.device)
+                    self.first_position[rows] = first.repeat_interleave(repeats)
                 self.experts.add_prompts(new, repeats, width)
                 u = philox_uniforms([self.requests[i].key for i in new], max_tokens)
                 self.u[rows, :max_tokens] = move(u, self.device)
@@ -216,7 +221,7 @@ class DecodeLoop:
             self._report(sampled[torch.isin(sampled, self.active, invert=True)], callback)
             if len(self.active):
                 self._announce_rows(cache)
-                logits = cache.step(token, self.prompt_length[self.active] + self.count - 1)
+                logits = cache.step(token, self.first_position[self.active] + self.count - 1)
                 self.experts.add_step(self.active, self.count - 1, cache.rows)
         lengths = self.length.tolist()
         within = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
@@ -277,7 +282,7 @@ class DecodeLoop:
             return
         for row in finished.nonzero().squeeze(1).tolist():
             index = int(self.active[row])
-            if self.requests[index].continues:
+            if self.requests[index].continues and not self.requests[index].media:
                 read = int(self.length[index]) - 1
                 self.texts.add(self.read_ids(index, read), cache.copy_text(row, read))
 

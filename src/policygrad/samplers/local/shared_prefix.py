@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from policygrad.core.media import TextMedia
 from policygrad.errors import ModelError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local import kv_cache
@@ -52,10 +53,14 @@ class SharedPrefixCache:
     def batch_size(self) -> int:
         return len(self.owner)
 
-    def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+    def read(
+        self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int, media: Sequence[TextMedia] = ()
+    ) -> tuple[Tensor, int]:
         self.layout.column = None
-        read = prefill if self.texts is None else self.texts.prefill
-        out, mask = read(self.model, prompts, self.pad)
+        if self.texts is None or any(media):
+            out, mask = prefill(self.model, prompts, self.pad, media)
+        else:
+            out, mask = self.texts.prefill(self.model, prompts, self.pad)
         _, cache = kv_cache.get_cache(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise UnsupportedError("layers that do not keep all keys")
