@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 import torch
