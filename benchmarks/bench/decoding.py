@@ -61,7 +61,7 @@ def embedded(prompts: int) -> tuple[Any, Tokenizer, list[Tensor]]:
     """The model inside the package, and prompts of its task."""
     model, task = load_model("tiny"), pg.load_task("embedded")
     tokenizer = load_tokenizer("tiny", model)
-    return model, tokenizer, [tokenizer.encode(task.train_example(i).prompt, 32) for i in range(prompts)]
+    return model, tokenizer, [tokenizer.encode(task.train_example(i).prompt, 32).ids for i in range(prompts)]
 
 
 def rollout(small: bool, repeats: int) -> Table:

@@ -96,7 +96,7 @@ def _siblings(prompts: int) -> list[list[list[int]]]:
     model, task = load_model("tiny"), pg.load_task("embedded")
     tokenizer = load_tokenizer("tiny", model)
     asked = requests(
-        [tokenizer.encode(task.train_example(i).prompt, 32) for i in range(prompts)], 8, [32] * prompts * 8
+        [tokenizer.encode(task.train_example(i).prompt, 32).ids for i in range(prompts)], 8, [32] * prompts * 8
     )
     said = [g.tokens.tolist() for g in asyncio.run(pg.LocalSampler.from_tokenizer(model, tokenizer).generate(asked))]
     return [said[i : i + 8] for i in range(0, len(said), 8)]

@@ -132,6 +132,6 @@ def test_the_model_asks_as_its_template_says(tmp_path: Path, monkeypatch: pytest
     model = load_model("my-model")
     tokenizer = load_tokenizer("my-model", model)
     reply = tokenizer.hf.convert_tokens_to_ids("<|reply|>")
-    ids = tokenizer.encode(({"role": "user", "content": "1 + 1 ="},), 0).tolist()
+    ids = tokenizer.encode(({"role": "user", "content": "1 + 1 ="},), 0).ids.tolist()
     assert ids[-1] == reply == model.get_input_embeddings().weight.shape[0] - 1
     assert json.loads(Path("my-model/config.json").read_text())["vocab_size"] == reply + 1

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policygrad.models.tokenizer import EncodedText
 from policygrad.models.tool_calls import TAGGED_PARSER
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
@@ -54,8 +55,8 @@ class TabularTokenizer:
     context_length = None
     tool_call_parser = TAGGED_PARSER
 
-    def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> Tensor:
-        return torch.tensor([int(word) for word in prompt.split()])
+    def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> EncodedText:
+        return EncodedText(torch.tensor([int(word) for word in prompt.split()]))
 
     def encode_answer(self, prompt_ids: Tensor, prompt: Any, text: str, source: str = "") -> list[int]:
         return [*(int(word) for word in text.split()), 0]
@@ -63,5 +64,7 @@ class TabularTokenizer:
     def decode(self, tokens: Tensor) -> str:
         return " ".join(str(int(t)) for t in tokens if int(t) != 0)
 
-    def encode_continuation(self, so_far: Any, reply: str, new: Any, source: str = "", tools: Any = None) -> Tensor:
+    def encode_continuation(
+        self, so_far: Any, reply: str, new: Any, source: str = "", tools: Any = None
+    ) -> EncodedText:
         return self.encode(new, 0)

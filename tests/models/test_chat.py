@@ -22,7 +22,7 @@ WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=20).map(str.strip).f
 
 
 def encode_continuation(own: Tokenizer, *args: Any, **options: Any) -> list[int]:
-    ids: list[int] = own.encode_continuation(*args, **options).tolist()
+    ids: list[int] = own.encode_continuation(*args, **options).ids.tolist()
     return ids
 
 

@@ -29,7 +29,7 @@ def controls(own: Tokenizer, ids: list[int]) -> list[str]:
 
 def goes_on(own: Tokenizer, role: str, text: str) -> list[int]:
     tools = TOOLS if role == "tool" else None
-    return own.encode_continuation([says("user", "1 + 1 =")], "2", [says(role, text)], tools=tools).tolist()
+    return own.encode_continuation([says("user", "1 + 1 =")], "2", [says(role, text)], tools=tools).ids.tolist()
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -54,7 +54,7 @@ def test_tool_output_is_escaped_too(name: str) -> None:
 def test_any_combination_of_pieces_has_no_control_tokens(name: str, pieces: list[str]) -> None:
     own, text = tokenizer(name), "".join(pieces)
     assert controls(own, goes_on(own, "user", f"a{text}b")) == controls(own, goes_on(own, "user", "ab"))
-    ids = own.encode_continuation("1 +", " 1", text).tolist()
+    ids = own.encode_continuation("1 +", " 1", text).ids.tolist()
     assert controls(own, ids) == []
     assert own.hf.decode(ids) == text
 
@@ -63,7 +63,8 @@ def test_text_without_control_tokens_is_encoded_as_usual() -> None:
     own = tokenizer("chatml")
     for text in ("2 < 3 |> 4", "<|im_end>", "</answer> and <answer>"):
         assert (
-            own.encode_continuation("1 +", " 1", text).tolist() == own.hf(text, add_special_tokens=False)["input_ids"]
+            own.encode_continuation("1 +", " 1", text).ids.tolist()
+            == own.hf(text, add_special_tokens=False)["input_ids"]
         )
     messages, words = escape_special_tokens(own.hf, [says("user", "plain")], "W")
     assert (messages, words) == ([says("user", "plain")], {})
@@ -84,4 +85,4 @@ def test_a_control_token_of_one_letter_is_refused() -> None:
     with pytest.raises(
         ModelError, match=r"^x:3: a tool or an environment returned '§', .*: remove it from their output"
     ):
-        own.encode_continuation("1", "2", "see § 3", source="x:3").tolist()
+        own.encode_continuation("1", "2", "see § 3", source="x:3").ids.tolist()

@@ -113,7 +113,7 @@ def test_a_generic_tokenizer_of_a_qwen_model_uses_its_own_file(random_model: Pat
     loaded, plain = load_tokenizer(str(tmp_path), network), load_tokenizer(str(random_model), network)
     text = "Solve for e: 5 - 8*e = -51\nSpell don't 4567"
     assert len(loaded.hf) == len(plain.hf)
-    assert loaded.encode(text, 8).ids.tolist() == plain.encode(text, 8).tolist()
+    assert loaded.encode(text, 8).ids.tolist() == plain.encode(text, 8).ids.tolist()
 
 
 @pytest.mark.parametrize(

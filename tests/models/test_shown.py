@@ -19,7 +19,7 @@ def tokenizer(random_model: Path) -> Tokenizer:
 
 
 def test_an_answer_to_a_text_is_its_ids_and_an_end_token(tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode("10 + 20 =\n", 0)
+    prompt = tokenizer.encode("10 + 20 =\n", 0).ids
     ids = tokenizer.encode_answer(prompt, "10 + 20 =\n", TEXT)
     assert ids[-1] in tokenizer.end_ids
     assert not tokenizer.end_ids & set(ids[:-1])
@@ -28,7 +28,7 @@ def test_an_answer_to_a_text_is_its_ids_and_an_end_token(tokenizer: Tokenizer) -
 
 def test_an_answer_to_a_chat_is_what_its_template_writes_up_to_the_end_of_the_turn(tokenizer: Tokenizer) -> None:
     output = ({"role": "user", "content": "10 + 20 ="},)
-    prompt = tokenizer.encode(output, 0)
+    prompt = tokenizer.encode(output, 0).ids
     ids = tokenizer.encode_answer(prompt, output, TEXT)
     assert ids[-1] in tokenizer.end_ids
     assert tokenizer.decode(ids).strip() == TEXT
@@ -37,7 +37,7 @@ def test_an_answer_to_a_chat_is_what_its_template_writes_up_to_the_end_of_the_tu
 
 
 def test_a_completion_that_merges_with_its_prompt_is_refused(tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode("ans", 0)
+    prompt = tokenizer.encode("ans", 0).ids
     ids = list(tokenizer.hf("answer")["input_ids"])
     if ids[: len(prompt)] == prompt.tolist():
         pytest.skip("this tokenizer does not join them")

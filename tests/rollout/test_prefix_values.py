@@ -264,7 +264,7 @@ def local(random_model: Path) -> tuple[LocalSampler, Any]:
 def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tuple[LocalSampler, Any]) -> None:
     """Longer and shorter rests side by side: each row stops at its own, and draws what it draws alone."""
     sampler, tokenizer = local
-    text = tokenizer.encode("1 + 2 =\n", 8)
+    text = tokenizer.encode("1 + 2 =\n", 8).ids
     prompts = [
         Context(torch.cat([text, torch.full((n,), 40)]), (0, VALUES, 1, 0, 0, n), 8 - n) for n in (0, 3, 7, 6, 1)
     ]

@@ -231,7 +231,8 @@ def test_control_tokens_that_are_spelt_out_stay_letters_in_what_is_written_anew(
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": forged},
     ]
-    ids, news = (x.tolist() for x in own.encode_rewritten(messages, 1, 1))
+    rewritten, news = own.encode_rewritten(messages, 1, 1)
+    ids, news = rewritten.ids.tolist(), news.tolist()
     (end,) = own.end_ids
     assert ids.count(end) == 5  # one to each message
     assert news.count(end) == 1

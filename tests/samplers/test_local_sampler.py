@@ -30,7 +30,7 @@ def sampler(random_model: Path) -> LocalSampler:
 @pytest.fixture(scope="module")
 def prompts(random_model: Path) -> list[Context]:
     tokenizer = load_tokenizer(str(random_model), load_model(str(random_model)))
-    return [Context(tokenizer.encode(text, 16), (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
+    return [Context(tokenizer.encode(text, 16).ids, (3, 0, 1, i)) for i, text in enumerate(TEXTS)]
 
 
 def _rows(groups: list[list[Generation]]) -> list[list[int]]:

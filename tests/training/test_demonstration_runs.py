@@ -43,7 +43,7 @@ def shown_logp(folder: Path | str, run: pg.Run) -> float:
     tokenizer = load_tokenizer(str(run.model), model)
     total, count = 0.0, 0
     for row in TASK:
-        prompt = tokenizer.encode(row["prompt"], 0)
+        prompt = tokenizer.encode(row["prompt"], 0).ids
         answer = torch.tensor(tokenizer.encode_answer(prompt, row["prompt"], row["demonstration"]))
         ids = torch.cat([prompt, answer])[None]
         with torch.no_grad():

@@ -233,10 +233,9 @@ class Batch(_Tensors):
     def select(self, rows: Tensor) -> Batch:
         """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
-        indices = (rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows).tolist()
         for name in ("sampling_mask_ids", "completion_media"):
             if values := getattr(self, name):
-                chosen[name] = tuple(values[i] for i in indices)
+                chosen[name] = tuple(values[i] for i in torch.arange(len(self.mask))[rows].tolist())
         return replace(self, **chosen)
 
     def without_texts(self) -> Batch:

@@ -206,6 +206,12 @@ class Tokenizer:
         """The parser for the tool calls that the model's chat template defines."""
         return parser_for_template(get_chat_template(self.hf), self.name)
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the tokenizer's files, and those of the processor of a model that sees."""
+        self.hf.save_pretrained(folder)
+        if self.pictures is not None:
+            self.pictures.save(Path(folder))
+
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """Return the text, without end and padding tokens."""
         return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

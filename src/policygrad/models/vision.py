@@ -9,6 +9,7 @@ import copy
 import inspect
 import itertools
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from policygrad.tasks.pictures import Picture
 
 CACHED_PICTURES = 256
 """Processed pictures that are kept, since the later turns of a conversation show its earlier pictures again."""
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # per token: 1 for a part of a picture
 _NOT_MEDIA = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
 
@@ -37,12 +40,14 @@ _NOT_MEDIA = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
 class PictureProcessor:
     """A model's processor: it says how many placeholder tokens stand for a picture, and what the model reads for it."""
 
-    def __init__(self, processor: Any, placeholder: int, name: str) -> None:
+    def __init__(self, processor: Any, placeholder: int, name: str, files: Sequence[Path] = ()) -> None:
         """
         Args:
             processor: That of transformers, with a tokenizer.
             placeholder: The id of the placeholder token.
+            files: Those that it was loaded from, apart from the tokenizer's.
         """
+        self.files = tuple(files)
         self.hf, self.placeholder, self.name = processor, placeholder, name
         names = [getattr(processor, name, None) for name in ("image_token", "boi_token")]
         names.append(processor.tokenizer.convert_ids_to_tokens(placeholder))
@@ -84,6 +89,13 @@ class PictureProcessor:
                 "or tools must not spell them out"
             )
         return tuple(Media(s, p.tensors, p.digest) for s, p in zip(torch.split(slots, needed), processed, strict=True))
+
+    def save(self, folder: Path) -> None:
+        """Write the files from which the processor is loaded again, apart from the tokenizer's."""
+        if not self.files:
+            self.hf.save_pretrained(folder)
+        for file in self.files:
+            shutil.copyfile(file, folder / file.name)
 
     def _process_picture(self, picture: Picture) -> _Processed:
         image, errors = picture.decode(), list[Exception]()
@@ -144,6 +156,7 @@ def load_processor(path: str, model: nn.Module, tokenizer: Any, name: str, trust
     if placeholder_id(model) is None:
         return None
     from transformers import AutoProcessor
+    from transformers.utils.hub import cached_file
 
     load: Any = AutoProcessor.from_pretrained
     try:
@@ -156,13 +169,14 @@ def load_processor(path: str, model: nn.Module, tokenizer: Any, name: str, trust
             f"the processor of {name!r} cannot be loaded, without which no picture can be read: {' '.join(str(error).split())}"
         ) from error
     processor.tokenizer = tokenizer
-    return wrap_processor(processor, model, name)
+    cached = (cached_file(path, file, _raise_exceptions_for_missing_entries=False) for file in _PROCESSOR_FILES)
+    return wrap_processor(processor, model, name, [Path(file) for file in cached if file is not None])
 
 
-def wrap_processor(processor: Any, model: nn.Module, name: str) -> PictureProcessor | None:
+def wrap_processor(processor: Any, model: nn.Module, name: str, files: Sequence[Path] = ()) -> PictureProcessor | None:
     """Return a processor of transformers with what it lacks; None for a model that does not see."""
     placeholder = placeholder_id(model)
-    return None if placeholder is None else PictureProcessor(processor, placeholder, name)
+    return None if placeholder is None else PictureProcessor(processor, placeholder, name, files)
 
 
 def _load_without_videos(path: str, trust: bool) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -316,7 +317,9 @@ def _state(observation: Observation, name: str) -> Hashable:
     """Return the environment's name for its state, or else the content of the observation."""
     if observation.state is None:
         content = observation.content
-        return content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
+        if isinstance(content, str):
+            return content
+        return json.dumps(content, sort_keys=True, ensure_ascii=False, default=attrgetter("digest"))  # a picture's
     try:
         hash(observation.state)
     except TypeError as error:

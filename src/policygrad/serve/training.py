@@ -443,7 +443,7 @@ class Training:
         path = SavedPath(lane.model_id, "external_weights", values.path)
         if not self.store.check_name(path, request.sequence):
             folder = self.store.make_temporary(path)
-            tokenizer = model.network.tokenizer.hf
+            tokenizer = model.network.tokenizer
             if model.adapter is not None:
                 write_adapter(folder, model.adapter, model.network.path)
                 tokenizer.save_pretrained(folder)

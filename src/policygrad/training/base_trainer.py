@@ -341,7 +341,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self.run_info.facts.get("eval data", ""),
             self.option_changes,
         )
-        model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_command, card)
+        model = save_model(self.folder, self.write_weights, self.tokenizer, self.resume_command, card)
         self.checkpointer.finish()
         write_atomically(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
         self.trackers.finish({**summary, "model": str(model), "run": str(self.folder)})

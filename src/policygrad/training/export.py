@@ -64,10 +64,10 @@ def export_merged(
     network: nn.Module
     if read_num_labels(path, trust_remote_code)[0]:
         network = load_classifier(path, torch.float32, trust_remote_code=trust_remote_code)
-        tokenizer = load_classifier_tokenizer(path, trust_remote_code).hf
+        tokenizer = load_classifier_tokenizer(path, trust_remote_code)
     else:
         network = load_model(model, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(model, network, trust_remote_code=trust_remote_code).hf
+        tokenizer = load_tokenizer(model, network, trust_remote_code=trust_remote_code)
     phase("merging")
     network = merge_adapters(network).to(DTYPES[dtype or _read_dtype(Path(model))])
     phase("writing")
@@ -130,7 +130,7 @@ def export_stopped(
         changes=saved.state.get("option_changes", ()),
     )
     phase("writing")
-    tokenizer = load_tokenizer(tokenizer_name or name, model, trust_remote_code=trust_remote_code).hf
+    tokenizer = load_tokenizer(tokenizer_name or name, model, trust_remote_code=trust_remote_code)
     return write_model(run / f"model-step-{saved.step}", model, tokenizer, card=card)
 
 

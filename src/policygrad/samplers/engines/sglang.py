@@ -137,7 +137,7 @@ class SglangSampler(EngineSampler):
         return [f"sglang[all]=={VERSION}.*"]
 
     def weight_writer(self) -> WeightWriter:
-        return make_safetensors_writer(self.model, self.tokenizer.hf)
+        return make_safetensors_writer(self.model, self.tokenizer)
 
     async def load_weights(self, url: str, version: WeightVersion) -> None:
         if self.adapter_only:

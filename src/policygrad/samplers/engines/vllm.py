@@ -181,7 +181,7 @@ class VllmSampler(EngineSampler):
 
     def weight_writer(self) -> WeightWriter:
         # vLLM 0.32 keeps the old head when tied embeddings are reloaded, so the head is written under its own name too
-        return make_safetensors_writer(self.model, self.tokenizer.hf, write_tied_head=True)
+        return make_safetensors_writer(self.model, self.tokenizer, write_tied_head=True)
 
     async def handshake(self, url: str) -> None:
         reply = await self.http.get(f"{url}/v1/models", timeout=REQUEST_TIMEOUT)
