@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, make, policy, shapes
 from policygrad.core.objective import with_selected_tokens
+from policygrad.core.ratios import covariance
 
 NAN = math.nan
 PLAIN = replace(pg.DR_GRPO, name="plain", advantage=(pg.GroupMean(),), gate=pg.Importance(), aggregation=pg.TokenMean())
@@ -248,6 +249,9 @@ def test_selection_does_not_depend_on_token_order(name: str, shape: Shape, seed:
     algorithm = SELECTING[name]
     batch, logits = make(shape, 0.5, "entropy")
     logp, psi = policy(logits, batch.tokens, batch.mask).detach(), algorithm.compute_advantages(batch)
+    # where Ψ is its mean, covariances are 0 but for rounding, and which of them is largest depends on the order of a sum
+    cov = covariance(logp, psi, batch.mask)[batch.mask].sort().values
+    assume(name != "clip-cov" or bool((cov.diff() > 1e-9).all()))
     order = torch.randperm(len(logp), generator=torch.Generator().manual_seed(seed))
     chosen = with_selected_tokens(pg.Forward(logp, entropy=batch.entropy), batch, psi, algorithm).selected
     shuffled = batch.select(order)
