@@ -13,6 +13,7 @@ from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
 
 SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
+VISION = (AUTO, "trained", "projector", "frozen")
 HEADS = (AUTO, "model", "fp32")
 
 
@@ -87,6 +88,9 @@ class LearnerConfig:
     """Seconds without progress in a joint operation after which a run of several processes ends resumably; 0 = never."""
     trainable: str = ""
     """Regular expression of the names of the parameters to train; empty = all."""
+    vision: str = AUTO
+    """Of a model that sees, what trains beside the language model: trained = vision tower and projector, projector, or frozen.
+    auto = trained, or frozen with learner.lora."""
     lora: str = ""
     """Train adapters instead of the weights: rank=16,alpha=32,targets=all-linear (or q_proj+v_proj), bits=4; empty = none."""
     routing_replay: bool = False
@@ -104,6 +108,13 @@ class LearnerConfig:
                 ) from error
         if parse_lora(self.lora) is not None and self.trainable:
             raise ConfigError("learner.lora and learner.trainable both select what trains: leave one of them empty")
+        if self.vision not in VISION:
+            raise ConfigError(f"learner.vision must be {', '.join(VISION[:-1])} or {VISION[-1]}, not {self.vision!r}")
+        kind = "lora" if self.lora else "trainable"
+        if self.vision not in (AUTO, "frozen") and (self.lora or self.trainable):
+            raise ConfigError(
+                f"learner.vision={self.vision} and learner.{kind} both select what trains: leave one of them out"
+            )
         if self.dtype not in (AUTO, "fp32", "bf16"):
             raise ConfigError(f"learner.dtype must be fp32, bf16 or auto, not {self.dtype!r}")
         if self.head not in HEADS:

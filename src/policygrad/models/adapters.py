@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from policygrad.core.precision import widen
 from policygrad.errors import ConfigError, ModelError, install_command
 from policygrad.models.lora_config import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, Lora
+from policygrad.models.vision import is_language_module, placeholder_id
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # prefix of the names in an adapter's file and in a PEFT model
@@ -154,8 +155,14 @@ def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) 
     layers = [
         n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding) or type(m).__name__ == "Conv1D"
     ]
+    sees = placeholder_id(model) is not None
+    if sees:  # a path of several names may be anywhere, a name alone is the language model's
+        language = {name for name in layers if is_language_module(model, name)}
+        layers = [
+            name for name in layers if name in language or any(name.endswith(t) for t in targets.split("+") if "." in t)
+        ]
     if targets == DEFAULT_TARGETS:
-        if not unsupported:
+        if not unsupported and not sees:
             return targets
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
         supported = [n for n in layers if n not in unsupported and n.rpartition(".")[2] not in excluded]
@@ -176,6 +183,8 @@ def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) 
             raise ConfigError(
                 f"learner.lora: {full!r} shares the embedding's weights, so an adapter on it could not be merged: leave it out"
             )
+    if sees:
+        return [full for full in layers if any(full == name or full.endswith(f".{name}") for name in names)]
     return names
 
 

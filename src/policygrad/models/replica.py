@@ -17,6 +17,7 @@ from policygrad.errors import ModelError
 from policygrad.models.adapters import adapter_configs, rebuild_with_adapters, shareable_parameter_ids
 from policygrad.models.loading import Float32Head, compute_head_in_float32, disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.models.vision import picture_parameters
 
 ModelFactory = Callable[[], nn.Module]  # creates another instance of a model, whose weights are then replaced
 _BUILD_HINT = "pass build=, a function that creates another instance of the model (its weights are copied)"
@@ -124,9 +125,14 @@ def trainable_parameters(clone: nn.Module, model: nn.Module) -> dict[str, nn.Par
 
 
 def enable_gradients(clone: nn.Module, model: nn.Module) -> nn.Module:
-    """Make a second model trainable: all of it, or only its adapters if it has some."""
-    for parameter in trainable_parameters(clone, model).values():
-        parameter.requires_grad_(True)
+    """Make a second model trainable: all of it, or only its adapters if it has some.
+
+    A vision tower that is frozen in the first model stays frozen.
+    """
+    pictures = picture_parameters(model)
+    frozen = {name for name, p in model.named_parameters() if name in pictures and not p.requires_grad}
+    for name, parameter in trainable_parameters(clone, model).items():
+        parameter.requires_grad_(name not in frozen)
     return clone
 
 

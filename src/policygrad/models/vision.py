@@ -242,6 +242,24 @@ def base_network(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def picture_parameters(model: nn.Module) -> dict[str, bool]:
+    """Return the parameters that only pictures pass through, by name: True for those of the projector between the vision tower and
+    the language model, False for the tower's. Empty for a model that does not see."""
+    if placeholder_id(model) is None:
+        return {}
+    base = base_network(model)
+    language = {id(p) for part in (base.get_decoder(), base.get_output_embeddings()) for p in part.parameters()}
+    projector = re.compile(r"connector|projector|merger|aligner|embed_vision")
+    return {name: bool(projector.search(name)) for name, p in model.named_parameters() if id(p) not in language}
+
+
+def is_language_module(model: nn.Module, name: str) -> bool:
+    """Return whether a module is part of the language model, not of what only pictures pass through."""
+    module = model.get_submodule(name)
+    pictures, names = picture_parameters(model), {id(p): full for full, p in model.named_parameters()}
+    return not any(names[id(p)] in pictures for p in module.parameters())
+
+
 def picture_inputs(model: nn.Module, ids: Tensor, is_slot: Tensor, media: Iterable[Media]) -> dict[str, Any]:
     """Return the model's inputs for texts with pictures, positions excepted.
 

@@ -248,7 +248,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         self.model, self.tokenizer = self.objective.model, self.objective.tokenizer
         self.schedule = BatchSchedule(self.objective.units, config.epochs, config.batch_size, config.seed)
         stack.enter_context(limit_torch_threads(self.model))
-        set_trainable(self.model, config.learner.trainable)
+        set_trainable(self.model, config.learner.trainable, config.learner.vision)
         check_not_torchrun(config.learner.world_size)
         learner: LocalSupervisedLearner | FsdpController
         if config.learner.world_size == 1:

@@ -31,6 +31,7 @@ from policygrad.learners.local.tree_attention import disable_tree_attention, ena
 from policygrad.models.adapters import set_adapters_enabled
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import copy_weights, replace_parameters
+from policygrad.models.vision import placeholder_id
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class ModelSkeleton:
     structure: bytes  # the pickled model, with parameters on the meta device
     split_head: bool
     use_tree: bool
+    shares_pictures: bool
     window: int | None
     compute_dtype: torch.dtype | None
     """Precision of its passes, if lower than float32, in which the weights are then stored."""
@@ -49,7 +51,13 @@ class ModelSkeleton:
         """Make the skeleton of a causal language model, with the shortcuts that `build_evaluator` finds valid."""
         plain, evaluator = cls.without_shortcuts(model), build_evaluator(model, temperature)
         network = evaluator.network
-        return replace(plain, split_head=network.split_head, use_tree=network.use_tree, window=evaluator.window)
+        return replace(
+            plain,
+            split_head=network.split_head,
+            use_tree=network.use_tree,
+            shares_pictures=network.shares_pictures,
+            window=evaluator.window,
+        )
 
     @classmethod
     def without_shortcuts(cls, model: nn.Module) -> ModelSkeleton:
@@ -57,7 +65,7 @@ class ModelSkeleton:
         file = io.BytesIO()
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
         compute_dtype = next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
-        return cls(file.getvalue(), False, False, None, compute_dtype)
+        return cls(file.getvalue(), False, False, True, None, compute_dtype)
 
     def build_meta(self) -> Any:
         """Build the model with parameters on the meta device; tied ones are one object."""
@@ -210,7 +218,13 @@ def _build_sharded(
             apply_tensor_parallel(unit, module_names, plan, place.tp_mesh)
 
     apply_fsdp(root, place.mesh, skeleton.compute_dtype, prepare)
-    network = ShardedNetwork(model, split_head=skeleton.split_head, use_tree=skeleton.use_tree, root=root)
+    network = ShardedNetwork(
+        model,
+        split_head=skeleton.split_head,
+        use_tree=skeleton.use_tree,
+        shares_pictures=skeleton.shares_pictures,
+        root=root,
+    )
     return ShardedEvaluator(network, temperature, skeleton.window, root=root)
 
 
@@ -229,7 +243,10 @@ def apply_fsdp(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # the transformer layers, as transformers names them
     names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    layers = [module for module in root.modules() if type(module).__name__ in names]
+    # a vision tower's belong to the root: every rank calls the same units, and not every micro-batch has a picture
+    seeing: list[Any] = [model for model in root.modules() if placeholder_id(model) is not None]
+    towers = {module for model in seeing for module in {*model.modules()} - {*model.get_decoder().modules()}}
+    layers = [module for module in root.modules() if type(module).__name__ in names and module not in towers]
     for unit in (*reversed(layers), root):
         prepare(unit)
         module = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)

@@ -78,7 +78,7 @@ class LocalLearner:
             compute_head_in_float32(model)
         if config.gradient_checkpointing:
             recompute_activations(model)
-        set_trainable(model, config.trainable)
+        set_trainable(model, config.trainable, config.vision)
         self.evaluator = self._build_evaluator(model, spec.temperature)
         if config.routing_replay:
             check_routing_replay(algorithm)

@@ -14,6 +14,7 @@ from policygrad.errors import CheckpointError, ConfigError, ModelError, Numerics
 from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.host_memory import HostMemory
 from policygrad.models.replica import full_tensor, local_tensor, redistribute_like
+from policygrad.models.vision import picture_parameters
 
 
 class Optimizer:
@@ -232,12 +233,24 @@ def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], pref
         raise CheckpointError(f"it holds {present} of the {expected} moments of the optimiser {prefix}".rstrip())
 
 
-def set_trainable(model: nn.Module, pattern: str) -> None:
+def set_trainable(model: nn.Module, pattern: str, vision: str = "auto") -> None:
     """Train only the parameters whose name a regular expression matches; an empty one changes nothing.
 
+    Args:
+        vision: `LearnerConfig.vision`.
+
     Raises:
-        ConfigError: It matches none.
+        ConfigError: It matches none; or `vision` is set for a model that does not see.
     """
+    if vision in ("projector", "frozen"):
+        pictures = picture_parameters(model)
+        if not pictures:
+            raise ConfigError(
+                f"learner.vision={vision} is for models that see, and {type(model).__name__} does not: leave it out"
+            )
+        for name, parameter in model.named_parameters():
+            if name in pictures and not (vision == "projector" and pictures[name]):
+                parameter.requires_grad_(False)
     if not pattern:
         return
     trainable = {name: re.search(pattern, name) is not None for name, _ in model.named_parameters()}
