@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ class Media:
     """Inputs of the model by name. Those of several pictures are joined along the first dimension."""
     digest: str
     """Equal for equal pictures under the same processor."""
+    file: bytes = field(default=b"", repr=False)
+    """The picture's file, for an engine that processes it itself; b"" once it is restored from a checkpoint."""
 
     def shift(self, offset: int) -> Media:
         """Return the same picture in a text that begins `offset` tokens earlier."""

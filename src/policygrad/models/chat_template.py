@@ -145,7 +145,11 @@ def render_ids(
 ) -> list[int]:
     """Render messages and encode them; the template writes all special tokens. Raises like `render`."""
     text = render(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, source=source)
-    text = expand_pictures(tokenizer, text, messages, source)
+    return encode_text(tokenizer, expand_pictures(tokenizer, text, messages, source))
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a rendered text."""
     return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
 
 

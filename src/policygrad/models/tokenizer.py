@@ -20,11 +20,11 @@ from policygrad.models.chat_template import (
     HistoryRewrittenError,
     Message,
     Tools,
+    encode_text,
     expand_pictures,
     extend_ids,
     format_tools,
     render,
-    render_ids,
 )
 from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
 from policygrad.models.loading import context_length, load_error, resolve_model
@@ -42,6 +42,8 @@ class EncodedText:
     """[P] int64; of a picture, its placeholder tokens."""
     media: TextMedia = ()
     """The pictures."""
+    compact_ids: Tensor | None = None
+    """[P'] int64; the same text with one mark for each picture, for an engine that expands it. None = no pictures."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,17 @@ class Tokenizer:
             ModelError: No chat template, or one that refuses the messages; a prompt without tokens, or one that leaves no room
                 for max_tokens.
         """
+        compact: list[int] | None = None
         if isinstance(prompt, str):
             text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
             ids = list(self.hf(text, add_special_tokens=True)["input_ids"])
             if len(ids) > 1 and ids[-1] in self.end_ids:  # some tokenizers close every text; a prompt stays open
                 ids.pop()
         else:
-            ids = render_ids(self, prompt, generation_prompt=True, tools=tools, source=source)
+            rendered = render(self, prompt, generation_prompt=True, tools=tools, source=source)
+            ids = encode_text(self, expand_pictures(self, rendered, prompt, source))
+            if any(list_pictures(prompt)):
+                compact = encode_text(self, rendered)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context_length is not None and len(ids) + max_tokens > self.context_length:
@@ -81,14 +87,17 @@ class Tokenizer:
                 f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context_length} "
                 f"positions of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
             )
-        return self._with_media(ids, () if isinstance(prompt, str) else prompt, source)
+        return self._with_media(ids, compact, () if isinstance(prompt, str) else prompt, source)
 
-    def _with_media(self, ids: Sequence[int], messages: Sequence[Message], source: str) -> EncodedText:
+    def _with_media(
+        self, ids: Sequence[int], compact: Sequence[int] | None, messages: Sequence[Message], source: str
+    ) -> EncodedText:
         """Add the pictures of some messages to the ids in which their placeholder tokens are."""
         tensor, pictures = torch.tensor(ids, dtype=torch.int64), list(list_pictures(messages))
-        if not pictures or self.pictures is None:
+        if not pictures or self.pictures is None or compact is None:
             return EncodedText(tensor)
-        return EncodedText(tensor, self.pictures.media(tensor, pictures, source))
+        media = self.pictures.media(tensor, pictures, source)
+        return EncodedText(tensor, media, torch.tensor(compact, dtype=torch.int64))
 
     def encode_continuation(
         self,
@@ -119,7 +128,7 @@ class Tokenizer:
         prefix = _make_placeholder(repr((so_far, reply, new, tools)))
         if isinstance(so_far, str) or isinstance(new, str):
             [text], placeholders = escape_special_tokens(self.hf, [{"content": str(new)}], prefix)
-            return self._with_media(encode_escaped(self.hf, text["content"], placeholders, source), (), source)
+            return self._with_media(encode_escaped(self.hf, text["content"], placeholders, source), None, (), source)
         escaped, placeholders = escape_special_tokens(self.hf, new, prefix)
         rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
         before = rendered(so_far).rstrip()
@@ -169,8 +178,9 @@ class Tokenizer:
         _, marked, tail = rendered([*earlier, {"role": "assistant", "content": mark}, *new_messages]).partition(mark)
         if not marked:  # the template does not show the reply at all
             tail, new_messages = "\n".join(content_text(message.get("content", "")) for message in new_messages), []
-        text = expand_pictures(self, text, conversation, source)
-        rewritten = self._with_media(encode_escaped(self.hf, text, placeholders, source), conversation, source)
+        encode = partial(encode_escaped, self.hf, placeholders=placeholders, source=source)
+        expanded = expand_pictures(self, text, conversation, source)
+        rewritten = self._with_media(encode(expanded), encode(text), conversation, source)
         return rewritten, self._encode_after_end(tail, new_messages, placeholders, source).ids
 
     def _encode_after_end(
@@ -178,17 +188,20 @@ class Tokenizer:
     ) -> EncodedText:
         """Encode what follows the sampled end token, `messages` rendered as `tail`. It is tokenized after that token, where the
         result may differ."""
-        tail, ids = expand_pictures(self, tail, messages, source), None
+        encode = partial(self._encode_tail, placeholders=placeholders, source=source)
+        expanded = expand_pictures(self, tail, messages, source)
+        return self._with_media(encode(expanded), encode(tail), messages, source)
+
+    def _encode_tail(self, tail: str, placeholders: Placeholders, source: str) -> list[int]:
         for end in sorted(self.end_ids):
             text = str(self.hf.convert_ids_to_tokens(end))
             if tail.lstrip().startswith(text):
                 tail = tail.lstrip().removeprefix(text)
                 with_end = encode_escaped(self.hf, text + tail, placeholders, source)
-                ids = with_end[1:] if with_end[:1] == [end] else None
+                if with_end[:1] == [end]:
+                    return with_end[1:]
                 break
-        return self._with_media(
-            encode_escaped(self.hf, tail, placeholders, source) if ids is None else ids, messages, source
-        )
+        return encode_escaped(self.hf, tail, placeholders, source)
 
     def encode_answer(
         self, prompt_ids: Tensor, prompt: str | Sequence[Message], text: str, source: str = "an answer"

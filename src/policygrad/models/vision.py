@@ -88,7 +88,8 @@ class PictureProcessor:
                 f"{source}: {len(slots)} placeholder tokens of {self.name!r} for pictures that need {sum(needed)}: text from data "
                 "or tools must not spell them out"
             )
-        return tuple(Media(s, p.tensors, p.digest) for s, p in zip(torch.split(slots, needed), processed, strict=True))
+        parts = zip(torch.split(slots, needed), processed, pictures, strict=True)
+        return tuple(Media(s, p.tensors, p.digest, picture.read()) for s, p, picture in parts)
 
     def save(self, folder: Path) -> None:
         """Write the files from which the processor is loaded again, apart from the tokenizer's."""

@@ -91,6 +91,7 @@ class _Episode:
         self.name = str(getattr(factory, "__name__", type(factory).__name__))
         """Name of the environment in messages: its class, or the factory if the class is private or unknown."""
         self.context_ids, self.context_media = torch.empty(0, dtype=torch.int64), TextMedia()
+        self.compact_ids = self.context_ids  # `context_ids` with one mark for each picture
         self.conversation: Prompt = ""  # everything before the current turn
         self.num_opening_messages = 0  # messages of the conversation that the episode began with
         self.tools: Tools | None = None
@@ -134,7 +135,14 @@ class _Episode:
         continues = not isinstance(self.environment, SingleTurn)
         self.needs_mask = sampling.is_truncated and self.spec.key[1] == TRAIN
         return Request(
-            self.context_ids, key, sampling, self.turn_budget, continues, self.needs_mask, media=self.context_media
+            self.context_ids,
+            key,
+            sampling,
+            self.turn_budget,
+            continues,
+            self.needs_mask,
+            media=self.context_media,
+            compact_ids=self.compact_ids if self.context_media else None,
         )
 
     async def step(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> None:
@@ -237,6 +245,8 @@ class _Episode:
         try:
             new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
             segment = Segment(new.ids, media=new.media)
+            compact_ids = new.ids if new.compact_ids is None else new.compact_ids
+            self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
         except HistoryRewrittenError:
             # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
             # sampled tokens stay in the context in which they were sampled
@@ -250,6 +260,7 @@ class _Episode:
             prefix_length = _before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
             media = select_media(rendered.media, prefix_length, len(rendered.ids))
             segment = Segment(rendered.ids[prefix_length:], media=media)
+            self.compact_ids = rendered.ids if rendered.compact_ids is None else rendered.compact_ids
             if prefix_length < len(so_far):  # otherwise it is another text with the same tokens
                 segment = replace(segment, prefix_length=prefix_length, new_tokens=new_tokens)
         prefix_length = len(so_far) if segment.prefix_length is None else segment.prefix_length
@@ -308,6 +319,8 @@ def _encode_prompt(
     for episode, observation in pairs:
         episode.context_ids, episode.conversation, episode.tools = context_ids, first.content, tools
         episode.context_media = prompt.media
+        compact_ids = prompt.ids if prompt.compact_ids is None else prompt.compact_ids
+        episode.compact_ids = compact_ids if spec.prefix is None else torch.cat([compact_ids, spec.prefix])
         episode.num_opening_messages = len(first.content)
         episode.turn_states.append(_state(observation, episode.name))
     return prompt

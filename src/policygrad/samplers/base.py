@@ -67,6 +67,8 @@ class Request:
     """`Generation.sampling_mask` is needed: the completion is trained on, and top-k or top-p is in use."""
     media: TextMedia = ()
     """The prompt's pictures."""
+    compact_ids: Tensor | None = None
+    """[P'] int64; the prompt with one mark for each picture, for an engine that expands it. None = no pictures."""
     stop: frozenset[int] | None = None
     """Token ids that end the completion; None = the tokenizer's end tokens."""
 
