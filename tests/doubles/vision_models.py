@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
 from policygrad.models.loading import disable_dropout
-from policygrad.tasks.pictures import Picture
+from policygrad.utils.pictures import Picture
 
 VOCABULARY = 128
 TEMPLATE = (

@@ -71,6 +71,8 @@ class EvalOptions:
     Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_RUN_DEFAULT}none")] = None
     """A function that maps each row, a dict, to the row to use, or to None to skip it: mine.py:f."""
+    fetch_images: Annotated[bool, tyro.conf.arg(name="task.fetch")] = False
+    """Download pictures that rows give by URL, each once; without it a row with a URL is refused."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
     """Skip invalid rows and report their number; otherwise the first one is an error, with file and line."""
     reward: Annotated[tuple[str, ...], optional_arg("NAME", f"{_RUN_DEFAULT}the task's own")] = ()
@@ -175,7 +177,7 @@ def parse_options(args: list[str]) -> EvalOptions:
         own, objects = load_eval_options(run / RUN_FILE, allowed)
         options = _parse(options_from_run(own), args)
         if plain.task:  # the data options of the run's own task do not apply to another one
-            names = ("eval_data", "row_map", "skip_bad_rows")
+            names = ("eval_data", "row_map", "skip_bad_rows", "fetch_images")
             options = replace(options, **{name: getattr(plain, name) for name in names})
         for name in objects:
             if not getattr(plain, name) and (name in ("task", "reward") or not plain.task):

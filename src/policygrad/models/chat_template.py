@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
 from policygrad.models.tool_calls import get_chat_template, supports_tools
-from policygrad.tasks.pictures import content_text, list_pictures
+from policygrad.utils.pictures import content_text, list_pictures
 
 if TYPE_CHECKING:
     from policygrad.models.tokenizer import Tokenizer

@@ -31,7 +31,7 @@ from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 from policygrad.models.vision import PictureProcessor, load_processor, wrap_processor
-from policygrad.tasks.pictures import content_text, list_pictures
+from policygrad.utils.pictures import content_text, list_pictures
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from policygrad.core.media import Media, TextMedia, join_media
 from policygrad.errors import ModelError
-from policygrad.tasks.pictures import Picture
+from policygrad.utils.pictures import Picture
 
 CACHED_PICTURES = 256
 """Processed pictures that are kept, since the later turns of a conversation show its earlier pictures again."""

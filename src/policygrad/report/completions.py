@@ -14,6 +14,7 @@ from policygrad.errors import RunError
 from policygrad.report.data import read_json_rows
 from policygrad.trackers.jsonl import parse_row as parsed
 from policygrad.utils.filesystem import UnusableDataError, iter_lines, open_regular
+from policygrad.utils.pictures import content_text
 
 MAX_PAGE_CHARS = 3_000_000  # maximum characters of a page, over all its runs; the page says how much is left out
 BYTES_PER_CHAR = 8
@@ -162,7 +163,9 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
             messages = row.get("prompt", "")
             if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
                 messages = [{"content": messages}]  # plain text is one message without a role
-            prompt = tuple((str(m.get("role", "")), truncate_text(m.get("content", ""))) for m in messages)
+            prompt = tuple(
+                (str(m.get("role", "")), truncate_text(content_text(m.get("content", "")))) for m in messages
+            )
             place = prompts.setdefault(prompt, len(prompts))
             item = {"r": number, "s": row["step"], "p": place, "c": truncate_text(row.get("completion", ""))}
             more: dict[str, Any] = {"w": _number(row.get("reward")), "a": _number(row.get("advantage"))}

@@ -19,6 +19,7 @@ from policygrad.errors import ConfigError, DataError
 from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.limits import parse_size
 from policygrad.sandbox import FunctionTests, Limits, StdioTests, find_backend, run_function_tests, run_stdio_tests
+from policygrad.utils.pictures import content_text
 
 _START_ALLOWANCE = 120.0  # seconds that a call may take beyond its program's: three interpreters have to start
 _MAX_PROGRAM = 200_000  # characters
@@ -207,7 +208,7 @@ def extract_prompt_code(prompt: Any) -> str:
 
 def _get_prompt_text(prompt: Any) -> str:
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
-        prompt = prompt[-1].get("content")
+        prompt = content_text(prompt[-1].get("content") or "")
     return prompt if isinstance(prompt, str) else ""
 
 

@@ -24,6 +24,7 @@ from policygrad.errors import ConfigError, RewardError, install_command
 from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.messages import quote
 from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
+from policygrad.utils.pictures import to_plain
 
 if TYPE_CHECKING:
     import httpx
@@ -116,7 +117,11 @@ class LLMJudge:
         bodies: dict[str, dict[str, Any]] = {}
         keys = []
         for i, (prompt, text) in enumerate(zip(prompts, completions, strict=True)):
-            shown = {"prompt": prompt, **{name: columns[name][i] for name in self.columns}, "completion": text}
+            shown = {
+                "prompt": to_plain(prompt),
+                **{name: columns[name][i] for name in self.columns},
+                "completion": text,
+            }
             messages = [
                 {"role": "system", "content": self.rubric.strip() + _PROMPT.format(low=low, high=high)},
                 # as JSON, so that a completion cannot end the quotation it is in

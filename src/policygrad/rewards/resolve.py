@@ -19,6 +19,7 @@ from policygrad.rewards import math as math_rewards
 from policygrad.rewards.base import Reward, RewardFunction
 from policygrad.rewards.workers.messages import SampleResult, select_samples
 from policygrad.rewards.workers.worker import RewardCaller, Signature
+from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function, load_object
 
 
@@ -436,7 +437,9 @@ class OpenRLHFReward(ForeignReward):
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
         texts = [
-            prompt if isinstance(prompt, str) else "".join(f"{message.get('content') or ''}\n" for message in prompt)
+            prompt
+            if isinstance(prompt, str)
+            else "".join(f"{content_text(message.get('content') or '')}\n" for message in prompt)
             for prompt in prompts
         ]
         queries = [prompt + text for prompt, text in zip(texts, completions, strict=True)]

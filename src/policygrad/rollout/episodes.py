@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -39,6 +38,7 @@ from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segm
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
+from policygrad.utils.pictures import to_plain
 
 T = TypeVar("T")
 
@@ -330,9 +330,9 @@ def _state(observation: Observation, name: str) -> Hashable:
     """Return the environment's name for its state, or else the content of the observation."""
     if observation.state is None:
         content = observation.content
-        if isinstance(content, str):
-            return content
-        return json.dumps(content, sort_keys=True, ensure_ascii=False, default=attrgetter("digest"))  # a picture's
+        return (
+            content if isinstance(content, str) else json.dumps(to_plain(content), sort_keys=True, ensure_ascii=False)
+        )
     try:
         hash(observation.state)
     except TypeError as error:

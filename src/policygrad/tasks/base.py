@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
 
-Prompt = str | tuple[dict[str, str], ...]
+Message = Mapping[str, Any]
+"""`role` and `content`, text, and what else its template reads. A content with pictures is a tuple of parts: `{"type": "text",
+"text": ...}` and `{"type": "image", "image": Picture}`."""
+Prompt = str | tuple[Message, ...]
 
 
 @dataclass(frozen=True)

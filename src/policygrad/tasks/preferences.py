@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Prompt
+from policygrad.tasks.base import Message, Prompt
 from policygrad.tasks.rows import (
     HasPrompt,
     RowOptions,
@@ -20,6 +20,7 @@ from policygrad.tasks.rows import (
     split_indices,
 )
 from policygrad.tasks.sources import Row, open_source
+from policygrad.utils.pictures import content_text
 
 PREFERENCE_EXAMPLE = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
 DEMONSTRATION_EXAMPLE = (
@@ -58,7 +59,7 @@ class PreferencePair:
                     raise DataError(
                         f"{place} must be one assistant message, not {roles}; put earlier turns in 'prompt'"
                     )
-                value = parsed[0]["content"]
+                value = content_text(parsed[0]["content"])
             check_encodable(value, place)
             if not value.strip():
                 raise DataError(f"{place} is empty; give its text, or remove the line")
@@ -102,7 +103,7 @@ class Demonstration:
     """
 
     prompt: Prompt
-    completion: str | tuple[dict[str, str], ...]
+    completion: str | tuple[Message, ...]
     source: str = field(default="", compare=False)  # Location, e.g. `chats.jsonl:12`, for error messages.
 
     @classmethod
@@ -131,7 +132,7 @@ class Demonstration:
             raise DataError(f"{where}: 'messages' must be a list of chat messages, got {type(value).__name__}")
         messages = [parse_message(message, f"{where}: message {i}") for i, message in enumerate(value, 1)]
         for i, message in enumerate(messages, 1):
-            check_encodable(message["content"], f"{where}: message {i}")
+            check_encodable(content_text(message["content"]), f"{where}: message {i}")
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"

@@ -15,8 +15,10 @@ from random import Random
 from typing import Any, Protocol, TypeVar, overload
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Example, Prompt, is_eval_prompt
+from policygrad.tasks.base import Example, Message, Prompt, is_eval_prompt
+from policygrad.tasks.pictures import PictureOptions, place_pictures
 from policygrad.tasks.sources import Row, Source, is_dataset, is_source, open_dataset, open_source
+from policygrad.utils.pictures import content_text, to_plain
 
 MIN_ROWS_TO_SPLIT = 32  # with fewer rows, training uses them all and evaluation repeats them
 TEMPLATE_SHARE = 0.1
@@ -44,14 +46,17 @@ class RowOptions:
     """Leave out invalid rows, and count them, instead of refusing the data."""
     decontaminate: int = 0
     """Leave out training rows that share this many consecutive words with an evaluation prompt; 0 = equal prompts only."""
+    fetch_images: bool = False
+    """Download pictures that rows give by URL."""
 
-    def apply(self, row: Row) -> Row | None:
-        """Return the converted row, with a column `answer` from verl's `reward_model`, or None when `row_map` leaves it out.
+    def read(self, source: Source, number: int) -> Row | None:
+        """Return a row of a source, converted, with its pictures in its messages and with a column `answer` from verl's
+        `reward_model`; or None when `row_map` leaves it out.
 
         Raises:
-            DataError: `row_map` raised, or returned something other than a row.
+            DataError: `row_map` raised, or returned something other than a row; or a picture is not there.
         """
-        where, columns = row
+        where, columns = source[number]
         if self.row_map is not None:
             try:
                 mapped = self.row_map(dict(columns))
@@ -67,7 +72,7 @@ class RowOptions:
         scoring = columns.get("reward_model")  # verl's name for it
         if "answer" not in columns and isinstance(scoring, Mapping) and "ground_truth" in scoring:
             columns = {**columns, "answer": scoring["ground_truth"]}
-        return where, columns
+        return where, place_pictures(columns, where, PictureOptions(source.folder, self.fetch_images))
 
 
 # Views of rows, which may be larger than memory.
@@ -121,8 +126,8 @@ class ShuffledEpochs:
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Return the text that decides whether a prompt is an evaluation prompt: itself, or its messages as JSON."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    """Return the text that decides whether a prompt is an evaluation prompt: itself, or its messages, pictures by digest."""
+    return prompt if isinstance(prompt, str) else json.dumps(to_plain(prompt), sort_keys=True, ensure_ascii=False)
 
 
 def split_indices(rows: Sequence[HasPrompt]) -> tuple[list[int], list[int]]:
@@ -198,7 +203,9 @@ class EvalPrompts:
 
 
 def _split_words(prompt: Prompt) -> list[str]:
-    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if m["role"] != "system"]
+    texts = (
+        [prompt] if isinstance(prompt, str) else [content_text(m["content"]) for m in prompt if m["role"] != "system"]
+    )
     return _WORD.findall(" ".join(texts).casefold())
 
 
@@ -213,6 +220,7 @@ class InMemoryRows:
     """Rows in memory: dicts with `prompt` and other columns, or Examples."""
 
     fits_in_memory = True
+    folder = ""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         if not len(rows):
@@ -264,7 +272,7 @@ def load_examples(source: Source, options: RowOptions, name: str) -> Sequence[Ex
     numbers = array("L", (number for number, _ in parsed))
 
     def read_again(index: int) -> Example:
-        row = options.apply(source[numbers[index]])
+        row = options.read(source, numbers[index])
         if row is None:
             raise DataError("the row map leaves out a row that it kept before: make it deterministic")
         return to_example(row[1], row[0])
@@ -281,7 +289,7 @@ def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], n
     invalid, used, first_error = 0, 0, ""
     for number in range(len(source)):
         try:
-            row = options.apply(source[number])
+            row = options.read(source, number)
             parsed = None if row is None else parse(row)
         except DataError as error:
             if not options.skip_bad_rows:
@@ -339,18 +347,21 @@ def parse_prompt(value: Any, where: str) -> Prompt:
         raise DataError(f"{where}: 'prompt' must be text or a list of chat messages, got {kind}")
     if not prompt:
         raise DataError(f"{where}: 'prompt' is empty; a model needs at least one token to continue")
-    check_encodable(prompt_key(prompt), f"{where}: 'prompt'")
+    texts = [prompt] if isinstance(prompt, str) else [v for m in prompt for k, v in m.items() if isinstance(v, str)]
+    parts = [] if isinstance(prompt, str) else [content_text(message["content"]) for message in prompt]
+    check_encodable("".join([*texts, *parts]), f"{where}: 'prompt'")
     return prompt
 
 
-def parse_message(message: Any, where: str) -> dict[str, str]:
-    """Check a chat message: role, content, and other keys, all text. Raises DataError."""
+def parse_message(message: Any, where: str) -> Message:
+    """Check a chat message: role, content, and other keys, all text, or a content of parts. Raises DataError."""
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise DataError(f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}')
     for key, value in message.items():
-        if not isinstance(value, str):
+        if not isinstance(value, str) and not (key == "content" and isinstance(value, tuple)):
             raise DataError(f"{where}: {key!r} must be text, got {type(value).__name__}")
-    return message
+    checked: Message = message
+    return checked
 
 
 def check_encodable(text: str, where: str) -> None:

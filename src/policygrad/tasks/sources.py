@@ -44,6 +44,7 @@ class Source(Protocol):
     """Rows by index."""
 
     fits_in_memory: bool  # whether the source is small enough to keep all rows in memory
+    folder: str  # what relative paths in its rows start at
 
     def __len__(self) -> int: ...
 
@@ -234,7 +235,7 @@ class JsonLines:
         Raises:
             DataError: A file that does not exist, has no rows or is not UTF-8 text.
         """
-        self.path, self._example = path, example
+        self.path, self._example, self.folder = path, example, os.path.dirname(path)
         self._offsets, self._line_numbers = array("Q"), array("L")
         self._lock = Lock()  # a later rollout may be sampled during an evaluation
         if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
@@ -317,10 +318,13 @@ class TableSource:
     fits_in_memory = False
     BLOCK = 64  # rows read together: reading in order reads each block once
 
-    def __init__(self, name: str, size: int, read: Callable[[int, int], list[dict[str, Any]]]) -> None:
+    def __init__(
+        self, name: str, size: int, read: Callable[[int, int], list[dict[str, Any]]], folder: str = ""
+    ) -> None:
         """read: returns the rows from a start up to an end, as Python values."""
         if not size:
             raise DataError(f"{name}: no rows")
+        self.folder = folder
         self._name, self._size, self._read = name, size, lru_cache(maxsize=4)(read)
 
     def __len__(self) -> int:
@@ -373,17 +377,30 @@ def open_arrow(path: str) -> TableSource:
         rows: list[dict[str, Any]] = table.slice(start, end - start).to_pylist()
         return rows
 
-    return TableSource(path, int(table.num_rows), read)
+    return TableSource(path, int(table.num_rows), read, os.path.dirname(path))
 
 
 def open_dataset(data: Any, name: str) -> TableSource:
     """Open a `datasets.Dataset`. name: for messages."""
+    data = _without_decoding(data)
 
     def read(start: int, end: int) -> list[dict[str, Any]]:
         columns = data[start:end]
         return [{name: values[i] for name, values in columns.items()} for i in range(end - start)]
 
     return TableSource(name, len(data), read)
+
+
+def _without_decoding(data: Any) -> Any:
+    """Return a dataset whose pictures are read as their files: they are decoded when a model reads them."""
+    features: Mapping[str, Any] = getattr(data, "features", None) or {}
+    for name, feature in features.items():
+        inner: Any = getattr(feature, "feature", None)  # of a list
+        if type(feature).__name__ == "Image":
+            data = data.cast_column(name, type(feature)(decode=False))
+        elif type(inner).__name__ == "Image":
+            data = data.cast_column(name, type(feature)(type(inner)(decode=False)))
+    return data
 
 
 def is_dataset(data: object) -> bool:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from policygrad.errors import ConfigError
+from policygrad.utils.pictures import content_text
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def format_prompt(prompt: str | Iterable[Mapping[str, Any]]) -> str:
     """Return a prompt as text, chat messages as `role: content`."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
 
 
 class CompositeTracker(Tracker):

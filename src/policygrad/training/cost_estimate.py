@@ -142,7 +142,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     path = resolve_model(run.model)
     lora = run.learner.adapters or (read_lora(path) if adapter_base(path) is not None else None)
     read_config(adapter_base(path) or path, f"the model {run.model!r}")
-    row_options = load_row_options(run.row_map, run.skip_bad_rows, run.decontaminate)
+    row_options = load_row_options(run.row_map, run.skip_bad_rows, run.decontaminate, fetch_images=run.fetch_images)
     task = load_task(run.task, seed=run.seed, eval_data=run.eval_data, row_options=row_options)
     trust = run.trust_remote_code
     config = AutoConfig.from_pretrained(adapter_base(path) or path, trust_remote_code=trust)

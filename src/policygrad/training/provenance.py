@@ -28,7 +28,7 @@ from policygrad.training.config.serialization import algorithm_to_dict, format_o
 PACKAGES = ("policygrad", "torch", "transformers", "reasoning-gym", "peft")
 EXCLUDED_OPTIONS = {
     *("model", "tokenizer", "trust_remote_code", "reward", "environment", "step_end", "output", "directory"),
-    *("task", "data", "row_map", "skip_bad_rows", "decontaminate", "eval_data"),
+    *("task", "data", "row_map", "skip_bad_rows", "fetch_images", "decontaminate", "eval_data"),
     *("sampler.folder", "algorithm.samples_per_prompt"),
 }
 """Options that are no settings: files and code, which are compared by content, locations, and repetitions of another option."""

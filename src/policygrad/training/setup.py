@@ -129,7 +129,9 @@ def load_resources(
         environment = placement.environment(environment)
     needs = None if algorithm is None else algorithm.all_needs
     step_end = None if algorithm is None else options.step_end
-    row_options = load_row_options(options.row_map, options.skip_bad_rows, options.decontaminate)
+    row_options = load_row_options(
+        options.row_map, options.skip_bad_rows, options.decontaminate, fetch_images=options.fetch_images
+    )
     task = load_task(options.task, seed=options.seed, eval_data=options.eval_data, row_options=row_options)
     if environment is not None and (step_end or "step_end" in (needs or ())):
         raise ConfigError(
@@ -201,7 +203,9 @@ def load_resources(
     return Resources(task, names, model, tokenizer, rollouter, has_rewards)
 
 
-def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> RowOptions:
+def load_row_options(
+    row_map: Any, skip_bad_rows: bool, decontaminate: int = 0, *, fetch_images: bool = False
+) -> RowOptions:
     """Load the row map, a function or its name.
 
     Raises:
@@ -212,7 +216,7 @@ def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) 
         raise ConfigError(
             f"--row-map {row_map} is no function: give one that takes a row, a dict, and returns a row or None"
         )
-    return RowOptions(function, skip_bad_rows, decontaminate)
+    return RowOptions(function, skip_bad_rows, decontaminate, fetch_images)
 
 
 def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:

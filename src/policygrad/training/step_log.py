@@ -10,6 +10,7 @@ from torch import Tensor
 
 from policygrad.rollout.trajectory import is_multi_turn
 from policygrad.training.loop import StepResult
+from policygrad.utils.pictures import to_plain
 
 MAX_LOGP_MISMATCH = 1.0
 """Nats. bfloat16 rounding stays below; a model that decodes differently from how it is trained does not."""
@@ -46,7 +47,7 @@ def build_completion_rows(
     rows: list[dict[str, Any]] = []
     for (number, group, t), advantage, cut in zip(episodes, advantages, truncated, strict=True):
         row = {
-            "prompt": group.spec.example.prompt,
+            "prompt": to_plain(group.spec.example.prompt),
             "completion": t.text,
             "reward": t.reward if has_rewards else None,
             "advantage": advantage,

@@ -155,7 +155,7 @@ def read_rows(
     config: SupervisedConfig, read: Callable[[str, RowOptions], list[R]], noun: str
 ) -> tuple[list[R], TrainEvalSplit, dict[str, str]]:
     """Return the training rows followed by those of `eval_data`, which of them are for what, and facts to show about them."""
-    options = load_row_options(config.row_map, config.skip_bad_rows)
+    options = load_row_options(config.row_map, config.skip_bad_rows, fetch_images=config.fetch_images)
     rows = train_rows = read(config.data, options)
     eval_rows = read(config.eval_data, options) if config.eval_data else []
     if eval_rows:

@@ -65,12 +65,12 @@ def install_folder(temporary: Path, final: Path) -> Path:
     return old
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file completely, or leave it as it was. Raises RunError with the file's name."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

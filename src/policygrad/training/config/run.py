@@ -153,6 +153,8 @@ class RunOptions:
     """Function applied to each row of the data, a dict; it returns the row to use, or None to drop it: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
     """Drop rows that cannot be used, and report how many; otherwise the first is an error, with file and line."""
+    fetch_images: Annotated[bool, tyro.conf.arg(name="task.fetch")] = False
+    """Download pictures that rows give by URL, each once; without it a row with a URL is refused."""
     decontaminate: Annotated[int, tyro.conf.arg(name="task.decontaminate")] = 0
     """Drop training rows that share this many consecutive words with a held-out prompt (8 to 13 is usual), and report how many.
     0 = only those whose prompt is itself held out."""

@@ -41,6 +41,8 @@ class SupervisedConfig:
     """Training data: .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", "none")] = None
     """Function applied to each row, a dict; it returns the row to use, or None to drop it: mine.py:f."""
+    fetch_images: bool = False
+    """Download pictures that rows give by URL, each once; without it a row with a URL is refused."""
     skip_bad_rows: bool = False
     """Drop rows that cannot be used, and report how many; otherwise the first is an error, with file and line."""
     model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"

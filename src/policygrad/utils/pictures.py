@@ -1,0 +1,138 @@
+"""Pictures in prompts: parts of chat messages, decoded when a model reads them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from policygrad.errors import DataError
+
+MAX_PIXELS = 2**25
+"""Pixels of the largest picture that is decoded (33 million, 100 MB): a small file may claim more than a machine's memory."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+THUMBNAIL_SIDE = 256  # pixels
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture in a prompt: a file or its contents. It is decoded when it is needed, and again the next time."""
+
+    path: str = ""
+    """The file; "" if `data` has its contents."""
+    data: bytes = field(default=b"", repr=False)
+    source: str = field(default="", compare=False)
+    """Location in the data, e.g. `rows.jsonl:12`, for error messages."""
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of the file's contents, in hexadecimal."""
+        return sha256(self.read()).hexdigest()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, from the file's header. Raises DataError."""
+        with self._open() as image:
+            width, height = image.size
+            return int(width), int(height)
+
+    def read(self) -> bytes:
+        """Return the file's contents.
+
+        Raises:
+            DataError: There is no such file.
+        """
+        if self.data:
+            return self.data
+        try:
+            return Path(self.path).read_bytes()
+        except (OSError, ValueError) as error:  # the second: a NUL in its name
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{self.source}: the picture {self.path!r} cannot be read: {reason}") from error
+
+    def decode(self) -> Any:
+        """Return a PIL image in RGB: upright, the first of an animation, on white where it is transparent.
+
+        Raises:
+            DataError: Not a picture, a truncated one, or one of more than MAX_PIXELS.
+        """
+        from PIL import Image, ImageOps
+
+        with self._open() as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise DataError(
+                    f"{self.source}: {self.name} has {width:,} × {height:,} pixels, and the most is {MAX_PIXELS:,}: make it smaller"
+                )
+            try:
+                upright = ImageOps.exif_transpose(image)
+                if upright.mode.startswith("I"):  # 16 bits per pixel, which `convert` would clip
+                    upright = upright.point(lambda value: value / 256).convert("L")
+                if not upright.has_transparency_data:
+                    return upright.convert("RGB")
+                opaque = upright.convert("RGBA")
+                return Image.alpha_composite(Image.new("RGBA", opaque.size, "white"), opaque).convert("RGB")
+            except (OSError, ValueError, SyntaxError) as error:
+                raise self._undecodable(error) from error
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return f"the picture {self.path!r}" if self.path else "the picture"
+
+    def _open(self) -> Any:
+        """Return the file as PIL reads its header."""
+        from PIL import Image
+
+        try:
+            return Image.open(io.BytesIO(self.read()), formats=FORMATS)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise self._undecodable(error) from error
+
+    def _undecodable(self, error: Exception) -> DataError:
+        return DataError(f"{self.source}: {self.name} cannot be decoded as {', '.join(FORMATS)}: {error}")
+
+
+def list_pictures(prompt: str | Iterable[Mapping[str, Any]]) -> Iterator[Picture]:
+    """Yield the pictures of a prompt in order."""
+    messages: Iterable[Mapping[str, Any]] = () if isinstance(prompt, str) else prompt
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if part["type"] == "image":
+                yield part["image"]
+
+
+def content_text(content: str | Iterable[Mapping[str, Any]]) -> str:
+    """Return a message's content as text, each picture as `[image]`."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else "[image]" for part in content)
+
+
+def to_plain(prompt: Any) -> Any:
+    """Return a prompt as JSON can hold it: each picture as `{"type": "image", "sha256": ...}`."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_plain_part(part) for part in message["content"]]}
+        for message in prompt
+    ]
+
+
+def _plain_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    return part if part["type"] == "text" else {"type": "image", "sha256": part["image"].digest}
+
+
+def make_thumbnail(picture: Picture) -> bytes:
+    """Return a picture of at most `THUMBNAIL_SIDE` pixels a side, as PNG."""
+    image, out = picture.decode(), io.BytesIO()
+    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    image.save(out, "PNG", optimize=True)
+    return out.getvalue()

@@ -1,0 +1,285 @@
+"""Pictures in data: every convention gives the same prompt, late decoding, and an error for what is not a picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import struct
+import zlib
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from doubles.vision_models import make_picture
+from policygrad.errors import DataError
+from policygrad.tasks import load_task
+from policygrad.tasks.rows import RowOptions, load_examples, open_rows, prompt_key
+from policygrad.utils import pictures
+from policygrad.utils.pictures import Picture, content_text, list_pictures, make_thumbnail, to_plain
+
+RED = make_picture(32, 24, 1).data
+BLUE = make_picture(16, 16, 2).data
+DATA_URI = "data:image/png;base64," + base64.b64encode(RED).decode()
+EXPECTED = ({"role": "user", "content": ({"type": "image"}, {"type": "text", "text": "how many?"})},)
+
+
+def shape(prompt: Any) -> Any:
+    """The prompt with pictures left out of its parts."""
+    return tuple(
+        message
+        if isinstance(message["content"], str)
+        else {
+            **message,
+            "content": tuple(part if part["type"] == "text" else {"type": "image"} for part in message["content"]),
+        }
+        for message in prompt
+    )
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def parts(**picture: Any) -> list[dict[str, Any]]:
+    return user([{"type": "image", **picture}, {"type": "text", "text": "how many?"}])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "red.png").write_bytes(RED)
+    (tmp_path / "blue.png").write_bytes(BLUE)
+    return tmp_path
+
+
+def read_jsonl(folder: Path, row: dict[str, Any], **options: Any) -> Any:
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    source = open_rows(str(file))
+    assert source is not None
+    return load_examples(source, RowOptions(**options), "rows.jsonl")[0]
+
+
+FILE = "pictures/red.png"
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "a part without a file, and a column": {"prompt": parts(), "images": [FILE]},
+    "a column with one": {"prompt": parts(), "image": FILE},
+    "a part with a path": {"prompt": parts(image=FILE)},
+    "path": {"prompt": parts(path=FILE)},
+    "url, which is data": {"prompt": parts(url=DATA_URI)},
+    "base64": {"prompt": parts(base64=base64.b64encode(RED).decode())},
+    "OpenAI": {
+        "prompt": user([{"type": "image_url", "image_url": {"url": DATA_URI}}, {"type": "text", "text": "how many?"}])
+    },
+    "text and a column": {"prompt": "how many?", "images": [FILE]},
+    "messages and a column": {"prompt": user("how many?"), "images": [FILE]},
+    "a mark in the text": {"prompt": user("<image>how many?"), "images": [FILE]},
+    "a table's None for what a part lacks": {
+        "prompt": user(
+            [{"type": "image", "text": None, "image": FILE}, {"type": "text", "text": "how many?", "image": None}]
+        )
+    },
+    "datasets' object": {"prompt": parts(), "image": {"bytes": None, "path": FILE}},
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_every_convention_gives_the_same_prompt(name: str, folder: Path) -> None:
+    example = read_jsonl(folder, {**CONVENTIONS[name], "answer": "1"})
+    assert shape(example.prompt) == EXPECTED
+    (picture,) = list_pictures(example.prompt)
+    assert picture.read() == RED
+    assert example.columns == {"answer": "1"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [RED, Image.open(io.BytesIO(RED)), {"bytes": RED, "path": None}, Picture(data=RED)],
+    ids=["contents", "PIL", "datasets", "picture"],
+)
+def test_rows_in_memory_have_contents_images_or_pictures(value: Any) -> None:
+    task = load_task([{"prompt": "how many?", "image": value, "answer": "1"}])
+    (picture,) = list_pictures(task.train_example(0).prompt)
+    assert picture.decode().tobytes() == Image.open(io.BytesIO(RED)).tobytes()
+
+
+def test_several_pictures_are_placed_in_order(folder: Path) -> None:
+    content = [{"type": "image"}, {"type": "text", "text": " or "}, {"type": "image"}]
+    for prompt in (user(content), user("<image> or <image>")):
+        example = read_jsonl(folder, {"prompt": prompt, "images": [FILE, "blue.png"]})
+        assert [p.read() for p in list_pictures(example.prompt)] == [RED, BLUE]
+        assert content_text(example.prompt[0]["content"]) == "[image] or [image]"
+
+
+def test_parts_of_text_alone_are_text(folder: Path) -> None:
+    content = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1 ="}]
+    assert read_jsonl(folder, {"prompt": user(content)}).prompt == tuple(user("1 + 1 ="))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer pictures": (
+        {"prompt": user([{"type": "image"}, {"type": "image"}]), "images": [FILE]},
+        r"rows.jsonl:1: 'prompt' has 2 places for pictures, and the row has 1 pictures: give one part",
+    ),
+    "no such file": (
+        {"prompt": parts(), "image": "nowhere.png"},
+        r"rows.jsonl:1: column 'image': there is no picture 'nowhere.png'; a relative path starts at .*rename it",
+    ),
+    "a URL": (
+        {"prompt": parts(url="https://example.com/x.png")},
+        r"part 1: the picture https://example.com/x.png is on the network, .* unless --task.fetch says so",
+    ),
+    "a number": ({"prompt": "?", "images": [3]}, r"column 'images': a picture is a path, .* got int"),
+    "bad base64": ({"prompt": parts(base64="*")}, r"message 1, part 1: a picture's base64 cannot be decoded"),
+    "an unknown part": ({"prompt": user([{"type": "video"}])}, r"part 1 must be an object with \"type\": text, image"),
+    "text that is none": ({"prompt": user([{"type": "text", "text": 3}])}, r"part 1: 'text' must be text, got int"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_picture_is_refused_with_its_place(name: str, folder: Path) -> None:
+    row, message = REFUSED[name]
+    with pytest.raises(DataError, match=message):
+        read_jsonl(folder, row)
+
+
+def test_keys_of_text_are_what_they_were() -> None:
+    assert prompt_key("1 + 1 =") == "1 + 1 ="
+    messages = ({"role": "system", "content": "é"}, {"role": "user", "content": "1 + 1 ="})
+    assert prompt_key(messages) == '[{"content": "é", "role": "system"}, {"content": "1 + 1 =", "role": "user"}]'
+
+
+def test_a_picture_is_part_of_its_prompts_key(folder: Path) -> None:
+    red, blue = (read_jsonl(folder, {"prompt": "?", "image": name}) for name in (FILE, "blue.png"))
+    assert prompt_key(red.prompt) != prompt_key(blue.prompt)
+    again = load_task([{"prompt": "?", "image": RED}]).train_example(0)
+    assert prompt_key(red.prompt) == prompt_key(again.prompt)
+    (picture,) = list_pictures(red.prompt)
+    assert to_plain(red.prompt)[0]["content"][0] == {"type": "image", "sha256": picture.digest}
+    json.dumps(to_plain(red.prompt))
+
+
+def test_pictures_go_to_reward_workers(folder: Path) -> None:
+    example = read_jsonl(folder, {"prompt": "?", "image": FILE})
+    (picture,) = list_pictures(pickle.loads(pickle.dumps(example.prompt)))
+    assert picture.decode().size == (32, 24)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_tables_hold_pictures_undecoded(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = {
+        "prompt": [user([{"type": "image"}, {"type": "text", "text": "how many?"}])] * 2,
+        "images": [[{"bytes": RED, "path": None}], [{"bytes": BLUE, "path": None}]],
+        "answer": ["1", "2"],
+    }
+    data = datasets.Dataset.from_dict(rows).cast_column("images", datasets.List(datasets.Image()))
+    name = str(folder / ("rows.parquet" if kind == "parquet" else "saved"))
+    if kind == "parquet":
+        data.to_parquet(name)
+    else:
+        data.save_to_disk(name)
+    decoded = list[Picture]()
+    monkeypatch.setattr(Picture, "decode", lambda self: decoded.append(self))
+    source = open_rows(name)
+    assert source is not None
+    examples = load_examples(source, RowOptions(), name)
+    assert [next(list_pictures(e.prompt)).read() for e in examples] == [RED, BLUE]
+    assert shape(examples[0].prompt) == EXPECTED
+    assert not decoded
+
+
+def test_a_picture_is_fetched_once_when_that_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list[str]()
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_response(200 if self.path == "/red.png" else 404)
+            self.end_headers()
+            self.wfile.write(RED)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for _ in range(2):
+            example = read_jsonl(folder, {"prompt": "?", "image": f"{url}/red.png"}, fetch_images=True)
+            assert next(list_pictures(example.prompt)).read() == RED
+        with pytest.raises(DataError, match=r"column 'image': the picture http.*/none.png cannot be fetched: .*404"):
+            read_jsonl(folder, {"prompt": "?", "image": f"{url}/none.png"}, fetch_images=True)
+        server.shutdown()
+    assert requests == ["/red.png", "/none.png"]
+
+
+# Decoding.
+
+
+def save(image: Image.Image, kind: str = "PNG", **options: Any) -> Picture:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return Picture(data=file.getvalue(), source="rows.jsonl:3")
+
+
+def test_a_picture_is_upright_opaque_and_in_8_bits() -> None:
+    wide = Image.new("RGB", (4, 2), (10, 20, 30))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    assert save(wide, "JPEG", exif=exif).decode().size == (2, 4)
+    assert save(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).decode().getpixel((0, 0)) == (255, 255, 255)
+    assert save(Image.new("I;16", (1, 1), 0x8000)).decode().getpixel((0, 0)) == (128, 128, 128)
+    frames = [Image.new("P", (1, 1), 0), Image.new("P", (1, 1), 1)]
+    for frame in frames:
+        frame.putpalette([0, 0, 0, 9, 9, 9])
+    animation = save(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert animation.decode().getpixel((0, 0)) == (0, 0, 0)
+
+
+def claim(width: int, height: int) -> bytes:
+    """The beginning of a PNG that claims a size, and a little data."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (claim(8000, 8000), "has 8,000 × 8,000 pixels, and the most is 33,554,432"),
+        (claim(2**16, 2**16), "cannot be decoded as PNG"),
+        (RED[:-40], "cannot be decoded as PNG"),
+        (b"<svg/>", "cannot be decoded as PNG, JPEG"),
+    ],
+)
+def test_a_file_that_claims_too_much_or_ends_early_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=f"rows.jsonl:3: the picture {message}"):
+        Picture(data=data, source="rows.jsonl:3").decode()
+
+
+def test_a_thumbnail_is_small() -> None:
+    thumbnail = Picture(data=make_thumbnail(make_picture(600, 300, 3)))
+    assert thumbnail.size == (256, 128)
+    assert pictures.THUMBNAIL_SIDE == 256
+
+
+def test_a_size_is_read_without_decoding() -> None:
+    assert Picture(data=claim(7, 5)).size == (7, 5)
+    read = partial(Picture, path="nowhere.png", source="rows.jsonl:4")
+    with pytest.raises(DataError, match=r"rows.jsonl:4: the picture 'nowhere.png' cannot be read: No such file"):
+        _ = read().size
