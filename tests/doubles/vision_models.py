@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -226,3 +228,18 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gemma3": _gemma3,
     "internvl": _internvl,
 }
+
+
+def save_family(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write a random model and its processor as a folder of the hub has them, and return the folder."""
+    model, processor = make_family(name, seed)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    processor.tokenizer.chat_template = processor.chat_template
+    processor.tokenizer.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)
+    sizes = {
+        name: getattr(processor, name) for name in ("image_seq_len", "image_seq_length") if hasattr(processor, name)
+    }
+    named = {"processor_class": type(processor).__name__, "chat_template": processor.chat_template, **sizes}
+    (folder / "processor_config.json").write_text(json.dumps(named), encoding="utf-8")
+    return folder
