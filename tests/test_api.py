@@ -25,7 +25,7 @@ HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInR
 LITE_PPO LUFFY LUSPO Learner LearnerConfig LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip
 LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError MovingLevel MultiTurnGAE NATURAL NStep
 NoPositiveResampling NumericsError OPO Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO
-PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
+PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 PublishedWeights RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference RejectionSampling Request
 RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run RunError RunInfo RunOptions
 RunningMean SAPO SCALE_RL SFTConfig Sampler SamplerConfig SamplingMask SamplingParams SecondMomentFilter Segment

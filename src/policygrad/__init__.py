@@ -42,6 +42,7 @@ _HOME = {
     "policygrad.core.updates": "AdaptiveProblem CurvatureProblem DualDescent GradientSteps GradientProblem",
     "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
+    "policygrad.utils.pictures": "Picture",
     "policygrad.environments.gymnasium": "GymnasiumText",
     "policygrad.environments.openenv": "OpenEnv",
     "policygrad.environments.textarena": "TextArena",

@@ -7,12 +7,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from policygrad.environments.base import Action, Environment, Observation, Step
-from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, parse_choice, reply_observation
-from policygrad.errors import ConfigError, import_optional
+from policygrad.environments.registry import (
+    TERMINATED,
+    TURNS,
+    Shown,
+    initial_observation,
+    parse_choice,
+    reply_observation,
+)
+from policygrad.errors import ConfigError, EngineError, import_optional
 from policygrad.tasks.base import Example
+from policygrad.utils.pictures import to_parts
 from policygrad.utils.user_code import add_cwd_to_path
 
 # Action names of Gymnasium's own games, from the documentation of Gymnasium 1.4, "Action Space".
@@ -32,8 +40,9 @@ _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 class GymnasiumText:
     """Episodes in a Gymnasium environment: `pg.GymnasiumText("FrozenLake-v1")`, or `--environment gymnasium:FrozenLake-v1`.
 
-    The observation is `describe(observation)` if given; else the text in a Text space, the rendered characters if the
-    environment has the render mode "ansi", or the state's number in a Discrete space. The action is the turn's text in a Text
+    The observation is `describe(observation)` if given, text or pictures; else a picture, for a model that sees, if `options` has
+    the render mode "rgb_array"; the text in a Text space, the rendered characters if the environment has the render mode "ansi",
+    or the state's number in a Discrete space. The action is the turn's text in a Text
     space; in a Discrete space it is the last word or number in the turn that names an action, in square brackets if there are
     any. A turn that names no action gets an error message, is counted (`environment/malformed`) and changes nothing.
 
@@ -45,8 +54,8 @@ class GymnasiumText:
     """A name for `gymnasium.make`; MODULE:ID imports the module first."""
     actions: Sequence[str] = ()
     """Names of a Discrete space's actions, in order; () = those in `ACTION_NAMES`, or numbers alone."""
-    describe: Callable[[Any], str] | None = None
-    """Converts an observation of any space to text."""
+    describe: Callable[[Any], Any] | None = None
+    """Converts an observation of any space to text, a picture, or a list of texts and pictures."""
     instructions: str | None = None
     """Text before the first observation; None = a list of the actions. The task's own prompt is not shown."""
     max_turns: int = 32
@@ -63,14 +72,15 @@ class GymnasiumText:
     def _adapter(self) -> _TextAdapter:
         env = self._make({})
         modes = env.metadata.get("render_modes") or ()
-        ansi = self.describe is None and "ansi" in modes and not _is_space(env.observation_space, "Text")
+        frames = self.describe is None and self.options.get("render_mode") == "rgb_array"
+        ansi = self.describe is None and not frames and "ansi" in modes and not _is_space(env.observation_space, "Text")
         names = tuple(self.actions) or ACTION_NAMES.get(re.sub(r"-v\d+$", "", self.name), ())
         observations, actions = env.observation_space, env.action_space
         env.close()
-        if self.describe is None and not ansi and not _is_space(observations, "Text", "Discrete"):
+        if self.describe is None and not (ansi or frames) and not _is_space(observations, "Text", "Discrete"):
             raise ConfigError(
                 f"{self.name} has observations in {observations}, which is neither text nor a number: from Python, give "
-                "describe=, a function from an observation to text"
+                "describe=, a function from an observation to text or a picture, or options={'render_mode': 'rgb_array'}"
             )
         if not _is_space(actions, "Text", "Discrete"):
             raise ConfigError(
@@ -80,14 +90,14 @@ class GymnasiumText:
         if _is_space(actions, "Text"):
             length = f"{actions.min_length} to {actions.max_length}"
             hint = f"an answer has {length} of the characters {actions.characters}"
-            return _TextAdapter(actions, ansi, (), "", hint)
+            return _TextAdapter(actions, ansi, frames, (), "", hint)
         first, count = int(actions.start), int(actions.n)
         if names and len(names) != count:
             raise ConfigError(f"{self.name} has {count} actions, and {len(names)} are named")
         choices = ", ".join(f"{i} {name}" for i, name in enumerate(names, first))
         choices = choices or f"a number from {first} to {first + count - 1}"
         hint = f"name one action in square brackets: {choices}"
-        return _TextAdapter(actions, ansi, names or ("",) * count, choices, hint)
+        return _TextAdapter(actions, ansi, frames, names or ("",) * count, choices, hint)
 
     def _make(self, more: Mapping[str, Any]) -> Any:
         gym = _import_gymnasium()
@@ -114,6 +124,7 @@ class _TextAdapter:
 
     actions: Any  # the action space
     ansi: bool  # True when the state is rendered as characters
+    frames: bool  # True when it is rendered as a picture
     names: tuple[str, ...]  # of a Discrete space's actions, "" for one without a name; () = the action is text
     choices: str  # the actions of a Discrete space, for the policy
     hint: str  # the error message for a turn that names no action
@@ -132,7 +143,7 @@ class _Episode:
 
     def __init__(self, config: GymnasiumText, adapter: _TextAdapter, env: Any, example: Example, seed: int) -> None:
         self.config, self.adapter, self.env, self.example, self.seed = config, adapter, env, example, seed
-        self.turns = 0
+        self.turns, self.shows_pictures = 0, False
 
     async def reset(self) -> Observation:
         # numpy's older generators, which some environments use, take seeds below 2^32
@@ -141,13 +152,15 @@ class _Episode:
         if instructions is None:
             choices = self.adapter.choices
             instructions = f"Answer with one action in square brackets: {choices}." if choices else ""
-        return initial_observation(self.example, self._render(observation), instructions)
+        shown = self._render(observation)
+        self.shows_pictures = not isinstance(shown, str)
+        return initial_observation(self.example, shown, instructions)
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
         move = self.adapter.parse(action.text)
         metrics = {"malformed": float(move is None)}
-        reward, reply = 0.0, f"error: {self.adapter.hint}"
+        reward, reply = 0.0, cast(Shown, f"error: {self.adapter.hint}")
         if move is not None:
             observation, value, terminated, truncated, _ = self.env.step(move)
             reward = float(value)
@@ -156,14 +169,23 @@ class _Episode:
             reply = self._render(observation)
         if action.truncated or self.turns >= self.config.max_turns:
             return Step(reward=reward, metrics=metrics, stop_reason=TURNS)
-        return Step(reply_observation(self.example, reply), reward, metrics)
+        return Step(reply_observation(self.example, reply, as_messages=self.shows_pictures), reward, metrics)
 
     async def close(self) -> None:
         self.env.close()
 
-    def _render(self, observation: Any) -> str:
+    def _render(self, observation: Any) -> Shown:
         if self.config.describe is not None:
-            return self.config.describe(observation)
+            described = self.config.describe(observation)
+            return to_parts(described) or cast(str, described)
+        if self.adapter.frames:
+            frame = self.env.render()
+            parts = to_parts(frame)
+            if parts is None:
+                raise EngineError(
+                    f"{self.config.name} renders {type(frame).__name__} under rgb_array: give describe= instead"
+                )
+            return parts
         if self.adapter.ansi:
             return strip_ansi(str(self.env.render()))
         return observation if isinstance(observation, str) else f"state {observation}"

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from policygrad.environments.base import Action, Environment, Observation, Step, is_finite_number
 from policygrad.environments.registry import (
     TERMINATED,
     TURNS,
+    Shown,
     initial_observation,
     parse_choice,
     reply_observation,
@@ -30,6 +31,7 @@ from policygrad.environments.registry import (
 from policygrad.errors import ConfigError, EngineError, import_optional
 from policygrad.tasks.base import Example
 from policygrad.utils.filesystem import reject_constant
+from policygrad.utils.pictures import to_parts
 
 HIDDEN_FIELDS = ("reward", "done", "metadata")  # fields of an observation that the policy does not see
 SEED_BOUND = 1 << 31  # servers get seeds below this, which fit into a C int
@@ -74,8 +76,8 @@ class OpenEnv:
     """Other fields of every action."""
     reset_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of reset."""
-    describe: Callable[[Mapping[str, Any]], str] | None = None
-    """Converts an observation to text."""
+    describe: Callable[[Mapping[str, Any]], Any] | None = None
+    """Converts an observation to text, a picture, or a list of texts and pictures."""
     instructions: str = ""
     """Text before the first observation. The task's own prompt is not shown."""
     max_turns: int = 32
@@ -128,7 +130,7 @@ class _Episode:
 
     def __init__(self, config: OpenEnv, example: Example, seed: int) -> None:
         self.config, self.example, self.seed = config, example, seed
-        self.turns = 0
+        self.turns, self.shows_pictures = 0, False
         self._server = f"the OpenEnv server at {config.address}"
         self._connection: Connection | None = None
 
@@ -144,14 +146,16 @@ class _Episode:
         result = await self._request("reset", {**self.config.reset_options, "seed": self.seed % SEED_BOUND})
         if isinstance(result, str):
             raise EngineError(f"{self._server} refused to reset: {result}")
-        return initial_observation(self.example, self._observation_text(result), self.config.instructions)
+        shown = self._describe(result)
+        self.shows_pictures = not isinstance(shown, str)
+        return initial_observation(self.example, shown, self.config.instructions)
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
         metrics, reward = {"malformed": 0.0, "refused": 0.0}, 0.0
         parsed = (await self.config.action_schema()).parse(action.text)
         if isinstance(parsed, str):
-            metrics["malformed"], reply = 1.0, f"error: {parsed}"
+            metrics["malformed"], reply = 1.0, cast(Shown, f"error: {parsed}")
         else:
             result = await self._request("step", parsed)
             if isinstance(result, str):
@@ -163,10 +167,10 @@ class _Episode:
                 reward = float(reward)
                 if result.get("done"):
                     return Step(reward=reward, metrics=metrics, stop_reason=TERMINATED)
-                reply = self._observation_text(result)
+                reply = self._describe(result)
         if action.truncated or self.turns >= self.config.max_turns:
             return Step(reward=reward, metrics=metrics, stop_reason=TURNS)
-        return Step(reply_observation(self.example, reply), reward, metrics)
+        return Step(reply_observation(self.example, reply, as_messages=self.shows_pictures), reward, metrics)
 
     async def close(self) -> None:
         """End the session, unless the connection is lost already."""
@@ -180,11 +184,12 @@ class _Episode:
             with suppress(*CONNECTION_ERRORS):
                 await asyncio.wait_for(connection.close(), self.config.connect_timeout)
 
-    def _observation_text(self, result: Mapping[str, Any]) -> str:
+    def _describe(self, result: Mapping[str, Any]) -> Shown:
         observation = result.get("observation")
         if not isinstance(observation, Mapping):
             raise EngineError(f"{self._server} returns the observation {observation!r}: it must be an object")
-        return (self.config.describe or render_observation)(observation)
+        described = (self.config.describe or render_observation)(observation)
+        return to_parts(described) or cast(str, described)
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any] | str:
         """Send a request; return the response's data, or the reason why the server refuses.

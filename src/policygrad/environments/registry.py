@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
@@ -90,15 +90,25 @@ def to_http_url(address: str) -> str:
     return url if "://" in url else f"http://{url}"
 
 
-def initial_observation(example: Example, text: str, instructions: str = "") -> Observation:
-    """Return an episode's first observation: instructions, then the environment's text.
+Shown = str | tuple[Mapping[str, Any], ...]
+"""What an environment shows: text, or parts of a message with pictures."""
+
+
+def initial_observation(example: Example, shown: Shown, instructions: str = "") -> Observation:
+    """Return an episode's first observation: instructions, then what the environment shows.
 
     The example determines the format. If its prompt is text, so is the observation, and the prompt is not shown; if it is chat
     messages, the observation is a user message after the example's system messages.
     """
-    content = join_texts((instructions, text))
-    if isinstance(example.prompt, str):
-        return Observation(f"{content}\n")
+    if not isinstance(shown, str):
+        before = [{"type": "text", "text": join_texts((instructions,)) + "\n"}] if instructions.strip() else []
+        content: Any = (*before, *shown)
+    else:
+        content = join_texts((instructions, shown))
+        if isinstance(example.prompt, str):
+            return Observation(f"{content}\n")
+    if isinstance(example.prompt, str):  # pictures need messages
+        return Observation(({"role": "user", "content": content},))
     system = tuple(dict(message) for message in example.prompt if message["role"] == "system")
     return Observation((*system, {"role": "user", "content": content}))
 
@@ -108,9 +118,14 @@ def join_texts(texts: Iterable[str]) -> str:
     return "\n".join(text.strip("\n") for text in texts if text.strip())
 
 
-def reply_observation(example: Example, text: str) -> Observation:
-    """Return the environment's reply to a turn, in the format of the first observation."""
-    reply = text.strip("\n")
+def reply_observation(example: Example, shown: Shown, *, as_messages: bool = False) -> Observation:
+    """Return the environment's reply to a turn, in the format of the first observation.
+
+    `as_messages`: the first observation has pictures, so that it is messages whatever the example's prompt is.
+    """
+    if not isinstance(shown, str) or as_messages:
+        return Observation(({"role": "user", "content": shown},))
+    reply = shown.strip("\n")
     content: Prompt = f"\n{reply}\n" if isinstance(example.prompt, str) else ({"role": "user", "content": reply},)
     return Observation(content)
 

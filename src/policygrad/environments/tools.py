@@ -12,12 +12,13 @@ from typing import Any
 
 from policygrad.environments.base import Action, Environment, Observation, Step, accepts_seed
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.models.chat_template import format_tool_response
+from policygrad.models.chat_template import format_tool_response, join_tool_responses
 from policygrad.models.tool_calls import ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import quote, to_number
 from policygrad.sandbox.python_tool import truncate_middle
 from policygrad.tasks.base import Example, Prompt
 from policygrad.utils.async_runner import OverdueError, await_with_timeout, run_in_daemon_thread
+from policygrad.utils.pictures import content_text, to_parts
 
 MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS = "malformed", "unknown", "arguments", "raised", "slow", "excess"
 FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS)
@@ -95,6 +96,12 @@ class ToolResult:
 
     text: str
     failure: str = ""  # one of `FAILURES`; "" = success
+    parts: tuple[Mapping[str, Any], ...] | None = None  # what it shows instead, if there is a picture
+
+    @property
+    def content(self) -> Any:
+        """The content of a message."""
+        return self.parts or self.text
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +163,9 @@ class Tool:
                 message = f"error: {self.name}: {name} is to be {required}, not {_to_text([value])[1:-1]}"
                 return ToolResult(message, ARGUMENTS)
         try:
-            return ToolResult(_to_text(await await_with_timeout(timeout, self._run(bound))))
+            value = await await_with_timeout(timeout, self._run(bound))
+            parts = to_parts(value)
+            return ToolResult(_to_text(value)) if parts is None else ToolResult(content_text(parts), parts=parts)
         except OverdueError:
             return ToolResult(f"error: {self.name} took longer than {timeout:g} seconds", SLOW)
         except PolicygradError:
@@ -237,13 +246,14 @@ class _Conversation:
             message = f"error: {excess} more calls were not made: a turn has at most {limit}"
             results.append(ToolResult(message, EXCESS))
         # the results have the prompt's form: text, or messages with the role tool, or user if the prompt lists no tools
-        tagged = "\n".join(format_tool_response(result.text) for result in results)
+        replies = tuple({"role": "tool", "content": result.content} for result in results)
         if isinstance(self.example.prompt, str):
+            tagged = "\n".join(format_tool_response(result.text) for result in results)
             reply: Prompt = f"\n{tagged}\n"
         elif self.config.tools_in_prompt:
-            reply = tuple({"role": "tool", "content": result.text} for result in results)
+            reply = replies
         else:
-            reply = ({"role": "user", "content": tagged},)
+            reply = ({"role": "user", "content": join_tool_responses(replies)},)
         return Step(Observation(reply), reward, metrics)
 
     async def on_truncated(self) -> float | None:

@@ -47,7 +47,7 @@ def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
     converted: list[Message] = []
     for is_tool, group in groupby(messages, lambda message: message.get("role") == "tool"):
         if is_tool:
-            converted.append({"role": "user", "content": _join_responses(list(group))})
+            converted.append({"role": "user", "content": join_tool_responses(list(group))})
         else:
             converted += group
     if not converted:
@@ -59,7 +59,7 @@ def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
     return [{**first, "content": f"{listed}{content}"}, *converted[1:]]
 
 
-def _join_responses(messages: Sequence[Message]) -> Any:
+def join_tool_responses(messages: Sequence[Message]) -> Any:
     """Join what the tools of one turn returned: text, or parts if there is a picture."""
     if not any(list_pictures(messages)):
         return "\n".join(format_tool_response(content_text(message.get("content") or "")) for message in messages)

@@ -114,6 +114,38 @@ def content_text(content: str | Iterable[Mapping[str, Any]]) -> str:
     return "".join(part["text"] if part["type"] == "text" else "[image]" for part in content)
 
 
+def to_parts(value: Any) -> tuple[Mapping[str, Any], ...] | None:
+    """Return what an environment or a tool shows as parts of a message; None if it has no picture.
+
+    Args:
+        value: A `Picture`, an image of PIL, an array [height, width, 3] of uint8, or a list of these and texts.
+    """
+    items = value if isinstance(value, (list, tuple)) else [value]
+    pictures = [None if isinstance(item, str) else _to_picture(item) for item in items]
+    if not any(pictures) or any(
+        picture is None and not isinstance(item, str) for item, picture in zip(items, pictures, strict=True)
+    ):
+        return None
+    return tuple(
+        {"type": "text", "text": item} if picture is None else {"type": "image", "image": picture}
+        for item, picture in zip(items, pictures, strict=True)
+    )
+
+
+def _to_picture(value: Any) -> Picture | None:
+    if isinstance(value, Picture):
+        return value
+    if str(getattr(value, "dtype", "")) == "uint8" and len(getattr(value, "shape", ())) == 3 and value.shape[2] == 3:
+        from PIL import Image
+
+        value = Image.fromarray(value)
+    if not (hasattr(value, "save") and hasattr(value, "getpixel")):  # no image of PIL
+        return None
+    file = io.BytesIO()
+    value.save(file, "PNG")
+    return Picture(data=file.getvalue())
+
+
 def to_plain(prompt: Any) -> Any:
     """Return a prompt as JSON can hold it: each picture as `{"type": "image", "sha256": ...}`."""
     if isinstance(prompt, str):

@@ -348,7 +348,17 @@ def format_parts(algorithm: Mapping[str, Any]) -> dict[str, str]:
 
 
 EVAL_OPTIONS = (
-    *("task", "row_map", "skip_bad_rows", "fetch_images", "reward", "environment", "environment_timeout", "eval_data", "sampling"),
+    *(
+        "task",
+        "row_map",
+        "skip_bad_rows",
+        "fetch_images",
+        "reward",
+        "environment",
+        "environment_timeout",
+        "eval_data",
+        "sampling",
+    ),
     *("seed", "trust_remote_code"),
 )
 """Options that mean the same in training and evaluation."""
