@@ -1,9 +1,10 @@
 """Prompts and datasets: a task provides training examples by index and a fixed set of evaluation examples.
 
-A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (its multi-step part), reasoning-gym
-datasets ("gcd+2*chain_sum:max_digits=1"), the same with their curricula ("curriculum:gcd"), a verifiers taskset
-("verifiers:ID"), or data: a JSONL, Parquet or Arrow file, a folder saved by `datasets`, a hub dataset, or a mixture of those
-("0.7*a.jsonl+0.3*b.jsonl"). A list of rows or a `datasets.Dataset` is a task without a name.
+A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (its multi-step part), "shapes"
+(questions about pictures, for the shipped vision-language model), reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), the
+same with their curricula ("curriculum:gcd"), a verifiers taskset ("verifiers:ID"), or data: a JSONL, Parquet or Arrow file, a
+folder saved by `datasets`, a hub dataset, or a mixture of those ("0.7*a.jsonl+0.3*b.jsonl"). A list of rows or a
+`datasets.Dataset` is a task without a name.
 """
 
 import difflib
@@ -15,6 +16,7 @@ from policygrad.tasks.base import Example, Prompt, Task
 from policygrad.tasks.mixtures import MixturePart, RowsTask
 from policygrad.tasks.reasoning_gym import CURRICULUM_PREFIX, EMBEDDED, CurriculumTask, ReasoningGymTask, dataset_names
 from policygrad.tasks.rows import RowOptions, load_examples, open_rows
+from policygrad.tasks.shapes import ShapesTask
 from policygrad.tasks.sources import parse_components, parse_data_mixture
 from policygrad.tasks.verifiers import VERIFIERS_PREFIX, load_verifiers_task
 
@@ -23,7 +25,7 @@ __all__ = ["EMBEDDED", "Example", "Prompt", "Task", "list_tasks", "load_task"]
 
 def list_tasks() -> list[str]:
     """Return the names of all built-in tasks, sorted. Any data file is a task as well."""
-    return sorted([*EMBEDDED, *dataset_names()])
+    return sorted([*EMBEDDED, ShapesTask.name, *dataset_names()])
 
 
 def load_task(
@@ -93,11 +95,13 @@ def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
         )
     if task in EMBEDDED:
         return ReasoningGymTask(task, EMBEDDED[task], seed=seed, steps=("worked_steps",), worked=True)
+    if task == ShapesTask.name:
+        return ShapesTask(seed)
     if task.startswith(VERIFIERS_PREFIX):
         return load_verifiers_task(task, seed)
     components = parse_components(task.removeprefix(CURRICULUM_PREFIX))
     for name in (component.name for component in components):
-        if name in EMBEDDED:
+        if name in EMBEDDED or name == ShapesTask.name:
             raise DataError(f"the task {name!r} is a fixed mix: it takes no settings and cannot be part of another mix")
         if name == "composite":
             raise DataError(
