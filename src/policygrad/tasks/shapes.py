@@ -18,7 +18,7 @@ from typing import Any
 
 from policygrad.errors import DataError
 from policygrad.tasks.base import Example, is_eval_prompt
-from policygrad.tasks.pictures import Picture
+from policygrad.utils.pictures import Picture
 
 SIDE = 32
 """Width and height of every picture, in pixels."""
