@@ -93,7 +93,7 @@ def read_files(folder: Path, run: Run) -> RunFiles:
 
 
 def check_files(files: RunFiles) -> Iterator[Finding]:
-    """Finding everything that a run's files say about each other."""
+    """Check everything that a run's files say about each other."""
     yield _check_steps(files)
     yield from _check_groups(files)
     yield _check_sums(files)
@@ -138,7 +138,7 @@ def _list_steps(steps: Sequence[int]) -> str:
 
 
 def _check_groups(files: RunFiles) -> Iterator[Finding]:
-    """Finding that every step has all its groups, each with all its completions."""
+    """Check that every step has all its groups, each with all its completions."""
     run = files.run
     if has_vine(run.algorithm):
         yield not_checked("groups", "a vine's groups have any number of completions")
@@ -165,7 +165,7 @@ def _check_groups(files: RunFiles) -> Iterator[Finding]:
 
 
 def _check_sums(files: RunFiles) -> Finding:
-    """Finding that a step's metrics are those of its completions, where everything sampled was trained on."""
+    """Check that a step's metrics are those of its completions, where everything sampled was trained on."""
     compared, has_extra_samples = 0, samples_extra(files.run.algorithm)
     for step, rows in files.completions.items():
         logged = files.metrics.get(step, {})
@@ -194,7 +194,7 @@ def _check_sums(files: RunFiles) -> Finding:
 
 
 def _check_repetitions(files: RunFiles) -> Finding:
-    """Finding that no rollout was trained on in two steps."""
+    """Check that no rollout was trained on in two steps."""
     seen = dict[str, int]()
     unclear = 0
     for step, rows in sorted(files.completions.items()):
@@ -257,7 +257,7 @@ def _describe_optimizer(files: RunFiles, saved: Checkpoint) -> str:
 
 
 def _check_model(files: RunFiles) -> Finding:
-    """Finding that the model that was written at the end is the last checkpoint's policy."""
+    """Check that the model that was written at the end is the last checkpoint's policy."""
     path = files.folder / "model" / "model.safetensors"
     if not path.is_file():
         return not_checked("model", "the run has not written one, or in several files, or as an adapter")
@@ -298,7 +298,7 @@ def _check_result(files: RunFiles) -> Finding:
 
 
 def _check_probes(files: RunFiles) -> Finding:
-    """Finding that an engine was probed after every publication of weights."""
+    """Check that an engine was probed after every publication of weights."""
     engine = files.run.sampler.engine
     probes = {
         step: row["publication/probe_max"] for step, row in files.metrics.items() if "publication/probe_max" in row

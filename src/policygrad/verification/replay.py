@@ -287,7 +287,7 @@ def check_batch(record: StepRecord, needs: frozenset[str]) -> Finding:
 
 
 def check_token_versions(record: StepRecord) -> Finding:
-    """Finding that no token claims to be sampled by weights that did not exist yet."""
+    """Check that no token claims to be sampled by weights that did not exist yet."""
     batch, step = record.batch, record.step
     if batch.version is None:
         return not_checked("versions", "the batch has no versions", step)

@@ -75,7 +75,7 @@ class Verification:
 def verify_run(
     folder: Path, run: Run, steps: Sequence[int] | None = None, progress: ProgressCallback = ignore_progress
 ) -> Verification:
-    """Finding the files of a run, and repeat some of its steps.
+    """Check the files of a run, and repeat some of its steps.
 
     Args:
         run: Its configuration, as in its run.toml.
