@@ -21,7 +21,7 @@ from policygrad.core.turns import TurnReturn
 from policygrad.lab.estimators import enumerate_steps
 from policygrad.lab.findings import critics
 from policygrad.lab.findings.advantages import with_advantage
-from policygrad.lab.measurement import Finding, Measurement, measure_algorithm
+from policygrad.lab.measurement import MeasuredClaim, Measurement, measure_algorithm
 from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import LabReport, build_lab_report, select_experiments, single_threaded
 from policygrad.lab.setting import LabSetting, supported_algorithms
@@ -68,7 +68,7 @@ def write_lab_page() -> None:
         table=f"Groups of {report.group_size}; {report.world}.\n\nOn-policy:\n\n{measurement_table(on_policy)}\n\n"
         f"{away}\n\n{measurement_table(off_policy)}",
         sizes=f"On-policy:\n\n{size_table(by_size, 0)}\n\n{away}\n\n{size_table(by_size, 1)}",
-        findings="\n".join(map(finding_item, report.findings)),
+        findings="\n".join(map(format_claim, report.findings)),
     )
     page.write_text(text, encoding="utf-8")
     print(page)
@@ -118,10 +118,10 @@ def write_primer_figures() -> None:
 
 def draw_primer_figures() -> Iterator[tuple[str, str]]:
     """Run the experiments and yield (name, SVG)."""
-    for finding in (experiment(0) for experiment in select_experiments(PRIMER_FIGURES)):
-        plot = choose_plot(finding)
-        assert plot is not None, f"{finding.name} has no curves"
-        yield finding.name, chart(finding.claim, plot.to_data(finding))
+    for measured in (experiment(0) for experiment in select_experiments(PRIMER_FIGURES)):
+        plot = choose_plot(measured)
+        assert plot is not None, f"{measured.name} has no curves"
+        yield measured.name, chart(measured.claim, plot.to_data(measured))
 
 
 def measurement_table(rows: list[Measurement]) -> str:
@@ -152,12 +152,12 @@ def size_table(reports: list[LabReport], side: int) -> str:
     return "\n".join(lines)
 
 
-def finding_item(finding: Finding) -> str:
-    """Write a finding as a list item, with the command that measures it."""
-    error = "" if finding.error is None else f" (standard error {finding.error:.2g})"
-    claim, sentence = (text.replace("*", "\\*") for text in (finding.claim, finding.sentence))  # b* is no emphasis
-    mark = "✓" if finding.holds else "✗"
-    return f"- {mark} **{claim}** {sentence}{error}  \n  `policygrad lab --experiment {finding.name}`"
+def format_claim(measured: MeasuredClaim) -> str:
+    """Format a measured claim as a list item, with the command that measures it."""
+    error = "" if measured.error is None else f" (standard error {measured.error:.2g})"
+    claim, sentence = (text.replace("*", "\\*") for text in (measured.claim, measured.sentence))  # b* is no emphasis
+    mark = "✓" if measured.holds else "✗"
+    return f"- {mark} **{claim}** {sentence}{error}  \n  `policygrad lab --experiment {measured.name}`"
 
 
 def _format(x: float) -> str:

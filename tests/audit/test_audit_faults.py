@@ -9,11 +9,12 @@ import torch
 
 import policygrad as pg
 from doubles.audit_peers import MICRO, clip_loss, make_update, split
-from policygrad.audit.findings import Audit, Finding, audit, compare
+from policygrad.audit.findings import Audit, audit, compare
+from policygrad.findings import Finding
 
 
-def finding(result: Audit, stage: str) -> Finding:
-    return next(finding for finding in result.findings if finding.stage == stage)
+def finding(result: Audit, subject: str) -> Finding:
+    return next(finding for finding in result.findings if finding.subject == subject)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -21,13 +22,13 @@ def finding(result: Audit, stage: str) -> Finding:
 def test_a_constant_factor(scale: float, seed: int) -> None:
     result = audit(clip_loss(make_update(seed), "sequences", scale=scale))
     scaled = finding(result, "scale")
-    assert scaled.verdict == "differs"
+    assert scaled.status == "differs"
     assert scaled.factor == pytest.approx(scale)
     assert not result.agrees
     if scale == MICRO:
-        assert "the number of micro-batches" in scaled.statement
+        assert "the number of micro-batches" in scaled.message
     if scale == -1.0:
-        assert "sign is reversed" in scaled.statement
+        assert "sign is reversed" in scaled.message
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -36,20 +37,20 @@ def test_a_token_mean_over_micro_batches(seed: int) -> None:
     update = make_update(seed)
     theirs, right = clip_loss(update, "micro_batch"), clip_loss(update, "tokens")
     result = finding(audit(theirs), "aggregation")
-    assert result.verdict == "differs"
-    assert "each micro-batch of 4 and then averaged, instead of over the update" in result.statement
+    assert result.status == "differs"
+    assert "each micro-batch of 4 and then averaged, instead of over the update" in result.message
     expected = (theirs["gradient"] * right["gradient"]).sum() / (right["gradient"] ** 2).sum()
     assert result.factor == pytest.approx(float(expected))
     mask = update["mask"]
     weights = [int(mask.sum()) / MICRO / int(mask[rows].sum()) for rows in split(update["micro_batch"])]
-    assert f"({min(weights):.3g} to {max(weights):.3g} times per token)" in result.statement
+    assert f"({min(weights):.3g} to {max(weights):.3g} times per token)" in result.message
 
 
 def test_a_token_mean_over_ranks() -> None:
     update = make_update(3) | {"rank": torch.arange(16) // 8}
     result = finding(audit(clip_loss(update, "rank")), "aggregation")
-    assert result.verdict == "differs"
-    assert "over each rank" in result.statement
+    assert result.status == "differs"
+    assert "over each rank" in result.message
 
 
 @pytest.mark.parametrize(("steps", "side"), [(1, "right"), (-1, "left")])
@@ -59,8 +60,8 @@ def test_a_shifted_mask(steps: int, side: str) -> None:
     moved[:, 0 if steps > 0 else -1] = False
     if steps > 0:
         result = finding(audit(clip_loss(update, mask=moved)), "mask")
-        assert f"shifted by one token to the {side}" in result.statement
-        assert result.verdict == "differs"
+        assert f"shifted by one token to the {side}" in result.message
+        assert result.status == "differs"
     else:  # one token fewer in each row: within the mask, so that it is the denominators that show it
         result = audit(clip_loss(update, mask=moved))
         assert not result.agrees
@@ -69,14 +70,14 @@ def test_a_shifted_mask(steps: int, side: str) -> None:
 def test_padding_in_the_loss() -> None:
     update = make_update(5)
     result = finding(audit(clip_loss(update, mask=torch.ones_like(update["mask"]))), "mask")
-    assert "padding included" in result.statement
+    assert "padding included" in result.message
 
 
 def test_a_ratio_against_the_sampler() -> None:
     update = make_update(6, sampler=0.2)
     result = finding(audit(clip_loss(update, old="logp_sampler")), "π_old")
-    assert result.verdict == "differs"
-    assert "π_old is the sampler's" in result.statement
+    assert result.status == "differs"
+    assert "π_old is the sampler's" in result.message
 
 
 def test_a_temperature() -> None:
@@ -90,11 +91,11 @@ def test_a_temperature() -> None:
     update |= {"logits": logits, "tokens": tokens, "logp": logp(1.0), "logp_old": logp(0.7), "logp_sampler": logp(0.7)}
     result = audit(clip_loss(update))
     old = finding(result, "log-probabilities: logp_old")
-    assert old.verdict == "differs"
-    assert "temperature 0.7" in old.statement
+    assert old.status == "differs"
+    assert "temperature 0.7" in old.message
     assert old.factor == pytest.approx(0.7)
-    assert "π_old is the sampler's" in finding(result, "π_old").statement
-    assert finding(result, "log-probabilities: logp").verdict == "reproduced"
+    assert "π_old is the sampler's" in finding(result, "π_old").message
+    assert finding(result, "log-probabilities: logp").status == "holds"
 
 
 def test_another_ddof_is_a_factor_of_the_library_s_z_score() -> None:
@@ -104,17 +105,17 @@ def test_another_ddof_is_a_factor_of_the_library_s_z_score() -> None:
     z = (reward - reward.mean(1, keepdim=True)) / reward.std(1, keepdim=True, correction=0)
     update["advantage"] = z.reshape(-1)
     result = audit(clip_loss(update), expect="grpo")
-    assert "ddof=0" in finding(result, "advantages").statement
+    assert "ddof=0" in finding(result, "advantages").message
     assert finding(result, "expected: grpo, Ψ").factor == pytest.approx((4 / 3) ** 0.5, rel=1e-3)
 
 
 def test_scaled_and_shifted_advantages() -> None:
     update = make_update(9)
     halved = finding(audit({**update, "advantage": update["advantage"] / 2}), "advantages")
-    assert halved.verdict == "differs"
+    assert halved.status == "differs"
     assert halved.factor == pytest.approx(0.5)
     moved = finding(audit({**update, "advantage": update["advantage"].roll(1)}), "advantages")
-    assert "the advantage of the previous one" in moved.statement
+    assert "the advantage of the previous one" in moved.message
 
 
 def test_a_clip_without_the_minimum() -> None:
@@ -124,8 +125,8 @@ def test_a_clip_without_the_minimum() -> None:
     loss = -(r * update["advantage"][:, None] * update["mask"]).sum() / update["mask"].sum()
     [gradient] = torch.autograd.grad(loss, logp)
     result = finding(audit({**update, "loss": loss.detach(), "gradient": gradient}), "ratio and gate")
-    assert result.verdict == "differs"
-    assert "without the minimum" in result.statement
+    assert result.status == "differs"
+    assert "without the minimum" in result.message
 
 
 def test_an_offset_as_a_bound() -> None:
@@ -139,8 +140,8 @@ def test_an_offset_as_a_bound() -> None:
     result = finding(
         audit({**update, "loss": loss.detach(), "gradient": gradient, "settings": settings}), "ratio and gate"
     )
-    assert result.verdict == "differs"
-    assert "below 1: an offset" in result.statement
+    assert result.status == "differs"
+    assert "below 1: an offset" in result.message
 
 
 def test_k1_in_the_loss() -> None:
@@ -148,8 +149,8 @@ def test_k1_in_the_loss() -> None:
     update["logp_ref"] = update["logp"].roll(1, 0) - 0.3
     gradient = clip_loss(update)["gradient"] + 0.05 * update["mask"] / update["mask"].sum()
     result = finding(audit({**update, "gradient": gradient}), "KL")
-    assert result.verdict == "differs"
-    assert "k1 in the loss with β = 0.05" in result.statement
+    assert result.status == "differs"
+    assert "k1 in the loss with β = 0.05" in result.message
 
 
 def test_numbers_of_no_formula_are_not_explained() -> None:
@@ -157,8 +158,8 @@ def test_numbers_of_no_formula_are_not_explained() -> None:
     gradient = torch.randn(16, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * update["mask"]
     result = audit({**update, "gradient": gradient})
     loss = finding(result, "loss")
-    assert loss.verdict == "differs"
-    assert loss.statement.startswith("no combination reproduces the gradient. Nearest:")
+    assert loss.status == "differs"
+    assert loss.message.startswith("no combination reproduces the gradient. Nearest:")
 
 
 # --- two recordings
@@ -168,7 +169,7 @@ def test_equal_recordings_agree() -> None:
     update = clip_loss(make_update(20))
     result = pg.audit.compare(update, dict(update))
     assert result.agrees
-    assert {finding.verdict for finding in result.findings} == {"reproduced"}
+    assert {finding.status for finding in result.findings} == {"holds"}
 
 
 def moved_mask(update: dict[str, Any]) -> torch.Tensor:
@@ -184,26 +185,26 @@ def moved_mask(update: dict[str, Any]) -> torch.Tensor:
         (
             "gradient",
             lambda update: 0.25 * update["gradient"],
-            "0.25 times ours: the factor is 1 over the number of micro-batches",
+            "0.25 times as large: the factor is 1 over the number of micro-batches",
         ),
         ("logp", lambda update: update["logp"].roll(1, 1), "shifted by one token to the right"),
         ("advantage", lambda update: update["advantage"].roll(-1), "each has the next row's numbers"),
-        ("logp", lambda update: update["logp"] - 0.5, "ours plus -0.5 everywhere"),
+        ("logp", lambda update: update["logp"] - 0.5, "every value is smaller by 0.5"),
         ("reward", lambda update: update["reward"][torch.arange(16) ^ 3], "rows are in another order"),
     ],
 )
 def test_what_differs_between_two_recordings(field: str, change, text: str) -> None:  # type: ignore[no-untyped-def]
     update = clip_loss(make_update(21))
     result = compare(update, {**update, field: change(update)})
-    differing = [f for f in result.findings if f.verdict == "differs"]
-    assert [f.stage for f in differing] == [field]
-    assert text in differing[0].statement
+    differing = [f for f in result.findings if f.status == "differs"]
+    assert [f.subject for f in differing] == [field]
+    assert text in differing[0].message
 
 
 def test_the_first_different_token_is_named() -> None:
     update = make_update(22)
     other = update["logp"].clone()
     other[3, 1] += 1
-    [finding] = [f for f in compare(update, {**update, "logp": other}).findings if f.verdict == "differs"]
-    assert "1 of" in finding.statement
-    assert "3, 1" in finding.statement
+    [finding] = [f for f in compare(update, {**update, "logp": other}).findings if f.status == "differs"]
+    assert "1 of" in finding.message
+    assert "the first, row 3, column 1," in finding.message

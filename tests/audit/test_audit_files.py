@@ -61,9 +61,9 @@ def test_the_command(update: dict[str, Any], tmp_path: Path, capsys: pytest.Capt
     assert main(["audit", str(path), "--map", "keep=mask", "lp=logp", "step=", "--expect", "dapo", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"] is False
-    assert {"stage", "verdict", "statement", "error", "factor"} == set(report["findings"][0])
+    assert {"subject", "status", "message", "step", "error", "factor"} == set(report["findings"][0])
     assert main(["audit", str(path), "--map", "keep=mask", "lp=logp", "step=", "--markdown"]) == 0
-    assert capsys.readouterr().out.startswith("| stage | verdict | finding |")
+    assert capsys.readouterr().out.startswith("| subject | status | message |")
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_the_files_of_several_ranks_are_one_update(update: dict[str, Any], tmp_p
             pg.audit.record(tmp_path / f"rank-{rank}.safetensors", **own, loss=loss.detach(), gradient=gradient)
         )
     result = pg.audit.audit(join_ranks([read(name) for name in names]))
-    [average] = [finding for finding in result.findings if finding.stage == "aggregation"]
-    assert average.verdict == "differs"
-    assert "rank" in average.statement
-    [loss] = [finding for finding in result.findings if finding.stage == "loss"]
-    assert loss.verdict == "reproduced"
+    [average] = [finding for finding in result.findings if finding.subject == "aggregation"]
+    assert average.status == "differs"
+    assert "rank" in average.message
+    [loss] = [finding for finding in result.findings if finding.subject == "loss"]
+    assert loss.status == "holds"
 
 
 def test_the_package_stays_light() -> None:

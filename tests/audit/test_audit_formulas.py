@@ -20,8 +20,8 @@ HONEST = [
 ]
 
 
-def statement(result: Audit, stage: str) -> str:
-    return next(finding.statement for finding in result.findings if finding.stage == stage)
+def statement(result: Audit, subject: str) -> str:
+    return next(finding.message for finding in result.findings if finding.subject == subject)
 
 
 def honest_update(name: str, seed: int) -> tuple[pg.Algorithm, dict[str, object]]:
@@ -65,22 +65,22 @@ def test_nothing_differs_on_an_honest_batch(name: str, seed: int) -> None:
 def test_an_algorithm_is_what_it_is_expected_to_be(name: str) -> None:
     _, update = honest_update(name, 3)
     result = audit({**update, "settings": {"max_length": 8}}, expect=name)
-    expected = [finding for finding in result.findings if finding.stage.startswith("expected")]
+    expected = [finding for finding in result.findings if finding.subject.startswith("expected")]
     assert len(expected) >= 3
     if name != "rloo":  # its KL in the reward is not in this batch
-        assert {finding.verdict for finding in expected} == {"reproduced"}, str(result)
+        assert {finding.status for finding in expected} == {"holds"}, str(result)
 
 
 def test_the_difference_from_another_algorithm_has_its_factor() -> None:
     update = clip_loss(make_update(), "tokens", 0.2, 0.28)
     result = audit(update, expect="dr_grpo")
-    [c] = [finding for finding in result.findings if finding.stage == "expected: dr_grpo, c"]
+    [c] = [finding for finding in result.findings if finding.subject == "expected: dr_grpo, c"]
     tokens = int(update["mask"].sum())
-    assert c.verdict == "differs"
+    assert c.status == "differs"
     assert c.factor == pytest.approx(ROWS * 12 / tokens)
-    verdicts = {finding.stage: finding.verdict for finding in result.findings}
-    assert verdicts["expected: dr_grpo, Ψ"] == "differs"  # divided by the std
-    assert verdicts["expected: dr_grpo, w"] == "differs"  # the upper bound
+    statuses = {finding.subject: finding.status for finding in result.findings}
+    assert statuses["expected: dr_grpo, Ψ"] == "differs"  # divided by the std
+    assert statuses["expected: dr_grpo, w"] == "differs"  # the upper bound
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_epsilon_below_the_resolution_is_said_to_be_open() -> None:
     update = {name: value.float() if name == "advantage" else value for name, value in make_update(5).items()}
     reward = update["reward"].reshape(-1, 4)
     z = (reward - reward.mean(1, keepdim=True)) / reward.std(1, keepdim=True)
-    text = audit({**update, "advantage": z.reshape(-1).float()}).findings[0].statement
+    text = audit({**update, "advantage": z.reshape(-1).float()}).findings[0].message
     assert "eps 0, 1e-08, 1e-06" in text
     assert "not told apart" in text
 
@@ -159,8 +159,8 @@ def test_advantages(formula, name: str) -> None:  # type: ignore[no-untyped-def]
     update = make_update(6)
     update["advantage"] = formula(update["reward"].reshape(-1, 4)).reshape(-1)
     finding = audit(update).findings[0]
-    assert finding.verdict == "reproduced"
-    assert name in finding.statement
+    assert finding.status == "holds"
+    assert name in finding.message
 
 
 def test_advantages_of_several_rewards() -> None:
@@ -170,8 +170,8 @@ def test_advantages_of_several_rewards() -> None:
     z = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).sum(2).reshape(-1)
     update |= {"rewards": columns, "reward": columns.sum(1), "advantage": (z - z.mean()) / (z.std() + 1e-4)}
     finding = audit(update).findings[0]
-    assert finding.verdict == "reproduced", finding
-    assert "RewardZScores" in finding.statement
+    assert finding.status == "holds", finding
+    assert "RewardZScores" in finding.message
 
 
 def test_a_loss_alone_is_enough_where_few_formulas_give_it() -> None:

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.audit
 from trl import GRPOConfig  # type: ignore[import-not-found]  # noqa: E402
 
 from doubles.trl_runs import train  # noqa: E402
-from policygrad.audit.findings import Audit, Finding, audit  # noqa: E402
+from policygrad.audit.findings import Audit, audit  # noqa: E402
 from policygrad.audit.recording import read  # noqa: E402
+from policygrad.findings import Finding  # noqa: E402
 
 VERSION = tuple(int(part) for part in version("trl").split(".")[:3])
 FIXED = VERSION >= (1, 9, 1)
@@ -39,8 +40,8 @@ LOSS_TYPES: dict[str, tuple[dict[str, Any], str, str]] = {
 """Settings, and the gate and the average that the numbers must show."""
 
 
-def finding(result: Audit, stage: str) -> Finding:
-    return next(finding for finding in result.findings if finding.stage == stage)
+def finding(result: Audit, subject: str) -> Finding:
+    return next(finding for finding in result.findings if finding.subject == subject)
 
 
 @newest
@@ -58,10 +59,10 @@ def test_a_loss_type_is_named(name: str, tmp_path: Path) -> None:
     settings, gate, average = LOSS_TYPES[name]
     path = train(tmp_path, 2, loss_type=name, **settings)
     result = audit(path)
-    assert finding(result, "ratio and gate").statement.startswith(gate), str(result)
-    assert finding(result, "aggregation").statement.startswith(average), str(result)
-    assert finding(result, "advantages").statement.startswith("GroupMean, GroupStd(ddof=1, eps=0.0001)")
-    assert finding(result, "loss").verdict == "reproduced"
+    assert finding(result, "ratio and gate").message.startswith(gate), str(result)
+    assert finding(result, "aggregation").message.startswith(average), str(result)
+    assert finding(result, "advantages").message.startswith("GroupMean, GroupStd(ddof=1, eps=0.0001)")
+    assert finding(result, "loss").status == "holds"
     assert result.agrees == (name != "bnpo"), str(result)
     assert all(f.error is None or f.error < 1e-6 for f in result.findings)
     batch = read(path)
@@ -79,8 +80,8 @@ def test_a_loss_type_is_named(name: str, tmp_path: Path) -> None:
 def test_scale_rewards_and_beta(scale: str, name: str, corrected: bool, form: str, tmp_path: Path) -> None:
     """The KL is multiplied by the ratio unless that is switched off; the numbers tell the two apart."""
     result = audit(train(tmp_path, 2, scale_rewards=scale, beta=0.05, use_bias_correction_kl=corrected))
-    assert finding(result, "advantages").statement.startswith(name)
-    assert f"KLToReference(beta=0.05, form='{form}')" in finding(result, "KL").statement
+    assert finding(result, "advantages").message.startswith(name)
+    assert f"KLToReference(beta=0.05, form='{form}')" in finding(result, "KL").message
     assert result.agrees, str(result)
 
 
@@ -88,8 +89,8 @@ def test_scale_rewards_and_beta(scale: str, name: str, corrected: bool, form: st
 def test_cispo_with_its_default_bound(tmp_path: Path) -> None:
     """Without epsilon_high TRL caps the weight at epsilon, 0.2, which cuts every token's weight to a fifth."""
     result = finding(audit(train(tmp_path, 2, loss_type="cispo")), "ratio and gate")
-    assert result.verdict == "differs"
-    assert "bound 0.2 of the importance weight is below 1" in result.statement
+    assert result.status == "differs"
+    assert "bound 0.2 of the importance weight is below 1" in result.message
 
 
 @pytest.mark.parametrize(("accumulated", "steps"), [(2, 4), (4, 2)])
@@ -101,13 +102,13 @@ def test_steps_per_generation(accumulated: int, steps: int, tmp_path: Path) -> N
     settings = {"gradient_accumulation_steps": accumulated, "steps_per_generation": steps, "num_iterations": 1}
     result = audit(train(tmp_path, 1, loss_type="dapo", **settings), expect="dapo")
     average = finding(result, "aggregation")
-    assert average.verdict == "differs"
+    assert average.status == "differs"
     assert average.factor is not None
     if FIXED:
-        assert f"{accumulated}/{steps} of the rollout's tokens" in average.statement
+        assert f"{accumulated}/{steps} of the rollout's tokens" in average.message
         assert average.factor == pytest.approx(1, abs=0.1)
     else:
-        assert "tokens of the whole rollout" in average.statement
-        assert "trl#6024" in average.statement
+        assert "tokens of the whole rollout" in average.message
+        assert "trl#6024" in average.message
         assert average.factor == pytest.approx(accumulated / steps, rel=0.1)
     assert finding(result, "expected: dapo, c").factor == pytest.approx(average.factor, rel=1e-5)

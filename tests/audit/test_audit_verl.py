@@ -65,8 +65,8 @@ def test_every_case_of_the_file_is_tested() -> None:
 def test_advantages_of_verl(name: str) -> None:
     update = {"mask": BATCH["response_mask"], "group": COMMON["group"], "advantages": DATA["advantages"][name]}
     finding = audit(update | {"reward": BATCH["reward"]}).findings[0]
-    assert finding.verdict == "reproduced"
-    assert ADVANTAGES[name] in finding.statement
+    assert finding.status == "holds"
+    assert ADVANTAGES[name] in finding.message
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_losses_of_verl(case: dict[str, Any]) -> None:
     tensors = {"advantages": DATA["advantages"]["grpo"], "loss": case["loss"], "gradient": case["gradient"]}
     micro = [i // case["micro"] for i in range(ROWS)]
     result = audit(COMMON | tensors | {"micro_batch": micro, "settings": case["settings"]})
-    said = {finding.stage: finding.statement for finding in result.findings}
-    assert said["ratio and gate"].startswith(gate)
-    assert said["aggregation"].startswith(average)
+    messages = {finding.subject: finding.message for finding in result.findings}
+    assert messages["ratio and gate"].startswith(gate)
+    assert messages["aggregation"].startswith(average)
     assert result.agrees == (case["micro"] == ROWS)
     if case["loss_mode"] != "geo_mean":  # its value is of a completion, not of a token
-        assert next(f for f in result.findings if f.stage == "loss").verdict == "reproduced"
+        assert next(f for f in result.findings if f.subject == "loss").status == "holds"
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -132,10 +132,10 @@ def test_the_recorder_wraps_verl_s_registry(tmp_path: Path, monkeypatch: pytest.
             (loss / (ROWS // 3)).backward()  # as the actor does with its number of micro-batches
     assert registry["vanilla"] is plain
     result = audit(recorder.path)
-    said = {finding.stage: finding for finding in result.findings}
-    assert said["ratio and gate"].statement.startswith("Clip(low=0.2, high=0.2)")
-    assert "each micro-batch of 3" in said["aggregation"].statement
-    assert "loss" not in said  # the function's values are not yet scaled, as the gradient is
+    findings = {finding.subject: finding for finding in result.findings}
+    assert findings["ratio and gate"].message.startswith("Clip(low=0.2, high=0.2)")
+    assert "each micro-batch of 3" in findings["aggregation"].message
+    assert "loss" not in findings  # the function's values are not yet scaled, as the gradient is
 
 
 def test_a_loss_that_verl_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

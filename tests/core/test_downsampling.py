@@ -15,7 +15,15 @@ import policygrad as pg
 from doubles.random_batches import Shape, close, gradients, make, policy, shapes
 from policygrad.core.filters import FrozenDownsample, max_variance_subset
 from policygrad.core.validation import check_sampling
-from policygrad.papers.completions import Completion, Prompts, clipped_surrogate, read_batch, std, total, z_score
+from policygrad.papers.completions import (
+    Completion,
+    Prompts,
+    clipped_surrogate,
+    group_z_score,
+    read_batch,
+    standard_deviation,
+    total,
+)
 
 GRPO = replace(pg.GRPO, terms=())
 
@@ -159,7 +167,7 @@ def clipped(o: Completion, A: float) -> Tensor:
 def best(outputs: list[Completion], keep: int) -> list[Completion]:
     """PODS, max-variance down-sampling by its definition: of all subsets the one whose rewards vary most."""
     size = min(keep, len(outputs))
-    return list(max(combinations(outputs, size), key=lambda s: std([o.reward for o in s], ddof=0)))
+    return list(max(combinations(outputs, size), key=lambda s: standard_deviation([o.reward for o in s], ddof=0)))
 
 
 def pods(prompts: Prompts) -> Tensor:
@@ -168,7 +176,7 @@ def pods(prompts: Prompts) -> Tensor:
     J = total([])
     for S in chosen:
         for o in S:
-            J = J + clipped(o, z_score(o, S))
+            J = J + clipped(o, group_z_score(o, S))
     return J / max(1, sum(map(len, chosen)))
 
 
@@ -178,7 +186,7 @@ def counted(prompts: Prompts) -> Tensor:
     for outputs in prompts:
         S = best(outputs, 3)
         for o in S:
-            J = J + len(outputs) / len(S) * clipped(o, z_score(o, outputs))
+            J = J + len(outputs) / len(S) * clipped(o, group_z_score(o, outputs))
     return J / max(1, sum(map(len, prompts)))
 
 

@@ -15,24 +15,24 @@ from policygrad.core.advantages import FrozenRunningMean
 from policygrad.papers.completions import (
     Completion,
     Prompts,
+    average,
     clip,
     clipped_surrogate,
     completions,
     count,
     count_tokens,
+    group_z_score,
     log_pi,
-    mean,
     penalized,
-    score,
-    std,
+    standard_deviation,
     to_go,
     tokens,
     total,
+    unit_log_pi,
     without_constant_groups,
-    z_score,
 )
 from policygrad.papers.critics import n_step, over_q, rewards, trpo_vine
-from policygrad.papers.grpo import cispo, magistral, passk, sequence_mean
+from policygrad.papers.grpo import cispo, magistral, mean_over_completions, passk
 from policygrad.papers.objectives import PAPER_OBJECTIVES, Objective
 from policygrad.papers.reinforce import clipped_token_mean, reinforce, rloo
 from policygrad.papers.signals import chord, distill, grpo_process, prime, turn_rewards, turns
@@ -74,13 +74,13 @@ def dual_clip(prompts: Prompts, max_tokens: int) -> Tensor:
         surrogate = clipped_surrogate(o, t, A)
         return surrogate if A >= 0 else surrogate.clamp(min=3 * A)
 
-    return sequence_mean(prompts, token)
+    return mean_over_completions(prompts, token)
 
 
 def sequence_product(prompts: Prompts, max_tokens: int) -> Tensor:
     """1/B Σ_i (π_θ(o_i)/π_old(o_i)) Â_i."""
     ratios = [
-        torch.exp(total(o.logp[t] - o.old[t] for t in range(len(o)))) * z_score(o, outputs)
+        torch.exp(total(o.logp[t] - o.old[t] for t in range(len(o)))) * group_z_score(o, outputs)
         for outputs in prompts
         for o in outputs
     ]
@@ -96,7 +96,7 @@ def gspo_token(prompts: Prompts, max_tokens: int) -> Tensor:
             s = torch.exp(total(o.logp[t] - o.old[t] for t in range(len(o))) / len(o)).detach()
             later, inner = to_go(o.token_reward), total([])
             for t in range(len(o)):
-                A = (o.reward + later[t] - mean(group)) / (std(group) + 1e-4)
+                A = (o.reward + later[t] - average(group)) / (standard_deviation(group) + 1e-4)
                 s_t = s * torch.exp(o.logp[t] - o.logp[t].detach())
                 inner = inner + torch.minimum(s_t * A, clip(s_t, 1 - 3e-4, 1 + 4e-4) * A)
             J = J + inner / len(o)
@@ -113,7 +113,7 @@ def kl_in_loss(form: str) -> Objective:
 
     def objective(prompts: Prompts, max_tokens: int) -> Tensor:
         kl = total(0.3 * estimator(o, t) for o, t in tokens(prompts)) / count_tokens(prompts)
-        return sequence_mean(prompts) - kl
+        return mean_over_completions(prompts) - kl
 
     return objective
 
@@ -122,9 +122,9 @@ def entropy(prompts: Prompts, max_tokens: int) -> Tensor:
     """−η sg[r log π] log π: its gradient is the score-function gradient of the states' entropy."""
 
     def token(o: Completion, t: int, A: float) -> Tensor:
-        return clipped_surrogate(o, t, A) - 0.02 * (o.r(t) * o.logp[t]).detach() * score(o, t)
+        return clipped_surrogate(o, t, A) - 0.02 * (o.r(t) * o.logp[t]).detach() * unit_log_pi(o, t)
 
-    return sequence_mean(prompts, token)
+    return mean_over_completions(prompts, token)
 
 
 def optimal_length(prompts: Prompts, max_tokens: int) -> Tensor:
@@ -135,7 +135,7 @@ def optimal_length(prompts: Prompts, max_tokens: int) -> Tensor:
             others = [p for p in outputs if p is not o]
             if others:
                 b = sum(len(p) * p.reward for p in others) / sum(len(p) for p in others)
-                J = J + total((o.reward - b) * score(o, t) for t in range(len(o)))
+                J = J + total((o.reward - b) * unit_log_pi(o, t) for t in range(len(o)))
     return J / count(prompts)
 
 
@@ -150,7 +150,7 @@ def rloo_to_go(prompts: Prompts, max_tokens: int) -> Tensor:
         for o in outputs:
             others = [later[id(p)][0] for p in outputs if p is not o]
             if others:
-                J = J + total((later[id(o)][t] - mean(others)) * score(o, t) for t in range(len(o)))
+                J = J + total((later[id(o)][t] - average(others)) * unit_log_pi(o, t) for t in range(len(o)))
     return J / count(prompts)
 
 
@@ -159,7 +159,7 @@ def root_group(prompts: Prompts, max_tokens: int) -> Tensor:
     J = total([])
     for outputs in prompts:
         G, B = len(outputs), count(prompts)
-        J = J + total((G / B) / G**0.5 * (o.reward - 0.25) * score(o, t) for o in outputs for t in range(len(o)))
+        J = J + total((G / B) / G**0.5 * (o.reward - 0.25) * unit_log_pi(o, t) for o in outputs for t in range(len(o)))
     return J
 
 
@@ -169,7 +169,7 @@ def reweighted(prompts: Prompts, max_tokens: int) -> Tensor:
     if not kept:
         return total([])
     f = 1 - count(kept) / count(prompts)
-    return sequence_mean(kept) * count(kept) / count(prompts) / (1 - f)
+    return mean_over_completions(kept) * count(kept) / count(prompts) / (1 - f)
 
 
 def overlong_mask_with_statistics(prompts: Prompts, max_tokens: int) -> Tensor:
@@ -178,16 +178,18 @@ def overlong_mask_with_statistics(prompts: Prompts, max_tokens: int) -> Tensor:
     for outputs in prompts:
         for o in outputs:
             if not o.truncated:
-                J = J + total(clipped_surrogate(o, t, z_score(o, outputs)) for t in range(len(o))) / len(o)
+                J = J + total(clipped_surrogate(o, t, group_z_score(o, outputs)) for t in range(len(o))) / len(o)
     return J / count(without_truncated(prompts))
 
 
 def soft_overlong(prompts: Prompts, max_tokens: int) -> Tensor:
-    return sequence_mean([[replace(o, reward=penalized(o, max_tokens)) for o in outputs] for outputs in prompts])
+    return mean_over_completions(
+        [[replace(o, reward=penalized(o, max_tokens)) for o in outputs] for outputs in prompts]
+    )
 
 
 def batch_mean(prompts: Prompts, max_tokens: int) -> Tensor:
-    return reinforce(prompts, max_tokens, baseline=mean([o.reward for o in completions(prompts)]))
+    return reinforce(prompts, max_tokens, baseline=average([o.reward for o in completions(prompts)]))
 
 
 def best_of_group(prompts: Prompts, max_tokens: int) -> Tensor:
@@ -221,7 +223,7 @@ KL = {f: pg.KLToReference(0.3, f, aggregation=pg.TokenMean()) for f in ("k2", "k
 PARTS: dict[str, Variant] = {
     "importance": (
         replace(GRPO, gate=pg.Importance()),
-        lambda p, w: sequence_mean(p, lambda o, t, A: o.r(t) * A),
+        lambda p, w: mean_over_completions(p, lambda o, t, A: o.r(t) * A),
     ),
     "dual clip": (replace(GRPO, gate=pg.DualClip(0.2, 0.2, 3.0)), dual_clip),
     "weight cap, low": (
@@ -255,14 +257,14 @@ PARTS: dict[str, Variant] = {
     "reweight": (replace(GRPO, filters=(pg.DropZeroVariance("reweight"),)), reweighted),
     "overlong mask": (
         replace(GRPO, filters=(pg.MaskTruncated(),)),
-        filtered(without_truncated, lambda p, w: sequence_mean(p)),
+        filtered(without_truncated, lambda p, w: mean_over_completions(p)),
     ),
     "overlong mask, statistics": (
         replace(GRPO, filters=(pg.MaskTruncated(keep_in_statistics=True),)),
         overlong_mask_with_statistics,
     ),
     "soft overlong": (replace(GRPO, shaping=(pg.SoftOverlong(),)), soft_overlong),
-    "weight": (GRPO, lambda p, w: sequence_mean(p, lambda o, t, A: o.weight[t] * clipped_surrogate(o, t, A))),
+    "weight": (GRPO, lambda p, w: mean_over_completions(p, lambda o, t, A: o.weight[t] * clipped_surrogate(o, t, A))),
     "running mean": (
         replace(pg.REINFORCE, advantage=(FrozenRunningMean(baseline=0.4),)),
         lambda p, w: reinforce(p, w, 0.4),
@@ -401,7 +403,7 @@ def sibling_turns(prompts: Prompts, max_tokens: int) -> Tensor:
             own = []
             for n, x in enumerate(R[id(o)]):
                 others = [R[id(p)][n] for p in outputs if p is not o and len(R[id(p)]) > n]
-                own.append(0.9**n * (x - mean(others)))
+                own.append(0.9**n * (x - average(others)))
             A[id(o)] = at_tokens(o, own)
     return clipped_token_mean(prompts, A)
 

@@ -78,7 +78,7 @@ def test_a_run_with_pictures_in_observations_holds(model: Path, tmp_path: Path) 
     assert max(map(len, turns)) == 5  # three of the policy, and two pictures between them
     result = verify_run(folder, load_config(folder / "run.toml", Run(), CodePermissions(("/",))))
     assert not result.failures, result.failures
-    holding = {check.subject for check in result.checks if check.status == "holds" and check.step}
+    holding = {check.subject for check in result.findings if check.status == "holds" and check.step}
     assert holding >= {"sampler's weights", "gradient", "advantages"}
 
 

@@ -13,7 +13,7 @@ from policygrad.core.terms import ExactEntropy
 from policygrad.lab import dynamics
 from policygrad.lab.dynamics import expected_update, interpolate, train_in_expectation
 from policygrad.lab.estimators import enumerate_steps, estimate_gradients
-from policygrad.lab.measurement import Finding
+from policygrad.lab.measurement import MeasuredClaim
 from policygrad.lab.plots import PLOTS
 from policygrad.lab.report import DYNAMICS, single_threaded
 from policygrad.lab.worlds import make_table_settings, one_prompt
@@ -91,24 +91,24 @@ def test_the_unbiased_gradient_climbs() -> None:
     assert run[-1] > run[0] + 0.05
 
 
-def check_entropy_collapse(finding: Finding) -> None:
+def check_entropy_collapse(measured: MeasuredClaim) -> None:
     """The order of the clips, and that it is the upper one."""
-    n = finding.numbers
+    n = measured.numbers
     assert n["end_0.2"] < n["end_0.28"] < n["start"] < n["end_none"]
     assert n["decides_0.2"] == pytest.approx(n["decides_none"], abs=0.01)
-    assert "slows the collapse and does not end it" in finding.sentence
+    assert "slows the collapse and does not end it" in measured.sentence
 
 
-def check_k1_in_loss(finding: Finding) -> None:
+def check_k1_in_loss(measured: MeasuredClaim) -> None:
     """It changes nothing."""
-    curves = finding.curves
+    curves = measured.curves
     assert curves["kl_k1"] == pytest.approx(curves["kl_none"], abs=1e-12)
     assert curves["kl_reward"][-1] < 0.8 * curves["kl_none"][-1]
 
 
-def check_reward_hacking(finding: Finding) -> None:
+def check_reward_hacking(measured: MeasuredClaim) -> None:
     """The hacked reward rises to the end, the true one does not."""
-    curves = finding.curves
+    curves = measured.curves
     assert list(curves["proxy_free"]) == sorted(curves["proxy_free"])
     assert curves["true_free"][-1] < curves["true_free"][0] < max(curves["true_free"])
 
@@ -123,14 +123,14 @@ CHECKS = {
 @pytest.mark.parametrize(("name", "seed"), RUNS)
 def test_every_run_shows_its_failure(name: str, seed: int) -> None:
     with single_threaded():
-        finding = getattr(dynamics, name)(seed)
-    assert finding.holds, finding.sentence
-    assert finding.error is None
-    assert len({len(column) for column in finding.curves.values()}) == 1
-    _, *columns = finding.curves
+        measured = getattr(dynamics, name)(seed)
+    assert measured.holds, measured.sentence
+    assert measured.error is None
+    assert len({len(column) for column in measured.curves.values()}) == 1
+    _, *columns = measured.curves
     assert {c for panel in PLOTS[name].panels for c in panel.columns} == set(columns)
     if seed == 0 and name in CHECKS:
-        CHECKS[name](finding)
+        CHECKS[name](measured)
 
 
 def test_k1_in_the_loss_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from policygrad.lab import report
 from policygrad.lab.findings.ratios import Chain
-from policygrad.lab.measurement import Finding
+from policygrad.lab.measurement import MeasuredClaim
 from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import CLAIMS, THEORY, single_threaded  # DYNAMICS: test_dynamics.py
 from policygrad.lab.sequences import sample_normal
@@ -33,64 +33,64 @@ THEOREMS = [
 # Signs of the empirical findings on the default seed: a change of one of them is news.
 
 
-def check_adam(finding: Finding) -> None:
-    assert finding.numbers["first_skewed"] < 0 < finding.numbers["late_usual"]
-    assert not finding.holds
-    assert "lost" in finding.sentence
-    assert "with a fixed α" in finding.sentence
+def check_adam(measured: MeasuredClaim) -> None:
+    assert measured.numbers["first_skewed"] < 0 < measured.numbers["late_usual"]
+    assert not measured.holds
+    assert "lost" in measured.sentence
+    assert "with a fixed α" in measured.sentence
 
 
-def check_experts(finding: Finding) -> None:
-    assert finding.holds
-    assert "it jumps as well" in finding.sentence
-    assert math.exp(finding.numbers["growth_token"] - finding.numbers["growth_less"]) > 1
+def check_experts(measured: MeasuredClaim) -> None:
+    assert measured.holds
+    assert "it jumps as well" in measured.sentence
+    assert math.exp(measured.numbers["growth_token"] - measured.numbers["growth_less"]) > 1
 
 
-def check_gae_curve(finding: Finding) -> None:
-    assert finding.holds
-    assert finding.numbers["best_lambda_0"] == 0
+def check_gae_curve(measured: MeasuredClaim) -> None:
+    assert measured.holds
+    assert measured.numbers["best_lambda_0"] == 0
 
 
-def check_group_size(finding: Finding) -> None:
-    assert finding.numbers["slope"] <= -0.5
+def check_group_size(measured: MeasuredClaim) -> None:
+    assert measured.numbers["slope"] <= -0.5
 
 
-def check_holds(finding: Finding) -> None:
-    assert finding.holds
+def check_holds(measured: MeasuredClaim) -> None:
+    assert measured.holds
 
 
-def check_long_chains(finding: Finding) -> None:
-    assert not finding.holds
-    n = finding.numbers
+def check_long_chains(measured: MeasuredClaim) -> None:
+    assert not measured.holds
+    n = measured.numbers
     assert n["times_0.02_8"] < 1.1 < n["times_0.02_128"] < n["times_0.02_512"]
     assert n["drift_token"] < 0.05 < 0.5 < n["drift_sequence"]
 
 
-def check_ratio_over_length(finding: Finding) -> None:
-    assert not finding.holds
-    assert "does not at every length" in finding.sentence
-    spread = finding.curves["spread_token"]  # one distance per token: no growth with the length
+def check_ratio_over_length(measured: MeasuredClaim) -> None:
+    assert not measured.holds
+    assert "does not at every length" in measured.sentence
+    spread = measured.curves["spread_token"]  # one distance per token: no growth with the length
     assert max(spread) < 1.1 * min(spread)
 
 
-def check_sequence_mean(finding: Finding) -> None:
-    assert finding.numbers["right"] < 1
-    assert finding.numbers["wrong"] < 1
+def check_sequence_mean(measured: MeasuredClaim) -> None:
+    assert measured.numbers["right"] < 1
+    assert measured.numbers["wrong"] < 1
 
 
-def check_turn_credit(finding: Finding) -> None:
-    assert finding.holds
-    credit = finding.numbers
+def check_turn_credit(measured: MeasuredClaim) -> None:
+    assert measured.holds
+    credit = measured.numbers
     assert credit["lost TurnReturn"] > credit["lost outcome to all turns"]  # less variance is no theorem
     assert credit["exact_both"] > 0.1 > 1e-9 > max(credit["exact_turn"], credit["exact_token"])
 
 
-def check_z_score(finding: Finding) -> None:
-    weights = finding.numbers
+def check_z_score(measured: MeasuredClaim) -> None:
+    weights = measured.numbers
     assert 1 < weights["ratio_4"] < weights["ratio_8"] < weights["ratio_32"]
 
 
-SIGNS: dict[str, Callable[[Finding], None]] = {
+SIGNS: dict[str, Callable[[MeasuredClaim], None]] = {
     "adam": check_adam,
     "brevity": check_holds,
     "experts": check_experts,
@@ -122,18 +122,18 @@ def test_a_finding_contains_its_numbers_and_has_its_known_sign(name: str) -> Non
     assert undrawn(first) == undrawn(second) == set(), "a column is in no panel of PLOTS"
     if name not in ("z_score", "gate_weights"):  # which draw nothing
         assert first.sentence != second.sentence
-    for finding in (first, second) if name in THEOREMS else ():
-        assert finding.holds, finding.sentence
-        assert finding.error is None
+    for measured in (first, second) if name in THEOREMS else ():
+        assert measured.holds, measured.sentence
+        assert measured.error is None
     if name in SIGNS:
         SIGNS[name](first)
 
 
-def undrawn(finding: Finding) -> set[str]:
+def undrawn(measured: MeasuredClaim) -> set[str]:
     """Columns that the page leaves out."""
-    plot = choose_plot(finding)
+    plot = choose_plot(measured)
     return (
-        set(finding.curves) - {next(iter(finding.curves), "")} - {c for p in plot.panels for c in p.columns}
+        set(measured.curves) - {next(iter(measured.curves), "")} - {c for p in plot.panels for c in p.columns}
         if plot
         else set()
     )

@@ -58,6 +58,6 @@ def test_the_figures_by_group_size_are_current(size: int) -> None:
 def test_the_page_has_every_finding(result: LabReport) -> None:
     named = re.findall(r"`policygrad lab --experiment (\w+)`", TEXT)
     assert named == [*EXPERIMENTS]
-    for finding in result.findings:
-        assert finding.claim in TEXT
+    for measured in result.findings:
+        assert measured.claim in TEXT
     assert result.findings[0].sentence in TEXT

@@ -69,6 +69,8 @@ def test_an_honest_run_holds(case: str, tmp_path: Path) -> None:
             pg.train(resume=folder, stop_after=stop, display=False)
     result = verify_run(folder, load_config(folder / "run.toml", Run()))
     assert not result.failures, result.failures
-    repeated = {check.subject for check in result.checks if check.step is not None and check.status == "holds"}
-    assert repeated >= {"batch", "advantages", "metrics"}, [str(check) for check in result.checks]
+    repeated = {
+        finding.subject for finding in result.findings if finding.step is not None and finding.status == "holds"
+    }
+    assert repeated >= {"batch", "advantages", "metrics"}, [str(finding) for finding in result.findings]
     assert "weights" in repeated or options.get("guard") or options["learner"].world_size == 2

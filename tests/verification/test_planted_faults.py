@@ -167,10 +167,10 @@ def drop_group(patch: pytest.MonkeyPatch) -> None:
 
 
 DURING_TRAINING = {
-    "an advantage scaled by 0.5": (scale_advantages, "advantages", "0.5 times what it should be"),
-    "a mask shifted by one": (shift_mask, "batch", "the mask is shifted by one token to the right"),
+    "an advantage scaled by 0.5": (scale_advantages, "advantages", "every value is 0.5 times as large"),
+    "a mask shifted by one": (shift_mask, "batch", "mask: shifted by one token to the right"),
     "rewards of two rows exchanged": (exchange_rewards, "batch", "rewards: rows 0 and 5 are exchanged"),
-    "a token altered": (alter_token, "samples", "the first, row 3, token 0"),
+    "a token altered": (alter_token, "samples", "the first, row 3, column 0"),
     "a minibatch trained twice": (repeat_minibatch, "weights", "the minibatch of update 1 of 2 was trained twice"),
     "a minibatch in place of another": (
         replace_minibatch,
@@ -195,10 +195,10 @@ def test_a_fault_in_training_is_named(fault: str, tmp_path: Path, monkeypatch: p
         plant(patch)
         pg.train(make_run(tmp_path), display=False)
     failures = verify(tmp_path).failures
-    named = [check for check in failures if check.subject == subject and text in check.message]
-    assert named, [str(check) for check in failures]
-    assert all(check.step in (None, 2, 3) for check in failures), failures
-    assert min(check.step or 2 for check in failures) == 2
+    named = [finding for finding in failures if finding.subject == subject and text in finding.message]
+    assert named, [str(finding) for finding in failures]
+    assert all(finding.step in (None, 2, 3) for finding in failures), failures
+    assert min(finding.step or 2 for finding in failures) == 2
 
 
 # Faults in the files of a finished run
@@ -215,7 +215,7 @@ def test_an_honest_run_has_no_failure(honest: Path) -> None:
     result = verify(honest)
     assert result.status == "holds"
     assert not result.failures
-    recorded = {(check.subject, check.step) for check in result.checks if check.status == "holds"}
+    recorded = {(finding.subject, finding.step) for finding in result.findings if finding.status == "holds"}
     stages = ("prompts", "samples", "rewards", "batch", "sampler's weights", "advantages", "metrics", "weights")
     assert recorded >= {(stage, step) for stage in stages for step in (1, 2, 3)}
 
@@ -265,7 +265,7 @@ def flip_bit(folder: Path) -> None:
 
 IN_FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a reward file changed": (edit_reward, "code", "mine.py changed since the step"),
-    "its rewards": (edit_reward, "rewards", "every value is 2 times what it should be"),
+    "its rewards": (edit_reward, "rewards", "every value is 2 times as large"),
     "the seed changed": (edit_seed, "settings", "seed 0 -> 7"),
     "a completion altered": (lambda f: edit_rows(f, alter_text), "completions", "completion of row 4"),
     "two rows exchanged": (lambda f: edit_rows(f, exchange_rows), "completions", "2 rows differ"),
@@ -281,7 +281,7 @@ def test_a_fault_in_the_files_is_named(fault: str, tmp_path: Path) -> None:
     pg.train(make_run(tmp_path), display=False)
     plant(tmp_path)
     failures = verify(tmp_path).failures
-    assert [c for c in failures if c.subject == subject and text in c.message], [str(check) for check in failures]
+    assert [c for c in failures if c.subject == subject and text in c.message], [str(finding) for finding in failures]
 
 
 # Steps without a record, and machines that round otherwise
@@ -289,15 +289,15 @@ def test_a_fault_in_the_files_is_named(fault: str, tmp_path: Path) -> None:
 
 def test_steps_without_a_record_are_repeated_up_to_a_checkpoint(tmp_path: Path) -> None:
     pg.train(make_run(tmp_path, recorded=0), display=False)
-    assert [check.step for check in verify(tmp_path).checks if check.subject == "metrics"] == [1]
+    assert [finding.step for finding in verify(tmp_path).findings if finding.subject == "metrics"] == [1]
     result = verify(tmp_path, steps=[3])
-    held = {(check.subject, check.step) for check in result.checks if check.status == "holds"}
+    held = {(finding.subject, finding.step) for finding in result.findings if finding.status == "holds"}
     assert held >= {(subject, step) for subject in ("completions", "metrics") for step in (1, 2, 3)}
     assert ("weights", 3) in held
     assert not result.failures
     edit_rows(tmp_path, alter_text)
     altered = verify(tmp_path, steps=[3]).failures
-    assert [(check.subject, check.step) for check in altered] == [("completions", 2)]
+    assert [(finding.subject, finding.step) for finding in altered] == [("completions", 2)]
 
 
 @pytest.mark.parametrize("fault", [None, reset_moments, scale_advantages, keep_old_weights])
@@ -311,7 +311,7 @@ def test_another_machine_is_compared_within_bounds(
     monkeypatch.setattr(provenance, "describe_cpu", lambda: "another one")
     result = verify(tmp_path)
     named = {None: set(), reset_moments: {"weights"}, scale_advantages: {"advantages"}}
-    failed = {check.subject for check in result.failures}
+    failed = {finding.subject for finding in result.failures}
     assert named.get(fault, {"sampler's weights"}) <= failed
     assert failed if fault else not failed
-    assert ("samples", "not checked") in {(check.subject, check.status) for check in result.checks}
+    assert ("samples", "not checked") in {(finding.subject, finding.status) for finding in result.findings}

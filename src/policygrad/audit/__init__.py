@@ -4,9 +4,10 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "policygrad.audit.findings": "Audit Finding audit compare",
+    "policygrad.audit.findings": "Audit audit compare",
     "policygrad.audit.recorders": "trl verl",
     "policygrad.audit.recording": "AuditBatch read record",
+    "policygrad.findings": "Finding",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

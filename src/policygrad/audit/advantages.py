@@ -28,6 +28,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.gae import Whiten
 from policygrad.core.masked import Groups
 from policygrad.errors import ConfigError
+from policygrad.findings import least_squares, relative_error
 
 EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4)
 """Numbers that libraries add to a standard deviation."""
@@ -63,20 +64,6 @@ class AdvantageResult:
     theirs: Tensor
     reason: str = ""
     """The reason if nothing was compared."""
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference over the largest of `actual`."""
-    if not actual.numel():
-        return 0.0
-    scale = float(actual.abs().max())
-    return float((actual - expected).abs().max()) / scale if scale else float((actual - expected).abs().max())
-
-
-def least_squares(actual: Tensor, basis: Tensor) -> float:
-    """Return the factor f that minimises |actual − f·basis|²; 0 if the basis is 0."""
-    norm = float((basis * basis).sum())
-    return float((actual * basis).sum()) / norm if norm else 0.0
 
 
 def search_advantages(recording: AuditBatch) -> AdvantageResult:

@@ -1,32 +1,26 @@
-"""Findings: one sentence for each stage of a loss, and for each field of two recordings of the same batch."""
+"""Audit recordings: a finding for each stage of a loss, and for each field of two recordings of the same batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.audit.advantages import (
-    AdvantageResult,
-    describe_chain,
-    least_squares,
-    relative_error,
-    search_advantages,
-)
+from policygrad.audit.advantages import AdvantageResult, describe_chain, search_advantages
 from policygrad.audit.recording import FIELDS, AuditBatch, as_batch
 from policygrad.audit.search import (
     LossMatch,
     LossResult,
     bracket,
-    describe_part,
     library_batch,
     loss_values,
+    name_part,
     project,
     search_loss,
     settle_by_value,
@@ -40,21 +34,17 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.core.gates import Clip, OnPolicy, UnitWeight
 from policygrad.core.objective import gate_weight, surrogate, with_selected_tokens
 from policygrad.errors import PolicygradError
-
-Verdict = Literal["reproduced", "differs", "not checked"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one stage."""
-
-    stage: str
-    verdict: Verdict
-    statement: str
-    error: float | None = None
-    """Largest difference, relative to the largest number; None if nothing was compared."""
-    factor: float | None = None
-    """Theirs over what was expected, where they differ by a factor."""
+from policygrad.findings import (
+    Cause,
+    Finding,
+    Tolerance,
+    differs,
+    explain_difference,
+    holds,
+    least_squares,
+    not_checked,
+    relative_error,
+)
 
 
 @dataclass(frozen=True)
@@ -66,34 +56,30 @@ class Audit:
 
     @property
     def agrees(self) -> bool:
-        """True if something was reproduced and nothing differs."""
-        verdicts = {finding.verdict for finding in self.findings}
-        return "differs" not in verdicts and "reproduced" in verdicts
+        """True if something holds and nothing differs."""
+        statuses = {finding.status for finding in self.findings}
+        return "differs" not in statuses and "holds" in statuses
 
     def __str__(self) -> str:
         return render_text(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the findings for JSON; see docs/audit.md."""
-        rows = [{name: _finite(value) for name, value in asdict(finding).items()} for finding in self.findings]
-        return {"source": self.source, "agrees": self.agrees, "findings": rows}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        findings = [finding.as_dict() for finding in self.findings]
+        return {"source": self.source, "agrees": self.agrees, "findings": findings}
 
 
 def render_text(audit: Audit) -> str:
     """Render one line per finding."""
-    width = max((len(finding.stage) for finding in audit.findings), default=0)
-    marks = {"reproduced": "ok", "differs": "DIFFERS", "not checked": "–"}
-    return "\n".join(f"{f.stage:{width}}  {marks[f.verdict]:7}  {f.statement}" for f in audit.findings)
+    width = max((len(finding.subject) for finding in audit.findings), default=0)
+    marks = {"holds": "ok", "differs": "DIFFERS", "not checked": "–"}
+    return "\n".join(f"{f.subject:{width}}  {marks[f.status]:7}  {f.message}" for f in audit.findings)
 
 
 def render_markdown(audit: Audit) -> str:
     """Render a table."""
-    rows = [f"| {f.stage} | {f.verdict} | {f.statement.replace('|', chr(92) + '|')} |" for f in audit.findings]
-    return "\n".join(["| stage | verdict | finding |", "| --- | --- | --- |", *rows])
+    rows = [f"| {f.subject} | {f.status} | {f.message.replace('|', chr(92) + '|')} |" for f in audit.findings]
+    return "\n".join(["| subject | status | message |", "| --- | --- | --- |", *rows])
 
 
 # --- one recording
@@ -164,25 +150,23 @@ def _check_logp(batch: AuditBatch) -> list[Finding]:
     if batch.logits is not None and batch.tokens is not None:
         for name in ("logp", "logp_old", "logp_sampler", "logp_ref"):
             value = getattr(batch, name)
-            if value is not None and (name == "logp" or _is_near(batch, value)):
+            if value is None:
+                continue
+            # Those of another policy say nothing about a temperature.
+            if name == "logp" or batch.logp is None or relative_error(value[batch.mask], batch.logp[batch.mask]) < 1:
                 findings += _find_temperature(batch, name, value)
     if batch.logp_old is not None and batch.logp_sampler is not None:
         error = relative_error(batch.logp_old[batch.mask], batch.logp_sampler[batch.mask])
         if error <= batch.tolerance:
             text = "π_old is the sampler's: logp_old equals logp_sampler, so the ratio also corrects for the engine"
-            findings.append(Finding("π_old", "differs", text, error))
+            findings.append(differs("π_old", text, error=error))
     for name in ("logp_old", "logp_sampler", "logp_ref"):
         shift = _find_shift(batch, name)
         if shift:
             side = "right" if shift > 0 else "left"
             text = f"{name} is shifted by {abs(shift)} token to the {side} against logp"
-            findings.append(Finding(f"log-probabilities: {name}", "differs", text))
+            findings.append(differs(f"log-probabilities: {name}", text))
     return findings
-
-
-def _is_near(batch: AuditBatch, value: Tensor) -> bool:
-    """Return True if these numbers can be of the same policy as the logits."""
-    return batch.logp is None or relative_error(value[batch.mask], batch.logp[batch.mask]) < 1
 
 
 def _find_temperature(batch: AuditBatch, name: str, value: Tensor) -> list[Finding]:
@@ -198,9 +182,7 @@ def _find_temperature(batch: AuditBatch, name: str, value: Tensor) -> list[Findi
 
     stage = f"log-probabilities: {name}"
     if error(recorded) <= batch.tolerance:
-        return [
-            Finding(stage, "reproduced", f"{name} is that of the logits at temperature {recorded:g}", error(recorded))
-        ]
+        return [holds(stage, f"{name} is that of the logits at temperature {recorded:g}", error=error(recorded))]
     low, high = math.log(0.05), math.log(20.0)
     coarse = min((low + (high - low) * i / 120 for i in range(121)), key=lambda x: error(math.exp(x)))
     low, high = coarse - 0.06, coarse + 0.06
@@ -214,10 +196,10 @@ def _find_temperature(batch: AuditBatch, name: str, value: Tensor) -> list[Findi
         return (
             []
             if name != "logp"
-            else [Finding(stage, "differs", f"{name} is at no temperature that of the logits", error(best))]
+            else [differs(stage, f"{name} is at no temperature that of the logits", error=error(best))]
         )
     text = f"{name} is under temperature {best:g}, where temperature {recorded:g} is recorded or implied"
-    return [Finding(stage, "differs", text, error(best), best / recorded)]
+    return [differs(stage, text, error=error(best), factor=best / recorded)]
 
 
 def _find_shift(batch: AuditBatch, name: str) -> int:
@@ -243,7 +225,7 @@ def _find_shift(batch: AuditBatch, name: str) -> int:
 
 def _report_advantages(batch: AuditBatch, result: AdvantageResult) -> Finding:
     if result.reason:
-        return Finding("advantages", "not checked", f"not checked: {result.reason}")
+        return not_checked("advantages", f"not checked: {result.reason}")
     if result.matches:
         first = result.matches[0]
         epsilons = [m.epsilon for m in result.matches if m.family == first.family and m.epsilon is not None]
@@ -253,20 +235,20 @@ def _report_advantages(batch: AuditBatch, result: AdvantageResult) -> Finding:
             numbers = ", ".join(f"{x:g}" for x in epsilons)
             name = f"{first.family} with eps {numbers} (not told apart)"
         text = f"{name}, to {first.error:.0e}" + _cannot_tell(alternatives)
-        return Finding("advantages", "reproduced", text, first.error)
+        return holds("advantages", text, error=first.error)
     nearest = result.nearest
     assert nearest is not None
     if nearest.scaled_error <= batch.tolerance:
         text = f"{nearest.factor:.6g} times {nearest.name}{_explain_factor(nearest.factor, batch)}"
-        return Finding("advantages", "differs", text, nearest.error, nearest.factor)
+        return differs("advantages", text, error=nearest.error, factor=nearest.factor)
     rolled = _find_rolled_advantages(batch, result)
     if rolled:
         return rolled
     if batch.advantage is not None and batch.rollout_advantage is None and _varies_in_rows(batch.advantage, batch.mask):
         text = "not checked: they differ from token to token, as with a critic or rewards per token, which are not recorded"
-        return Finding("advantages", "not checked", text)
+        return not_checked("advantages", text)
     text = f"no formula reproduces them; nearest is {nearest.name}, which differs by {nearest.error:.2g} of the largest advantage"
-    return Finding("advantages", "differs", text, nearest.error)
+    return differs("advantages", text, error=nearest.error)
 
 
 def _varies_in_rows(psi: Tensor, mask: Tensor) -> bool:
@@ -285,7 +267,7 @@ def _find_rolled_advantages(batch: AuditBatch, result: AdvantageResult) -> Findi
         moved_result = search_advantages(replace(moved, advantage=filled[:, None].expand(batch.mask.shape)))
         if moved_result.matches:
             text = f"{moved_result.matches[0].name}, but each completion has the advantage of the {word} one"
-            return Finding("advantages", "differs", text, moved_result.matches[0].error)
+            return differs("advantages", text, error=moved_result.matches[0].error)
     return None
 
 
@@ -336,17 +318,17 @@ def _report_loss(batch: AuditBatch, result: LossResult) -> list[Finding]:
     findings = list[Finding]()
     if by == "loss" and len({(m.weight.gate, m.average.name) for m in result.matches}) > 12:
         text = f"{len(result.matches)} combinations give this loss: record the gradient (logp.grad) to tell them apart"
-        return [Finding("loss", "not checked", text)]
+        return [not_checked("loss", text)]
     if by == "gradient":
         text = best.mask or "the gradient is 0 exactly off the mask"
-        verdict: Verdict = "differs" if best.mask.startswith(("the mask", "every")) else "reproduced"
-        findings.append(Finding("mask", verdict, text, best.error))
+        report = differs if best.mask.startswith(("the mask", "every")) else holds
+        findings.append(report("mask", text, error=best.error))
     if best.weight.psi and batch.advantage is None:
         names = [m.weight.psi for m in result.matches]
         text = f"as the loss shows: {best.weight.psi}{_cannot_tell(name for name in names if name != best.weight.psi)}"
-        findings.append(Finding("advantages in the loss", "reproduced", text, best.error))
+        findings.append(holds("advantages in the loss", text, error=best.error))
     elif best.weight.psi:
-        findings.append(Finding("advantages in the loss", "differs", best.weight.psi, best.error))
+        findings.append(differs("advantages in the loss", best.weight.psi, error=best.error))
     findings.append(_report_old(batch, best))
     findings.append(_report_gate(batch, result))
     if best.weight.correction:
@@ -357,12 +339,12 @@ def _report_loss(batch: AuditBatch, result: LossResult) -> list[Finding]:
             "",
         }
         text = f"the weight is multiplied by {best.weight.correction}{_cannot_tell(sorted(corrections))}"
-        findings.append(Finding("correction for the sampler", "reproduced", text, best.error))
+        findings.append(holds("correction for the sampler", text, error=best.error))
     findings.append(_report_penalty(batch, result))
     findings.append(_report_average(batch, result))
     if by == "gradient" and best.factor != 1.0:
         text = f"the gradient is {best.factor:.6g} times this formula's{_explain_factor(best.factor, batch)}"
-        findings.append(Finding("scale", "differs", text, best.error, best.factor))
+        findings.append(differs("scale", text, error=best.error, factor=best.factor))
     if batch.loss is not None:
         findings.append(_report_value(batch, best))
     return findings
@@ -370,22 +352,19 @@ def _report_loss(batch: AuditBatch, result: LossResult) -> list[Finding]:
 
 def _report_old(batch: AuditBatch, best: LossMatch) -> Finding:
     if best.weight.old == "logp_sampler":
+        if batch.logp_old is None:
+            return holds("π_old", "logp_sampler", error=best.error)
         text = "π_old is the sampler's: the ratio's denominator is logp_sampler, although logp_old is recorded"
-        has_old = batch.logp_old is not None
-        return Finding("π_old", "differs" if has_old else "reproduced", text if has_old else "logp_sampler", best.error)
+        return differs("π_old", text, error=best.error)
     if best.weight.old == "the policy itself":
         if batch.logp_old is None:
-            return Finding(
-                "π_old", "reproduced", "the policy itself: every ratio is 1 (no logp_old is recorded)", best.error
-            )
-        return Finding(
-            "π_old", "differs", "the policy itself: every ratio is 1, although logp_old is recorded", best.error
-        )
+            return holds("π_old", "the policy itself: every ratio is 1 (no logp_old is recorded)", error=best.error)
+        return differs("π_old", "the policy itself: every ratio is 1, although logp_old is recorded", error=best.error)
     assert batch.logp_old is not None
     assert batch.logp is not None
     same = relative_error(batch.logp[best.tokens], batch.logp_old[best.tokens]) <= batch.tolerance
     text = "logp_old, which equals logp: every ratio is 1" if same else "logp_old"
-    return Finding("π_old", "reproduced", text, best.error)
+    return holds("π_old", text, error=best.error)
 
 
 def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
@@ -396,10 +375,11 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
     equivalent = [w for w in equivalent if (w.psi, w.correction) == (weight.psi, weight.correction)]
     ones = relative_error(torch.ones_like(weight.ratios[best.tokens]), weight.ratios[best.tokens]) <= batch.tolerance
     if ones and not weight.fault:
-        return Finding("ratio and gate", "reproduced", "w = 1: every ratio is 1, where all gates agree", best.error)
-    names = [f"{w.gate} {_level(w.ratio)}" for w in equivalent if (w.gate, w.ratio) != (weight.gate, weight.ratio)]
+        return holds("ratio and gate", "w = 1: every ratio is 1, where all gates agree", error=best.error)
+    levels = {"Token": "per token", "Sequence": "per completion", "SequenceProduct": "of the product"}
+    names = [f"{w.gate} {levels[w.ratio]}" for w in equivalent if (w.gate, w.ratio) != (weight.gate, weight.ratio)]
     if weight.fault:
-        return Finding("ratio and gate", "differs", f"{weight.gate}, ratio {level}: {weight.fault}", best.error)
+        return differs("ratio and gate", f"{weight.gate}, ratio {level}: {weight.fault}", error=best.error)
     text = f"{weight.gate}, ratio {level}"
     names = [_without_bounds(name) for name in names]
     if isinstance(weight.part, Clip) and result.by == "gradient":
@@ -412,7 +392,7 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
             up, down = _reach(weight, best.tokens)
             text += f": no token is clipped, so a clip with low ≥ {down:.3g} and high ≥ {up:.3g} is the same"
             names = [name for name in names if name not in clips]
-    return Finding("ratio and gate", "reproduced", text + f", to {best.error:.0e}" + _cannot_tell(names), best.error)
+    return holds("ratio and gate", text + f", to {best.error:.0e}" + _cannot_tell(names), error=best.error)
 
 
 def _without_bounds(name: str) -> str:
@@ -421,10 +401,6 @@ def _without_bounds(name: str) -> str:
     if not opened or head not in ("Clip", "DualClip", "ClippedImportance"):
         return name
     return f"{head} with other bounds{tail.partition(')')[2]}"
-
-
-def _level(ratio: str) -> str:
-    return {"Token": "per token", "Sequence": "per completion", "SequenceProduct": "of the product"}[ratio]
 
 
 def _reach(weight: Any, tokens: Tensor) -> tuple[float, float]:
@@ -455,20 +431,20 @@ def _report_penalty(batch: AuditBatch, result: LossResult) -> Finding:
     best = result.matches[0]
     if best.penalty is None:
         if batch.logp_ref is None:
-            return Finding("KL", "not checked", "none that this recording could show: no logp_ref is recorded", None)
-        return Finding("KL", "reproduced", "none in the loss", best.error)
+            return not_checked("KL", "none that this recording could show: no logp_ref is recorded")
+        return holds("KL", "none in the loss", error=best.error)
     names = [m.penalty.name for m in result.matches if m.penalty is not None and m.penalty.name != best.penalty.name]
     configured = batch.setting("beta", "kl_loss_coef")
     if best.penalty.name == "k1":
         text = f"k1 in the loss with β = {best.beta:.4g}: its gradient is β·∇log π, which is 0 in expectation"
-        return Finding("KL", "differs", text, best.error)
+        return differs("KL", text, error=best.error)
     kind, beta = best.penalty.name, f"beta={best.beta:.4g}"
     part = f"{kind}({beta})" if kind.startswith(("KL", "Drift")) else f"KLToReference({beta}, form={kind!r})"
     text = f"{part} in the loss{_cannot_tell(names)}"
     if configured is not None and abs(best.beta / configured - 1) > 100 * batch.tolerance:
         text += f"; the settings say β = {configured:g}, so it is {best.beta / configured:.4g} times that"
-        return Finding("KL", "differs", text, best.error, best.beta / configured)
-    return Finding("KL", "reproduced", text, best.error)
+        return differs("KL", text, error=best.error, factor=best.beta / configured)
+    return holds("KL", text, error=best.error)
 
 
 def _report_average(batch: AuditBatch, result: LossResult) -> Finding:
@@ -491,9 +467,9 @@ def _report_average(batch: AuditBatch, result: LossResult) -> Finding:
             share = accumulated / steps
             text += f"; about {share:g} is to be expected, gradient_accumulation_steps/steps_per_generation"
             text += " (huggingface/trl#6024)" if str(batch.settings.get("trainer", "")).startswith("trl") else ""
-        return Finding("aggregation", "differs", text + _cannot_tell(names), best.error, factor)
+        return differs("aggregation", text + _cannot_tell(names), error=best.error, factor=factor)
     text = f"{average.name}, to {best.error:.0e}{_cannot_tell(names)}"
-    return Finding("aggregation", "reproduced", text, best.error)
+    return holds("aggregation", text, error=best.error)
 
 
 def _size(factor: float) -> str:
@@ -512,26 +488,26 @@ def _report_value(batch: AuditBatch, best: LossMatch) -> Finding:
     name, _, _ = min(forms, key=lambda form: abs(actual - form[1]) / form[2])
     error = min(abs(actual - value) / scale for _, value, scale in forms)
     if error <= limit:
-        return Finding("loss", "reproduced", f"{actual:.6g} is {name}, to {error:.0e} of the sum of its terms", error)
+        return holds("loss", f"{actual:.6g} is {name}, to {error:.0e} of the sum of its terms", error=error)
     if (unscaled := value_error(batch, best)) <= limit:
         text = f"{actual:.6g} is the formula's value, without the factor of the gradient"
-        return Finding("loss", "reproduced", text, unscaled)
+        return holds("loss", text, error=unscaled)
     for _, value, scale in forms:
         factor = actual / value if abs(value) > limit * scale else math.nan
         explained = _explain_factor(factor, batch) if math.isfinite(factor) else ""
         if explained:
             text = f"{actual:.6g} is {factor:.6g} times the value that belongs to the gradient{explained}"
-            return Finding("loss", "differs", text, error, factor)
+            return differs("loss", text, error=error, factor=factor)
     text = f"{actual:.6g} is not the value that belongs to the gradient, {forms[0][1]:.6g} or {forms[1][1]:.6g}"
-    return Finding("loss", "differs", text, error)
+    return differs("loss", text, error=error)
 
 
 def _report_nearest(batch: AuditBatch, result: LossResult) -> Finding:
     if result.reason:
-        return Finding("loss", "not checked", f"not checked: {result.reason}")
+        return not_checked("loss", f"not checked: {result.reason}")
     nearest = result.nearest
     if nearest is None:
-        return Finding("loss", "not checked", "not checked: no candidate applies to this recording")
+        return not_checked("loss", "not checked: no candidate applies to this recording")
     parts = [nearest.weight.gate, nearest.weight.ratio, nearest.weight.correction, nearest.average.name]
     if nearest.penalty is not None:
         parts.append(f"KL {nearest.penalty.name} with β = {nearest.beta:.3g}")
@@ -546,7 +522,7 @@ def _report_nearest(batch: AuditBatch, result: LossResult) -> Finding:
         if nearest.factor != 1.0:
             text += f", after a factor of {nearest.factor:.4g}"
     text += f"; largest difference {nearest.error:.2g} of the largest"
-    return Finding("loss", "differs", text, nearest.error)
+    return differs("loss", text, error=nearest.error)
 
 
 def _name_rows(batch: AuditBatch, advantages: AdvantageResult, best: LossMatch) -> Finding:
@@ -564,13 +540,9 @@ def _name_rows(batch: AuditBatch, advantages: AdvantageResult, best: LossMatch) 
         and (row.ratio is None or type(row.ratio).__name__ in ratios)
     ]
     if not names:
-        return Finding(
-            "algorithms", "not checked", "no algorithm of policygrad has this ratio, gate and aggregation together"
-        )
+        return not_checked("algorithms", "no algorithm of policygrad has this ratio, gate and aggregation together")
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return Finding(
-        "algorithms", "reproduced", f"ratio, gate and aggregation are those of {listed} (policygrad show NAME)"
-    )
+    return holds("algorithms", f"ratio, gate and aggregation are those of {listed} (policygrad show NAME)")
 
 
 # --- one recording against an algorithm
@@ -596,7 +568,7 @@ def compare_with_row(batch: AuditBatch, algorithm: Algorithm, best: LossMatch | 
     if psi is None or batch.logp is None:
         return [
             *findings,
-            Finding(stage, "not checked", "not checked: advantages (or rewards and groups) and logp are needed"),
+            not_checked(stage, "not checked: advantages (or rewards and groups) and logp are needed"),
         ]
     out = Forward(batch.logp.clone().requires_grad_())
     try:
@@ -604,25 +576,18 @@ def compare_with_row(batch: AuditBatch, algorithm: Algorithm, best: LossMatch | 
         weight, _ = gate_weight(out, data, psi, algorithm)
         loss = surrogate(out, data, psi, algorithm)
     except PolicygradError as error:
-        return [*findings, Finding(stage, "not checked", f"not checked: {error}")]
+        return [*findings, not_checked(stage, f"not checked: {error}")]
     if best is not None:
-        tokens = batch.mask & (masked.apply_mask(psi, batch.mask) != 0)
-        theirs = best.weight.score[tokens] / psi[tokens]
-        expected = algorithm.apply_corrections(weight, data, psi)[tokens]
-        findings.append(
-            _compare_tensors(f"{stage}, w", f"weights ({describe_part(algorithm.gate)})", theirs, expected, batch)
-        )
-        c = algorithm.coefficients(data)
-        mine = best.factor * best.average.coefficients
-        name = f"coefficients ({describe_part(algorithm.aggregation)})"
-        findings.append(
-            _compare_tensors(f"{stage}, c", name, mine[batch.mask], c[batch.mask], batch, project(batch, best, c))
-        )
+        name, tokens = f"weights ({name_part(algorithm.gate)})", batch.mask & (masked.apply_mask(psi, batch.mask) != 0)
+        expected = algorithm.apply_corrections(weight, data, psi)
+        findings.append(_compare_tensors(f"{stage}, w", name, best.weight.score / psi, expected, tokens, batch))
+        name, c = f"coefficients ({name_part(algorithm.aggregation)})", algorithm.coefficients(data)
+        theirs = best.factor * best.average.coefficients
+        findings.append(_compare_tensors(f"{stage}, c", name, theirs, c, batch.mask, batch, project(batch, best, c)))
     if batch.gradient is not None:
         [expected] = torch.autograd.grad(loss, out.logp)
-        name = "the full gradient"
         findings.append(
-            _compare_tensors(f"{stage}, gradient", name, batch.gradient[batch.mask], expected[batch.mask], batch)
+            _compare_tensors(f"{stage}, gradient", "the full gradient", batch.gradient, expected, batch.mask, batch)
         )
     return findings
 
@@ -634,25 +599,38 @@ def _compare_advantages(
     try:
         psi = algorithm.compute_advantages(data, shaped=data)
     except PolicygradError as error:
-        return Finding(f"{stage}, Ψ", "not checked", f"not checked: {error}"), None
-    actual = psi if theirs is None else theirs
-    return _compare_tensors(f"{stage}, Ψ", "advantages", actual[data.mask], psi[data.mask], batch), psi
+        return not_checked(f"{stage}, Ψ", f"not checked: {error}"), None
+    return _compare_tensors(f"{stage}, Ψ", "advantages", psi if theirs is None else theirs, psi, data.mask, batch), psi
 
 
 def _compare_tensors(
-    stage: str, name: str, actual: Tensor, expected: Tensor, batch: AuditBatch, factor: float | None = None
+    subject: str,
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    mask: Tensor,
+    batch: AuditBatch,
+    factor: float | None = None,
 ) -> Finding:
+    """Compare two tensors on a mask.
+
+    Args:
+        factor: What to report as the factor between them; None = that by least squares.
+    """
+    actual, expected = masked.apply_mask(actual, mask), masked.apply_mask(expected, mask)
     error = relative_error(actual, expected)
-    if error <= batch.tolerance:
-        return Finding(stage, "reproduced", f"{name}: equal, to {error:.0e}", error)
+    difference = explain_difference(
+        expected,
+        actual,
+        mask,
+        Tolerance(of_largest=batch.tolerance),
+        describe_factor=lambda x: _explain_factor(x, batch),
+    )
+    if difference is None:
+        return holds(subject, f"{name}: equal, to {error:.0e}", error=error)
     factor = least_squares(actual, expected) if factor is None else factor
-    scaled = relative_error(actual, least_squares(actual, expected) * expected)
-    if scaled <= batch.tolerance:
-        text = f"{name}: {factor:.6g} times as large{_explain_factor(factor, batch)}"
-        return Finding(stage, "differs", text, error, factor)
-    count = int(((actual - expected).abs() > batch.tolerance * float(actual.abs().max())).sum())
-    text = f"{name}: {count} of {actual.numel()} numbers differ, by up to {error:.2g} of the largest; {factor:.4g} times overall"
-    return Finding(stage, "differs", text, error, factor)
+    overall = "" if difference.factor is not None else f"; {factor:.4g} times overall"
+    return differs(subject, f"{name}: {difference.message}{overall}", error=error, factor=factor)
 
 
 # --- two recordings of one batch
@@ -667,92 +645,43 @@ def compare(
     """
     mine, other = as_batch(ours, "ours"), as_batch(theirs, "theirs")
     left, right = mine.tensors(), other.tensors()
-    tolerance = max(mine.tolerance, other.tolerance)
+    tolerance = Tolerance(of_largest=max(mine.tolerance, other.tolerance))
     findings = list[Finding]()
     for name in FIELDS:
         if name in left and name in right:
             findings.append(_compare_field(name, left[name], right[name], mine, other, tolerance))
         elif name in left or name in right:
             side = "ours" if name in left else "theirs"
-            findings.append(Finding(name, "not checked", f"only in {side}"))
+            findings.append(not_checked(name, f"only in {side}"))
     return Audit(tuple(findings), f"{mine.source} and {other.source}")
 
 
 def _compare_field(
-    name: str, left: Tensor, right: Tensor, mine: AuditBatch, other: AuditBatch, tolerance: float
+    name: str, left: Tensor, right: Tensor, mine: AuditBatch, other: AuditBatch, tolerance: Tolerance
 ) -> Finding:
-    if left.shape != right.shape:
-        return Finding(name, "differs", f"shape {list(right.shape)}, ours {list(left.shape)}")
-    per_token = left.shape == mine.mask.shape and name not in ("rewards", "mask")
-    counted = mine.mask & other.mask if per_token else torch.ones(left.shape, dtype=torch.bool)
-    if not left.is_floating_point():
-        return _compare_integers(name, left, right, counted)
-    error = relative_error(left[counted], right[counted])
-    if error <= tolerance:
-        return Finding(name, "reproduced", f"equal, to {error:.0e}", error)
-    for text, factor, moved, where in _explanations(name, left, right, mine, counted):
-        if bool(where.any()) and relative_error(moved[where], right[where]) <= tolerance:
-            return Finding(name, "differs", text, error, factor)
-    gap = (left - right).abs()
-    wrong = counted & (gap > tolerance * float(left[counted].abs().max()))
-    rows = wrong.nonzero()
-    places = f"; the first at {', '.join(str(x) for x in rows[0].tolist())}" if len(rows) and left.ndim else ""
-    text = f"{int(wrong.sum())} of {int(counted.sum())} numbers differ, by up to {error:.2g} of the largest{places}"
-    return Finding(name, "differs", text, error)
-
-
-def _compare_integers(name: str, left: Tensor, right: Tensor, counted: Tensor) -> Finding:
-    if name in ("group", "micro_batch", "rank", "rollout_group"):  # ids: equal if they split the batch alike
+    is_id = name in ("group", "micro_batch", "rank", "rollout_group")  # ids are equal if they split the batch alike
+    if is_id and left.shape == right.shape:
         left, right = (torch.unique(x, return_inverse=True)[1] for x in (left, right))
         if torch.equal(left[:, None] == left, right[:, None] == right):
-            return Finding(name, "reproduced", "the same sets of completions", 0.0)
-    wrong = counted & (left != right)
-    if not bool(wrong.any()):
-        return Finding(name, "reproduced", "equal", 0.0)
-    if name == "mask":
-        for steps, side in ((1, "right"), (-1, "left")):
-            moved = left.roll(steps, 1)
-            moved[:, 0 if steps > 0 else -1] = False
-            if torch.equal(moved, right):
-                return Finding(name, "differs", f"mask is shifted by one token to the {side}")
-        more, fewer = int((right & ~left).sum()), int((left & ~right).sum())
-        return Finding(name, "differs", f"mask has {more} tokens that ours lacks, and lacks {fewer} that ours has")
-    return Finding(name, "differs", f"{int(wrong.sum())} of {int(counted.sum())} entries differ")
+            return holds(name, "the same sets of completions", error=0.0)
+    per_token = left.shape == right.shape == mine.mask.shape and name not in ("rewards", "mask")
+    counted = mine.mask & other.mask if per_token else torch.ones(left.shape, dtype=torch.bool)
+    causes = _iter_temperatures(mine) if name.startswith("logp") else ()
+    difference = explain_difference(
+        left, right, counted, tolerance, causes, describe_factor=lambda factor: _explain_factor(factor, mine)
+    )
+    if difference is not None:
+        return differs(name, difference.message, error=difference.error, factor=difference.factor)
+    if not left.is_floating_point():
+        return holds(name, "equal", error=0.0)
+    error = relative_error(left[counted], right[counted])
+    return holds(name, f"equal, to {error:.0e}", error=error)
 
 
-def _explanations(
-    name: str, left: Tensor, right: Tensor, mine: AuditBatch, counted: Tensor
-) -> Iterable[tuple[str, float | None, Tensor, Tensor]]:
-    """Iterate over (text, factor, ours under the difference, positions to compare)."""
-    factor = least_squares(right[counted], left[counted])
-    if factor:
-        yield f"{factor:.6g} times ours{_explain_factor(factor, mine)}", factor, factor * left, counted
-    offset = float((right[counted] - left[counted]).mean())
-    yield f"ours plus {offset:.6g} everywhere", None, left + offset, counted
-    if left.ndim == 2 and left.shape[1] > 1:
-        for steps, side in ((1, "right"), (-1, "left")):
-            where = counted & counted.roll(steps, 1)
-            where[:, 0 if steps > 0 else -1] = False
-            yield f"shifted by one token to the {side}", None, left.roll(steps, 1), where
-    if left.ndim and len(left) > 1:
-        for steps, word in ((1, "previous"), (-1, "next")):
-            yield (
-                f"rows are shifted: each has the {word} row's numbers",
-                None,
-                left.roll(steps, 0),
-                counted & counted.roll(steps, 0),
-            )
-        order = _find_order(left, right, counted)
-        if order is not None:
-            yield f"rows are in another order: {order.tolist()}", None, left[order], counted & counted[order]
-    if name.startswith("logp") and mine.logits is not None and mine.tokens is not None:
-        for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0):
-            logp = (mine.logits / temperature).log_softmax(-1).gather(-1, mine.tokens[..., None])[..., 0]
-            yield f"under temperature {temperature:g}", temperature, logp, counted
-
-
-def _find_order(left: Tensor, right: Tensor, counted: Tensor) -> Tensor | None:
-    """Return the permutation of our rows that theirs are nearest to, if it is one."""
-    a, b = (torch.where(counted, x, 0).reshape(len(x), -1) for x in (left, right))
-    order = torch.cdist(b, a).argmin(1)
-    return order if len(torch.unique(order)) == len(order) else None
+def _iter_temperatures(batch: AuditBatch) -> Iterator[Cause]:
+    """Iterate over the log-probabilities that the recorded logits give at conventional temperatures."""
+    if batch.logits is None or batch.tokens is None:
+        return
+    for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0):
+        logp = (batch.logits / temperature).log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0]
+        yield Cause(f"under temperature {temperature:g}", logp, factor=temperature)

@@ -292,7 +292,11 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             import numpy as np
 
             with np.load(path, allow_pickle=False) as arrays:
-                values = {name: _from_array(arrays[name]) for name in arrays.files}
+                loaded = {name: arrays[name] for name in arrays.files}
+            values = {
+                name: str(array) if array.dtype.kind in "US" else torch.from_numpy(array.copy())
+                for name, array in loaded.items()
+            }
         elif path.suffix == ".json":
             values = json.loads(path.read_text(encoding="utf-8"))
         else:
@@ -314,10 +318,6 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(settings, dict):
         raise DataError(f"{path}: settings must be a mapping of names to values, not {type(settings).__name__}")
     return {name: value for name, value in values.items() if value is not None}, settings
-
-
-def _from_array(array: Any) -> Any:
-    return str(array) if array.dtype.kind in "US" else torch.from_numpy(array.copy())
 
 
 def record(path: str | Path, settings: Mapping[str, Any] | None = None, /, **tensors: Any) -> Path:

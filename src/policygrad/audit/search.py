@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policygrad.audit.advantages import least_squares, relative_error
 from policygrad.audit.recording import AuditBatch
 from policygrad.core import masked
 from policygrad.core.aggregation import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
@@ -38,6 +37,7 @@ from policygrad.core.gates import (
 from policygrad.core.ratios import MaskedIS, SequenceProduct, Token, TruncatedIS
 from policygrad.core.ratios import Sequence as SequenceRatio
 from policygrad.core.terms import DriftPenalty, KLForm, KLToOld, KLToReference, log_ratio
+from policygrad.findings import least_squares, relative_error
 
 CLIP_BOUNDS = (
     (0.2, 0.2),
@@ -151,8 +151,8 @@ class LossResult:
 # --- candidates
 
 
-def describe_part(part: object) -> str:
-    """Write a part with its settings, as in Python."""
+def name_part(part: object) -> str:
+    """Return a part's name with its settings, as in Python."""
     settings = [
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in vars(part).items()
     ]
@@ -211,7 +211,7 @@ def averages(recording: AuditBatch, mask: Tensor) -> list[Average]:
     parts += [FixedLength(int(L)) for L in dict.fromkeys([*([length] if length else []), float(width)])]
     results = list[Average]()
     for part in parts:
-        name = describe_part(part) if isinstance(part, FixedLength) else type(part).__name__
+        name = name_part(part) if isinstance(part, FixedLength) else type(part).__name__
         results.append(Average(name, part(mask, group), part))
     flat = mask.double()
     results += _over_generations(recording, mask, TokenMean()(mask, group))
@@ -298,19 +298,19 @@ def _gates(
     yield "Importance", Importance(), ratio, ""
     for low, high in clip_bounds(recording, ratio, psi, mask):
         gate = Clip(low, high)
-        yield describe_part(gate), gate, gate.weight(ratio, psi, None), ""  # type: ignore[arg-type]
+        yield name_part(gate), gate, gate.weight(ratio, psi, None), ""  # type: ignore[arg-type]
         inside = (ratio >= 1 - low) & (ratio <= 1 + high)
         text = "the clip is not one-sided: r is cut outside the bounds whatever the sign of Ψ (clip(r)·Ψ without the minimum)"
         yield f"clip(r, {1 - low:g}, {1 + high:g}) without the minimum", None, masked.apply_mask(ratio, inside), text
         for c in _dual_bounds(recording, ratio, psi, mask):
             dual = DualClip(low, high, c)
-            yield describe_part(dual), dual, dual.weight(ratio, psi, None), ""  # type: ignore[arg-type]
+            yield name_part(dual), dual, dual.weight(ratio, psi, None), ""  # type: ignore[arg-type]
     one = torch.ones_like(ratio)
     yield "OnPolicy", OnPolicy(), one, ""
     for low, high in _cap_bounds(recording, ratio, psi, mask):
         if 0 <= low <= 1 <= high:
             cap = ClippedImportance(low, high)
-            yield describe_part(cap), cap, cap.weight(ratio, psi, None), ""  # type: ignore[arg-type]
+            yield name_part(cap), cap, cap.weight(ratio, psi, None), ""  # type: ignore[arg-type]
         else:
             fault = f"the bound {high:g} of the importance weight is below 1: an offset was given where the bound itself is meant"
             yield f"min(r, {high:g})", None, ratio.clamp(max=high), fault
@@ -338,7 +338,7 @@ def _gates(
                 gates += [DivergenceClip("tv", configured), DivergenceClip("kl", configured)]
     seen = set[str]()
     for other in gates:
-        if (name := describe_part(other)) in seen:
+        if (name := name_part(other)) in seen:
             continue
         seen.add(name)
         selected = batch
@@ -456,11 +456,11 @@ def _corrections(recording: AuditBatch) -> list[tuple[str, TruncatedIS | MaskedI
     for level in ("token", "sequence"):
         for cap in [*caps, 1e9]:
             part = TruncatedIS(cap, level)
-            options.append((f"π_old/μ per {level}, not bounded" if cap == 1e9 else describe_part(part), part))
+            options.append((f"π_old/μ per {level}, not bounded" if cap == 1e9 else name_part(part), part))
         for low in (0.0, 0.5):
             for cap in caps:
                 masking = MaskedIS(low, cap, level)
-                options.append((describe_part(masking), masking))
+                options.append((name_part(masking), masking))
     return options
 
 
@@ -622,7 +622,7 @@ def _match_gradient(
     mask: Tensor,
 ) -> list[LossMatch]:
     assert recording.gradient is not None
-    sample = sample_tokens(mask)  # the inner products need no more of them; what is left is computed on all
+    sample = subsample_tokens(mask)  # the inner products need no more of them; what is left is computed on all
     g = recording.gradient[sample]
     s = torch.stack([_take(weight, sample) for weight in weights])  # [S, N]
     finite = s.isfinite().all(1)
@@ -682,7 +682,7 @@ def _match_gradient(
     return sorted(results, key=rank)
 
 
-def sample_tokens(mask: Tensor, most: int = 4096) -> tuple[Tensor, Tensor]:
+def subsample_tokens(mask: Tensor, most: int = 4096) -> tuple[Tensor, Tensor]:
     """Return (rows, columns) of tokens of a mask: all of them, or evenly spaced ones if they are many."""
     rows, columns = mask.nonzero(as_tuple=True)
     step = -(-len(rows) // most)

@@ -327,11 +327,11 @@ def format_lab_report(
         lines += wrap_styled((("  ", ""),), DETAIL, text, QUIET)
     if report.findings:
         lines += [(), (("Findings", HEAD),)]
-    for finding in report.findings:
-        mark = "✓ " if finding.holds else "✗ "
-        lines += [(), *wrap_styled(((mark, HEAD),), finding.claim, text, NAME)]
-        error = "" if finding.error is None else f" (standard error {finding.error:.2g})"
-        lines += wrap_styled((("  ", ""),), finding.sentence + error, text)
+    for measured in report.findings:
+        mark = "✓ " if measured.holds else "✗ "
+        lines += [(), *wrap_styled(((mark, HEAD),), measured.claim, text, NAME)]
+        error = "" if measured.error is None else f" (standard error {measured.error:.2g})"
+        lines += wrap_styled((("  ", ""),), measured.sentence + error, text)
     return lines
 
 

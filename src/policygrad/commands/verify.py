@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -55,18 +56,18 @@ def verify(args: list[str]) -> int:
     permissions = CodePermissions(options.allow_code, options.trust_remote_code)
     run = load_config(folder / "run.toml", Run(), permissions)
     steps = None if options.steps is None else parse_steps(options.steps)
-    from policygrad.verification.report import format_json, format_text, write_reports
+    from policygrad.verification.report import format_text, write_reports
     from policygrad.verification.verify import verify_run
 
     with check_idle(folder):
         result = verify_run(folder, run, steps, _show_progress)
         report = write_reports(result, options.output or folder)
     if options.json:
-        print(format_json(result), end="")
+        print(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
     else:
         print(format_text(result))
         print(f"report: {report}")
-    return 1 if result.status == "fails" else 0
+    return 1 if result.status == "differs" else 0
 
 
 def check_idle(folder: Path) -> AbstractContextManager[object]:

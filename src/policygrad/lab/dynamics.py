@@ -24,7 +24,7 @@ from policygrad.core.updates import GradientSteps
 from policygrad.errors import ConfigError
 from policygrad.lab.estimators import compute_decisions, enumerate_steps, select_forward, select_step_tokens
 from policygrad.lab.findings.advantages import with_advantage
-from policygrad.lab.measurement import Finding
+from policygrad.lab.measurement import MeasuredClaim
 from policygrad.lab.policies import TabularPolicy
 from policygrad.lab.sequences import PrefixTree, World, sample_normal
 from policygrad.lab.setting import LabSetting
@@ -111,7 +111,7 @@ def _entropy(world: World, state: int, theta: Tensor) -> Tensor:
     return -(logp.exp() * logp).sum()
 
 
-def entropy_collapse(seed: int = 0) -> Finding:
+def entropy_collapse(seed: int = 0) -> MeasuredClaim:
     """Two tokens: the first decides the reward, the second does not matter. 16 updates per rollout, three upper clips.
 
     Advantages apply to complete completions, so the second token is pushed too, up in right answers and down in wrong ones. Without
@@ -139,7 +139,7 @@ def entropy_collapse(seed: int = 0) -> Finding:
     remedy = (
         "clip-higher slows the collapse and does not end it" if end["0.28"] < start else "clip-higher keeps the entropy"
     )
-    return Finding(
+    return MeasuredClaim(
         "entropy_collapse",
         "With several updates per rollout a clip of 0.2 on both sides drains entropy; clip-higher keeps more of it.",
         holds,
@@ -154,7 +154,7 @@ def entropy_collapse(seed: int = 0) -> Finding:
     )
 
 
-def length_drift(seed: int = 0) -> Finding:
+def length_drift(seed: int = 0) -> MeasuredClaim:
     """Dr. GRPO with its own fixed length, and with GRPO's sequence mean. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.1."""
     setting, rollouts = one_prompt(4, 0.3, seed=seed), 40
     world = setting.world
@@ -178,7 +178,7 @@ def length_drift(seed: int = 0) -> Finding:
     }
     wrong, shorter = (curves[f"{what}_sequence"][-1] - curves[f"{what}_fixed"][-1] for what in ("wrong", "right"))
     holds = wrong > 0 > shorter
-    return Finding(
+    return MeasuredClaim(
         "length_drift",
         "Trained with the sequence mean, wrong answers grow longer and right ones shorter than with a fixed length.",
         holds,
@@ -207,7 +207,7 @@ class K1InLoss(Term):
         return -self.beta * out.logp.detach()
 
 
-def k1_in_loss(seed: int = 0) -> Finding:
+def k1_in_loss(seed: int = 0) -> MeasuredClaim:
     """KL(π‖π_ref) of whole completions along runs with β = 0.3 in different places; π_ref is where they start."""
     setting, beta, rollouts = one_prompt(2, 0.3, seed=seed), 0.3, 40
     world, start = setting.world, setting.theta
@@ -223,7 +223,7 @@ def k1_in_loss(seed: int = 0) -> Finding:
     end = {name: run["kl"][-1] for name, run in runs.items()}
     difference = max(abs(a - b) for a, b in zip(runs["k1"]["kl"], runs["none"]["kl"], strict=True))
     holds = difference < 1e-10 and max(end["k2"], end["reward"]) < end["none"]
-    return Finding(
+    return MeasuredClaim(
         "k1_in_loss",
         "k1 in the loss does nothing; k2 in the loss and k1 in the reward hold the policy near the reference.",
         holds,
@@ -238,7 +238,7 @@ def k1_in_loss(seed: int = 0) -> Finding:
     )
 
 
-def reward_hacking(seed: int = 0) -> Finding:
+def reward_hacking(seed: int = 0) -> MeasuredClaim:
     """A proxy that pays 1 for the right answer and 0.8 for every token, right or wrong: training with and without a KL."""
     tree, rollouts, beta, bonus = PrefixTree(3, 3), 100, 0.4, 0.8
     true = torch.tensor([float(word == (1,)) for word in tree.completions]).double()
@@ -255,7 +255,7 @@ def reward_hacking(seed: int = 0) -> Finding:
     holds = free["true"][-1] < peak / 2 and free["proxy"][-1] > free["proxy"][0] and kl["true"][-1] > free["true"][-1]
     best = max(kl["true"])
     price = f"close to its best, {best:.2f}" if kl["true"][-1] > 0.8 * best else f"past its best, {best:.2f}"
-    return Finding(
+    return MeasuredClaim(
         "reward_hacking",
         "Without a KL a flawed reward is hacked: the proxy rises while the true reward falls. A KL to the reference holds it.",
         holds,

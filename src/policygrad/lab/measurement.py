@@ -173,7 +173,7 @@ def _measure_by_length(
 
 
 @dataclass(frozen=True)
-class Finding:
+class MeasuredClaim:
     """A measured claim from the literature. The sentence is made from the numbers, whether or not they support the claim."""
 
     name: str

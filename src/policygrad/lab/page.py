@@ -12,7 +12,7 @@ from policygrad.core.advantages import BatchStd, GroupStd
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.process import ProcessReward
 from policygrad.lab.findings.ratios import SHAPE_GATES, gate_curve
-from policygrad.lab.measurement import Finding
+from policygrad.lab.measurement import MeasuredClaim
 from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import DYNAMICS, THEORY, LabReport
 from policygrad.pages.render import render_page
@@ -38,7 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def group_findings(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+def group_findings(findings: Sequence[MeasuredClaim]) -> dict[str, list[MeasuredClaim]]:
     """Group findings by theme."""
     by_name = {f.name: f for f in findings}
     themes = {title: [by_name.pop(name) for name in names if name in by_name] for title, names in SECTIONS.items()}
@@ -70,13 +70,13 @@ def render_lab_page(
     library_gates = [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())]  # a list: not all are hashable
     custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
     findings = []
-    for finding in report.findings:
-        curves = dict(finding.curves)
-        for name, gate in custom_gates.items() if finding.name == "gate_weights" else ():
+    for measured in report.findings:
+        curves = dict(measured.curves)
+        for name, gate in custom_gates.items() if measured.name == "gate_weights" else ():
             curves |= {
                 f"{name} {way}": gate_curve(gate, curves["ratio"], sign) for way, sign in (("up", 1), ("down", -1))
             }
-        findings.append(replace(finding, curves=curves))
+        findings.append(replace(measured, curves=curves))
     web = files("policygrad.lab") / "web"
     sides = ("on_policy", "off_policy")
     rows = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from policygrad.lab.measurement import Finding
+from policygrad.lab.measurement import MeasuredClaim
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class FindingPlot:
-    """The plot of a finding."""
+class ClaimPlot:
+    """The plot of a measured claim."""
 
     x: str
     panels: tuple[Panel, ...]
     log: bool = False
 
-    def to_data(self, finding: Finding) -> dict[str, Any]:
+    def to_data(self, measured: MeasuredClaim) -> dict[str, Any]:
         """Return the data to plot, x ascending; missing columns are left out."""
-        first, *_ = finding.curves
-        order = sorted(range(len(finding.curves[first])), key=finding.curves[first].__getitem__)
-        curves = {key: [values[i] for i in order] for key, values in finding.curves.items()}
+        first, *_ = measured.curves
+        order = sorted(range(len(measured.curves[first])), key=measured.curves[first].__getitem__)
+        curves = {key: [values[i] for i in order] for key, values in measured.curves.items()}
         present = [{key: name for key, name in panel.columns.items() if key in curves} for panel in self.panels]
         names = list(dict.fromkeys(name for columns in present for name in columns.values()))
         return {
@@ -52,22 +52,22 @@ class FindingPlot:
         }
 
 
-def choose_plot(finding: Finding) -> FindingPlot | None:
+def choose_plot(measured: MeasuredClaim) -> ClaimPlot | None:
     """Return the plot in `PLOTS`, or one of all columns over the first; None without curves."""
-    if not finding.curves:
+    if not measured.curves:
         return None
-    if finding.name in PLOTS:
-        return PLOTS[finding.name]
-    if finding.name == "gate_weights":  # small multiples: one gate, both signs
-        gates = [key.removesuffix(" up") for key in finding.curves if key.endswith(" up")]
+    if measured.name in PLOTS:
+        return PLOTS[measured.name]
+    if measured.name == "gate_weights":  # small multiples: one gate, both signs
+        gates = [key.removesuffix(" up") for key in measured.curves if key.endswith(" up")]
         panels = [Panel(g, {f"{g} up": "Ψ > 0", f"{g} down": "Ψ < 0"}, low=0, high=6) for g in gates]
         return _plot("r", *panels)
-    key, *columns = finding.curves
-    return FindingPlot(key, (Panel("", {name: name.replace("_", " ") for name in columns}),))
+    key, *columns = measured.curves
+    return ClaimPlot(key, (Panel("", {name: name.replace("_", " ") for name in columns}),))
 
 
-def _plot(x: str, *panels: Panel, log: bool = False) -> FindingPlot:
-    return FindingPlot(x, panels, log)
+def _plot(x: str, *panels: Panel, log: bool = False) -> ClaimPlot:
+    return ClaimPlot(x, panels, log)
 
 
 def _panel(y: str, prefix: str, names: Mapping[str, str], *, log: bool = False, low: float | None = 0) -> Panel:
@@ -92,7 +92,7 @@ _HACKING = {"free": "no KL", "kl": "KL in the reward"}
 _NATS = "KL(π_old‖π), nats per completion"
 _BIAS, _VARIANCE = "bias / ‖∇J‖", "variance / ‖∇J‖²"
 
-PLOTS: dict[str, FindingPlot] = {
+PLOTS: dict[str, ClaimPlot] = {
     "group_mean": _plot(
         "group size G", Panel("scale of E g", {"leave_one_out": "leave-one-out", "scale": "group mean"}, low=0)
     ),

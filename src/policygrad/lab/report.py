@@ -17,16 +17,16 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.lab import dynamics, theory
 from policygrad.lab.findings import advantages, critics, ratios
-from policygrad.lab.measurement import Finding, Measurement, compare_on_off_policy
+from policygrad.lab.measurement import MeasuredClaim, Measurement, compare_on_off_policy
 from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
 
-Experiment = Callable[[int], Finding]  # seed -> Finding
+Experiment = Callable[[int], MeasuredClaim]  # seed -> MeasuredClaim
 
 
 def _collect_experiments(*modules: ModuleType) -> dict[str, Experiment]:
-    """Return the functions of these modules that return a Finding, in the order of their definition."""
+    """Return the functions of these modules that return a MeasuredClaim, in the order of their definition."""
     functions = [f for module in modules for f in vars(module).values() if inspect.isfunction(f)]
-    return {f.__name__: f for f in functions if f.__annotations__.get("return") == "Finding"}
+    return {f.__name__: f for f in functions if f.__annotations__.get("return") == "MeasuredClaim"}
 
 
 CLAIMS = _collect_experiments(advantages, ratios, critics)
@@ -55,7 +55,7 @@ class LabReport:
     """The results that `policygrad lab` shows."""
 
     rows: tuple[tuple[Measurement, Measurement], ...]  # (on-policy, off-policy) for each algorithm
-    findings: tuple[Finding, ...]
+    findings: tuple[MeasuredClaim, ...]
     group_size: int
     kl: float  # nats per completion between π_old and π_θ, off-policy
     seed: int
@@ -71,7 +71,7 @@ class LabReport:
             "off_policy_kl": self.kl,
             "seed": self.seed,
             "algorithms": [{"name": a.name, "on_policy": _to_row(a), "off_policy": _to_row(b)} for a, b in self.rows],
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [asdict(measured) for measured in self.findings],
         }
         return json.loads(json.dumps(data), parse_constant=lambda _: None)  # type: ignore[no-any-return]
 

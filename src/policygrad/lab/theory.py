@@ -12,7 +12,7 @@ from torch import Tensor
 from policygrad.core.trust_region import TrustRegion
 from policygrad.lab import mdp as exact
 from policygrad.lab.mdp import ExactProblem, TabularMDP, chain, gridworld, random_mdp, softmax, solve
-from policygrad.lab.measurement import Finding
+from policygrad.lab.measurement import MeasuredClaim
 from policygrad.lab.sequences import sample_normal
 
 EXACT = 1e-10
@@ -29,7 +29,7 @@ def _random_pairs(seed: int, scale: float = 1.0) -> list[tuple[TabularMDP, Tenso
     return pairs
 
 
-def performance_difference(seed: int = 0) -> Finding:
+def performance_difference(seed: int = 0) -> MeasuredClaim:
     """J(π') − J(π) = Σ_s d_π'(s) Σ_a π'(a|s) A_π(s, a). Source: Kakade & Langford 2002, lemma 6.1."""
     worst, biggest = 0.0, 0.0
     for mdp, old, new in _random_pairs(seed):
@@ -38,7 +38,7 @@ def performance_difference(seed: int = 0) -> Finding:
         identity = float((after.occupancy[:, None] * new * before.advantage).sum())
         worst, biggest = max(worst, abs(identity - difference)), max(biggest, abs(difference))
     holds = worst < EXACT * max(1, biggest)
-    return Finding(
+    return MeasuredClaim(
         "performance_difference",
         "J(π') − J(π) is the advantage of π, summed where π' goes.",
         holds,
@@ -48,7 +48,7 @@ def performance_difference(seed: int = 0) -> Finding:
     )
 
 
-def surrogate_matches(seed: int = 0) -> Finding:
+def surrogate_matches(seed: int = 0) -> MeasuredClaim:
     """L_old(π) = J(π) and ∇L_old = ∇J at π = π_old. Source: Schulman et al. 2015, eq. 4."""
     value, slope, theorem = 0.0, 0.0, 0.0
     for mdp, old, _ in _random_pairs(seed):
@@ -61,7 +61,7 @@ def surrogate_matches(seed: int = 0) -> Finding:
         slope = max(slope, float((gradient - truth).abs().max()))
         theorem = max(theorem, float((exact.policy_gradient_theorem(mdp, theta) - truth).abs().max()))
     holds = max(value, slope, theorem) < EXACT
-    return Finding(
+    return MeasuredClaim(
         "surrogate_matches",
         "At π_old the surrogate has J's value and J's gradient.",
         holds,
@@ -71,7 +71,7 @@ def surrogate_matches(seed: int = 0) -> Finding:
     )
 
 
-def trust_region_bound(seed: int = 0) -> Finding:
+def trust_region_bound(seed: int = 0) -> MeasuredClaim:
     """J(π) ≥ L(π) − C·max KL and ≥ L(π) − C·max TV², C = 4εγ/(1−γ)². Source: Schulman et al. 2015, theorem 1, eq. 9."""
     distances, gap = (0.01, 0.1, 1.0), {}
     violated = 0
@@ -84,7 +84,7 @@ def trust_region_bound(seed: int = 0) -> Finding:
             slack.append((reached - by_kl, reached - by_tv))
         gap[scale] = torch.tensor(slack, dtype=torch.float64).median(0).values.tolist()
     holds = violated == 0
-    return Finding(
+    return MeasuredClaim(
         "trust_region_bound",
         "J(π) ≥ L(π) − 4εγ/(1−γ)²·max KL, and the form in total variation is tighter.",
         holds,
@@ -104,7 +104,7 @@ def _format_numbers(values: Iterable[float]) -> str:
     return ", ".join(f"{x:.2g}" if x < 100 else f"{x:.0f}" for x in values)
 
 
-def bound_over_step(seed: int = 0) -> Finding:
+def bound_over_step(seed: int = 0) -> MeasuredClaim:
     """J(π), the surrogate L(π) and both lower bounds along the natural gradient of one random MDP, over the step's length.
 
     Source: Schulman et al. 2015, theorem 1 and eq. 9.
@@ -124,7 +124,7 @@ def bound_over_step(seed: int = 0) -> Finding:
     promised, reached = max(by_tv), max(true)
     safe, best = lengths[by_tv.index(promised)], lengths[true.index(reached)]
     holds = all(kl <= tv + 1e-10 and tv <= j + 1e-10 for kl, tv, j in zip(by_kl, by_tv, true, strict=True))
-    return Finding(
+    return MeasuredClaim(
         "bound_over_step",
         "TRPO's bound touches J at the old policy and stays below: raising it raises J, in far shorter steps than would do.",
         holds,
@@ -137,7 +137,7 @@ def bound_over_step(seed: int = 0) -> Finding:
     )
 
 
-def conservative_mixture(seed: int = 0) -> Finding:
+def conservative_mixture(seed: int = 0) -> MeasuredClaim:
     """π = (1−α)π_old + απ*: J ≥ L − 2εγα²/(1−γ)², ε = max_s|E_{π*}A|, and the step α* = 𝔸(1−γ)²/(4εγ) never harms.
 
     𝔸 = Σ_s d(s) Σ_a π*(a|s) A(s, a), d unnormalised. Source: Kakade & Langford 2002; Schulman et al. 2015, eq. 6.
@@ -158,7 +158,7 @@ def conservative_mixture(seed: int = 0) -> Finding:
         gains.append(reached - float(before.objective))
         worse += gains[-1] < -EXACT
     holds = violated == worse == 0
-    return Finding(
+    return MeasuredClaim(
         "conservative_mixture",
         "A mixture with a better policy improves J by at least its bound; the step α* never decreases J.",
         holds,
@@ -169,7 +169,7 @@ def conservative_mixture(seed: int = 0) -> Finding:
     )
 
 
-def natural_invariance(seed: int = 0) -> Finding:
+def natural_invariance(seed: int = 0) -> MeasuredClaim:
     """θ = Mφ: F_φ⁻¹∇_φJ maps to F_θ⁻¹∇_θJ; the gradient in φ does not. Source: Kakade 2001; Amari 1998."""
     natural, plain = list[float](), list[float]()
     for mdp, old, _ in _random_pairs(seed):
@@ -182,7 +182,7 @@ def natural_invariance(seed: int = 0) -> Finding:
             mapped = _policy_change(theta, (features @ rule(mdp, phi, features)).reshape(theta.shape))
             cosines.append(float(torch.cosine_similarity(direct, mapped, dim=0)))
     holds = min(natural) > 1 - 1e-6
-    return Finding(
+    return MeasuredClaim(
         "natural_invariance",
         "The natural gradient changes the policy equally in any parametrisation; the gradient does not.",
         holds,
@@ -199,7 +199,7 @@ def _policy_change(theta: Tensor, step: Tensor) -> Tensor:
     return (policy * (step - (policy * step).sum(1, keepdim=True))).flatten()
 
 
-def monotonic_improvement(seed: int = 0) -> Finding:
+def monotonic_improvement(seed: int = 0) -> MeasuredClaim:
     """Runs of the library's TrustRegion with exact quantities: a penalised one that the bound covers, and δ = 0.01 as used."""
     problems = {"chain": chain(), "grid": gridworld(), "random": random_mdp(seed=seed)}
     steps, falls, covered, gain = 40, 0, 0, dict[str, tuple[float, float]]()
@@ -220,7 +220,7 @@ def monotonic_improvement(seed: int = 0) -> Finding:
             covered += float(solve(mdp, softmax(theta)).objective) < before - 1e-14
     holds = falls == 0 and covered == 0
     ranges = ", ".join(f"{name} {a:.3f} to {b:.3f}" for name, (a, b) in gain.items())
-    return Finding(
+    return MeasuredClaim(
         "monotonic_improvement",
         "Exact trust-region steps improve J step by step.",
         holds,
@@ -231,7 +231,7 @@ def monotonic_improvement(seed: int = 0) -> Finding:
     )
 
 
-def occupancy_sum(seed: int = 0) -> Finding:
+def occupancy_sum(seed: int = 0) -> MeasuredClaim:
     """Σ_s d(s) = 1/(1−γ); over a horizon of H steps Σ_{t<H} γ^t."""
     worst = max(
         abs(float(solve(mdp, old).occupancy.sum()) * (1 - mdp.gamma) - 1) for mdp, old, _ in _random_pairs(seed)
@@ -245,7 +245,7 @@ def occupancy_sum(seed: int = 0) -> Finding:
     undiscounted = replace(random_mdp(seed=seed), gamma=0.0)
     first = float(solve(undiscounted, softmax(sample_normal(undiscounted.reward.shape, 1.0, seed))).occupancy.sum())
     holds = max(worst, finite, abs(first - 1)) < 1e-9
-    return Finding(
+    return MeasuredClaim(
         "occupancy_sum",
         "The unnormalised discounted occupancy sums to 1/(1−γ).",
         holds,

@@ -152,7 +152,7 @@ def log_pi(o: Completion, t: int) -> Tensor:
     return o.logp[t] - o.old[t] + 1
 
 
-def score(o: Completion, t: int) -> Tensor:
+def unit_log_pi(o: Completion, t: int) -> Tensor:
     """log π_θ plus a constant of θ, so that the value is 1: for objectives without a ratio."""
     return o.logp[t] - o.logp[t].detach() + 1
 
@@ -171,39 +171,39 @@ def to_go(xs: Sequence[float], discount: float = 1.0) -> list[float]:
     return sums[::-1]
 
 
-def mean(xs: Sequence[float]) -> float:
+def average(xs: Sequence[float]) -> float:
     """The mean; 0 of nothing."""
     return math.fsum(xs) / max(1, len(xs))
 
 
-def std(xs: Sequence[float], ddof: int = 1) -> float:
-    center = mean(xs)
+def standard_deviation(xs: Sequence[float], ddof: int = 1) -> float:
+    center = average(xs)
     return math.sqrt(math.fsum((x - center) ** 2 for x in xs) / (len(xs) - ddof))
 
 
-def is_constant(xs: Sequence[float]) -> bool:
+def all_equal(xs: Sequence[float]) -> bool:
     return min(xs) == max(xs)
 
 
-def z_score(o: Completion, outputs: list[Completion]) -> float:
+def group_z_score(o: Completion, outputs: list[Completion]) -> float:
     """(R_i − mean_g)/std_g, 0 where all rewards are equal. Shao et al. 2024 (DeepSeekMath), sec. 4.1.2."""
     return relative(o.reward, [p.reward for p in outputs])
 
 
 def relative(x: float, xs: Sequence[float]) -> float:
     """(x − mean)/(std + ε), 0 where all are equal."""
-    return 0.0 if is_constant(xs) else (x - mean(xs)) / (std(xs) + 1e-4)
+    return 0.0 if all_equal(xs) else (x - average(xs)) / (standard_deviation(xs) + 1e-4)
 
 
 def centered(o: Completion, outputs: list[Completion]) -> float:
     """R_i − mean_g, 0 where all rewards are equal."""
     rewards = [p.reward for p in outputs]
-    return 0.0 if is_constant(rewards) else o.reward - mean(rewards)
+    return 0.0 if all_equal(rewards) else o.reward - average(rewards)
 
 
 def without_constant_groups(prompts: Prompts) -> Prompts:
     """The prompts whose rewards are not all equal: 0 < |{right}| < G of Yu et al. 2025 (DAPO), eq. 11."""
-    return [outputs for outputs in prompts if not is_constant([o.reward for o in outputs])]
+    return [outputs for outputs in prompts if not all_equal([o.reward for o in outputs])]
 
 
 def overlong_penalty(length: int, max_tokens: int) -> float:

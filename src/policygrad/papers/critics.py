@@ -9,13 +9,13 @@ from torch import Tensor
 from policygrad.papers.completions import (
     Completion,
     Prompts,
+    all_equal,
     completions,
     count_tokens,
-    is_constant,
-    score,
     to_go,
     tokens,
     total,
+    unit_log_pi,
 )
 from policygrad.papers.reinforce import clipped_token_mean, whitened
 
@@ -60,7 +60,7 @@ def a2c(prompts: Prompts, max_tokens: int) -> Tensor:
         A = n_step(o, rewards(o), 1.0, 5)
         for t in range(len(o)):
             bonus = -0.01 * (o.r(t) * o.logp[t]).detach()
-            J = J + (A[t] + bonus) * score(o, t)
+            J = J + (A[t] + bonus) * unit_log_pi(o, t)
     return J / count_tokens(prompts)
 
 
@@ -139,7 +139,7 @@ def trpo_vine(prompts: Prompts, max_tokens: int) -> Tensor:
     """
     J = total([])
     for outputs in prompts:
-        if is_constant([o.reward for o in outputs]):
+        if all_equal([o.reward for o in outputs]):
             continue  # the quotient is a constant
         actions = [(o, t) for o in outputs for t in range(len(o))]
         weights = math.fsum(o.weight[t] for o, t in actions)

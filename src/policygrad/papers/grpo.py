@@ -17,21 +17,21 @@ from torch import Tensor
 from policygrad.papers.completions import (
     Completion,
     Prompts,
+    all_equal,
+    average,
     centered,
     clip,
     clipped_surrogate,
     completions,
     count,
     count_tokens,
-    is_constant,
+    group_z_score,
     k3,
     log_pi,
-    mean,
     penalized,
-    std,
+    standard_deviation,
     tokens,
     total,
-    z_score,
 )
 
 
@@ -41,15 +41,17 @@ def grpo(prompts: Prompts, max_tokens: int, beta: float = 0.04) -> Tensor:
     def token(o: Completion, t: int, A: float) -> Tensor:
         return clipped_surrogate(o, t, A) - beta * k3(o, t)
 
-    return sequence_mean(prompts, token)
+    return mean_over_completions(prompts, token)
 
 
-def sequence_mean(prompts: Prompts, token: Callable[[Completion, int, float], Tensor] = clipped_surrogate) -> Tensor:
+def mean_over_completions(
+    prompts: Prompts, token: Callable[[Completion, int, float], Tensor] = clipped_surrogate
+) -> Tensor:
     """1/B Σ_i 1/|o_i| Σ_t token(o_i, t, Â_i), Â the z-score of the prompt's rewards."""
     J = total([])
     for outputs in prompts:
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             J = J + total(token(o, t, A) for t in range(len(o))) / len(o)
     return J / count(prompts)
 
@@ -74,7 +76,7 @@ def dapo(prompts: Prompts, max_tokens: int, high: float = 0.28) -> Tensor:
     J = total([])
     for outputs in with_overlong_penalty(prompts, max_tokens):
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             J = J + total(o.weight[t] * clipped_surrogate(o, t, A, 0.2, high) for t in range(len(o)))
     return J / count_tokens(prompts)
 
@@ -104,7 +106,7 @@ def magistral(prompts: Prompts, max_tokens: int) -> Tensor:
 def scaled_by_batch(prompts: Prompts) -> dict[int, float]:
     """(R − mean_g)/(std of these over the batch + ε), by completion (its `id`)."""
     A = {id(o): centered(o, outputs) for outputs in prompts for o in outputs}
-    scale = std(list(A.values())) + 1e-4 if len(A) > 1 else 1.0
+    scale = standard_deviation(list(A.values())) + 1e-4 if len(A) > 1 else 1.0
     return {key: a / scale for key, a in A.items()}
 
 
@@ -121,7 +123,7 @@ def gspo(prompts: Prompts, max_tokens: int) -> Tensor:
     J = total([])
     for outputs in prompts:
         for o in outputs:
-            A, s = z_score(o, outputs), sequence_ratio(o)
+            A, s = group_z_score(o, outputs), sequence_ratio(o)
             J = J + torch.minimum(s * A, clip(s, 1 - 3e-4, 1 + 4e-4) * A)
     return J / count(prompts)
 
@@ -131,7 +133,7 @@ def cispo(prompts: Prompts, max_tokens: int, low: float = 0.0, high: float = 5.0
     J = total([])
     for outputs in with_overlong_penalty(prompts, max_tokens):
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             J = J + total(o.weight[t] * clip(o.r(t), low, high).detach() * A * log_pi(o, t) for t in range(len(o)))
     return J / count_tokens(prompts)
 
@@ -143,7 +145,7 @@ def sapo(prompts: Prompts, max_tokens: int) -> Tensor:
         tau = 1.0 if A > 0 else 1.05
         return torch.sigmoid(tau * (o.r(t) - 1)) * 4 / tau * A
 
-    return sequence_mean(prompts, token)
+    return mean_over_completions(prompts, token)
 
 
 def scale_rl(prompts: Prompts, max_tokens: int) -> Tensor:
@@ -167,7 +169,7 @@ def token_mean(prompts: Prompts, advantages: Callable[[list[Completion]], Sequen
 def lite_ppo(prompts: Prompts, max_tokens: int) -> Tensor:
     """The clipped token mean of (R − mean_g)/std of all rewards of the batch. Liu et al. 2025 (Tricks or traps?)."""
     rewards = [o.reward for o in completions(prompts)]
-    scale = std(rewards) + 1e-4 if len(rewards) > 1 else 1.0
+    scale = standard_deviation(rewards) + 1e-4 if len(rewards) > 1 else 1.0
     return token_mean(prompts, lambda outputs: [centered(o, outputs) / scale for o in outputs])
 
 
@@ -175,7 +177,7 @@ def maxrl(prompts: Prompts, max_tokens: int) -> Tensor:
     """The clipped token mean of (R − R̄)/R̄, 0 where no sample succeeds. Tajwar et al. 2026."""
 
     def advantages(outputs: list[Completion]) -> list[float]:
-        m = mean([o.reward for o in outputs])
+        m = average([o.reward for o in outputs])
         return [centered(o, outputs) / m if m > 0 else 0.0 for o in outputs]
 
     return token_mean(prompts, advantages)
@@ -185,11 +187,11 @@ def pass_at_k(outputs: list[Completion], k: int, normalise: bool = True) -> list
     """Each k-subset is one sample of pass@k; a completion's advantage is the mean of those of its subsets. Chen et al. 2025."""
     subsets = list(combinations(range(len(outputs)), k))
     best = [max(outputs[i].reward for i in subset) for subset in subsets]
-    if not subsets or is_constant(best):
+    if not subsets or all_equal(best):
         return [0.0] * len(outputs)
-    scale = math.sqrt(mean([(b - mean(best)) ** 2 for b in best])) + 1e-6 if normalise else 1.0
-    per_subset = [(b - mean(best)) / scale for b in best]
-    return [mean([a for a, s in zip(per_subset, subsets, strict=True) if i in s]) for i in range(len(outputs))]
+    scale = math.sqrt(average([(b - average(best)) ** 2 for b in best])) + 1e-6 if normalise else 1.0
+    per_subset = [(b - average(best)) / scale for b in best]
+    return [average([a for a, s in zip(per_subset, subsets, strict=True) if i in s]) for i in range(len(outputs))]
 
 
 def passk(prompts: Prompts, max_tokens: int, k: int = 2, normalise: bool = True) -> Tensor:

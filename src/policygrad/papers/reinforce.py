@@ -9,19 +9,19 @@ from torch import Tensor, exp
 from policygrad.papers.completions import (
     Completion,
     Prompts,
+    all_equal,
+    average,
     centered,
     clipped_surrogate,
     completions,
     count,
     count_tokens,
-    is_constant,
     log_pi,
-    mean,
-    score,
-    std,
+    standard_deviation,
     to_go,
     tokens,
     total,
+    unit_log_pi,
     without_constant_groups,
 )
 
@@ -35,7 +35,7 @@ def reinforce(prompts: Prompts, max_tokens: int, baseline: float = 0.0) -> Tenso
 
     def of_completion(o: Completion) -> Tensor:
         later = to_go(o.token_reward)
-        return total((o.reward + later[t] - baseline) * score(o, t) for t in range(len(o)))
+        return total((o.reward + later[t] - baseline) * unit_log_pi(o, t) for t in range(len(o)))
 
     return total(map(of_completion, completions(prompts))) / count(prompts)
 
@@ -46,9 +46,9 @@ def rloo(prompts: Prompts, max_tokens: int, beta: float = 0.05) -> Tensor:
     for outputs in prompts:
         R = [o.reward - beta * (math.fsum(o.old) - math.fsum(o.ref)) for o in outputs]
         for i, o in enumerate(outputs):
-            others = R[:i] + R[i + 1 :]
-            if others:
-                J = J + (R[i] - mean(others)) * total(score(o, t) for t in range(len(o)))
+            other_rewards = R[:i] + R[i + 1 :]
+            if other_rewards:
+                J = J + (R[i] - average(other_rewards)) * total(unit_log_pi(o, t) for t in range(len(o)))
     return J / count(prompts)
 
 
@@ -56,23 +56,23 @@ def opo(prompts: Prompts, max_tokens: int) -> Tensor:
     """1/B Σ_i (R_i − b) log π(o_i), b = Σ_j |o_j| R_j / Σ_j |o_j| over the prompt's completions. Hao et al. 2025."""
     J = total([])
     for outputs in prompts:
-        if is_constant([o.reward for o in outputs]):
+        if all_equal([o.reward for o in outputs]):
             continue
         b = math.fsum(len(o) * o.reward for o in outputs) / sum(map(len, outputs))
-        J = J + total((o.reward - b) * score(o, t) for o in outputs for t in range(len(o)))
+        J = J + total((o.reward - b) * unit_log_pi(o, t) for o in outputs for t in range(len(o)))
     return J / count(prompts)
 
 
 def remax(prompts: Prompts, max_tokens: int) -> Tensor:
     """1/N Σ_i Σ_t log π(a_t) [r(x, a_1:T) − r(x, ā_1:T)], ā the greedy completion. Li et al. 2023, algorithm 1."""
     scored = [[o for o in outputs if math.isfinite(o.greedy_reward)] for outputs in prompts]
-    return total((o.reward - o.greedy_reward) * score(o, t) for o, t in tokens(scored)) / count(prompts)
+    return total((o.reward - o.greedy_reward) * unit_log_pi(o, t) for o, t in tokens(scored)) / count(prompts)
 
 
 def whitened(advantages: dict[int, list[float]]) -> dict[int, list[float]]:
     """(A − mean)/√(var + 1e-8) over all tokens of the batch; a single token has no variance."""
     everything = [a for row in advantages.values() for a in row]
-    center, spread = mean(everything), std(everything) if len(everything) > 1 else 0.0
+    center, spread = average(everything), standard_deviation(everything) if len(everything) > 1 else 0.0
     return {key: [(a - center) / math.sqrt(spread**2 + 1e-8) for a in row] for key, row in advantages.items()}
 
 
@@ -100,11 +100,11 @@ def reinforce_pp_baseline(prompts: Prompts, max_tokens: int) -> Tensor:
 
 def gpg(prompts: Prompts, max_tokens: int) -> Tensor:
     """1/Σ|o| Σ log π · α (r − mean_g), α = B/(B − M), M completions of prompts whose rewards are all equal. Chu et al. 2025."""
-    J, kept = total([]), without_constant_groups(prompts)
-    for outputs in kept:
+    J, remaining = total([]), without_constant_groups(prompts)
+    for outputs in remaining:
         for o in outputs:
-            A = count(prompts) / count(kept) * centered(o, outputs)
-            J = J + total(A * score(o, t) for t in range(len(o)))
+            A = count(prompts) / count(remaining) * centered(o, outputs)
+            J = J + total(A * unit_log_pi(o, t) for t in range(len(o)))
     return J / count_tokens(prompts)
 
 
@@ -131,6 +131,6 @@ def asymre(prompts: Prompts, max_tokens: int) -> Tensor:
     """E_{y∼μ}[log π(y) (r(y) − V)], V the prompt's mean reward + δV, δV = −0.1. Arnal et al. 2025."""
     J = total([])
     for outputs in prompts:
-        V = mean([o.reward for o in outputs]) - 0.1
+        V = average([o.reward for o in outputs]) - 0.1
         J = J + total((o.reward - V) * log_pi(o, t) for o in outputs for t in range(len(o)))
     return J / count(prompts)

@@ -12,19 +12,19 @@ from torch import Tensor
 from policygrad.papers.completions import (
     Completion,
     Prompts,
+    all_equal,
+    average,
     clipped_surrogate,
     completions,
     count,
     count_tokens,
-    is_constant,
+    group_z_score,
     k3,
-    mean,
     relative,
-    std,
+    standard_deviation,
     to_go,
     tokens,
     total,
-    z_score,
 )
 from policygrad.papers.reinforce import clipped_token_mean
 
@@ -44,7 +44,9 @@ def gdpo(prompts: Prompts, max_tokens: int) -> Tensor:
                     A[id(o)] += w * relative(o.rewards[k], group)
     everything, J = list(A.values()), total([])
     for o in completions(prompts):
-        scaled = (A[id(o)] - mean(everything)) / (std(everything) + 1e-4) if len(everything) > 1 else 0.0
+        scaled = (
+            (A[id(o)] - average(everything)) / (standard_deviation(everything) + 1e-4) if len(everything) > 1 else 0.0
+        )
         J = J + total(clipped_surrogate(o, t, scaled) for t in range(len(o))) / len(o)
     return J / count(prompts)
 
@@ -119,7 +121,7 @@ def luffy(prompts: Prompts, max_tokens: int) -> Tensor:
     J = total([])
     for outputs in prompts:
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             for t in range(len(o)):
                 if o.demonstration:
                     x = torch.exp(o.logp[t] - o.sampler[t])
@@ -137,7 +139,7 @@ def chord(prompts: Prompts, max_tokens: int, mu: float = 0.1, phi: bool = True) 
     """
     sampled = [[o for o in outputs if not o.demonstration] for outputs in prompts]
     demonstrated = [[o for o in outputs if o.demonstration] for outputs in prompts]
-    A = {id(o): [z_score(o, outputs)] * len(o) for outputs in sampled for o in outputs}
+    A = {id(o): [group_z_score(o, outputs)] * len(o) for outputs in sampled for o in outputs}
     S = total([])
     for o, t in tokens(demonstrated):
         p = math.exp(float(o.logp[t].detach()))
@@ -163,10 +165,10 @@ def prime(prompts: Prompts, max_tokens: int, gamma: float = 1.0) -> Tensor:
     for outputs in prompts:
         for o in outputs:
             siblings = [p for p in outputs if p is not o]
-            if is_constant([p.reward for p in outputs]):  # could not be replaced: weight 0
+            if all_equal([p.reward for p in outputs]):  # could not be replaced: weight 0
                 continue
-            outcome = o.reward - mean([p.reward for p in siblings])
-            average = mean([mean(p.implicit_reward) for p in siblings])
-            process = to_go([x - average for x in o.implicit_reward], gamma)
+            outcome = o.reward - average([p.reward for p in siblings])
+            baseline = average([average(p.implicit_reward) for p in siblings])
+            process = to_go([x - baseline for x in o.implicit_reward], gamma)
             J = J + total(o.weight[t] * clipped_surrogate(o, t, process[t] + outcome) for t in range(len(o)))
     return J / count_tokens(prompts)

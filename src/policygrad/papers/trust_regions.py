@@ -12,16 +12,16 @@ from policygrad.errors import ConfigError
 from policygrad.papers.completions import (
     Completion,
     Prompts,
+    average,
     centered,
     clip,
     clipped_surrogate,
     completions,
     count,
     count_tokens,
-    mean,
+    group_z_score,
     tokens,
     total,
-    z_score,
 )
 from policygrad.papers.grpo import sequence_ratio, with_overlong_penalty
 
@@ -33,7 +33,7 @@ def gmpo(prompts: Prompts, max_tokens: int) -> Tensor:
     J = total([])
     for outputs in prompts:
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             sign, product = math.copysign(1, A) if A else 0.0, torch.ones((), dtype=torch.float64)
             for t in range(len(o)):
                 r = o.r(t) ** sign
@@ -69,19 +69,19 @@ def dppo(
 def m2po(prompts: Prompts, max_tokens: int, bound: float = 0.04) -> Tensor:
     """Σ M r Â/Σ|o|: of the tokens whose r has moved the way Â pushes, those with the largest (log r)² are masked until the mean of
     (log r)² over the others is at most τ. Zheng et al. 2025, algorithm 1."""
-    A = {id(o): z_score(o, outputs) for outputs in prompts for o in outputs}
+    A = {id(o): group_z_score(o, outputs) for outputs in prompts for o in outputs}
     region: list[tuple[float, int, int]] = []
     for o, t in tokens(prompts):
         change = float(o.logp[t].detach()) - o.old[t]
         if A[id(o)] * change > 0:
             region.append((change**2, id(o), t))
     masked: Chosen = set()
-    while region and mean([x for x, _, _ in region]) > bound:
+    while region and average([x for x, _, _ in region]) > bound:
         largest = max(x for x, _, _ in region)
         masked |= {(i, t) for x, i, t in region if x == largest}
         region = [token for token in region if token[0] < largest]
-    kept = (o.r(t) * A[id(o)] for o, t in tokens(prompts) if (id(o), t) not in masked)
-    return total(kept) / count_tokens(prompts)
+    unmasked = (o.r(t) * A[id(o)] for o, t in tokens(prompts) if (id(o), t) not in masked)
+    return total(unmasked) / count_tokens(prompts)
 
 
 def luspo(prompts: Prompts, max_tokens: int) -> Tensor:
@@ -89,7 +89,7 @@ def luspo(prompts: Prompts, max_tokens: int) -> Tensor:
     J = total([])
     for outputs in prompts:
         for o in outputs:
-            A, s = z_score(o, outputs), sequence_ratio(o)
+            A, s = group_z_score(o, outputs), sequence_ratio(o)
             J = J + torch.minimum(s * A, clip(s, 1 - 2e-3, 1 + 2.5e-3) * A) * len(o)
     return J / count(prompts)
 
@@ -102,7 +102,7 @@ def vespo(prompts: Prompts, max_tokens: int) -> Tensor:
     J = total([])
     for outputs in prompts:
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             log_w = total(o.logp[t] - o.old[t] for t in range(len(o)))
             k, decay = (2.0, 3.0) if A >= 0 else (3.0, 2.0)
             W = torch.exp(log_w.detach())
@@ -118,7 +118,7 @@ def cpgd(prompts: Prompts, max_tokens: int, beta: float = 0.001, cap: float = 2.
     J, bend = total([]), math.log(1 + cap)
     for outputs in prompts:
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             for t in range(len(o)):
                 u = o.logp[t] - o.old[t]
                 clipped = torch.minimum(A * u, A * clip(u, math.log(1 - 0.2), math.log(1 + 0.2)))
@@ -136,8 +136,8 @@ TOLERANCE = 1e-5
 
 def covariances(prompts: Prompts, A: dict[int, float]) -> dict[tuple[int, int], float]:
     """(log π(y_i) − mean log π)(A(y_i) − mean A), means over all tokens. Cui et al. 2025, sec. 4."""
-    logp = mean([float(o.logp[t].detach()) for o, t in tokens(prompts)])
-    advantage = mean([A[id(o)] for o, _ in tokens(prompts)])
+    logp = average([float(o.logp[t].detach()) for o, t in tokens(prompts)])
+    advantage = average([A[id(o)] for o, _ in tokens(prompts)])
     return {(id(o), t): (float(o.logp[t].detach()) - logp) * (A[id(o)] - advantage) for o, t in tokens(prompts)}
 
 
@@ -155,7 +155,7 @@ def clip_cov(
     Raises:
         ConfigError: the batch's choice is not one that this rule allows.
     """
-    A = {id(o): z_score(o, outputs) for outputs in prompts for o in outputs}
+    A = {id(o): group_z_score(o, outputs) for outputs in prompts for o in outputs}
     cov, J, inside, surely_inside = covariances(prompts, A), total([]), set(), 0
     selected: Chosen = {(id(o), t) for o, t in tokens(prompts) if o.selected[t]}
     for o, t in tokens(prompts):
@@ -186,7 +186,7 @@ def kl_cov(prompts: Prompts, max_tokens: int, fraction: float = 2e-3, form: str 
     Raises:
         ConfigError: the batch's choice is not one that this rule allows.
     """
-    A = {id(o): z_score(o, outputs) for outputs in prompts for o in outputs}
+    A = {id(o): group_z_score(o, outputs) for outputs in prompts for o in outputs}
     cov, J = covariances(prompts, A), total([])
     selected: Chosen = {(id(o), t) for o, t in tokens(prompts) if o.selected[t]}
     number = min(max(1, math.floor(fraction * len(cov))), len(cov))
@@ -213,7 +213,7 @@ def high_entropy(prompts: Prompts, max_tokens: int, fraction: float = 0.2) -> Te
     J = total([])
     for outputs in with_overlong_penalty(prompts, max_tokens):
         for o in outputs:
-            A = z_score(o, outputs)
+            A = group_z_score(o, outputs)
             J = J + total(_dapo_token(o, t, A) for t in range(len(o)) if o.entropy[t] >= tau)
     return J / count_tokens(prompts)
 

@@ -16,11 +16,11 @@ from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_chec
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.vine import Vine
 from policygrad.errors import CheckpointError, RunError
+from policygrad.findings import Finding, differs, holds, not_checked
 from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
 from policygrad.training.config.run import Run
 from policygrad.training.step_records import BEFORE, FOLDER
 from policygrad.utils.filesystem import read_json
-from policygrad.verification.checks import Check, fails, holds, not_checked
 
 MIN_SURPRISE = 30.0
 """Nats. A step's completions repeat those of another by chance with a probability below e to the minus this."""
@@ -92,7 +92,7 @@ def read_files(folder: Path, run: Run) -> RunFiles:
     return RunFiles(folder, run, metrics, repeated, completions, checkpoints, before, damaged, unreadable)
 
 
-def check_files(files: RunFiles) -> Iterator[Check]:
+def check_files(files: RunFiles) -> Iterator[Finding]:
     """Check everything that a run's files say about each other."""
     yield _check_steps(files)
     yield from _check_groups(files)
@@ -115,21 +115,21 @@ def samples_extra(algorithm: Algorithm) -> bool:
     return extra or has_vine(algorithm) or "baseline" in algorithm.all_needs
 
 
-def _check_steps(files: RunFiles) -> Check:
+def _check_steps(files: RunFiles) -> Finding:
     steps = sorted(step for step, row in files.metrics.items() if "tokens/sampled" in row)
     missing = sorted(set(range(1, files.steps + 1)) - set(steps))
     without_rows = [step for step in steps if not files.completions.get(step)]
     if files.unreadable:
-        return fails("log", f"{files.unreadable} lines of {METRICS} or {COMPLETIONS} are unreadable")
+        return differs("log", f"{files.unreadable} lines of {METRICS} or {COMPLETIONS} are unreadable")
     if files.repeated_steps:
         step, count = next(iter(files.repeated_steps.items()))
-        return fails("log", f"step {step} is logged {count} times")
+        return differs("log", f"step {step} is logged {count} times")
     if not files.steps:
         return not_checked("log", "no step was finished")
     if missing:
-        return fails("log", f"{_list_steps(missing)} missing in {METRICS}")
+        return differs("log", f"{_list_steps(missing)} missing in {METRICS}")
     if without_rows:
-        return fails("log", f"{_list_steps(without_rows)} missing in {COMPLETIONS}")
+        return differs("log", f"{_list_steps(without_rows)} missing in {COMPLETIONS}")
     return holds("log", f"steps 1 to {files.steps} are logged once each, with their completions")
 
 
@@ -139,7 +139,7 @@ def _list_steps(steps: Sequence[int]) -> str:
     return f"step{'s' * (len(steps) > 1)} {named} {verb}"
 
 
-def _check_groups(files: RunFiles) -> Iterator[Check]:
+def _check_groups(files: RunFiles) -> Iterator[Finding]:
     """Check that every step has all its groups, each with all its completions."""
     run = files.run
     if has_vine(run.algorithm):
@@ -153,23 +153,23 @@ def _check_groups(files: RunFiles) -> Iterator[Check]:
         names = sorted(sizes)
         if names != list(range(len(names))):
             gap = next(i for i, name in enumerate([*names, -1]) if name != i)
-            yield fails("groups", f"group {gap} is missing in {COMPLETIONS}", step)
+            yield differs("groups", f"group {gap} is missing in {COMPLETIONS}", step)
             return
         if len(names) != run.prompts_per_step:
             text = f"{len(names)} groups are logged, and the run has {run.prompts_per_step} prompts per step"
-            yield fails("groups", text, step)
+            yield differs("groups", text, step)
             return
         usual = Counter(sizes.values()).most_common(1)[0][0]
         smaller = [name for name in names if sizes[name] != usual]
         if smaller:
             text = f"group {smaller[0]} has {sizes[smaller[0]]} completions, and most groups have {usual}"
-            yield fails("groups", text, step)
+            yield differs("groups", text, step)
             return
     number = sum(len({row.get("group") for row in rows}) for rows in files.completions.values())
     yield holds("groups", f"{number:,} groups are complete: {run.prompts_per_step} per step")
 
 
-def _check_sums(files: RunFiles) -> Check:
+def _check_sums(files: RunFiles) -> Finding:
     """Check that a step's metrics are those of its completions, where everything sampled was trained on."""
     compared, has_extra_samples = 0, samples_extra(files.run.algorithm)
     for step, rows in files.completions.items():
@@ -191,14 +191,14 @@ def _check_sums(files: RunFiles) -> Check:
             if name == "tokens/sampled" and has_extra_samples:
                 continue
             if name in logged and abs(logged[name] - value) > 1e-5 * max(1.0, abs(value)):
-                return fails("sums", f"{name} is {logged[name]:.7g}, and its completions give {value:.7g}", step)
+                return differs("sums", f"{name} is {logged[name]:.7g}, and its completions give {value:.7g}", step)
         compared += 1
     if not compared:
         return not_checked("sums", "every step sampled more completions than it trained on")
     return holds("sums", f"tokens, lengths and rewards of {compared} steps are those of their completions")
 
 
-def _check_repetitions(files: RunFiles) -> Check:
+def _check_repetitions(files: RunFiles) -> Finding:
     """Check that no rollout was trained on in two steps."""
     seen = dict[str, int]()
     unclear = 0
@@ -210,7 +210,7 @@ def _check_repetitions(files: RunFiles) -> Check:
         text = json.dumps([(row.get("prompt"), row.get("completion")) for row in rows], default=str)
         digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
         if digest in seen:
-            return fails(
+            return differs(
                 "repetitions", f"its completions are those of step {seen[digest]}: they were trained twice", step
             )
         seen[digest] = step
@@ -220,9 +220,9 @@ def _check_repetitions(files: RunFiles) -> Check:
     return holds("repetitions", f"no two of {len(seen)} steps trained on the same completions{more}")
 
 
-def _check_checkpoints(files: RunFiles) -> Iterator[Check]:
+def _check_checkpoints(files: RunFiles) -> Iterator[Finding]:
     for text in files.damaged:
-        yield fails("checkpoints", text)
+        yield differs("checkpoints", text)
     if not files.checkpoints:
         if not files.damaged:
             yield not_checked("checkpoints", "the run has none")
@@ -232,10 +232,10 @@ def _check_checkpoints(files: RunFiles) -> Iterator[Check]:
         if len(counted) == saved.step and int(sum(counted)) != saved.state.get("tokens"):
             name = f"{saved.path.parent.name}/{saved.path.name}"
             text = f"{name} counts {saved.state.get('tokens'):,} tokens and the log {int(sum(counted)):,}"
-            yield fails("checkpoints", text)
+            yield differs("checkpoints", text)
             return
         if text := _describe_optimizer(files, saved):
-            yield fails("checkpoints", text)
+            yield differs("checkpoints", text)
             return
     names = ", ".join(saved.path.name for saved in files.checkpoints)
     yield holds("checkpoints", f"{names}: every file has its sha256; tokens and updates are those of the log")
@@ -247,20 +247,21 @@ def _describe_optimizer(files: RunFiles, saved: Checkpoint) -> str:
     if not isinstance(learner, Mapping) or not isinstance(learner.get("optimizer"), Mapping):
         return ""
     rows = [row for step, row in files.metrics.items() if 0 < step <= saved.step and "tokens/sampled" in row]
-    taken = sum(row.get("updates/taken", 0.0) for row in rows)
+    logged = sum(row.get("updates/taken", 0.0) for row in rows)
     is_plain = not any(
         "guard/undone" in row or row.get("guard/alarms") or row.get("reference/refreshed") for row in rows
     )
     counters = [int(x) for n, x in saved.tensors.items() if n.startswith("adam/") and n.endswith("/step")]
     if not is_plain or len(rows) != saved.step or not counters:
         return ""
-    if max(counters) != int(taken):
-        what = "its moments were reset" if max(counters) < taken else "more updates were made than logged"
-        return f"{saved.path.parent.name}/{saved.path.name}: AdamW counted {max(counters)} updates and the log {int(taken)}: {what}"
+    if max(counters) != int(logged):
+        what = "its moments were reset" if max(counters) < logged else "more updates were made than logged"
+        name = f"{saved.path.parent.name}/{saved.path.name}"
+        return f"{name}: AdamW counted {max(counters)} updates and the log {int(logged)}: {what}"
     return ""
 
 
-def _check_model(files: RunFiles) -> Check:
+def _check_model(files: RunFiles) -> Finding:
     """Check that the model that was written at the end is the last checkpoint's policy."""
     path = files.folder / "model" / "model.safetensors"
     if not path.is_file():
@@ -276,16 +277,16 @@ def _check_model(files: RunFiles) -> Check:
                 if key.startswith("weights/") and name in names:
                     written, weight = stored.get_tensor(name), saved.read(key)
                     if not bool((written == weight.to(written.dtype)).all()):
-                        return fails("model", f"{name} of {path.parent.name} is not that of {last.path.name}")
+                        return differs("model", f"{name} of {path.parent.name} is not that of {last.path.name}")
                     compared += 1
     except (OSError, SafetensorError) as error:
-        return fails("model", f"{path} cannot be read: {error}")
+        return differs("model", f"{path} cannot be read: {error}")
     if not compared:
         return not_checked("model", "its tensors have other names than the checkpoint's")
     return holds("model", f"{compared} tensors of {path.parent.name} are those of {last.path.name}")
 
 
-def _check_result(files: RunFiles) -> Check:
+def _check_result(files: RunFiles) -> Finding:
     path = files.folder / "result.json"
     if not path.is_file():
         return not_checked("result", "the run is not finished")
@@ -293,15 +294,15 @@ def _check_result(files: RunFiles) -> Check:
         result = read_json(path)
         steps, tokens = result["steps"], result["tokens"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return fails("result", f"{path.name} cannot be read: {error!r}")
+        return differs("result", f"{path.name} cannot be read: {error!r}")
     counted = int(sum(row.get("tokens/sampled", 0.0) for row in files.metrics.values()))
     if steps != files.steps or tokens != counted:
         text = f"{path.name} has {steps} steps and {tokens:,} tokens, the log {files.steps} and {counted:,}"
-        return fails("result", text)
+        return differs("result", text)
     return holds("result", f"{steps} steps and {tokens:,} tokens, as in the log")
 
 
-def _check_probes(files: RunFiles) -> Check:
+def _check_probes(files: RunFiles) -> Finding:
     """Check that an engine was probed after every publication of weights."""
     engine = files.run.sampler.engine
     probes = {
@@ -311,6 +312,6 @@ def _check_probes(files: RunFiles) -> Check:
         return not_checked("probes", f"the sampler is {engine}, which has no weights of its own to probe")
     steps = {step for step, row in files.metrics.items() if "tokens/sampled" in row}
     if missing := sorted(steps - probes.keys()):
-        return fails("probes", f"no probe followed the publication after {_list_steps(missing)}")
+        return differs("probes", f"no probe followed the publication after {_list_steps(missing)}")
     step = max(probes, key=lambda step: probes[step])
     return holds("probes", f"one after every publication; the worst, of step {step}, {probes[step]:.2g} nats")

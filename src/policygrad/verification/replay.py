@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
@@ -21,6 +22,7 @@ from policygrad.core.objective import surrogate, with_selected_tokens
 from policygrad.core.staleness import resolve_old_policy
 from policygrad.core.updates import GradientProblem, GradientSteps, require_problem
 from policygrad.errors import CheckpointError, ConfigError
+from policygrad.findings import EXACT, Difference, Finding, Tolerance, differs, explain_difference, holds, not_checked
 from policygrad.papers.objectives import describe_departure, paper_objective
 from policygrad.rollout.batching import batch_groups
 from policygrad.rollout.rollouter import Rollout
@@ -36,7 +38,6 @@ from policygrad.training.step_log import build_completion_rows
 from policygrad.training.step_records import StepRecord, TensorDigest, digest_tensor, digest_weights
 from policygrad.training.trainer import Trainer
 from policygrad.utils.garbage import paused_garbage_collection
-from policygrad.verification.checks import EXACT, Check, Tolerance, describe_difference, fails, holds, not_checked
 
 GRADIENT_TOLERANCE = 1e-4
 """Relative to the largest derivative of a token; float32 stays some 1e-6 from float64."""
@@ -46,6 +47,7 @@ MAX_FORMULA_TOKENS = 2**17
 """The formula takes about half a millisecond a token."""
 MAX_TRIED_UPDATES = 64
 """A step whose weights differ is repeated with a known fault in each of at most this many of its updates."""
+REWARD_TOLERANCE = Tolerance(1e-9, 1e-9)
 MOMENT_TOLERANCE = 0.02
 """Relative, of the norm of a tensor of moments where results are not the same bits."""
 UNREPEATABLE_METRICS = ("time/", "tokens_per_second", "rewards/failed_timeout")
@@ -77,7 +79,7 @@ class StepReplayer(Trainer):
         self.initial = Checkpoint(0, copies | {"rng/torch": torch.get_rng_state()}, deepcopy(values), self.folder)
 
     def compare_with_checkpoint(self, saved: Checkpoint) -> None:
-        """Nothing: what changed since is a check of its own."""
+        """Nothing: what changed since is a finding of its own."""
 
     def restore(self, saved: Checkpoint) -> Progress:
         """Return to the state of a checkpoint."""
@@ -132,27 +134,32 @@ class Replay:
         return self.replayer.config.algorithm
 
 
-def check_step(replay: Replay) -> Iterator[Check]:
+def check_step(replay: Replay) -> Iterator[Finding]:
     """Repeat a step stage by stage, each from what the run recorded of the stage before, and compare the results."""
     step, record, learner = replay.step, replay.record, replay.replayer.learner
     progress, algorithm = replay.restore()
     if record.weights_before and digest_weights(learner.state()[0]) != record.weights_before:
         where = "the model and seed that the run names" if progress.step == 0 else replay.saved.path.name
-        yield fails("model", f"the step did not begin with the weights of {where}", step)
+        yield differs("model", f"the step did not begin with the weights of {where}", step)
     if learner.version != record.version_before:
-        yield fails(
+        yield differs(
             "state",
             f"the step began with weights of version {record.version_before}, and the state before it has {learner.version}",
             step,
         )
     yield from check_samples(replay, progress, algorithm)
-    yield from check_rewards(record, replay.replayer)
+    yield from check_recorded_rewards(record, replay.replayer)
     yield check_sampler_weights(replay, algorithm)
     has_ratios = record.batch.logp_old is not None and algorithm.update_rule.updates > 1
     policy = None if has_ratios else evaluate_policy(replay)
     trained = train_on_rollout(record.rollout, algorithm, learner)
     yield _check_batch_fields(replay, trained)
-    yield _check_advantages(replay, trained)
+    if difference := explain_difference(trained.psi, record.psi, record.batch.mask, replay.tolerance):
+        text = f"{difference.message}, computed again from the same batch"
+        yield differs("advantages", text, step, difference.error, difference.factor)
+    else:
+        text = f"computed again from the same batch they are the same ({replay.tolerance})"
+        yield holds("advantages", text, step)
     if policy is None:  # after the updates, where ratios are not 1 and gates act
         yield check_gradient(replay, trained, evaluate_policy(replay), "after the step's updates")
     else:
@@ -166,14 +173,14 @@ def check_step(replay: Replay) -> Iterator[Check]:
 # Samples
 
 
-def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> Iterator[Check]:
+def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> Iterator[Finding]:
     """Sample the step's rollout again, and compare prompts, tokens, log-probabilities and rewards."""
     record, replayer, step = replay.record, replay.replayer, replay.step
     rollout, rollouter, run = record.rollout, replayer.resources.rollouter, replay.run
     wrong_seeds = {g.spec.key[0] for g in rollout.groups} - {run.seed}
     if wrong_seeds:
         seeds = ", ".join(map(str, sorted(wrong_seeds)))
-        yield fails("samples", f"they were sampled with seed {seeds}, and run.toml has seed {run.seed}", step)
+        yield differs("samples", f"they were sampled with seed {seeds}, and run.toml has seed {run.seed}", step)
         return
     if "sampler" in record.values_after.get("python_arguments", ()):
         yield not_checked("samples", "the sampler was given to the run as an object in Python", step)
@@ -194,30 +201,30 @@ def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> I
     def sample() -> Rollout:
         return rollouter.collect(algorithm, config, request, evaluate=replayer.learner.evaluate)
 
-    repeated = sample()
-    checks = list(_compare_rollouts(repeated, rollout, step, "the step repeated"))
-    if any(check.status == "fails" for check in checks):
-        again = sample()
-        if any(check.status == "fails" for check in _compare_rollouts(repeated, again, step, "")):
+    first = sample()
+    findings = list(_compare_rollouts(first, rollout, step, "the step repeated"))
+    if any(finding.status == "differs" for finding in findings):
+        second = sample()
+        if any(finding.status == "differs" for finding in _compare_rollouts(first, second, step, "")):
             reason = "two repetitions differ from each other: a reward or the environment is not deterministic"
-            checks = [not_checked("samples", reason, step)]
-    yield from checks
+            findings = [not_checked("samples", reason, step)]
+    yield from findings
 
 
-def _compare_rollouts(expected: Rollout, actual: Rollout, step: int, source: str) -> Iterator[Check]:
+def _compare_rollouts(expected: Rollout, actual: Rollout, step: int, source: str) -> Iterator[Finding]:
     """Compare the rollout `actual`, which the run trained on, with one that should be the same."""
     keys, recorded = [g.spec.key for g in expected.groups], [g.spec.key for g in actual.groups]
     if keys != recorded:
-        yield fails("prompts", _describe_keys(keys, recorded, source), step)
+        yield differs("prompts", _describe_keys(keys, recorded, source), step)
         return
     if any(not torch.equal(a.prompt_ids, b.prompt_ids) for a, b in zip(expected.groups, actual.groups, strict=True)):
-        yield fails("prompts", f"the token ids of a prompt are not those of {source}", step)
+        yield differs("prompts", f"the token ids of a prompt are not those of {source}", step)
         return
     sizes, recorded_sizes = ([len(g.trajectories) for g in x.groups] for x in (expected, actual))
     if sizes != recorded_sizes:
         group = next(i for i, (a, b) in enumerate(zip(sizes, recorded_sizes, strict=True)) if a != b)
         text = f"group {group} has {recorded_sizes[group]} completions, and {sizes[group]} in {source}"
-        yield fails("prompts", text, step)
+        yield differs("prompts", text, step)
         return
     yield holds("prompts", f"{len(keys)} prompts and their order are those of {source}", step)
     a, b = batch_groups(expected.groups), batch_groups(actual.groups)
@@ -225,20 +232,19 @@ def _compare_rollouts(expected: Rollout, actual: Rollout, step: int, source: str
     assert b.tokens is not None
     assert a.logp_sampler is not None
     assert b.logp_sampler is not None
-    if text := describe_difference(*_same_width(a.tokens, b.tokens)):
-        yield fails("samples", f"tokens are not those of {source}: {text}", step)
+    width = max(a.tokens.shape[1], b.tokens.shape[1])
+    tokens, recorded_tokens = (
+        torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in (a.tokens, b.tokens)
+    )
+    if difference := explain_difference(tokens, recorded_tokens):
+        text = f"tokens are not those of {source}: {difference.message}"
+        yield differs("samples", text, step)
         return
-    if text := describe_difference(a.logp_sampler, b.logp_sampler):
-        yield fails("samples", f"the sampler's log-probabilities are not those of {source}: {text}", step)
+    if difference := explain_difference(a.logp_sampler, b.logp_sampler):
+        text = f"the sampler's log-probabilities are not those of {source}: {difference.message}"
+        yield differs("samples", text, step, difference.error, difference.factor)
         return
     yield holds("samples", f"{int(b.lengths.sum()):,} tokens and their log-probabilities are those of {source}", step)
-
-
-def _same_width(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad two [B, T] tensors with −1 to the same T."""
-    width = max(x.shape[1], y.shape[1])
-    pad = torch.nn.functional.pad
-    return pad(x, (0, width - x.shape[1]), value=-1), pad(y, (0, width - y.shape[1]), value=-1)
 
 
 def _describe_keys(expected: Sequence[tuple[int, ...]], actual: Sequence[tuple[int, ...]], source: str) -> str:
@@ -255,31 +261,32 @@ def _describe_keys(expected: Sequence[tuple[int, ...]], actual: Sequence[tuple[i
     )
 
 
-def check_batch(record: StepRecord, needs: frozenset[str]) -> Check:
+def check_batch(record: StepRecord, needs: frozenset[str]) -> Finding:
     """Compare the batch that was trained on with the episodes that it was made of. Needs no model."""
     batch, rollout, step = record.batch, record.rollout, record.step
     expected = batch_groups(rollout.groups, needs & {"rewards", "level", "levels", "demonstration"})
     if expected.mask.shape != batch.mask.shape:
         text = f"the batch is {list(batch.mask.shape)} and the episodes are {list(expected.mask.shape)}"
-        return fails("batch", text, step)
+        return differs("batch", text, step)
     masked = ~batch.mask.any(1)  # by a filter
-    if text := describe_difference(expected.mask & ~masked[:, None], batch.mask):
-        return fails("batch", f"the mask {text}", step)
+    if difference := explain_difference(expected.mask & ~masked[:, None], batch.mask):
+        return differs("batch", f"mask: {difference.message}", step)
     for name in ("tokens", "group", "logp_sampler", "version", "truncated", "example_id", "positions"):
         a, b = getattr(expected, name), getattr(batch, name)
-        if a is not None and (text := describe_difference(a, b)):
-            return fails("batch", f"{name.replace('_', ' ')}: {text}", step)
+        if a is not None and (difference := explain_difference(a, b)):
+            text = f"{name.replace('_', ' ')}: {difference.message}"
+            return differs("batch", text, step, difference.error, difference.factor)
     prompts = zip(expected.prompts or (), batch.prompts or (), strict=False)
     if len(expected.prompts or ()) != len(batch.prompts or ()) or any(not torch.equal(a, b) for a, b in prompts):
-        return fails("batch", "the prompts are not those of the episodes", step)
-    if batch.token_reward is None and (text := describe_difference(expected.reward, batch.reward)):
-        return fails("batch", f"rewards: {text}", step)
+        return differs("batch", "the prompts are not those of the episodes", step)
+    if batch.token_reward is None and (difference := explain_difference(expected.reward, batch.reward)):
+        return differs("batch", f"rewards: {difference.message}", step, difference.error, difference.factor)
     return holds(
         "batch", f"{len(batch.mask)} rows with {int(batch.mask.sum()):,} trained tokens are the episodes'", step
     )
 
 
-def check_versions(record: StepRecord) -> Check:
+def check_token_versions(record: StepRecord) -> Finding:
     """Check that no token claims to be sampled by weights that did not exist yet."""
     batch, step = record.batch, record.step
     if batch.version is None:
@@ -287,7 +294,7 @@ def check_versions(record: StepRecord) -> Check:
     versions = batch.version[batch.policy_tokens]
     if len(versions) and int(versions.max()) > record.version_before:
         text = f"a token has version {int(versions.max())}, and the learner's weights had {record.version_before}"
-        return fails("versions", text, step)
+        return differs("versions", text, step)
     oldest = record.version_before - int(versions.min()) if len(versions) else 0
     return holds("versions", f"tokens are at most {oldest} updates older than the weights", step)
 
@@ -295,7 +302,7 @@ def check_versions(record: StepRecord) -> Check:
 # Rewards
 
 
-def check_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Check]:
+def check_recorded_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Finding]:
     """Call the reward functions again on the recorded completions; each reward that is deterministic must be the same."""
     step, groups, resources = record.step, record.rollout.groups, replayer.resources
     score = resources.rollouter.score
@@ -310,48 +317,38 @@ def check_rewards(record: StepRecord, replayer: StepReplayer) -> Iterator[Check]
         return
     rows = [(g, t) for g in groups for t in g.trajectories]
     names = [name for name, _ in groups[0].reward_weights]
+    succeeded = torch.tensor([not t.failure for _, t in rows])
 
     def call() -> dict[str, list[float | None]]:
         scores = score(*reward_inputs(list(groups)))
         return scores.parts or {"reward": scores.total}
 
-    def recorded(name: str) -> list[float | None]:
-        return [dict(zip((n for n, _ in g.reward_weights), t.reward_parts, strict=True)).get(name) for g, t in rows]
-
-    first: dict[str, list[float | None]] = call()
+    first = call()
     second: dict[str, list[float | None]] | None = None
     for name, values in first.items():
         if name not in names:
-            yield fails("rewards", f"{name} is not among the run's rewards, {', '.join(names)}", step)
+            yield differs("rewards", f"{name} is not among the run's rewards, {', '.join(names)}", step)
             continue
-        before = recorded(name)
-        differ = [
-            i
-            for i, (x, y) in enumerate(zip(values, before, strict=True))
-            if not _is_close(x, y) and not rows[i][1].failure
-        ]
-        if not differ:
+        recorded = [dict(zip((n for n, _ in g.reward_weights), t.reward_parts, strict=True)).get(name) for g, t in rows]
+        expected, actual = (
+            torch.tensor([math.nan if x is None else x for x in column], dtype=torch.float64)
+            for column in (values, recorded)
+        )
+        difference = explain_difference(expected, actual, succeeded, REWARD_TOLERANCE)
+        if difference is None:
             yield holds("rewards", f"{name}, called again on {len(rows)} completions, gives the same values", step)
             continue
         second = second or call()
         if second[name] != values:
             yield not_checked("rewards", f"{name} is not deterministic: two calls differ from each other", step)
             continue
-        yield fails("rewards", f"{name}: {describe_difference(_as_tensor(values), _as_tensor(before))}", step)
-
-
-def _as_tensor(values: Sequence[float | None]) -> Tensor:
-    return torch.tensor([float("nan") if x is None else float(x) for x in values])
-
-
-def _is_close(x: float | None, y: float | None) -> bool:
-    return x == y if x is None or y is None else abs(x - y) <= 1e-9 * max(1.0, abs(x))
+        yield differs("rewards", f"{name}: {difference.message}", step, difference.error, difference.factor)
 
 
 # Log-probabilities
 
 
-def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Check:
+def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Finding:
     """Compare the sampler's log-probabilities with the learner's under the weights that the samples claim to be from."""
     record, step = replay.record, replay.step
     batch, learner = record.batch, replay.replayer.learner
@@ -382,33 +379,26 @@ def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Check:
         is_cause = gap() <= bound
         replay.restore()
         if is_cause:
-            return fails("sampler's weights", f"the sampler still had the weights of step {saved.step}: {text}", step)
-    return fails("sampler's weights", f"the sampler had other weights than the learner: {text}", step)
+            return differs("sampler's weights", f"the sampler still had the weights of step {saved.step}: {text}", step)
+    return differs("sampler's weights", f"the sampler had other weights than the learner: {text}", step)
 
 
 # Advantages and update
 
 
-def _check_batch_fields(replay: Replay, trained: TrainedRollout) -> Check:
+def _check_batch_fields(replay: Replay, trained: TrainedRollout) -> Finding:
     """Compare what the learner fills in: log-probabilities, values and so on."""
     batch, step = replay.record.batch, replay.step
     for name, expected in trained.batch.tensors().items():
         actual = getattr(batch, name)
         mask = batch.mask if name in PER_TOKEN and name != "mask" else None
         if actual is None:
-            return fails("batch", f"{name} was not filled, and repeating the step fills it", step)
+            return differs("batch", f"{name} was not filled, and repeating the step fills it", step)
         if name not in (*PER_TOKEN, *PER_COMPLETION):
             continue
-        if text := describe_difference(expected, actual, mask, replay.tolerance):
-            return fails("batch", f"{name}: {text}", step)
+        if difference := explain_difference(expected, actual, mask, replay.tolerance):
+            return differs("batch", f"{name}: {difference.message}", step, difference.error, difference.factor)
     return holds("batch", f"what the learner fills in is the same ({replay.tolerance})", step)
-
-
-def _check_advantages(replay: Replay, trained: TrainedRollout) -> Check:
-    record, step = replay.record, replay.step
-    if text := describe_difference(trained.psi, record.psi, record.batch.mask, replay.tolerance):
-        return fails("advantages", f"{text}, computed again from the same batch", step)
-    return holds("advantages", f"computed again from the same batch they are the same ({replay.tolerance})", step)
 
 
 def evaluate_policy(replay: Replay) -> Batch:
@@ -418,7 +408,7 @@ def evaluate_policy(replay: Replay) -> Batch:
     return replay.replayer.learner.evaluate(replace(replay.record.batch, logp_old=None, entropy=None), needs)
 
 
-def check_gradient(replay: Replay, trained: TrainedRollout, policy: Batch, where: str) -> Check:
+def check_gradient(replay: Replay, trained: TrainedRollout, policy: Batch, where: str) -> Finding:
     """Compare the gradient per token, as a learner computes it, with that of the paper's formula in float64.
 
     Args:
@@ -456,10 +446,10 @@ def check_gradient(replay: Replay, trained: TrainedRollout, policy: Batch, where
     if int(flips.sum()) > MAX_FLIPS * len(a) or bool((gap[~flips] > GRADIENT_TOLERANCE).any()):
         x, y = torch.zeros_like(exact), torch.zeros_like(exact)
         x[mask], y[mask] = b, a
-        text = describe_difference(x, y, mask, Tolerance(GRADIENT_TOLERANCE, GRADIENT_TOLERANCE * scale))
-        return fails(
-            "gradient", f"with respect to log-probabilities it is not that of {algorithm.name}'s formula: {text}", step
-        )
+        difference = explain_difference(x, y, mask, Tolerance(atol=GRADIENT_TOLERANCE * scale))
+        difference = difference or Difference(f"by up to {float(gap.max()):.2g} of the largest")
+        text = f"with respect to log-probabilities it is not that of {algorithm.name}'s formula: {difference.message}"
+        return differs("gradient", text, step, difference.error, difference.factor)
     largest = float(gap[~flips].max()) if bool((~flips).any()) else 0.0
     more = f"; {int(flips.sum())} tokens lie on a bound of the gate" if bool(flips.any()) else ""
     text = f"{tokens:,} derivatives by log-probabilities, {where}, are those of {algorithm.name}'s formula in float64"
@@ -468,17 +458,17 @@ def check_gradient(replay: Replay, trained: TrainedRollout, policy: Batch, where
 
 def compare_metrics(
     step: int, repeated: Mapping[str, float], logged: Mapping[str, float], tolerance: Tolerance
-) -> Check:
+) -> Finding:
     """Compare a step's logged metrics with those of its repetition; measures of time and machine are left out."""
     names = [name for name in repeated if name in logged and not name.startswith(UNREPEATABLE_METRICS)]
     for name in names:
         x, y = float(repeated[name]), float(logged[name])
         if not bool(tolerance.allows(torch.tensor([x]).double(), torch.tensor([y]).double())):
-            return fails("metrics", f"{name} was {y:.7g}, and is {x:.7g} when the step is repeated", step)
+            return differs("metrics", f"{name} was {y:.7g}, and is {x:.7g} when the step is repeated", step)
     return holds("metrics", f"{len(names)} metrics are the same ({tolerance})", step)
 
 
-def check_state_after(replay: Replay, progress: Progress, trained: TrainedRollout) -> Iterator[Check]:
+def check_state_after(replay: Replay, progress: Progress, trained: TrainedRollout) -> Iterator[Finding]:
     """Compare weights, moments and the other state after the step."""
     record, step = replay.record, replay.step
     if record.undone:
@@ -500,15 +490,15 @@ def check_state_after(replay: Replay, progress: Progress, trained: TrainedRollou
         elif not any("adam/" in name for name in differing):
             kinds = "weights"
         text = f"{len(differing)} of {number} tensors differ after the step ({kinds}; first {differing[0]})"
-        yield fails("weights", f"{cause}: {text}" if cause else text, step)
+        yield differs("weights", f"{cause}: {text}" if cause else text, step)
     else:
         how = "bit for bit" if replay.is_exact else "within the bounds for another machine"
         yield holds("weights", f"{number} tensors of weights and moments after the step are the same {how}", step)
     state = trained.update_state(replay.run_algorithm, progress.state, replay.evaluated)
     if replay.is_exact and record.values_after.get("parts") != state:
-        yield fails("state", "the state of the algorithm's parts after the step is not what repeating it gives", step)
+        yield differs("state", "the state of the algorithm's parts after the step is not what repeating it gives", step)
     if values != record.values_after.get("learner") and not differing:
-        yield fails("state", f"the learner counted {record.values_after.get('learner')} and counts {values}", step)
+        yield differs("state", f"the learner counted {record.values_after.get('learner')} and counts {values}", step)
 
 
 def _matches(replay: Replay, name: str, tensor: Tensor | None, digest: TensorDigest) -> bool:
@@ -546,20 +536,20 @@ class LoggedSteps:
             states: Checkpoints by step, to compare the state with when it is reached.
         """
         self.replayer, self.last, self.rows, self.metrics, self.states = replayer, last, rows, metrics, states
-        self.checks: list[Check] = []
+        self.findings: list[Finding] = []
 
-    def run(self, saved: Checkpoint) -> list[Check]:
+    def run(self, saved: Checkpoint) -> list[Finding]:
         """Repeat the steps from a checkpoint on, up to the first that differs."""
         progress, replayer = self.replayer.restore(saved), self.replayer
         run_loop(replayer.config, replayer.resources.rollouter, replayer.learner, progress, self)
-        return self.checks
+        return self.findings
 
     def on_step(self, result: StepResult) -> StepOutcome:
         step, has_rewards = result.step, self.replayer.resources.has_rewards
         rows = build_completion_rows(result, self.replayer.resources.tokenizer.decode, has_rewards)
-        self.checks.append(compare_rows(step, rows, self.rows.get(step, ())))
+        self.findings.append(compare_rows(step, rows, self.rows.get(step, ())))
         values = {name: metric.value for name, metric in result.metrics.items()}
-        self.checks.append(compare_metrics(step, values, self.metrics.get(step, {}), EXACT))
+        self.findings.append(compare_metrics(step, values, self.metrics.get(step, {}), EXACT))
         if (path := self.states.get(step)) is not None:
             saved = load_checkpoint(path)
             tensors, _ = self.replayer.learner.state()
@@ -573,28 +563,28 @@ class LoggedSteps:
             )
             if differing:
                 text = f"{len(differing)} of {len(stored)} tensors are not those of {saved.path.name}, first {differing[0]}"
-                self.checks.append(fails("weights", text, step))
+                self.findings.append(differs("weights", text, step))
             else:
                 text = f"{len(stored)} tensors of weights and moments are those of {saved.path.name} bit for bit"
-                self.checks.append(holds("weights", text, step))
+                self.findings.append(holds("weights", text, step))
         evaluated = self.metrics.get(step, {}).get("eval/reward")
         return StepOutcome({} if evaluated is None else {"eval/reward": Mean(evaluated)})
 
     def should_continue(self, progress: Progress) -> bool:
-        return progress.step < self.last and not any(check.status == "fails" for check in self.checks)
+        return progress.step < self.last and not any(finding.status == "differs" for finding in self.findings)
 
 
-def compare_rows(step: int, repeated: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> Check:
+def compare_rows(step: int, repeated: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> Finding:
     """Compare the rows of completions.jsonl with those that they should be."""
     expected = [json.loads(format_row(step, row, "")) for row in repeated]
     if len(expected) != len(logged):
-        return fails("completions", f"{len(logged)} are logged instead of {len(expected)}", step)
+        return differs("completions", f"{len(logged)} are logged instead of {len(expected)}", step)
     for i, (a, b) in enumerate(zip(expected, logged, strict=True)):
         if a != b:
             name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
             text = f"{name} of row {i} is logged as {_excerpt(b.get(name))} instead of {_excerpt(a.get(name))}"
             number = sum(x != y for x, y in zip(expected, logged, strict=True))
-            return fails("completions", text + (f"; {number} rows differ" if number > 1 else ""), step)
+            return differs("completions", text + (f"; {number} rows differ" if number > 1 else ""), step)
     return holds("completions", f"{len(logged)} rows of the log are the same", step)
 
 

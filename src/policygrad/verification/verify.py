@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,14 +13,14 @@ from typing import Any
 from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint, parse_step
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.errors import CheckpointError, ConfigError, PolicygradError
+from policygrad.findings import Finding, Status, differs, holds, not_checked
 from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
 from policygrad.training.loop import StepResult
 from policygrad.training.provenance import NON_LEARNING_PREFIXES, fingerprint_run, list_changed_options
 from policygrad.training.step_log import build_completion_rows
-from policygrad.training.step_records import BEFORE, FOLDER, StepRecord, list_records, read_record, state_before
+from policygrad.training.step_records import BEFORE, FOLDER, MAX_STATE_BYTES, list_records, read_record, state_before
 from policygrad.utils.progress import ProgressCallback, ignore_progress
-from policygrad.verification.checks import Check, Status, fails, holds, not_checked
 from policygrad.verification.folder import RunFiles, check_files, has_vine, read_files
 from policygrad.verification.replay import (
     LoggedSteps,
@@ -27,7 +28,7 @@ from policygrad.verification.replay import (
     StepReplayer,
     check_batch,
     check_step,
-    check_versions,
+    check_token_versions,
     compare_rows,
 )
 
@@ -37,18 +38,38 @@ class Verification:
     """The result of verifying a run."""
 
     folder: Path
-    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
 
     @property
     def status(self) -> Status:
-        """`fails` if a check fails; `holds` if at least one holds and none fails."""
-        statuses = {check.status for check in self.checks}
-        return "fails" if "fails" in statuses else "holds" if "holds" in statuses else "not checked"
+        """`differs` if a finding does; `holds` if at least one holds and none differs."""
+        statuses = {finding.status for finding in self.findings}
+        return "differs" if "differs" in statuses else "holds" if "holds" in statuses else "not checked"
 
     @property
-    def failures(self) -> tuple[Check, ...]:
-        """The checks that fail."""
-        return tuple(check for check in self.checks if check.status == "fails")
+    def failures(self) -> tuple[Finding, ...]:
+        """The findings that differ."""
+        return tuple(finding for finding in self.findings if finding.status == "differs")
+
+    @property
+    def summary(self) -> str:
+        """The outcome as a sentence."""
+        number = Counter(finding.status for finding in self.findings)
+        steps = sorted({f.step for f in self.findings if f.step is not None and f.status != "not checked"})
+        repeated = f", step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))} repeated" if steps else ""
+        if not self.failures:
+            return f"All {number['holds']} checks hold{repeated}; {number['not checked']} could not be made."
+        first = min(self.failures, key=lambda finding: finding.step or 0)
+        where = f" in step {first.step}" if first.step else ""
+        return (
+            f"{number['differs']} of {number['differs'] + number['holds']} checks fail{repeated}. The first{where}, "
+            f"{first.subject}: {first.message}."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report for JSON; see docs/trust.md."""
+        findings = [finding.as_dict() for finding in self.findings]
+        return {"run": str(self.folder), "status": self.status, "summary": self.summary, "findings": findings}
 
 
 def verify_run(
@@ -68,9 +89,8 @@ def verify_run(
     files = read_files(folder, run)
     if wrong := [step for step in steps or () if not 1 <= step <= files.steps]:
         raise ConfigError(f"--steps {wrong[0]}: the run in {folder} has the steps 1 to {files.steps}")
-    checks = [*check_files(files)]
-    checks += _Verifier(files, run, progress).check_steps(steps)
-    return Verification(folder, tuple(checks))
+    findings = [*check_files(files), *_Verifier(files, run, progress).check_steps(steps)]
+    return Verification(folder, tuple(findings))
 
 
 class _Verifier:
@@ -80,7 +100,7 @@ class _Verifier:
         self.files, self.run, self.progress = files, run, progress
         self.folder = files.folder
 
-    def check_steps(self, steps: Sequence[int] | None) -> Iterator[Check]:
+    def check_steps(self, steps: Sequence[int] | None) -> Iterator[Finding]:
         recorded = list_records(self.folder)
         if steps is None:
             after_checkpoints = [1, *(saved.step + 1 for saved in self.files.checkpoints)]
@@ -97,7 +117,7 @@ class _Verifier:
                 replayer = StepReplayer(self.run, self.folder)
                 replayer.load(stack)
             except PolicygradError as error:
-                yield fails("steps", f"the run cannot be loaded again: {error}")
+                yield differs("steps", f"the run cannot be loaded again: {error}")
                 return
             self.replayer = replayer
             for number, step in enumerate(steps):
@@ -108,23 +128,26 @@ class _Verifier:
                     yield from self._check_logged(step)
         self.progress("", 0, 0)
 
-    def _check_recorded(self, step: int) -> Iterator[Check]:
+    def _check_recorded(self, step: int) -> Iterator[Finding]:
         try:
             record = read_record(self.folder, step, self.replayer.resources.task.train_example)
         except CheckpointError as error:
-            yield fails("record", str(error), step)
+            yield differs("record", str(error), step)
             return
         algorithm = self.replayer.config.algorithm
         yield check_batch(record, algorithm.all_needs)
-        yield check_versions(record)
-        yield self._check_log(record)
-        if len(record.rollout.groups) != self.run.prompts_per_step and not has_vine(algorithm):
-            prompts, number = self.run.prompts_per_step, len(record.rollout.groups)
+        yield check_token_versions(record)
+        replayer, rollout = self.replayer, record.rollout
+        result = StepResult(step, algorithm, rollout, record.batch, record.psi, {})
+        rows = build_completion_rows(result, replayer.resources.tokenizer.decode, replayer.resources.has_rewards)
+        yield compare_rows(step, rows, self.files.completions.get(step, ()))
+        if len(rollout.groups) != self.run.prompts_per_step and not has_vine(algorithm):
+            prompts, number = self.run.prompts_per_step, len(rollout.groups)
             text = f"it trained on {number} groups, and the run has {prompts} prompts per step"
-            yield fails("groups", text, step)
+            yield differs("groups", text, step)
         inputs = [*self._check_inputs(record.fingerprint, step)]
         yield from inputs
-        if any(check.subject == "settings" for check in inputs):
+        if any(finding.subject == "settings" for finding in inputs):
             return
         given = [name for name in record.values_after.get("python_arguments", ()) if name != "sampler"]
         if given:
@@ -141,21 +164,14 @@ class _Verifier:
         replay = Replay(self.replayer, record, saved, is_exact, metrics, self._list_earlier(step))
         yield from check_step(replay)
 
-    def _check_log(self, record: StepRecord) -> Check:
-        """Compare the log with the record."""
-        replayer = self.replayer
-        result = StepResult(record.step, replayer.config.algorithm, record.rollout, record.batch, record.psi, {})
-        rows = build_completion_rows(result, replayer.resources.tokenizer.decode, replayer.resources.has_rewards)
-        return compare_rows(record.step, rows, self.files.completions.get(record.step, ()))
-
-    def _check_inputs(self, before: Mapping[str, Any], step: int) -> Iterator[Check]:
+    def _check_inputs(self, before: Mapping[str, Any], step: int) -> Iterator[Finding]:
         """Compare data, code and settings with those of the step."""
         current, honest = self.replayer.fingerprint, self._recorded_changes
         for kind, subject in (("files", "data"), ("code", "code")):
             changed = [name for name, sha in before[kind].items() if current[kind].get(name) != sha]
             if changed:
                 text = f"{', '.join(changed)} changed since the step: another sha256"
-                yield fails(subject, text, step)
+                yield differs(subject, text, step)
             elif before[kind]:
                 yield holds(subject, f"{', '.join(before[kind])}: the same sha256 as in the step", step)
         changes = list_changed_options(
@@ -164,7 +180,7 @@ class _Verifier:
         changes = [text for text in changes if not text.startswith(NON_LEARNING_PREFIXES)]
         unexplained = [text for text in changes if text.partition(" ")[0] not in honest]
         if unexplained:
-            yield fails("settings", f"run.toml is not what the step was trained with: {', '.join(unexplained)}", step)
+            yield differs("settings", f"run.toml is not what the step was trained with: {', '.join(unexplained)}", step)
         elif changes:
             text = f"a later resume changed the run's options: {', '.join(changes)}"
             yield not_checked("settings", text, step)
@@ -191,7 +207,13 @@ class _Verifier:
         path = state_before(self.folder, step)
         if path is None:
             place = f"{FOLDER}/{BEFORE}"
-            return None, f"the state after step {step - 1} is not kept: neither as a checkpoint nor below {place}"
+            where = (
+                f"neither as a checkpoint nor below {place}, which has states of at most {MAX_STATE_BYTES >> 20} MiB"
+            )
+            return (
+                None,
+                f"the state after step {step - 1} is not kept: {where} (--checkpoint.every 1 --checkpoint.keep keeps more)",
+            )
         try:
             return load_checkpoint(path), ""
         except CheckpointError as error:
@@ -203,7 +225,7 @@ class _Verifier:
         earlier = [path for path in places if (parse_step(path) or 0) < step - 1]
         return sorted(earlier, key=lambda path: parse_step(path) or 0, reverse=True)
 
-    def _check_logged(self, step: int) -> Iterator[Check]:
+    def _check_logged(self, step: int) -> Iterator[Finding]:
         """Repeat the steps from the last state before `step`, and compare them with the log."""
         if self._changed_versions(self._last_fingerprint):
             yield not_checked("steps", "rounding differs on this machine, so other tokens may be sampled", step)
@@ -218,12 +240,12 @@ class _Verifier:
             return
         inputs = [*self._check_inputs(self._last_fingerprint, step)]
         yield from inputs
-        if any(check.subject == "settings" for check in inputs):
+        if any(finding.subject == "settings" for finding in inputs):
             return
-        kept = {saved.step: saved.path for saved in (*self.files.states_before, *self.files.checkpoints)}
-        first = max((number for number in kept if number < step), default=0)
-        logged = LoggedSteps(self.replayer, step, self.files.completions, self.files.metrics, kept)
-        yield from logged.run(load_checkpoint(kept[first]) if first else self.replayer.initial)
+        states = {saved.step: saved.path for saved in (*self.files.states_before, *self.files.checkpoints)}
+        first = max((number for number in states if number < step), default=0)
+        logged = LoggedSteps(self.replayer, step, self.files.completions, self.files.metrics, states)
+        yield from logged.run(load_checkpoint(states[first]) if first else self.replayer.initial)
 
     @property
     def _last_fingerprint(self) -> Mapping[str, Any]:

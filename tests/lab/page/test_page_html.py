@@ -14,7 +14,7 @@ import torch
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.lab import build_lab_page
-from policygrad.lab.measurement import Finding
+from policygrad.lab.measurement import MeasuredClaim
 from policygrad.lab.page import SECTIONS, classify_algorithm, group_findings
 from policygrad.lab.plots import PLOTS, choose_plot
 from policygrad.lab.report import EXPERIMENTS, LabReport, build_lab_report
@@ -85,9 +85,9 @@ def test_every_link_leads_to_a_part_of_the_page_and_no_name_is_used_twice(text: 
 
 def test_the_page_shows_every_finding(result: LabReport, text: str) -> None:
     plots = embedded(text)["plots"]
-    for finding in result.findings:
-        assert str(render_math(finding.sentence)) in text
-        assert (finding.name in plots) == bool(finding.curves)
+    for measured in result.findings:
+        assert str(render_math(measured.sentence)) in text
+        assert (measured.name in plots) == bool(measured.curves)
     assert {a["data-plot"] for _, a in Tags(text).seen if "data-plot" in a} == set(plots)
 
 
@@ -133,13 +133,13 @@ def test_families() -> None:
 
 
 def test_findings_without_a_plot_get_a_default_plot() -> None:
-    finding = Finding("new", "c", True, "s", {}, curves={"x": (2.0, 1.0), "a_b": (4.0, 3.0)})
-    drawn = choose_plot(finding).to_data(finding)
+    measured = MeasuredClaim("new", "c", True, "s", {}, curves={"x": (2.0, 1.0), "a_b": (4.0, 3.0)})
+    drawn = choose_plot(measured).to_data(measured)
     assert drawn["x"] == {"label": "x", "values": [1.0, 2.0], "log": False}
     assert drawn["series"] == ["a b"]
     assert drawn["panels"][0]["lines"] == [{"series": 0, "values": [3.0, 4.0]}]
-    assert group_findings([finding]) == {"Other findings": [finding]}
-    assert choose_plot(replace(finding, curves={})) is None
+    assert group_findings([measured]) == {"Other findings": [measured]}
+    assert choose_plot(replace(measured, curves={})) is None
 
 
 def test_typesetting() -> None:

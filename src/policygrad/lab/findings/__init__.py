@@ -1,1 +1,1 @@
-"""Claims from the literature, one function each: `(seed) -> Finding`. Their docstrings are the descriptions in `policygrad lab`."""
+"""Claims from the literature, one function each: `(seed) -> MeasuredClaim`. Docstrings are the descriptions in `policygrad lab`."""

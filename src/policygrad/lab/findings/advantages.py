@@ -24,7 +24,7 @@ from policygrad.core.turns import turn_discount
 from policygrad.lab.estimators import enumerate_steps, estimate_gradients
 from policygrad.lab.measurement import (
     Figures,
-    Finding,
+    MeasuredClaim,
     compute_figures,
     format_percent,
     join_numbers,
@@ -53,12 +53,12 @@ def exact_figures(algorithm: Algorithm, setting: LabSetting, size: int) -> Figur
     return measure_algorithm(algorithm, setting, enumerate_steps(setting, size)).figures
 
 
-def leave_one_out(seed: int = 0) -> Finding:
+def leave_one_out(seed: int = 0) -> MeasuredClaim:
     """E g = ∇J for every G. Source: Ahmadian et al. 2024 (RLOO)."""
     setting = one_prompt(seed=seed)
     bias = max(exact_figures(with_advantage(LeaveOneOut()), setting, size).bias for size in (2, 3, 4))
     holds = bias < EXACT
-    return Finding(
+    return MeasuredClaim(
         "leave_one_out",
         "The leave-one-out baseline is unbiased.",
         holds,
@@ -68,13 +68,13 @@ def leave_one_out(seed: int = 0) -> Finding:
     )
 
 
-def group_mean(seed: int = 0) -> Finding:
+def group_mean(seed: int = 0) -> MeasuredClaim:
     """E g = (G−1)/G·∇J."""
     setting, sizes = one_prompt(seed=seed), (2, 3, 4)
     figures = [exact_figures(with_advantage(GroupMean()), setting, size) for size in sizes]
     error = max(abs(f.scale - (g - 1) / g) + abs(1 - f.cosine) for f, g in zip(figures, sizes, strict=True))
     holds = error < EXACT
-    return Finding(
+    return MeasuredClaim(
         "group_mean",
         "The group mean shrinks the gradient by (G−1)/G and leaves its direction.",
         holds,
@@ -89,7 +89,7 @@ def group_mean(seed: int = 0) -> Finding:
     )
 
 
-def z_score(seed: int = 0) -> Finding:
+def z_score(seed: int = 0) -> MeasuredClaim:
     """The weight that dividing by the group's std gives a prompt of difficulty p: E g = weight(p)·∇p."""
     grid = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
     chain = with_advantage(GroupMean(), GroupStd())
@@ -99,7 +99,7 @@ def z_score(seed: int = 0) -> Finding:
     # symmetric in p and 1 − p
     even = max(abs(c[i] - c[-1 - i]) for c in curves.values() for i in range(len(grid))) < EXACT
     holds = even and 1 < ratio[4] < ratio[8] < ratio[32]
-    return Finding(
+    return MeasuredClaim(
         "z_score",
         "Dividing by the group's standard deviation over-weights very easy and very hard prompts.",
         holds,
@@ -111,7 +111,7 @@ def z_score(seed: int = 0) -> Finding:
     )
 
 
-def optimal_baseline(seed: int = 0) -> Finding:
+def optimal_baseline(seed: int = 0) -> MeasuredClaim:
     """b* = E[R‖s‖²]/E‖s‖² against other constants, and its estimates from siblings. Source: Greensmith et al. 2004."""
     setting = one_prompt(seed=seed)
     world, theta = setting.world, setting.theta
@@ -135,7 +135,7 @@ def optimal_baseline(seed: int = 0) -> Finding:
     }
     estimated = {name: exact_figures(with_advantage(link), setting, GROUP).variance for name, link in links.items()}
     gain = 1 - estimated["siblings_norms"] / estimated["siblings"]
-    return Finding(
+    return MeasuredClaim(
         "optimal_baseline",
         "b* = E[R‖s‖²]/E‖s‖² has the least variance of all baselines that are constant over a completion.",
         holds,
@@ -154,7 +154,7 @@ def _baseline_variance(setting: LabSetting, baseline: Tensor | float) -> float:
     return exact_figures(with_advantage(NStep(0)), replace(setting, values=values), 1).variance
 
 
-def state_baseline(seed: int = 0) -> Finding:
+def state_baseline(seed: int = 0) -> MeasuredClaim:
     """b*(s) = E[‖s‖²G]/E‖s‖² = V + Cov(‖s‖², G)/E‖s‖², for a table of logits, whose scores at two states are orthogonal."""
     setting = one_prompt(seed=seed)
     world, theta = setting.world, setting.theta
@@ -173,7 +173,7 @@ def state_baseline(seed: int = 0) -> Finding:
     difference = float((best - value - (product - norm * value) / norm).abs().max())
     near = [_baseline_variance(setting, best + sample_normal(len(best), 0.05, k)) for k in range(4)]
     holds = variance["best"] <= min(*variance.values(), *near) and max(bias, difference) < EXACT
-    return Finding(
+    return MeasuredClaim(
         "state_baseline",
         "Of baselines b(s), V + Cov(‖s‖², Q)/E‖s‖² has the least variance, less than V.",
         holds,
@@ -187,7 +187,7 @@ def state_baseline(seed: int = 0) -> Finding:
 # Larger groups, and statistics over more completions than are trained on.
 
 
-def group_size(seed: int = 0) -> Finding:
+def group_size(seed: int = 0) -> MeasuredClaim:
     """The standard deviation of the group's gradient over G, and `group_power` ½, which divides by √G."""
     setting, sizes = one_prompt(length=2, seed=seed), (2, 3, 4, 6, 8)
     deviation = [math.sqrt(exact_figures(with_advantage(LeaveOneOut()), setting, g).variance) for g in sizes]
@@ -198,7 +198,7 @@ def group_size(seed: int = 0) -> Finding:
         return math.log(values[-1] / values[first]) / math.log(sizes[-1] / sizes[first])
 
     total, late, growth = slope(deviation), slope(deviation, -3), slope([f.scale for f in figures])
-    return Finding(
+    return MeasuredClaim(
         "group_size",
         "The noise of a group's gradient falls with √G, or faster.",
         total <= -0.5 + 1e-9,
@@ -215,7 +215,7 @@ def group_size(seed: int = 0) -> Finding:
     )
 
 
-def more_statistics(seed: int = 0) -> Finding:
+def more_statistics(seed: int = 0) -> MeasuredClaim:
     """G = 2 completions carry the gradient, N ≥ 2 the leave-one-out mean."""
     setting, size, more = one_prompt(length=2, seed=seed), 2, (0, 1, 2, 4)
     loo = with_advantage(LeaveOneOut())
@@ -226,7 +226,7 @@ def more_statistics(seed: int = 0) -> Finding:
     holds = all(a > b for a, b in pairwise(variance)) and max(f.bias for f in figures) < EXACT
     saved, possible = 1 - variance[-1] / variance[0], 1 - floor / variance[0]
     better, worse = ("training on", "counting") if all_trained < variance[-1] else ("counting", "training on")
-    return Finding(
+    return MeasuredClaim(
         "more_statistics",
         "Statistics over N ≥ G completions cut the variance of a gradient that uses G.",
         holds,
@@ -247,7 +247,7 @@ def mean_length_gradient(setting: LabSetting, right: bool) -> Tensor:
     return derivative(lambda theta: setting.world.mean_length(theta, answers), setting.theta)
 
 
-def sequence_mean(seed: int = 0) -> Finding:
+def sequence_mean(seed: int = 0) -> MeasuredClaim:
     """The weight of a token by the length and the rightness of its completion, relative to the unbiased sequence sum."""
     setting = one_prompt(p=0.5, seed=seed)
     steps = enumerate_steps(setting, GROUP)
@@ -273,7 +273,7 @@ def sequence_mean(seed: int = 0) -> Finding:
     longer = [mean_length_gradient(setting, right) for right in (False, True)]
     shift_wrong, shift_right = (float(x @ mean / (truth @ mean) - x @ truth / (truth @ truth)) for x in longer)
     right, wrong = (relative[f"sequence_{key}"][-1] / relative[f"sequence_{key}"][0] for key in ("right", "wrong"))
-    return Finding(
+    return MeasuredClaim(
         "sequence_mean",
         "The sequence mean favours short right and long wrong answers.",
         right < 1 and wrong < 1,
@@ -287,7 +287,7 @@ def sequence_mean(seed: int = 0) -> Finding:
     )
 
 
-def brevity(seed: int = 0) -> Finding:
+def brevity(seed: int = 0) -> MeasuredClaim:
     """γ < 1 on a reward at the end is γ^(tokens to go)·R: right answers are pushed the harder the shorter they are."""
     setting = one_prompt(length=4, seed=seed)
     gammas = (1.0, 0.99, 0.9, 0.7, 0.5)
@@ -300,7 +300,7 @@ def brevity(seed: int = 0) -> Finding:
         pace.append(float(length @ mean) / float(truth @ mean))
         cosine.append(float(torch.cosine_similarity(mean, truth, dim=0)))
     holds = all(a > b for a, b in pairwise(pace))
-    return Finding(
+    return MeasuredClaim(
         "brevity",
         "γ < 1 is a hidden penalty on length.",
         holds,
@@ -319,7 +319,7 @@ KL = 0.2  # nats per completion from π_θ to the reference
 OFF_POLICY_KL = 0.05  # nats per completion from π_old, off-policy
 
 
-def kl_places(seed: int = 0) -> Finding:
+def kl_places(seed: int = 0) -> MeasuredClaim:
     """E g of each form with a reward of 0, against −∇KL(π_θ‖π_ref) of whole completions."""
     base = one_prompt(length=4, seed=seed)
     world = replace(base.world, reward=torch.zeros_like(base.world.reward))
@@ -339,7 +339,7 @@ def kl_places(seed: int = 0) -> Finding:
     cosine, bias = {key: f.cosine for key, f in figures.items()}, figures["reward", "on"].bias
     holds = bias < EXACT and all(cosine[name, "on"] < 1 - 1e-6 for name in places if name != "reward")
     table = "; ".join(f"{name} {cosine[name, 'on']:.3f}, {cosine[name, 'off']:.3f}" for name in places)
-    return Finding(
+    return MeasuredClaim(
         "kl_places",
         "k1 in the reward is the gradient of the sequence's KL; in the loss every form leaves out the states that follow.",
         holds,

@@ -27,7 +27,7 @@ from policygrad.lab.episodes import Walk
 from policygrad.lab.estimators import enumerate_steps, estimate_gradients
 from policygrad.lab.findings.advantages import exact_figures, with_advantage
 from policygrad.lab.measurement import (
-    Finding,
+    MeasuredClaim,
     compute_figures,
     format_small,
     join_numbers,
@@ -42,7 +42,7 @@ NSTEP: dict[str, Advantage] = {"TD": NStep(1), "2-step": NStep(2), "3-step": NSt
 KINDS = ("bias", "variance", "mse")
 
 
-def gae_curve(seed: int = 0) -> Finding:
+def gae_curve(seed: int = 0) -> MeasuredClaim:
     """Bias, variance and error of GAE(1, λ) over λ, with n-step advantages beside it. Source: Schulman et al. 2016."""
     links: dict[str, Advantage] = {f"λ={lam:g}": GAE(1.0, lam) for lam in LAMBDAS} | NSTEP
     setting = one_prompt(length=4, seed=seed)
@@ -65,7 +65,7 @@ def gae_curve(seed: int = 0) -> Finding:
     unbiased = max(bias[-1], *(mean[f"λ={lam:g}", 0.0][0] for lam in LAMBDAS)) < 1e-9  # λ = 1, or an exact critic
     trades = all(a >= b for a, b in pairwise(bias)) and spread[-1] > spread[0]
     mse = {name: f"{mean[name, large][2]:.2f}" for name in NSTEP}
-    return Finding(
+    return MeasuredClaim(
         "gae_curve",
         "GAE's λ trades bias for variance: low λ trusts the critic, λ = 1 is unbiased whatever it says.",
         unbiased and trades and difference < 1e-9,
@@ -133,7 +133,7 @@ FAMILIES: dict[str, Callable[[float], Advantage]] = {
 }
 
 
-def turn_credit(seed: int = 0) -> Finding:
+def turn_credit(seed: int = 0) -> MeasuredClaim:
     """Outcome to all turns, the reward to go, siblings' turns, a discount per turn, and GAE over turns; γ = 1 but where said."""
     setting, costly = walk_setting(seed=seed), walk_setting(seed=seed, game=Walk(progress_reward=0.0))
     exact = {name: exact_figures(with_advantage(*chain), setting, GROUP) for name, chain in UNBIASED.items()}
@@ -160,7 +160,7 @@ def turn_credit(seed: int = 0) -> Finding:
     def variances(*names: str) -> str:
         return join_numbers((cost[name].variance for name in names), ".1f", " and ")
 
-    return Finding(
+    return MeasuredClaim(
         "turn_credit",
         "Rewards to go per turn cut variance against the outcome at all turns, without bias; a critic of turns trades one for "
         "the other.",
@@ -195,7 +195,7 @@ def turn_credit(seed: int = 0) -> Finding:
 CHAINS, ADAM_STEPS = 512, 300
 
 
-def adam(seed: int = 0) -> Finding:
+def adam(seed: int = 0) -> MeasuredClaim:
     """E[Δθ]ᵀ∇J/(E‖Δθ‖·‖∇J‖) of Adam's first step (exact) and of a late one at a θ held still (sampled), in two worlds.
 
     In the second an answer of probability 0.1 earns 1 and the other 0.2, without a baseline: mostly small gradients in the
@@ -220,7 +220,7 @@ def adam(seed: int = 0) -> Finding:
         along = moves @ truth / moves.norm(dim=1).mean()
         late[name], error[name] = float(along.mean()), float(along.std() / math.sqrt(CHAINS))
     holds = all(first[name] >= 0 and late[name] - 2 * error[name] >= 0 for name in worlds)
-    return Finding(
+    return MeasuredClaim(
         "adam",
         "Adam's per-coordinate steps keep E[Δθ]ᵀ∇J ≥ 0.",
         holds,

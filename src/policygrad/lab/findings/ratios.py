@@ -15,7 +15,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, ClippedImportance, DualClip, Importance, OnPolicy, SigmoidGate
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.lab.findings.advantages import EXACT, exact_figures, with_advantage
-from policygrad.lab.measurement import Figures, Finding, compute_figures, format_percent, join_numbers
+from policygrad.lab.measurement import Figures, MeasuredClaim, compute_figures, format_percent, join_numbers
 from policygrad.lab.policies import Experts
 from policygrad.lab.sequences import PrefixTree, World, derivative, perturb_policy, sample_normal, sample_right_answers
 from policygrad.lab.setting import LabSetting
@@ -35,7 +35,7 @@ def _weighted_std(x: Tensor, weight: Tensor) -> float:
     return math.sqrt(float((weight * (x - (weight * x).sum()) ** 2).sum()))
 
 
-def ratio_over_length(seed: int = 0) -> Finding:
+def ratio_over_length(seed: int = 0) -> MeasuredClaim:
     """The spread of the weights, and the variance and bias of R − J times them, over the length of answers, in random worlds."""
     lengths, worlds = (2, 4, 6), 6
     width, variance, bias = ({name: torch.zeros(worlds, len(lengths)).double() for name in RATIOS} for _ in range(3))
@@ -60,7 +60,7 @@ def ratio_over_length(seed: int = 0) -> Finding:
     def means(table: Tensor) -> str:
         return join_numbers(table.mean(0).tolist(), ".2f", " / ")
 
-    return Finding(
+    return MeasuredClaim(
         "ratio_over_length",
         "One ratio per sequence cuts variance against one per token.",
         holds,
@@ -82,7 +82,7 @@ def ratio_over_length(seed: int = 0) -> Finding:
     )
 
 
-def product_ratio(seed: int = 0) -> Finding:
+def product_ratio(seed: int = 0) -> MeasuredClaim:
     """Π_t r_t is the importance weight of a whole completion."""
     distances = (0.02, 0.1, 0.3)
     settings = [move_off_policy(one_prompt(5, seed=seed), kl, seed) for kl in distances]
@@ -94,7 +94,7 @@ def product_ratio(seed: int = 0) -> Finding:
     price = [p.variance / t.variance for p, t in zip(figures["product"], figures["token"], strict=True)]
     other_bias = min(f.bias for name in ("token", "sequence") for f in figures[name])
     holds = bias < EXACT < other_bias
-    return Finding(
+    return MeasuredClaim(
         "product_ratio",
         "The product of the token ratios is the unbiased one, at a high variance.",
         holds,
@@ -114,7 +114,7 @@ def product_ratio(seed: int = 0) -> Finding:
 GATES: dict[str, Gate] = {"clip": Clip(0.2, 0.2), "soft": SigmoidGate(), "cap": ClippedImportance(0.0, 5.0)}
 
 
-def gates(seed: int = 0) -> Finding:
+def gates(seed: int = 0) -> MeasuredClaim:
     """Σ|w Ψ| over Σ|r Ψ| on the tokens that Clip(0.2, 0.2) drops, Ψ = R − J: PPO's clip, SAPO's soft gate, CISPO's cap."""
     distances = (0.02, 0.1, 0.3, 1.0)
     base = one_prompt(4, seed=seed)
@@ -136,7 +136,7 @@ def gates(seed: int = 0) -> Finding:
     def percents(name: str) -> str:
         return ", ".join(map(format_percent, shares[name]))
 
-    return Finding(
+    return MeasuredClaim(
         "gates",
         "CISPO keeps gradient where clipping drops it; SAPO stands in between.",
         holds,
@@ -153,7 +153,7 @@ def gates(seed: int = 0) -> Finding:
     )
 
 
-def experts(seed: int = 0) -> Finding:
+def experts(seed: int = 0) -> MeasuredClaim:
     """A small move of θ flips the router's choice at some states: ratios jump there. With routing replay they do not.
 
     The distance is that of the replayed policies, because with flips it jumps and cannot be chosen. Each move is measured with
@@ -183,7 +183,7 @@ def experts(seed: int = 0) -> Finding:
     milder = growth - (table[:, 1] / table[:, 3]).log()
     (jump, jump_error), (less, error) = ((float(x.mean()), float(x.std() / math.sqrt(draws))) for x in (growth, milder))
     holds = jump > 2 * jump_error and less > 2 * error and sequence < token
-    return Finding(
+    return MeasuredClaim(
         "experts",
         "In a mixture of experts flips of the routing make token ratios jump; sequence ratios bear it.",
         holds,
@@ -273,7 +273,7 @@ class Chain:
         return sampled - (visited[:, :, None] * self.policy(theta).exp()).flatten(1)
 
 
-def long_chains(seed: int = 0) -> Finding:
+def long_chains(seed: int = 0) -> MeasuredClaim:
     """The variance and the bias of both ratios on chains up to 512 tokens, in random worlds.
 
     Under π_old the score Σ_t ∇log π_θ no longer has mean 0: its mean is −Σ_t ∇KL(π_old‖π_θ), which grows with the length. Token
@@ -317,7 +317,7 @@ def long_chains(seed: int = 0) -> Finding:
     def percents(values: Tensor) -> str:
         return " and ".join(map(format_percent, values[:, -1].mean(1).tolist()))
 
-    return Finding(
+    return MeasuredClaim(
         "long_chains",
         "Over long answers one ratio per sequence cuts variance against one per token.",
         holds,
@@ -379,7 +379,7 @@ def make_token_batch(ratio: Tensor) -> Batch:
     )
 
 
-def gate_weights(seed: int = 0) -> Finding:
+def gate_weights(seed: int = 0) -> MeasuredClaim:
     """w(r, sign Ψ) of every gate, r from 0 to 6."""
     ratios = tuple(i / 50 for i in range(301))
     curves = {
@@ -389,7 +389,7 @@ def gate_weights(seed: int = 0) -> Finding:
     }
     off = max(abs(gate_curve(gate, (1.0,), sign)[0] - 1) for gate in SHAPE_GATES.values() for sign in (1, -1))
     far = {name: gate_curve(gate, (FAR,), 1)[0] for name, gate in SHAPE_GATES.items()}
-    return Finding(
+    return MeasuredClaim(
         "gate_weights",
         "Every gate weighs 1 at r = 1; they differ in what they let through away from it.",
         off < 1e-12,
