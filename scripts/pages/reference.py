@@ -236,7 +236,7 @@ PAGES = {
         "Tasks, rewards, environments",
         "What is asked, what plays, what judges, and what comes of it.",
         "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall GymnasiumText OpenEnv TextArena Verifiers "
-        "Action Observation Step Rollouter Rollout Trajectory Segment",
+        "Action Observation Picture Step Rollouter Rollout Trajectory Segment",
     ),
     "models": (
         "Samplers and learners",

@@ -28,6 +28,7 @@ from policygrad.compare.plan import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.report import EXPERIMENTS
 from policygrad.planning.hardware import DEVICES
+from policygrad.planning.model_shapes import EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.resolve import list_rewards
 from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
 from policygrad.samplers.engines.registry import ENGINES
@@ -82,8 +83,8 @@ FLAG_VALUES = {
     "--experiment": [*EXPERIMENTS, "none"],
     "--ladder": list(LADDERS),
     "--gpus": list(DEVICES),
-    "--model": ["tiny"],
-    "--task": list(EMBEDDED),
+    "--model": list(EMBEDDED_MODELS),
+    "--task": [*EMBEDDED, VISION_MODEL],
     "--dtype": ["fp32", "bf16"],
     "--learner.dtype": ["auto", "fp32", "bf16"],
     "--reward": [*list_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
@@ -130,7 +131,7 @@ def generate_script(shell: str) -> str:
     arguments = {  # words that a command accepts as its first argument
         "train": list(ALGORITHMS),
         "plan": list(ALGORITHMS),
-        "eval": ["tiny"],
+        "eval": list(EMBEDDED_MODELS),
         "engine": [*ENGINES, "check"],
         "lab": ["control"],
         "completion": ["bash", "zsh", "fish"],

@@ -36,10 +36,9 @@ from policygrad.models.lora_config import (
     is_model_folder,
     read_lora,
 )
-from policygrad.planning.model_shapes import check_sizes
+from policygrad.planning.model_shapes import EMBEDDED_MODELS, check_sizes
 from policygrad.utils.filesystem import parse_json
 
-EMBEDDED_MODEL = "tiny"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 """oneDNN's variable for the number of compiled operations it caches (1024 by default), and a sufficient value."""
@@ -256,8 +255,8 @@ def compute_head_in_float32(model: Any) -> None:
 
 
 def resolve_model(model: str) -> str:
-    """Return a folder or hub id: `tiny` is the model inside the package, a run's folder stands for the model it trained."""
-    return str(Path(__file__).with_name(EMBEDDED_MODEL)) if model == EMBEDDED_MODEL else locate_model(model)
+    """Return a folder or hub id: `tiny` and `shapes` are inside the package, a run's folder stands for the model it trained."""
+    return str(Path(__file__).with_name(model)) if model in EMBEDDED_MODELS else locate_model(model)
 
 
 def locate_model(model: str) -> str:

@@ -16,6 +16,11 @@ from policygrad.utils.filesystem import read_json
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Architectures whose weights can be counted, by `model_type`."""
 EMBEDDED_MODEL = "tiny"
+VISION_MODEL = "shapes"
+EMBEDDED_MODELS = (EMBEDDED_MODEL, VISION_MODEL)
+"""The models inside the package: one of text, one that also sees."""
+LANGUAGE_MODELS = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""The language models inside models that see, and the text models of the same shape."""
 MAX_SIZES = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1_000) | dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), 2**24
 )
@@ -107,8 +112,8 @@ def load_shape(model: str) -> ModelShape:
     Raises:
         ConfigError: The file or name does not exist, or the architecture is not supported.
     """
-    if model == EMBEDDED_MODEL:
-        return read_shape(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL / "config.json", EMBEDDED_MODEL)
+    if model in EMBEDDED_MODELS:
+        return read_shape(Path(__file__).parents[1] / "models" / model / "config.json", model)
     path = Path(model).expanduser()
     for file in (path / "config.json", path / "model" / "config.json", path):
         with suppress(OSError):  # a name longer than the file system allows
@@ -121,7 +126,11 @@ def load_shape(model: str) -> ModelShape:
     if key in names:
         return KNOWN_SHAPES[names[key]]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    hint = f"did you mean {names[near[0]]!r}?" if near else f"known names: {', '.join(KNOWN_SHAPES)}, {EMBEDDED_MODEL}."
+    hint = (
+        f"did you mean {names[near[0]]!r}?"
+        if near
+        else f"known names: {', '.join(KNOWN_SHAPES)}, {', '.join(EMBEDDED_MODELS)}."
+    )
     raise ConfigError(
         f"--model {model} is neither a folder with a config.json nor a known name; {hint} For any other model, download its "
         "config.json and name that file."
@@ -136,7 +145,11 @@ def read_shape(file: Path, name: str) -> ModelShape:
         raise ConfigError(f"--model {name}: {file} cannot be read as a configuration: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ConfigError(f"--model {name}: {file} has no model_type. Name a model's config.json, or its folder.")
-    kind = config["model_type"]
+    text = config.get("text_config")
+    if config.get("vision_config") is not None and isinstance(text, dict):
+        name, tied = f"{name} (without its vision tower)", config.get("tie_word_embeddings", False)
+        config = {"tie_word_embeddings": tied, **text}
+    kind = LANGUAGE_MODELS.get(str(config.get("model_type")), config.get("model_type"))
     if kind not in MODEL_TYPES:
         raise ConfigError(
             f"--model {name}: plans support dense models of the Llama family ({', '.join(MODEL_TYPES)}), not {kind}. Plan with one "

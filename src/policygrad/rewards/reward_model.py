@@ -24,6 +24,7 @@ from policygrad.models.classifier import (
 )
 from policygrad.models.loading import context_length, locate_model
 from policygrad.models.tokenizer import check_vocabulary
+from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.utils.devices import choose_device
 
 SCORING_TIMEOUT = 600.0  # seconds for one batch of completions
@@ -47,9 +48,9 @@ class ModelReward:
         if not model:
             raise ConfigError("reward 'model:' names no model: model:DIR or model:HUB_ID, such as model:runs/rm-1")
         try:
-            if model == "tiny" and not Path(model).is_dir():
+            if model in EMBEDDED_MODELS and not Path(model).is_dir():
                 raise ModelError(
-                    "tiny, the model inside the package, is a causal language model and not a reward model: "
+                    f"{model}, a model inside the package, is a causal language model and not a reward model: "
                     "`policygrad reward-model --data pairs.jsonl` trains a reward model from it"
                 )
             path = locate_model(model)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from policygrad.errors import ConfigError, RunError
+from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.rewards.resolve import find_code, resolve_with_paths
 from policygrad.rewards.resolve import resolve_paths as resolve_reward_paths
 from policygrad.tasks.sources import HUB_PREFIX, TABLE_SUFFIXES
@@ -154,7 +155,7 @@ def _path_in(name: str, directory: Path) -> str:
 
 
 def _model_path(name: str, directory: Path) -> str:
-    return name if name == "tiny" else _path_in(name, directory)
+    return name if name in EMBEDDED_MODELS else _path_in(name, directory)
 
 
 def _code_path(name: str, directory: Path) -> str:

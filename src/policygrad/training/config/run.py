@@ -19,6 +19,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
+from policygrad.planning.model_shapes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import RewardConfig
 from policygrad.samplers.base import SamplingParams
@@ -138,7 +139,8 @@ class RunOptions:
     """All options of a run apart from its algorithm."""
 
     model: Annotated[Any, optional_arg("ID|DIR", kind=str)] = "tiny"
-    """Directory or hub id of a causal language model; tiny = the base model inside the package. In Python also a model."""
+    """Directory or hub id of a causal language model, which may also see; tiny = the base model inside the package, and shapes =
+    the one that sees, which is the default for --task shapes. In Python also a model."""
     tokenizer: Annotated[Any, optional_arg("ID|DIR", "the model's own", str)] = None
     """Directory or hub id of a tokenizer other than the model's. In Python also a tokenizer."""
     trust_remote_code: bool = False
@@ -245,6 +247,8 @@ class Run(UncheckedRun):
     """
 
     def __post_init__(self) -> None:
+        if self.task == VISION_MODEL and self.model == EMBEDDED_MODEL:  # which does not see
+            object.__setattr__(self, "model", VISION_MODEL)
         check_run(self)
 
     @property
@@ -306,8 +310,8 @@ class Run(UncheckedRun):
             rule = replace(rule, minibatches=self.prompts_per_step)  # type: ignore[type-var]
             algorithm = replace(algorithm, update_rule=rule)
         updates = rule.updates if rule.uses_lr else rule.critic_updates
-        tiny = isinstance(self.model, str) and self.model == "tiny"
-        default = TINY_MODEL_LR / updates**0.5 if tiny else DEFAULT_LR * self.learner.lora_lr_multiplier
+        is_embedded = isinstance(self.model, str) and self.model in EMBEDDED_MODELS
+        default = TINY_MODEL_LR / updates**0.5 if is_embedded else DEFAULT_LR * self.learner.lora_lr_multiplier
         if algorithm.critic is not None and not rule.uses_lr:  # its rate cannot follow the policy's, which has none
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.learning_rate(default)))
         lr = self.lr if self.lr is not None else default if rule.uses_lr else None

@@ -11,6 +11,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
+from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.trackers.services import check_services
 from policygrad.training.config.run import (
     CheckpointConfig,
@@ -115,7 +116,7 @@ class SupervisedConfig:
         """Fill in every open choice. Raises ConfigError if there is no data."""
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
-        default = TINY_MODEL_LR if self.model == "tiny" else DEFAULT_LR * self.learner.lora_lr_multiplier
+        default = TINY_MODEL_LR if self.model in EMBEDDED_MODELS else DEFAULT_LR * self.learner.lora_lr_multiplier
         return replace(self, lr=default if self.lr is None else self.lr, learner=self.learner.resolve())
 
 
