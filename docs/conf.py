@@ -17,6 +17,7 @@ NAV = {
     "Start": ("first-day", "primer"),
     "How to": (
         "own-model-and-data",
+        "images",
         "architectures",
         "rewards",
         "math-rewards",
