@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from policygrad.errors import RunError
 from policygrad.report.data import read_json_rows
 from policygrad.trackers.jsonl import parse_row as parsed
 from policygrad.utils.filesystem import UnusableDataError, iter_lines, open_regular
-from policygrad.utils.pictures import content_text
+from policygrad.utils.pictures import THUMBNAILS, content_text
 
 MAX_PAGE_CHARS = 3_000_000  # maximum characters of a page, over all its runs; the page says how much is left out
 BYTES_PER_CHAR = 8
@@ -23,6 +24,7 @@ SAMPLED_STEPS = 24  # steps read from a file that is too large
 MAX_STEP_BYTES = 4_000_000  # maximum bytes read of one step
 MAX_TEXT_CHARS = 6_000  # maximum characters of one text
 MAX_ROWS = 20_000  # maximum completions of a page
+MAX_PICTURES = 400  # maximum small pictures of a page, of some 5 kB each
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class CompletionExcerpt:
 
     rows: tuple[dict[str, Any], ...]
     is_complete: bool  # True if these are all of the run's completions
+    folder: Path | None = None
+    """The run's folder, which has small copies of pictures."""
 
 
 def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_ROWS) -> CompletionExcerpt:
@@ -52,10 +56,10 @@ def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_
                 break
             rows.append(row)
         else:
-            return CompletionExcerpt(_check_fields(rows, file), True)
+            return CompletionExcerpt(_check_fields(rows, file), True, file.parent)
     try:
         with open_regular(file) as lines:
-            return CompletionExcerpt(_check_fields(_sample_steps(lines, size, text, most), file), False)
+            return CompletionExcerpt(_check_fields(_sample_steps(lines, size, text, most), file), False, file.parent)
     except OSError as error:
         raise RunError(
             f"{file} cannot be read: {error.strerror}; check its permissions, or restore it from a copy"
@@ -153,10 +157,12 @@ def _last_step(file: IO[bytes], size: int) -> int | None:
 def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
     """Return the data for the script: every prompt once, and rows that refer to prompts by index; long texts are truncated.
 
-    Keys of a row: r run, s step, p prompt, c completion, w reward, and if present a advantage, n tokens, t truncated, g group,
-    x value of each reward, u turns, b branches, d demonstration.
+    A prompt is a list of [role, text, places of its pictures in `pictures`, if any]; pictures are data: URIs. Keys of a row: r run,
+    s step, p prompt, c completion, w reward, and if present a advantage, n tokens, t truncated, g group, x value of each reward,
+    u turns, b branches, d demonstration.
     """
     prompts: dict[Any, int] = {}
+    pictures = _Pictures()
     embedded_rows = []
     for number, run in enumerate(runs):
         for row in run.rows:
@@ -164,7 +170,12 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
             if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
                 messages = [{"content": messages}]  # plain text is one message without a role
             prompt = tuple(
-                (str(m.get("role", "")), truncate_text(content_text(m.get("content", "")))) for m in messages
+                (
+                    str(m.get("role", "")),
+                    truncate_text(content_text(m.get("content", ""))),
+                    pictures.place(m, run.folder),
+                )
+                for m in messages
             )
             place = prompts.setdefault(prompt, len(prompts))
             item = {"r": number, "s": row["step"], "p": place, "c": truncate_text(row.get("completion", ""))}
@@ -174,7 +185,31 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
             more |= {"u": [[who, truncate_text(text)] for who, text in row["turns"]] if row.get("turns") else None}
             more |= {"b": row.get("branches"), "d": row.get("demonstration") or None}
             embedded_rows.append(item | {key: value for key, value in more.items() if value is not None})
-    return {"prompts": [list(map(list, prompt)) for prompt in prompts], "rows": embedded_rows}
+    shown = [[[role, text, *([list(places)] if places else [])] for role, text, places in prompt] for prompt in prompts]
+    return {"prompts": shown, "rows": embedded_rows, **({"pictures": pictures.uris} if pictures.uris else {})}
+
+
+class _Pictures:
+    """The pictures of a page, each once, up to a limit."""
+
+    def __init__(self) -> None:
+        self.uris: list[str] = []
+        self._places: dict[Path, int] = {}
+
+    def place(self, message: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
+        """Return the places of a message's pictures; of those that the run's folder has not, none."""
+        content = message.get("content")
+        digests = (
+            [str(part.get("sha256")) for part in content if part.get("sha256")] if isinstance(content, list) else []
+        )
+        places = list[int]()
+        for file in () if folder is None else [folder / THUMBNAILS / f"{digest}.png" for digest in digests]:
+            if file not in self._places and len(self.uris) < MAX_PICTURES and file.is_file():
+                self._places[file] = len(self.uris)
+                self.uris.append("data:image/png;base64," + base64.b64encode(file.read_bytes()).decode())
+            if file in self._places:
+                places.append(self._places[file])
+        return tuple(places)
 
 
 def _number(x: Any) -> float | None:

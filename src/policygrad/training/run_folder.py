@@ -24,7 +24,16 @@ CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")  # every run's fold
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
-    *("metrics.jsonl", "completions.jsonl", "checkpoints", "verification", "weights", "result.json", "verify.*"),
+    *(
+        "metrics.jsonl",
+        "completions.jsonl",
+        "checkpoints",
+        "verification",
+        "pictures",
+        "weights",
+        "result.json",
+        "verify.*",
+    ),
     *("model", "model-step-*", "merged", "model.gguf", "tracked.json*", "report.html", "stacks.txt", "tensorboard"),
     *("wandb", ".tmp-*"),
 )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from policygrad.rollout.trajectory import is_multi_turn
+from policygrad.rollout.trajectory import EpisodeGroup, is_multi_turn
 from policygrad.training.loop import StepResult
-from policygrad.utils.pictures import to_plain
+from policygrad.utils.filesystem import write_atomically
+from policygrad.utils.pictures import THUMBNAILS, list_pictures, make_thumbnail, to_plain
 
 MAX_LOGP_MISMATCH = 1.0
 """Nats. bfloat16 rounding stays below; a model that decodes differently from how it is trained does not."""
 REWARD_METRICS = ("reward", "reward_std", "frac_reward_zero_std")  # logged only if there is a reward
+THUMBNAIL_GROUPS = 4
+"""Groups of a step whose pictures the run's folder keeps, small: of a run of weeks some hundred megabytes."""
 Note = tuple[str, str]  # (message, kind): of each kind only the first message is shown
 
 
@@ -71,6 +75,16 @@ def build_completion_rows(
         for row, end, psi in zip(rows, batch.step_end, result.psi, strict=True):
             row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
     return rows
+
+
+def write_thumbnails(folder: Path, groups: Sequence[EpisodeGroup]) -> None:
+    """Write small copies of the pictures of a step's first prompts below the run's folder, for its report. Each is one file."""
+    for group in groups[:THUMBNAIL_GROUPS]:
+        for picture in list_pictures(group.spec.example.prompt):
+            file = folder / THUMBNAILS / f"{picture.digest}.png"
+            if not file.exists():
+                file.parent.mkdir(exist_ok=True)
+                write_atomically(file, make_thumbnail(picture))
 
 
 def build_step_notes(

@@ -52,7 +52,7 @@ from policygrad.training.setup import (
     load_resources,
     make_local_learner,
 )
-from policygrad.training.step_log import build_completion_rows, build_step_notes, compute_step_metrics
+from policygrad.training.step_log import build_completion_rows, build_step_notes, compute_step_metrics, write_thumbnails
 from policygrad.training.step_records import StepRecorder, choose_steps
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
 from policygrad.weight_sync.folder import save_lazy_model
@@ -367,6 +367,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._was_pretraining = "value_pretraining" in values
         decision = self.guard.assess(step, values, has_constant_rewards(result, values))
         rows = build_completion_rows(result, self.resources.tokenizer.decode, has_rewards)
+        write_thumbnails(self.folder, result.rollout.groups)
         self.log(step, values | decision.metrics, rows)
         outcome = self.apply(decision)
         self.recorder.on_step(result, values | decision.metrics, self._version_before, undone=outcome.undone)

@@ -15,7 +15,8 @@ from policygrad.errors import DataError
 MAX_PIXELS = 2**25
 """Pixels of the largest picture that is decoded (33 million, 100 MB): a small file may claim more than a machine's memory."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-THUMBNAIL_SIDE = 256  # pixels
+THUMBNAIL_SIDE = 128  # pixels
+THUMBNAILS = "pictures"  # folder of small copies in a run's folder, by digest
 
 
 @dataclass(frozen=True)
@@ -166,5 +167,5 @@ def make_thumbnail(picture: Picture) -> bytes:
     """Return a picture of at most `THUMBNAIL_SIDE` pixels a side, as PNG."""
     image, out = picture.decode(), io.BytesIO()
     image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    image.save(out, "PNG", optimize=True)
+    image.quantize(64).save(out, "PNG", optimize=True)
     return out.getvalue()

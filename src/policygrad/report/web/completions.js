@@ -57,7 +57,12 @@ function bubble(kind, who, text) {
 }
 
 function asked(row) {
-  return DATA.completions.prompts[row.p].map(([who, text]) => bubble(who === "assistant" ? "answer" : "asks", who, text.trim()));
+  return DATA.completions.prompts[row.p].map(([who, text, places]) => {
+    const node = bubble(who === "assistant" ? "answer" : "asks", who, text.trim());
+    for (const place of places ?? [])
+      node.append(make("img", { class: "picture", src: DATA.completions.pictures[place], alt: "picture of the prompt" }));
+    return node;
+  });
 }
 
 function answered(row) {
