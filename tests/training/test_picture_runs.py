@@ -141,3 +141,79 @@ def test_logs_name_pictures_by_their_digest(run: pg.Run, tmp_path: Path) -> None
     content = rows(folder / "completions.jsonl")[0]["prompt"][0]["content"]
     assert set(content[0]) == {"type", "sha256"}
     assert content[1] == {"type": "text", "text": "how many?"}
+
+
+def test_demonstrations_with_pictures_are_learned(model: Path, tmp_path: Path) -> None:
+    """The held-out loss before training is transformers' own, and training lowers it."""
+    from transformers import AutoModelForImageTextToText
+
+    from policygrad.models.loading import load_model
+    from policygrad.models.tokenizer import load_tokenizer
+
+    data = []
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(make_picture(32, 24, i).data)
+        more = [{"role": "user", "content": "<image>and now?"}, {"role": "assistant", "content": "b"}] if i == 0 else []
+        first = [{"role": "user", "content": "<image>how many?"}, {"role": "assistant", "content": str(i)}]
+        images = [f"{i}.png", f"{(i + 1) % 4}.png"] if more else [f"{i}.png"]
+        data.append({"messages": [*first, *more], "images": images})
+    other = [{**row, "messages": [{"role": "system", "content": "s"}, *row["messages"]]} for row in data]
+    config = pg.SFTConfig(
+        data=write_rows(tmp_path / "train.jsonl", other),
+        eval_data=write_rows(tmp_path / "rows.jsonl", data),
+        model=str(model),
+        epochs=8,
+        batch_size=4,
+        lr=3e-3,
+        output=str(tmp_path / "run"),
+    )
+    result = pg.train_sft(config, display=False)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after["eval/loss"] < result.before["eval/loss"]
+    plain, tokenizer = (
+        AutoModelForImageTextToText.from_pretrained(model),
+        load_tokenizer(str(model), load_model(str(model))),
+    )
+    total, count = 0.0, 0
+    for row in data:
+        pictures = [make_picture(32, 24, int(name[0])).decode() for name in row["images"]]
+        text, end = "", tokenizer.hf.eos_token
+        assert tokenizer.pictures is not None
+        spans = []
+        for message in row["messages"]:
+            start = len(text)
+            text += message["content"] + (end if message["role"] == "assistant" else "\n")
+            spans += [(start, len(text))] if message["role"] == "assistant" else []
+        inputs = tokenizer.pictures.hf(text=[text], images=[pictures], return_tensors="pt")
+        with torch.no_grad():
+            logp = plain(**inputs).logits[0, :-1].log_softmax(-1)
+        ids = inputs["input_ids"][0]
+        picked = logp.gather(-1, ids[1:, None])[:, 0]
+        letters = [i for i, id_ in enumerate(ids.tolist()) if id_ == tokenizer.hf.eos_token_id]
+        for i in letters:  # each answer is one letter and the end token
+            total, count = total - float(picked[i - 2] + picked[i - 1]), count + 2
+    assert result.before["eval/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_evaluation_reads_pictures(run: pg.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from policygrad.cli import main
+
+    folder = pg.train(replace(run, steps=1, output=str(tmp_path / "run")), display=False).output
+    task, reward = str(run.task), run.reward[0]
+    command = [
+        "eval",
+        str(folder),
+        "--task",
+        task,
+        "--reward",
+        reward,
+        "--problems",
+        "4",
+        "--samples",
+        "2",
+        "--allow-code",
+        "/",
+    ]
+    assert main(command) == 0
+    assert "4 problems" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.batch import Batch
+from policygrad.core.media import TextMedia, select_media
 from policygrad.core.precision import widest_dtype
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import backward_mode, backward_zero
@@ -32,6 +34,7 @@ from policygrad.training.supervised import (
     read_rows,
 )
 from policygrad.utils.devices import pick_device
+from policygrad.utils.pictures import list_pictures
 
 EVAL_CHUNK = 64  # rows evaluated at a time, so that progress shows
 
@@ -62,6 +65,8 @@ class SFTExample:
     prompt_ids: Tensor  # [P]
     tokens: Tensor  # [n] what follows the prompt
     loss_mask: Tensor  # [n] bool; True for the assistant's tokens, its end tokens included
+    load_media: Callable[[], TextMedia] = tuple
+    """Processes the pictures of both; their inputs would fill the memory if all were kept."""
 
 
 class SFTObjective:
@@ -145,6 +150,8 @@ def _micro_batches(shard: LearnerShard, batch: Batch) -> Iterator[Pack]:
 def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
     """Build a batch of completions from demonstrations; tokens that are not the assistant's are masked, like a tool's output."""
     width = max(len(row.tokens) for row in rows)
+    media = [row.load_media() for row in rows]
+    sizes = [len(row.prompt_ids) for row in rows]
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
@@ -155,6 +162,12 @@ def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
         reward=torch.zeros(len(rows)),
         tokens=tokens,
         prompts=tuple(row.prompt_ids for row in rows),
+        prompt_media=tuple(select_media(m, 0, n) for m, n in zip(media, sizes, strict=True)) if any(media) else (),
+        completion_media=tuple(
+            select_media(m, n, n + len(row.tokens)) for m, n, row in zip(media, sizes, rows, strict=True)
+        )
+        if any(media)
+        else (),
     )
 
 
@@ -165,15 +178,18 @@ def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExamp
         ModelError: The prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the
             assistant's, or there are more tokens than the model can read.
     """
-    prompt = tokenizer.encode(row.prompt, 0, row.source)
-    prompt_ids = prompt.ids
+    prompt_ids = tokenizer.encode(row.prompt, 0, row.source).ids
     ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
     if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:
         raise ModelError(
             f"{row.source}: {len(ids)} tokens, more than the {tokenizer.context_length} positions of {tokenizer.name!r}: shorten "
             "it, or leave the line out"
         )
-    size = len(prompt_ids)
-    return SFTExample(
-        prompt_ids, torch.tensor(ids[size:], dtype=torch.int64), torch.tensor(mask[size:], dtype=torch.bool)
-    )
+    size, tensor = len(prompt_ids), torch.tensor(ids, dtype=torch.int64)
+    messages = () if isinstance(row.prompt, str) or isinstance(row.completion, str) else (*row.prompt, *row.completion)
+    pictures = list(list_pictures(messages))
+    if not pictures or tokenizer.pictures is None:
+        return SFTExample(prompt_ids, tensor[size:], torch.tensor(mask[size:], dtype=torch.bool))
+    load_media = partial(tokenizer.pictures.media, tensor, pictures, row.source)
+    load_media()  # for its errors
+    return SFTExample(prompt_ids, tensor[size:], torch.tensor(mask[size:], dtype=torch.bool), load_media)
