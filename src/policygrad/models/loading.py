@@ -135,7 +135,7 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
         base_config = read_config(base, f"the model {base!r}, which {model!r} adapts,")
     quantization = quantization_kwargs(lora, dtype)
     load: Any = partial(
-        _auto_class(config if base is None else base_config).from_pretrained,
+        auto_class(config if base is None else base_config).from_pretrained,
         dtype=dtype,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused by check_missing_weights, which names them
@@ -175,7 +175,7 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     return loaded
 
 
-def _auto_class(config: Mapping[str, Any]) -> Any:
+def auto_class(config: Mapping[str, Any]) -> Any:
     """Return the class of transformers that loads a model: with its vision tower if the folder has one."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as classes

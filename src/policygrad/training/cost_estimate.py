@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from policygrad.errors import ConfigError, PolicygradError
 from policygrad.learners.local.activation_memory import saved_activation_bytes
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
 from policygrad.models.adapters import add_adapters
-from policygrad.models.loading import DTYPES, read_config, resolve_model
+from policygrad.models.loading import DTYPES, auto_class, read_config, resolve_model
 from policygrad.models.lora_config import adapter_base, read_lora
 from policygrad.planning.cost_model import AlgorithmCost, static_bytes
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
@@ -128,7 +128,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     Raises:
         PolicygradError: Something cannot be loaded, or the architecture cannot be counted.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     # a plan needs none of it
     from policygrad.training.setup import load_policy_tokenizer, load_row_options
@@ -147,7 +147,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     trust = run.trust_remote_code
     config = AutoConfig.from_pretrained(adapter_base(path) or path, trust_remote_code=trust)
     with torch.device("meta"):
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, trust_remote_code=trust)
+        model: Any = auto_class(config.to_dict()).from_config(config, trust_remote_code=trust)
         parameters = sum(p.numel() for p in model.parameters())
         adapters = None
         if lora is not None:
@@ -160,9 +160,11 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     dtype, tokens = DTYPES[run.learner.dtype], run.learner.resolve_micro_tokens(device, parameters)
     samples = run.effective_samples_per_prompt
     try:
-        saved = saved_activation_bytes(config, dtype, tokens, prompt, completion, samples, lora)
+        # of a model that sees, without the vision tower's
+        saved = saved_activation_bytes(config.get_text_config(), dtype, tokens, prompt, completion, samples, lora)
     except Exception as error:  # an architecture may fail in any way on tensors without memory
-        raise PolicygradError(f"memory cannot be counted on {type(model).__name__}: {error}") from error
+        reason = str(error).partition("\n")[0][:200]
+        raise PolicygradError(f"memory cannot be counted on {type(model).__name__}: {reason}") from error
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     logits = (BUFFER_CPU if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
     if "logp_old" in run.algorithm.needs or run.algorithm.terms or run.algorithm.forward_needs:  # the head runs twice
