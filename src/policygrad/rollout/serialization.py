@@ -42,7 +42,8 @@ def pack_rollouts(groups: Sequence[EpisodeGroup], rollouts: Sequence[Rollout]) -
             elif value is not None and field.name not in (*RAGGED_FIELDS, *MEDIA_FIELDS):
                 batch_values[field.name] = value
         media_tensors, batch_media = pack_media([*rollout.batch.prompt_media, *rollout.batch.completion_media])
-        packed |= {f"batch/{name}": x for name, x in media_tensors.items()}
+        for name, tensor in media_tensors.items():
+            packed["batch/" + name] = tensor
         batch_media["prompts"] = len(rollout.batch.prompt_media)
         if media_tensors:
             batch_values["media"] = batch_media

@@ -139,8 +139,8 @@ class RunOptions:
     """All options of a run apart from its algorithm."""
 
     model: Annotated[Any, optional_arg("ID|DIR", kind=str)] = "tiny"
-    """Directory or hub id of a causal language model, which may also see; tiny = the base model inside the package, and shapes =
-    the one that sees, which is the default for --task shapes. In Python also a model."""
+    """Directory or hub id of a causal language model, which may also see. In Python also a model.
+    tiny = the base model inside the package; shapes = the one that sees, and the default for --task shapes."""
     tokenizer: Annotated[Any, optional_arg("ID|DIR", "the model's own", str)] = None
     """Directory or hub id of a tokenizer other than the model's. In Python also a tokenizer."""
     trust_remote_code: bool = False
