@@ -241,8 +241,9 @@ def encode_picture_file(file: bytes) -> tuple[str, bytes]:
         upright = image.getexif().get(_ORIENTATION, 1) == 1
         if image.format in ("PNG", "JPEG") and image.mode == "RGB" and "transparency" not in image.info and upright:
             return image.format.lower(), file
-    written = io.BytesIO()
-    Picture(data=file).decode().save(written, "PNG")
+    decoded, written = Picture(data=file).decode(), io.BytesIO()
+    decoded.info.clear()  # pixels alone
+    decoded.save(written, "PNG")
     return "png", written.getvalue()
 
 

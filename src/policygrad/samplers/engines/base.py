@@ -419,7 +419,11 @@ class EngineSampler(ABC):
     @cached_property
     def _probe_pictures(self) -> list[EncodedText]:
         """Prompts with pictures for the probe; none if the model does not see, or no request may have one."""
-        return probe.make_pictured_prompts(self.tokenizer) if self.supports_pictures else []
+        if not self.supports_pictures:
+            return []
+        return probe.make_pictured_prompts(
+            self.tokenizer, self.config.resolve_context_length(self.tokenizer.context_length)
+        )
 
     @property
     def servers(self) -> ServerPool:

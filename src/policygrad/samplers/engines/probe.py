@@ -53,14 +53,20 @@ class ProbeResult:
     difference: float  # largest difference in nats between a log-probability of the server and the learner's
 
 
-def make_pictured_prompts(tokenizer: Tokenizer) -> list[EncodedText]:
-    """Return the fixed prompts with pictures, of noise; none for a model that does not see."""
-    if tokenizer.pictures is None:
+def make_pictured_prompts(tokenizer: Tokenizer, context_length: int) -> list[EncodedText]:
+    """Return the fixed prompts with pictures, of noise; none for a model that does not see, or has no chat template to place them.
+
+    Args:
+        context_length: Maximum tokens of a prompt and its completion.
+    """
+    if tokenizer.pictures is None or getattr(tokenizer.hf, "chat_template", None) is None:
         return []
     from PIL import Image
 
     rng, prompts = np.random.default_rng(_STREAM), list[EncodedText]()
     for sizes in PICTURE_SIZES:
+        if prompts and 3 * len(prompts[0].ids) > context_length:  # two pictures do not fit
+            break
         parts = list[Any]()
         for width, height in sizes:
             file = io.BytesIO()
@@ -136,10 +142,12 @@ def compare_logprobs(
                 f"{message}, and all are larger: it truncates the distribution (top-k, top-p, min-p) or applies penalties. "
                 f"{launch_hint}"
             )
-        seen = _explain_pictured(requests, generations, gap)
+        cause = _explain_pictured(requests, generations, gap) or (
+            ": it has other weights, an older version, another vocabulary or a lower precision than the learner"
+        )
         raise EngineError(
-            f"{message} (mean {float(gap.mean()):.2g}){seen}: it has other weights, an older version, another vocabulary or a "
-            f"lower precision than the learner. {launch_hint}, or allow for its precision: --sampler.logprob-tolerance NATS"
+            f"{message} (mean {float(gap.mean()):.2g}){cause}. {launch_hint}, or allow for its precision: "
+            "--sampler.logprob-tolerance NATS"
         )
     flat = temperature == HIGH_TEMPERATURE
     share, count = float(mass_above[flat].max()), int(flat.sum())
@@ -152,14 +160,14 @@ def compare_logprobs(
 
 
 def _explain_pictured(requests: Sequence[Request], generations: Sequence[Generation], gap: Tensor) -> str:
-    """Return what an error message adds where prompts with pictures are the cause; "" where they are not."""
-    seen = [torch.full((len(g.tokens),), bool(r.media)) for r, g in zip(requests, generations, strict=True)]
-    is_pictured = torch.cat(seen)
+    """Return the likely cause where the differences `gap` [N] are those of prompts with pictures; "" where they are not."""
+    sees = [torch.full((len(g.tokens),), bool(r.media)) for r, g in zip(requests, generations, strict=True)]
+    is_pictured = torch.cat(sees)
     if not bool(is_pictured.any()) or float(gap[is_pictured].max()) < 10 * float(gap[~is_pictured].max()):
         return ""
     return (
-        f" after pictures, {float(gap[~is_pictured].max()):.2g} without: it has an old vision tower, or processes pictures "
-        "differently (with other settings, another release of transformers, or torchvision on one side alone). Otherwise"
+        f" after pictures, and {float(gap[~is_pictured].max()):.2g} without: it has an older vision tower, or processes pictures "
+        "differently (other settings, another release of transformers, or torchvision on one side alone)"
     )
 
 

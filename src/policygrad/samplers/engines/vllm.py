@@ -249,10 +249,8 @@ class VllmSampler(EngineSampler):
             "stop_token_ids": sorted(self.end_ids(request)),
         }
         left: list[list[int]] | None = None
-        by_ids = request.needs_mask or bool(
-            request.media
-        )  # only this route returns masks, and reads pictures beside ids
-        if by_ids:
+        by_ids = request.needs_mask or bool(request.media)
+        if by_ids:  # only this route returns masks, and reads pictures beside ids
             body = {
                 "model": model,
                 "token_ids": request.prompt_ids.tolist(),
@@ -294,15 +292,19 @@ class VllmSampler(EngineSampler):
         if ours == theirs:
             return
         name, mark = self.tokenizer.name, getattr(self.tokenizer.pictures, "placeholder", -1)
+        if ours.count(mark) > sum(len(media.slots) for media in request.media):
+            raise EngineError(
+                f"{url} takes a token that the policy wrote for a picture: {name!r} has sampled {mark}, which stands for a part of "
+                "one, before a picture of a later turn. Use --sampler.engine local, or show all pictures in the first turn"
+            )
         different = next(
             (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
         )
         raise EngineError(
             f"{url} reads a prompt with pictures as other tokens than {name!r} does in the run: {len(theirs)} with "
-            f"{theirs.count(mark)} parts of pictures, not {len(ours)} with {ours.count(mark)}, and they differ from the "
-            f"{different + 1}th on. Its processor's settings are not the run's: start it with the run's model, whose folder has "
-            "the processor's files, without --mm-processor-kwargs and --media-io-kwargs, and with the release of transformers "
-            "that policygrad has"
+            f"{theirs.count(mark)} parts of pictures, not {len(ours)} with {ours.count(mark)}; token {different + 1} is "
+            "the first that differs. Its processor's settings are not the run's: start it with the run's model, whose folder has "
+            "the processor's files, and without --mm-processor-kwargs and --media-io-kwargs"
         )
 
     async def sleep(self, url: str) -> None:
