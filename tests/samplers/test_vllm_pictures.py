@@ -103,7 +103,9 @@ def test_run_with_pictures(tmp_path: Path) -> None:
         (tmp_path / f"{i}.png").write_bytes(make_picture(32 + 8 * (i % 2), 24, i).data)
         rows.append(json.dumps({"prompt": [{"role": "user", "content": "<image>?"}], "images": [f"{i}.png"]}))
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "digits.py").write_text("def digits(prompt, text):\n    return sum(c.isdigit() for c in text) / 8\n")
+    (tmp_path / "digits.py").write_text(
+        "def digits(prompts, texts):\n    return [sum(c.isdigit() for c in t) / 8 for t in texts]\n"
+    )
     run = pg.Run(
         model=str(save_served(tmp_path / "model")),
         task=str(tmp_path / "rows.jsonl"),
