@@ -103,7 +103,8 @@ def test_run_with_pictures(tmp_path: Path) -> None:
         (tmp_path / f"{i}.png").write_bytes(make_picture(32 + 8 * (i % 2), 24, i).data)
         rows.append(json.dumps({"prompt": [{"role": "user", "content": "<image>?"}], "images": [f"{i}.png"]}))
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "digits.py").write_text(
+    reward = "def digits(prompts, texts):\n    return [sum(c.isdigit() for c in t) / 8 for t in texts]\n"
+    (tmp_path / "digits.py").write_text(reward)
         "def digits(prompts, texts):\n    return [sum(c.isdigit() for c in t) / 8 for t in texts]\n"
     )
     run = pg.Run(
