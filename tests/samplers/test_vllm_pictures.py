@@ -105,8 +105,6 @@ def test_run_with_pictures(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     reward = "def digits(prompts, texts):\n    return [sum(c.isdigit() for c in t) / 8 for t in texts]\n"
     (tmp_path / "digits.py").write_text(reward)
-        "def digits(prompts, texts):\n    return [sum(c.isdigit() for c in t) / 8 for t in texts]\n"
-    )
     run = pg.Run(
         model=str(save_served(tmp_path / "model")),
         task=str(tmp_path / "rows.jsonl"),
