@@ -42,7 +42,7 @@ fast: $(STAMP)
 
 test-vllm: $(STAMP)
 	@test -x "$$POLICYGRAD_VLLM/bin/vllm" || { echo "POLICYGRAD_VLLM must name a virtual environment with bin/vllm (0.32)"; exit 2; }
-	$(BIN)/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_lora.py tests/samplers/test_nccl_transfer_gpus.py $(ARGS)
+	$(BIN)/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_lora.py tests/samplers/test_vllm_pictures.py tests/samplers/test_nccl_transfer_gpus.py $(ARGS)
 
 # Others' packages want other versions of much that is pinned, and of one another: each has a virtual environment of its own.
 OTHERS := .environments

@@ -30,7 +30,8 @@ class FormServer:
     @property
     def paths(self) -> list[str]:
         """Routes of requests other than for completions."""
-        return [path for path, _ in self.asked if path not in ("/v1/completions", "/generate")]
+        completions = ("/v1/completions", "/generate", "/inference/v1/generate")
+        return [path for path, _ in self.asked if path not in completions]
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.raw_path.decode()
@@ -91,6 +92,7 @@ class VllmForm(FormServer):
             "/pause?mode=keep": {"status": "paused"},
             "/collective_rpc": {"results": [None]},
             "/reset_prefix_cache": {"success": True},
+            "/reset_encoder_cache": httpx.Response(200),
             "/resume": {"status": "resumed"},
             "/update_weight_version": {"success": True, "new_version": self.version},
         }

@@ -8,14 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.ranked import BATCH, learned, make_spec, model, started
+from doubles.vision_models import make_family
 from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.tokenizer import EncodedText, load_tokenizer
+from policygrad.models.vision import read_texts
+from policygrad.samplers.engines.probe import make_pictured_prompts
 from policygrad.weight_sync.base import LazyStateDict, StaleWeightsError
 
 ALGORITHM = pg.DR_GRPO.with_max_tokens(6)
@@ -97,6 +101,22 @@ def _follows_the_weights(alone: LocalLearner, ranked: FsdpController) -> None:
         with pytest.raises(StaleWeightsError, match="the weights of version 0 are gone"):
             asked()
     assert ranked.publish().version == 1  # and all go on
+
+
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
+def test_logits_of_texts_with_pictures_are_those_of_one_process(ranks: WorkerGroup, name: str) -> None:
+    """Which the probe of an engine reads; two pictures, one, and none."""
+    whole, processor = make_family(name)
+    tokenizer = load_tokenizer(processor, whole)
+    texts = [*make_pictured_prompts(tokenizer, 512), EncodedText(torch.arange(2, 30))]
+    ids = nn.utils.rnn.pad_sequence([text.ids for text in texts], batch_first=True)
+    media = [text.media for text in texts]
+    ranked = FsdpController(ranks, make_family(name)[0], make_spec(ALGORITHM), stream_weights=True)
+    logits = ranked.publish().logits
+    assert logits is not None
+    with torch.no_grad():
+        assert torch.allclose(logits(ids, media), read_texts(whole, ids, media), atol=1e-4)
+        assert torch.allclose(logits(ids[2:]), read_texts(whole, ids[2:], ()), atol=1e-4)
 
 
 def held_here() -> int:

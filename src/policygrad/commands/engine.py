@@ -168,7 +168,7 @@ def build_launch_command(options: EngineOptions) -> LaunchCommand:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise load_error(what, error, "config.json and safetensors", model) from error
-    max_positions = getattr(config, "max_position_embeddings", None)  # None if it does not tell
+    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)  # None if it does not tell
     return engine.launch_command(
         LaunchOptions(
             model=model,
@@ -183,6 +183,7 @@ def build_launch_command(options: EngineOptions) -> LaunchCommand:
             lora=lora,
             records_experts=options.routing_replay,
             returns_masks=options.sampling_mask,
+            sees=getattr(config, "vision_config", None) is not None,
             on_cpu=not torch.cuda.is_available(),
         )
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import itertools
 import re
 import shutil
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.core.media import Media, TextMedia, join_media
+from policygrad.core.media import Media, TextMedia, join_media, mark_slots
 from policygrad.errors import ModelError
 from policygrad.utils.pictures import Picture
 
@@ -31,6 +32,7 @@ CACHED_PICTURES = 256
 """Processed pictures that are kept, since the later turns of a conversation show its earlier pictures again."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # per token: 1 for a part of a picture
+_ORIENTATION = 0x0112  # EXIF: how a camera was held
 _NOT_MEDIA = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
 
 
@@ -226,6 +228,25 @@ def _class_for_config(config: Any) -> Any:
     return PROCESSOR_MAPPING[type(config)]
 
 
+@lru_cache(CACHED_PICTURES)
+def encode_picture_file(file: bytes) -> tuple[str, bytes]:
+    """Return a picture's file for a reader that decodes it by itself: png or jpeg, and the file.
+
+    It is the same file if its pixels are read alike everywhere, else a new one: readers differ in what they do with transparency,
+    palettes, animations and the direction of a camera.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(file)) as image:
+        upright = image.getexif().get(_ORIENTATION, 1) == 1
+        if image.format in ("PNG", "JPEG") and image.mode == "RGB" and "transparency" not in image.info and upright:
+            return image.format.lower(), file
+    decoded, written = Picture(data=file).decode(), io.BytesIO()
+    decoded.info.clear()  # pixels alone
+    decoded.save(written, "PNG")
+    return "png", written.getvalue()
+
+
 # From media to a model's inputs.
 
 
@@ -330,6 +351,23 @@ def picture_positions(
     options |= {name: is_slot.long() for name in _TOKEN_TYPES if name in accepted}
     positions: Tensor = inner.get_rope_index(ids, attention_mask=is_token.long(), **options)[0]
     return positions
+
+
+def read_texts(model: nn.Module, ids: Tensor, media: Sequence[TextMedia]) -> Tensor:
+    """Return logits [R, L, V] of texts with pictures, in one plain pass through a model that sees.
+
+    Args:
+        ids: [R, L] token ids; shorter texts are followed by any tokens.
+        media: The pictures of each text; () = none has any.
+    """
+    rows = media or [()] * len(ids)
+    slots = torch.stack([mark_slots(pictures, ids.shape[1]) for pictures in rows]).to(ids.device)
+    is_token, pictures = torch.ones_like(ids, dtype=torch.bool), list(itertools.chain.from_iterable(rows))
+    inputs = picture_inputs(model, ids, slots, pictures)
+    positions = picture_positions(model, ids, slots, is_token, pictures)
+    with embedding(model, inputs.pop("embedded_ids", None)):
+        out = model(**inputs, attention_mask=is_token.long(), position_ids=positions, use_cache=False)
+    return out.logits  # type: ignore[no-any-return]
 
 
 def next_position(positions: Tensor) -> int:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from policygrad.core.media import TextMedia
 from policygrad.errors import EngineError
 from policygrad.models.adapters import PEFT_PREFIX, named_peft_modules, unwrap_layer
 
 
 class StaleWeightsError(EngineError):
     """Published weights that are no longer available because the learner has moved on. The next version will be."""
+
+
+class LogitFunction(Protocol):
+    """Computes the logits of a sharded policy."""
+
+    def __call__(self, ids: Tensor, media: Sequence[TextMedia] = ()) -> Tensor:
+        """Return logits [b, L, V] of ids [b, L] and the pictures of each text (() = none has any). Raises StaleWeightsError."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +34,8 @@ class PublishedWeights:
     """Number of updates that made them."""
     tensors: Mapping[str, Tensor]
     """In memory, or gathered one by one (`LazyStateDict`)."""
-    logits: Callable[[Tensor], Tensor] | None = None
-    """From ids [b, L] to the policy's logits [b, L, V], if the policy is sharded; None = a model with these tensors gives them.
-    Raises StaleWeightsError."""
+    logits: LogitFunction | None = None
+    """The policy's logits, if it is sharded; None = a model with these tensors gives them."""
 
 
 # Sharded policies: a tensor is gathered when it is accessed, and belongs to the caller alone.
@@ -89,7 +96,7 @@ def copy_weights_(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
             parameters[name].copy_(tensor)
 
 
-def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module | Callable[[Tensor], Tensor]:
+def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module | LogitFunction:
     """Copy published weights into the model and return it; for a sharded policy, return the function that computes its
     logits. Raises EngineError as in `copy_weights_`."""
     if weights.logits is not None:

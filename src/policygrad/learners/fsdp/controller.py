@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
+from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError, HangError, PolicygradError, RunError
 from policygrad.learners.base import LearnerSpec
@@ -177,8 +178,8 @@ class FsdpController:
         def gather(name: str) -> Tensor:
             return self._call(FsdpLearner.gather_parameter, name, specs[name].dtype, version=version)
 
-        def logits(ids: Tensor) -> Tensor:
-            return self._call(FsdpLearner.compute_logits, ids, version=version)
+        def logits(ids: Tensor, media: Sequence[TextMedia] = ()) -> Tensor:
+            return self._call(FsdpLearner.compute_logits, ids, media, version=version)
 
         return PublishedWeights(version, LazyStateDict(specs, gather), logits)
 

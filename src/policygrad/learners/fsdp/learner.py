@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
+from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.learners.base import LearnerSpec
@@ -40,6 +41,7 @@ from policygrad.learners.local.forward import Evaluator, choose_kernels
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
 from policygrad.models.replica import ModelFactory, full_tensor
+from policygrad.models.vision import placeholder_id, read_texts
 from policygrad.weight_sync.base import PublishedWeights
 
 _SHARDS = (Shard, _StridedShard)  # before torch 2.12 the second is a subclass of the first
@@ -213,9 +215,12 @@ class FsdpLearner(LocalLearner):
         return full_tensor(self.model.get_parameter(name).detach().to(dtype))
 
     @torch.no_grad()
-    def compute_logits(self, ids: Tensor) -> Tensor:
-        """Return logits [b, L, V] of token ids [b, L]; every rank computes them, so each layer is gathered once."""
+    def compute_logits(self, ids: Tensor, media: Sequence[TextMedia] = ()) -> Tensor:
+        """Return logits [b, L, V] of token ids [b, L] and the pictures of each text (() = none has any); every rank computes them,
+        so each layer is gathered once."""
         ids = ids.to(self._place.device)
+        if placeholder_id(self.model) is not None:
+            return self._policy_evaluator.root(lambda: read_texts(self.model, ids, media))  # type: ignore[no-any-return]
         positions = torch.arange(ids.shape[1], device=self._place.device).expand_as(ids)
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions, "use_cache": False}
         return self._policy_evaluator.root(lambda: self.model(**call).logits)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ weight update, and when a server comes back.
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import os
 import re
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -30,7 +31,8 @@ from policygrad.errors import ConfigError, EngineError
 from policygrad.models.adapters import adapter_configs
 from policygrad.models.lora_config import Lora
 from policygrad.models.moe_routing import Routing
-from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tokenizer import EncodedText, Tokenizer
+from policygrad.models.vision import encode_picture_file
 from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.config import ADAPTER, FOLDER, MERGED, NCCL, SamplerConfig
@@ -59,6 +61,7 @@ CALLBACK_INTERVAL = 0.05  # seconds between calls of the completion callback whi
 MAX_WAKE_FAILURES = 3  # attempts to wake a server, after which it is stopped and started again
 ADAPTIVE_SLOTS = 256  # concurrent requests that a server is started for, if their number is adjusted to its load
 REQUEST_TIMEOUT = 10.0  # seconds for a request that needs no computation
+CACHED_URIS = 64  # pictures kept in the form in which they are sent: the completions of one prompt send the same
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class LaunchOptions:
     colocate: bool = False  # True: it can sleep while the learner learns on its GPU
     records_experts: bool = False  # True: completions come with the experts that each token was routed to
     returns_masks: bool = False  # True: completions come with the tokens that top-k and top-p left
+    sees: bool = False  # True: prompts may have pictures
     on_cpu: bool = False  # True on a machine without a GPU
     memory_fraction: float = 0.0  # of a GPU's memory, for weights and cache; 0 = the engine's own default
 
@@ -127,6 +131,8 @@ class EngineSampler(ABC):
     """True if a completion can end elsewhere than at the tokenizer's end tokens: `Request.stop`."""
     returns_sampling_masks: ClassVar[bool] = False
     """True if completions have `Generation.sampling_mask` where `Request.needs_mask` is set."""
+    supports_pictures: ClassVar[bool] = False
+    """True if prompts may have pictures: `Request.media`, which `pictured_prompt` prepares."""
 
     def __init__(
         self,
@@ -250,19 +256,26 @@ class EngineSampler(ABC):
             raise EngineError("an engine has no weights before the first update(weights)")
         if not self.supports_stop and any(request.stop is not None for request in requests):
             raise EngineError(f"{self.name} ends completions at the tokenizer's end tokens alone: leave stop out")
+        if not self.supports_pictures and any(request.media for request in requests):
+            raise EngineError(
+                f"a prompt has a picture, and policygrad sends {self.name} token ids alone. Use --sampler.engine vllm, sglang or "
+                "local"
+            )
         callback, finished = self._callback, list[float]()
 
         async def generate_one(request: Request, seed: int) -> Generation:
             # in chunks, each of which continues the prompt and the tokens so far: the distribution is that of a single request,
             # because a token depends only on those before it. A lost chunk is requested again, and earlier ones stay
-            chunks, remaining, prompt_ids = list[Generation](), request.max_tokens, request.prompt_ids
+            chunks, remaining = list[Generation](), request.max_tokens
+            prompt_ids, compact_ids = request.prompt_ids, request.compact_ids
             while remaining and not (chunks and chunks[-1].finish_reason == "stop"):
                 if chunks:
                     # the 0 keeps it apart from the keys of an episode's later turns, which are one number longer
                     seed = int(derive_seeds([(*request.key, 0, len(chunks))])[0, 0])
                     prompt_ids = torch.cat([prompt_ids, chunks[-1].tokens])
+                    compact_ids = None if compact_ids is None else torch.cat([compact_ids, chunks[-1].tokens])
                 max_tokens = min(remaining, self.config.chunk_tokens or remaining)
-                part = replace(request, prompt_ids=prompt_ids, max_tokens=max_tokens)
+                part = replace(request, prompt_ids=prompt_ids, compact_ids=compact_ids, max_tokens=max_tokens)
                 chunks.append(await self.servers.call(partial(self._complete_at, part, seed), bool(chunks)))
                 remaining -= len(chunks[-1].tokens)
             generation = concat_generations(chunks)
@@ -385,7 +398,7 @@ class EngineSampler(ABC):
             EngineError: They differ.
         """
         version = 0 if self.published is None else self.published.version
-        requests = probe.make_probe_requests(len(self.tokenizer.hf), self.temperature, version)
+        requests = probe.make_probe_requests(len(self.tokenizer.hf), self.temperature, version, self._probe_pictures)
         seeds = derive_seeds([request.key for request in requests])[:, 0].tolist()
         slots = asyncio.Semaphore(self.config.max_concurrency or server_pool.INITIAL_CONCURRENCY)
 
@@ -402,6 +415,15 @@ class EngineSampler(ABC):
             return probe.compare_logprobs(self.model, *arguments)
         # in a thread, as it may wait for the learner
         return await asyncio.to_thread(probe.compare_logprobs, self._logit_source, *arguments)
+
+    @cached_property
+    def _probe_pictures(self) -> list[EncodedText]:
+        """Prompts with pictures for the probe; none if the model does not see, or no request may have one."""
+        if not self.supports_pictures:
+            return []
+        return probe.make_pictured_prompts(
+            self.tokenizer, self.config.resolve_context_length(self.tokenizer.context_length)
+        )
 
     @property
     def servers(self) -> ServerPool:
@@ -500,6 +522,7 @@ class EngineSampler(ABC):
                 colocate=config.colocate,
                 records_experts=self.records_experts,
                 returns_masks=self.returns_masks,
+                sees=self.tokenizer.pictures is not None,
                 on_cpu=not gpus,
                 memory_fraction=config.gpu_memory,
             )
@@ -611,6 +634,20 @@ class EngineSampler(ABC):
         read_before = experts[: len(request.prompt_ids) + length - 1]
         return torch.cat([read_before, read_before.new_full((1, *read_before.shape[1:]), -1)])
 
+    def pictured_prompt(self, request: Request) -> tuple[list[int], list[str]]:
+        """Return what an engine that expands pictures itself is sent for a prompt: ids with one mark for each picture, and the
+        pictures as data URIs.
+
+        Raises:
+            EngineError: The request has no such ids, or no picture's file.
+        """
+        if request.compact_ids is None or not all(media.file for media in request.media):
+            missing = "compact_ids" if request.compact_ids is None else "the files of its pictures"
+            raise EngineError(
+                f"{self.name} reads pictures from their files, and a request has not {missing}: pass those of Tokenizer.encode"
+            )
+        return request.compact_ids.tolist(), [to_data_uri(media.file) for media in request.media]
+
     @cached_property
     def expert_layers(self) -> tuple[list[int], int]:
         """The numbers of the layers with experts, and how many experts each token is routed to."""
@@ -619,6 +656,13 @@ class EngineSampler(ABC):
         numbers = [re.search(r"\.(\d+)\.", f".{names[router.module]}.") for router in routing.routers]
         layers = [i if number is None else int(number[1]) for i, number in enumerate(numbers)]
         return layers, routing.routers[0].k
+
+
+@lru_cache(CACHED_URIS)
+def to_data_uri(file: bytes) -> str:
+    """Return a picture's file as a data URI, so that every reader of it sees the pixels that the run's processor sees."""
+    kind, data = encode_picture_file(file)
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def lora_refused_error(url: str, reply: object, hints: Sequence[tuple[str, str]], engine: str) -> EngineError:

@@ -101,6 +101,7 @@ class SglangSampler(EngineSampler):
     supports_lora = True
     can_sleep = True
     returns_routed_experts = True
+    supports_pictures = True
     transfer_class = SglangTransfer
 
     @classmethod
@@ -184,6 +185,9 @@ class SglangSampler(EngineSampler):
             "return_logprob": True,
             "stream": False,
         }
+        if request.media:
+            body["input_ids"], body["image_data"] = self.pictured_prompt(request)
+            self._check_reencoding(body["input_ids"])
         if self.adapter_only:
             body["lora_path"] = self.adapter_names.get(url)
         if self.records_experts:
@@ -193,6 +197,12 @@ class SglangSampler(EngineSampler):
             info = reply["meta_info"]
             if (info.get("finish_reason") or {}).get("type") == "abort":
                 raise ServerUnavailableError(f"the request was aborted: {info['finish_reason'].get('message', '')}")
+            if request.media and info["prompt_tokens"] != len(request.prompt_ids):
+                raise EngineError(
+                    f"{url} reads a prompt with pictures as {info['prompt_tokens']} tokens, and the run's model as "
+                    f"{len(request.prompt_ids)}. Its processor's settings are not the run's: start it with the run's model, whose "
+                    "folder has the processor's files, and without --mm-process-config"
+                )
             entries = info["output_token_logprobs"]
             tokens = [int(token) for token in reply["output_ids"]]
             if [int(entry[1]) for entry in entries] != tokens[: len(entries)]:
@@ -204,6 +214,19 @@ class SglangSampler(EngineSampler):
             raise EngineError(
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
             ) from error
+
+    def _check_reencoding(self, ids: list[int]) -> None:
+        """Raise EngineError for a prompt with pictures that has other ids once it is decoded and encoded again.
+
+        SGLang does that to place them (python/sglang/srt/multimodal/processors/base_processor.py), and tells no ids.
+        """
+        tokenizer = self.tokenizer.hf
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if list(tokenizer(text, add_special_tokens=False)["input_ids"]) != ids:
+            raise EngineError(
+                "SGLang decodes a prompt with pictures and encodes it again, and this one then has other tokens than were sampled: "
+                "it continues a turn or a chunk. Use --sampler.engine vllm, or prompts of one turn without --sampler.chunk-tokens"
+            )
 
     async def sleep(self, url: str) -> None:
         body = {"tags": [CACHE, WEIGHTS]}

@@ -1,8 +1,9 @@
 """vLLM: completions by its OpenAI-compatible `/v1/completions`, ids in and out; weights by the routes of its development mode.
 
 Source: vllm-project/vllm 0.32, vllm/entrypoints/openai/completion/protocol.py (`prompt` as ids, `logprobs`, `return_token_ids`,
-`seed`) and vllm/entrypoints/rl/online/api_router.py (`/pause`, `/resume`, `/weight_info`, `/update_weight_version`). Tested with a
-server of that version (docs/engines.md).
+`seed`), vllm/entrypoints/scale_out/token_in_token_out (`/inference/v1/generate` for sampling masks and for prompts with pictures,
+which the server expands itself) and vllm/entrypoints/rl/online/api_router.py (`/pause`, `/resume`, `/weight_info`,
+`/update_weight_version`). Tested with a server of that version (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import base64
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ class VllmSampler(EngineSampler):
     can_sleep = True
     returns_routed_experts = True
     returns_sampling_masks = True
+    supports_pictures = True
     lora_route = "/v1"
     transfer_class = VllmTransfer
 
@@ -141,8 +143,8 @@ class VllmSampler(EngineSampler):
             argv += ["--enable-sleep-mode"]
         environment: dict[str, str] = {}
         returns = ["--enable-return-routed-experts"] if options.records_experts else []
-        if options.returns_masks:  # the second opens `/inference/v1/generate`
-            returns += ["--return-sampling-mask", "--enable-scale-out"]
+        if options.returns_masks:
+            returns += ["--return-sampling-mask"]
         if returns and options.on_cpu:
             raise ConfigError(
                 "learner.routing_replay, top_p and top_k: vLLM returns experts and sampling masks on a GPU only. Use "
@@ -151,6 +153,8 @@ class VllmSampler(EngineSampler):
         if returns:
             argv += returns
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them, and it needs Triton
+        if options.returns_masks or options.sees:  # opens `/inference/v1/generate`
+            argv += ["--enable-scale-out"]
         if options.on_cpu:  # nothing is gained there by compiling, and by default it takes most of the memory
             argv += ["--enforce-eager"]
             environment = {
@@ -221,6 +225,8 @@ class VllmSampler(EngineSampler):
                     ) from error
                 self.reloaded_servers.add(url)
             await self._control(url, "POST", "/reset_prefix_cache")
+            if self.tokenizer.pictures is not None:  # what the old vision tower made of pictures
+                await self._control(url, "POST", "/reset_encoder_cache")
         finally:
             await self._control(url, "POST", "/resume")
         await self._control(url, "POST", "/update_weight_version", {"new_version": version.name})
@@ -243,9 +249,19 @@ class VllmSampler(EngineSampler):
             "stop_token_ids": sorted(self.end_ids(request)),
         }
         left: list[list[int]] | None = None
-        if request.needs_mask:  # only this route returns it
-            body = {"model": model, "token_ids": request.prompt_ids.tolist(), "sampling_params": options}
-            reply = await self.http.post(f"{url}/inference/v1/generate", body | {"stream": False})
+        by_ids = request.needs_mask or bool(request.media)
+        if by_ids:  # only this route returns masks, and reads pictures beside ids
+            body = {
+                "model": model,
+                "token_ids": request.prompt_ids.tolist(),
+                "sampling_params": options,
+                "stream": False,
+            }
+            if request.media:
+                ids, uris = self.pictured_prompt(request)
+                parts = [{"type": "image_url", "url": uri} for uri in uris]
+                body |= {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
+            reply = await self.http.post(f"{url}/inference/v1/generate", body)
         else:
             tokens_only: dict[str, Any] = {"return_token_ids": True, "add_special_tokens": False, "stream": False}
             body = {"model": model, "prompt": request.prompt_ids.tolist(), **options, **tokens_only}
@@ -253,12 +269,15 @@ class VllmSampler(EngineSampler):
         try:
             choice = reply["choices"][0]
             tokens = choice["token_ids"]
-            if request.needs_mask:
-                left, logp = choice["sampling_mask"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            if by_ids:
+                logp = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                left = choice["sampling_mask"] if request.needs_mask else None
             else:
                 logp = choice["logprobs"]["token_logprobs"]
             if tokens is None:
                 raise EngineError(f"{url} returns no token ids; vLLM 0.11 or later does (return_token_ids)")
+            if request.media:
+                self._check_expansion(url, request, reply["prompt_token_ids"])
             experts = decode_experts(choice.get("routed_experts")) if self.records_experts else None
             version = str(reply["model"]) if self.adapter_only else None
             return EngineCompletion(tokens, logp, version, experts, left)
@@ -266,6 +285,27 @@ class VllmSampler(EngineSampler):
             raise EngineError(
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
             ) from error
+
+    def _check_expansion(self, url: str, request: Request, read: Sequence[int]) -> None:
+        """Raise EngineError unless the server has read a prompt with pictures as the ids that the learner reads."""
+        ours, theirs = request.prompt_ids.tolist(), list(read)
+        if ours == theirs:
+            return
+        name, mark = self.tokenizer.name, getattr(self.tokenizer.pictures, "placeholder", -1)
+        if ours.count(mark) > sum(len(media.slots) for media in request.media):
+            raise EngineError(
+                f"{url} takes a token that the policy wrote for a picture: {name!r} has sampled {mark}, which stands for a part of "
+                "one, before a picture of a later turn. Use --sampler.engine local, or show all pictures in the first turn"
+            )
+        different = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+        )
+        raise EngineError(
+            f"{url} reads a prompt with pictures as other tokens than {name!r} does in the run: {len(theirs)} with "
+            f"{theirs.count(mark)} parts of pictures, not {len(ours)} with {ours.count(mark)}; token {different + 1} is "
+            "the first that differs. Its processor's settings are not the run's: start it with the run's model, whose folder has "
+            "the processor's files, and without --mm-processor-kwargs and --media-io-kwargs"
+        )
 
     async def sleep(self, url: str) -> None:
         # level 2 forgets the weights, which are replaced anyway; level 1 keeps a copy in the host's memory, for an adapter's base
