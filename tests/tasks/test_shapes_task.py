@@ -159,15 +159,14 @@ def test_demonstrations_name_what_the_picture_shows_and_are_scored_as_right() ->
     examples = [task.train_example(i) for i in range(200)]
     for example in examples:
         pixels = read_pixels(example)
-        named = (
-            list(read_digits(pixels))
-            if example.columns["kind"] == "digits"
-            else [f"{c} {f}" for c, f, _ in look(pixels)]
-        )
-        assert (
-            example.columns["demonstration"]
-            == f"I see {', '.join(named)}. <answer>{example.columns['answer']}</answer>"
-        )
+        if example.columns["kind"] == "digits":
+            named = list(read_digits(pixels))
+        else:
+            subject = picture_and_question(example)[1].split()[2].removesuffix("s")
+            shapes, count = look(pixels), iter("1234")
+            named = [f"{c} {f} {next(count)}" if subject in (c, f) else f"{c} {f}" for c, f, _ in shapes]
+        reply = f"I see {', '.join(named)}. <answer>{example.columns['answer']}</answer>"
+        assert example.columns["demonstration"] == reply
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     assert exact_match(None, columns["demonstration"], **columns) == [1.0] * len(examples)
     assert task.rewards == ("exact_match",)

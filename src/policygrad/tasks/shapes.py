@@ -167,8 +167,28 @@ def make_example(scene: Scene, png: bytes) -> Example:
 
 
 def worked_reply(scene: Scene) -> str:
-    """Return the reply that names everything in the picture first, then answers; at most 16 of the shipped model's tokens."""
-    return f"I see {', '.join(mark.name for mark in scene.marks)}. <answer>{scene.answer}</answer>"
+    """Return the reply that names everything in the picture, then answers; at most 17 of the shipped model's tokens."""
+    names = list_names([mark.name for mark in scene.marks], scene.question)
+    return f"I see {names}. <answer>{scene.answer}</answer>"
+
+
+def list_names(names: Sequence[str], question: str) -> str:
+    """Join names by commas. Where a question asks how many, those that it asks for are counted: `red circle 1, blue square`."""
+    counted, listed = 0, list[str]()
+    subject = find_subject(question)
+    for name in names:
+        if subject in name.split():
+            counted += 1
+            listed.append(f"{name} {counted}")
+        else:
+            listed.append(name)
+    return ", ".join(listed)
+
+
+def find_subject(question: str) -> str:
+    """Return the form or colour that a question wants counted, "" if it asks for something else."""
+    words = question.removeprefix("How many ").split()
+    return "" if question in (LARGEST, DIGITS) else words[0].removesuffix("s")
 
 
 # Scenes.
