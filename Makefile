@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-tinker test-audit test-ray test-extras test-long test-vllm lint format fast control base-model constraints clean help
+.PHONY: bench docs site lab train test suite test-environments test-tinker test-audit test-ray test-extras test-long test-vllm lint format fast control base-model shapes-model constraints clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -123,6 +123,9 @@ bench: $(STAMP)
 
 base-model: $(STAMP)
 	$(BIN)/python scripts/make_base_model.py
+
+shapes-model: $(STAMP)
+	$(BIN)/python scripts/make_shapes_model.py
 
 constraints: $(STAMP)
 	@(head -2 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable) > .constraints.new && mv .constraints.new constraints.txt

@@ -32,6 +32,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -249,8 +250,8 @@ def make_batches(
     tokenizer: PreTrainedTokenizerFast,
     batch_size: int,
     rng: random.Random,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input_ids, labels) batches of documents of similar length, one per row.
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Endless batches (input_ids, labels) of documents of similar length, one per row.
 
     Only replies carry a loss: the numbers and words of a question are drawn at
     random, so nothing but noise can be learnt from predicting them.
@@ -270,7 +271,7 @@ def make_batches(
                 end = len(prompt) + len(answer)
                 input_ids[index, :end] = torch.tensor(prompt + answer)
                 labels[index, len(prompt) : end] = torch.tensor(answer)
-            yield input_ids, labels
+            yield {"input_ids": input_ids, "labels": labels}
 
 
 def make_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
@@ -289,20 +290,20 @@ def make_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[t
 
 
 def train_model(
-    model: LlamaForCausalLM,
-    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    model: PreTrainedModel,
+    batches: Iterator[dict[str, torch.Tensor]],
+    optimizers: list[torch.optim.Optimizer],
     args: argparse.Namespace,
 ) -> float:
     """Train with a learning rate that falls linearly; return the mean of the last losses."""
-    optimizers = make_optimizers(model, args)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1.0 - step / args.steps))
         for optimizer in optimizers
     ]
     losses: list[float] = []
     started = time.monotonic()
-    for step, (input_ids, labels) in enumerate(islice(batches, args.steps), start=1):
-        loss = model(input_ids=input_ids, labels=labels).loss
+    for step, batch in enumerate(islice(batches, args.steps), start=1):
+        loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -412,7 +413,7 @@ def main() -> None:
         islice(make_batches(textbook, tokenizer, args.batch_size, rng), textbook_steps),
         make_batches(web, tokenizer, args.batch_size, rng),
     )
-    loss = train_model(model, batches, args)
+    loss = train_model(model, batches, make_optimizers(model, args), args)
     save(model, tokenizer, args.output)
     report = {
         "parameters": model.num_parameters(),
