@@ -42,7 +42,7 @@ NAV = {
     ),
     "Algorithms": ("algorithms/index", "tables", "where-sources-disagree"),
     "The lab": ("lab", "control"),
-    "Measured": ("measured", "staleness", "real-model", "benchmarks", "base-model"),
+    "Measured": ("measured", "staleness", "real-model", "benchmarks", "base-model", "shapes-model"),
     "Coming from": ("coming-from-trl", "coming-from-verl", "coming-from-openrlhf"),
     "Reference": ("reference/index", "metrics", "architecture"),
     "When something goes wrong": ("troubleshooting", "reliability", "trust"),

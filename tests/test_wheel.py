@@ -70,14 +70,22 @@ def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everything_is_in_the_wheel(wheel: Path) -> None:
-    """Every file of the package: a module, the embedded model, the page's template, py.typed."""
+    """Every file of the package: a module, the embedded models, the page's template, py.typed."""
     here = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
     here = {name for name in here if "__pycache__" not in name}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == here
     data = {name for name in packed if not name.endswith(".py")}
     assert "policygrad/py.typed" in data
-    assert {Path(name).parent.name for name in data} == {"commands", "compare", "policygrad", "tiny", "trackers", "web"}
+    assert {Path(name).parent.name for name in data} == {
+        "commands",
+        "compare",
+        "policygrad",
+        "shapes",
+        "tiny",
+        "trackers",
+        "web",
+    }
 
 
 def test_the_installed_command_trains(binaries: Path, tmp_path: Path) -> None:
