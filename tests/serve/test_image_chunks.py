@@ -1,4 +1,4 @@
-"""Images in sampling requests and training data, by the SDK: numbers are transformers' own, and what cannot be read is refused."""
+"""Images in sampling requests and training data, by the SDK: the numbers are those of transformers, errors say why."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("serve") / "served", model=(f"sees={folder}", "tiny")) as found:
-        yield found
+    with running(tmp_path_factory.mktemp("serve") / "served", model=(f"sees={folder}", "tiny")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[Any]:
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as found:
-        yield found
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def plain_table(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def datum(inputs: dict[str, Tensor], chunks: list[Any], answer: list[int] = ANSWER) -> Any:
-    """A text whose every position predicts the next token, and whose answer has a weight. `chunks`: all but its last token."""
+    """A text whose every position predicts the next token; the answer has a weight. `chunks`: without the last token."""
     ids = inputs["input_ids"][0].tolist()
     targets, weights = ids[1:], [float(i >= len(ids) - len(answer)) for i in range(1, len(ids))]
     return types.Datum(model_input=model_input(*chunks), loss_fn_inputs={"target_tokens": targets, "weights": weights})
@@ -113,8 +113,8 @@ def test_log_probabilities_are_those_of_transformers(client: Any, pictures: tupl
     ).result()
     assert torch.allclose(torch.tensor(result.prompt_logprobs[1:]), expected, atol=2e-4)
     top = table[:-1].topk(2)
-    found = torch.tensor([[p for _, p in row] for row in result.topk_prompt_logprobs[1:]])
-    assert torch.allclose(found, top.values, atol=2e-4)
+    alternatives = torch.tensor([[p for _, p in row] for row in result.topk_prompt_logprobs[1:]])
+    assert torch.allclose(alternatives, top.values, atol=2e-4)
     for sequence in result.sequences:
         longer = read_plainly(*pictures, begin=QUESTION, end=QUESTION + ANSWER)
         longer["input_ids"] = torch.cat([longer["input_ids"], torch.tensor([sequence.tokens])], 1)
@@ -129,7 +129,7 @@ def test_log_probabilities_are_those_of_transformers(client: Any, pictures: tupl
 
 @pytest.mark.parametrize("rank", [4, 0])
 def test_gradients_move_the_weights(client: Any, server: Running, rank: int) -> None:
-    """An adapter learns the answer to a picture, and all weights take transformers' gradient, the vision tower's included."""
+    """An adapter learns the answer to a picture; all weights take transformers' gradient, also in the vision tower."""
     inputs = read_plainly(LARGE, begin=QUESTION, end=QUESTION + ANSWER)
     given = datum(inputs, [text(QUESTION), image(LARGE), text(QUESTION + ANSWER[:-1])])
     training = client.create_lora_training_client("sees", rank=rank, seed=1).result()
@@ -268,7 +268,7 @@ def query(*chunks: Tensor | Picture, samples: int = 2, number: int = 0) -> Sampl
 
 
 def test_adapters_are_sampled_together_with_pictures(network: ServedNetwork) -> None:
-    """Rows of several adapters, with different numbers of pictures: each as alone, and with `forward`'s log-probabilities."""
+    """Rows of several adapters and numbers of pictures: each as alone, and with `forward`'s log-probabilities."""
     models = [trained_adapter(network, seed) for seed in (1, 2)]
     assert network.switch is not None
     assert not [name for name in network.switch.layers if "vision" in name or "connector" in name]
@@ -329,8 +329,8 @@ def test_an_engine_gets_one_mark_for_each_picture(network: ServedNetwork, monkey
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, tmp_path: Path) -> None:
-    """Prompts are scored, and data are learned from, alike: several targets for a position, texts that share a picture, or have
-    another one of the same size."""
+    """Prompts are scored, and data are learned from, alike: several targets for a position, texts that share a picture,
+    or have another one of the same size."""
     network = load_network(name, str(save_family(name, tmp_path / name)), LearnerConfig(), adaptable=True)
     answers, words = LocalAnswers(network), torch.tensor(QUESTION)
     given = []

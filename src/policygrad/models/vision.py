@@ -92,7 +92,7 @@ class PictureProcessor:
         return tuple(Media(s, p.tensors, p.digest, picture.read()) for s, p, picture in parts)
 
     def picture_ids(self, picture: Picture) -> Tensor:
-        """Return [n] int64: what stands for a picture in a text, its placeholder tokens and what the processor puts around them.
+        """Return [n] int64: what stands for a picture in a text, its placeholder tokens and those around them.
 
         Raises:
             DataError: A picture that cannot be decoded.
@@ -101,7 +101,7 @@ class PictureProcessor:
         return self._encode(self._process(picture).text)
 
     def mark_ids(self, picture: Picture) -> Tensor:
-        """Return [n] int64: what a chat template writes for a picture, and an engine expands. Raises like `picture_ids`."""
+        """Return [n] int64: what a chat template writes for a picture; engines expand it. Raises likewise."""
         self._process(picture)  # which finds the right mark
         return self._encode(self._marks[0])
 

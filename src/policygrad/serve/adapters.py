@@ -154,7 +154,7 @@ class AdaptedLinear(nn.Module):
 def make_adaptable(model: Any) -> AdapterSwitch:
     """Freeze a model and let its linear layers take adapters, in place.
 
-    What only pictures pass through takes none, as in training: its rows are pictures, not the texts that select adapters.
+    What only pictures pass through takes none, as in training: its rows are pictures, not texts that select adapters.
 
     Raises:
         ModelError: It has no linear layer that can.

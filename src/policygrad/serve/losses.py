@@ -440,7 +440,7 @@ def _check_fields(algorithm: Algorithm, batch: Batch, name: str) -> None:
 
 
 def _group_by_prompt(data: Sequence[Datum], mask: Tensor) -> Tensor:
-    """Return [rows] int64: data whose tokens and pictures up to the first sampled token are equal have equal numbers."""
+    """Return [rows] int64: data with equal tokens and pictures up to the first sampled token have equal numbers."""
     numbers: dict[tuple[int, ...], int] = {}
     texts = (distinguish_media(datum.tokens, datum.media) for datum in data)
     prompts = (text[: int(row.int().argmax()) + 1] for text, row in zip(texts, mask, strict=True))

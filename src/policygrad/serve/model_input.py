@@ -44,7 +44,7 @@ class ModelInputParts:
             name: The model's, as clients call it.
 
         Raises:
-            ConfigError: The model does not see; a picture cannot be read, or has another number of tokens than expected.
+            ConfigError: The model does not see; a picture cannot be read, or has more or fewer tokens than expected.
         """
         if (ids := self.ids) is not None:
             return EncodedText(ids)
@@ -69,8 +69,8 @@ def _read_picture(chunk: PictureChunk, tokenizer: Tokenizer, name: str) -> Encod
         raise ConfigError(str(error)) from error
     if chunk.expected_tokens is not None and chunk.expected_tokens != len(ids):
         raise ConfigError(
-            f"{where} is {len(ids)} tokens for {name!r}, and expected_tokens is {chunk.expected_tokens}: give {len(ids)}, "
-            "or leave it out"
+            f"{where} is {len(ids)} tokens for {name!r}, and expected_tokens is {chunk.expected_tokens}: "
+            f"give {len(ids)}, or leave it out"
         )
     return EncodedText(ids, media, compact_ids)
 

@@ -141,8 +141,11 @@ class LocalAnswers:
         return [self._build_answer(query, adapter, generations) for query, adapter in queries]
 
     def prepare(self, query: SampleQuery) -> SampleQuery:
-        """Return a query with its pictures read. Raises ConfigError for one that cannot be answered, before others are answered
-        with it."""
+        """Return a query with its pictures read, before it is answered together with others.
+
+        Raises:
+            ConfigError: It cannot be answered.
+        """
         if query.parts is not None:
             text = query.parts.read(self.network.tokenizer, self.network.name)
             query = replace(query, prompt=text.ids, media=text.media, compact_ids=text.compact_ids, parts=None)

@@ -149,7 +149,7 @@ def _parse_message(body: bytes) -> Any:
 # Chunks.
 
 _REFUSED_CHUNKS = {
-    "image_asset_pointer": "an address of an image, and this server fetches nothing: send the file itself, as an ImageChunk",
+    "image_asset_pointer": "an address of an image, and this server fetches nothing: send an ImageChunk with the file",
     "dmel": "audio, which this server does not read: leave it out",
 }
 _NO_IDS = torch.zeros(0, dtype=torch.int64)
@@ -180,7 +180,7 @@ def _read_chunk(chunk: Any, where: str) -> Tensor | PictureChunk:
 
 
 def parse_pass(body: bytes, content_type: str) -> PassRequest:
-    """Parse a forward_backward request. Raises ConfigError for one that is malformed, or has chunks that are not read here."""
+    """Parse a forward_backward request. Raises ConfigError for one that is malformed or has other chunks."""
     if PROTOBUF not in content_type:
         return _parse_json_pass(body)
     message = _parse_message(body)
