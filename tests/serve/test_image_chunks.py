@@ -82,7 +82,7 @@ def plain_table(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def datum(inputs: dict[str, Tensor], chunks: list[Any], answer: list[int] = ANSWER) -> Any:
-    """A text whose every position predicts the next token; the answer has a weight. `chunks`: without the last token."""
+    """A text whose every position predicts the next token; the answer has a weight. `chunks`: all but the last."""
     ids = inputs["input_ids"][0].tolist()
     targets, weights = ids[1:], [float(i >= len(ids) - len(answer)) for i in range(1, len(ids))]
     return types.Datum(model_input=model_input(*chunks), loss_fn_inputs={"target_tokens": targets, "weights": weights})
