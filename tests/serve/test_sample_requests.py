@@ -103,4 +103,4 @@ def test_a_model_without_linear_layers_is_refused() -> None:
 )
 def test_queries_that_cannot_be_answered_are_refused(network: ServedNetwork, query: SampleQuery, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LocalAnswers(network).check(query)
+        LocalAnswers(network).prepare(query)

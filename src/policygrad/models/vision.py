@@ -93,6 +93,23 @@ class PictureProcessor:
         parts = zip(torch.split(slots, needed), processed, pictures, strict=True)
         return tuple(Media(s, p.tensors, p.digest, picture.read()) for s, p, picture in parts)
 
+    def picture_ids(self, picture: Picture) -> Tensor:
+        """Return [n] int64: what stands for a picture in a text, its placeholder tokens and those around them.
+
+        Raises:
+            DataError: A picture that cannot be decoded.
+            ModelError: The processor refuses it.
+        """
+        return self._encode(self._process(picture).text)
+
+    def mark_ids(self, picture: Picture) -> Tensor:
+        """Return [n] int64: what a chat template writes for a picture; engines expand it. Raises likewise."""
+        self._process(picture)  # which finds the right mark
+        return self._encode(self._marks[0])
+
+    def _encode(self, text: str) -> Tensor:
+        return torch.tensor(self.hf.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
     def save(self, folder: Path) -> None:
         """Write the files from which the processor is loaded again, apart from the tokenizer's."""
         if not self.files:

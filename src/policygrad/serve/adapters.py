@@ -24,6 +24,7 @@ from policygrad.errors import ConfigError, ModelError
 from policygrad.models.adapters import ADAPTER_WEIGHTS, PEFT_PREFIX, find_unadaptable_layers
 from policygrad.models.loading import at_least_float32
 from policygrad.models.lora_config import ADAPTER_FILE
+from policygrad.models.vision import picture_parameters
 
 ALPHA = 32.0
 """α, which the Tinker API does not let clients choose: 32 at any rank (Schulman et al. 2025, LoRA Without Regret)."""
@@ -153,14 +154,16 @@ class AdaptedLinear(nn.Module):
 def make_adaptable(model: Any) -> AdapterSwitch:
     """Freeze a model and let its linear layers take adapters, in place.
 
+    What only pictures pass through takes none, as in training: its rows are pictures, not texts that select adapters.
+
     Raises:
         ModelError: It has no linear layer that can.
     """
     switch, head = AdapterSwitch(), model.get_output_embeddings()
     model.requires_grad_(False)
-    unadaptable = find_unadaptable_layers(model)
+    unadaptable, of_pictures = find_unadaptable_layers(model), picture_parameters(model)
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or name in unadaptable:
+        if not isinstance(module, nn.Linear) or name in unadaptable or f"{name}.weight" in of_pictures:
             continue
         is_attention = any("attn" in part or "attention" in part for part in name.split("."))
         kind = "head" if module is head else "attention" if is_attention else "mlp"

@@ -20,12 +20,14 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import State, Term
 from policygrad.core.batch import Batch, Coefficients, Forward
 from policygrad.core.gates import Clip, ClippedImportance, Importance, OnPolicy, UnitWeight
+from policygrad.core.media import TextMedia, distinguish_media
 from policygrad.core.objective import objective, surrogate, with_selected_tokens
 from policygrad.core.ratios import Sequence as SequenceRatio
 from policygrad.core.ratios import Token
 from policygrad.core.terms import KLToReference
 from policygrad.errors import ConfigError
 from policygrad.serve.custom_loss import CustomLoss
+from policygrad.serve.model_input import ModelInputParts
 from policygrad.training.config.serialization import from_dict
 
 LossConfig = Mapping[str, float | str]
@@ -48,9 +50,13 @@ class Datum:
     """One text and what its loss reads."""
 
     tokens: Tensor
-    """[T] int64; what the model reads."""
+    """[T] int64; what the model reads. Of a picture, its placeholder tokens."""
     inputs: Mapping[str, Tensor]
     """`target_tokens` [T] or [T, K] int64, which position t predicts, and the fields of the loss."""
+    media: TextMedia = ()
+    """The pictures among the tokens."""
+    parts: ModelInputParts | None = None
+    """Chunks with pictures that are not read yet: `tokens` is empty until `ServedNetwork.read_datum` has read them."""
 
     @property
     def targets(self) -> Tensor:
@@ -434,9 +440,10 @@ def _check_fields(algorithm: Algorithm, batch: Batch, name: str) -> None:
 
 
 def _group_by_prompt(data: Sequence[Datum], mask: Tensor) -> Tensor:
-    """Return [rows] int64: data whose tokens up to the first sampled one are equal have equal numbers."""
+    """Return [rows] int64: data with equal tokens and pictures up to the first sampled token have equal numbers."""
     numbers: dict[tuple[int, ...], int] = {}
-    prompts = (datum.tokens[: int(row.int().argmax()) + 1] for datum, row in zip(data, mask, strict=True))
+    texts = (distinguish_media(datum.tokens, datum.media) for datum in data)
+    prompts = (text[: int(row.int().argmax()) + 1] for text, row in zip(texts, mask, strict=True))
     return torch.tensor([numbers.setdefault(tuple(prompt.tolist()), len(numbers)) for prompt in prompts])
 
 

@@ -75,6 +75,13 @@ class ServedNetwork:
                 f"{what} has the token id {wrong}, and {self.name!r} has ids from 0 to {self.vocabulary - 1}"
             )
 
+    def read_datum(self, datum: Datum) -> Datum:
+        """Return a datum with the tokens and media of its pictures. Raises ConfigError as `ModelInputParts.read`."""
+        if datum.parts is None:
+            return datum
+        text = datum.parts.read(self.tokenizer, self.name)
+        return Datum(text.ids, datum.inputs, text.media)
+
     def check_text(self, ids: Tensor, what: str) -> None:
         """Raise ConfigError for a text that the model cannot read."""
         self.check_ids(ids, what)
@@ -156,9 +163,10 @@ class ClientModel:
         """Compute log-probabilities and the loss, and with `backward` add its gradient to what is pending.
 
         Raises:
-            ConfigError: See `prepare_loss`; a token that the model does not have.
+            ConfigError: See `prepare_loss`; a token that the model does not have; a picture that it cannot read.
         """
         network = self.network
+        data = [network.read_datum(datum) for datum in data]
         for i, datum in enumerate(data):
             network.check_text(datum.tokens, f"datum {i}")
             network.check_ids(datum.targets, f"datum {i}: target_tokens")
@@ -223,6 +231,8 @@ class _Passes:
         self.network, self.data = network, data
         self.texts, targets, self.owner = target_rows(data)
         pad = torch.nn.utils.rnn.pad_sequence
+        pictures = [data[i].media for i in self.owner.tolist()]
+        self.media = pictures if any(pictures) else []
         self.targets = pad(targets, batch_first=True)
         self.mask = pad([torch.ones_like(t, dtype=torch.bool) for t in targets], batch_first=True)
         self.group = self.owner if keep_together is None else keep_together
@@ -232,7 +242,8 @@ class _Passes:
     def _packs(self) -> Iterator[Pack]:
         batch = Batch(mask=self.mask, group=self.group, reward=torch.zeros(len(self.mask)), tokens=self.targets)
         budget = micro_batch_tokens(self.network.config, self.network.model)
-        for pack in pack_texts(batch, TokenSequences.of_texts(self.texts), budget, keep_groups=self.keep):
+        texts = TokenSequences.of_texts(self.texts, self.media)
+        for pack in pack_texts(batch, texts, budget, keep_groups=self.keep):
             yield pack.to(self.network.device)
 
     @torch.no_grad()

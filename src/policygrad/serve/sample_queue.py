@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -173,9 +173,8 @@ class SampleQueue:
         answers, allowed = list[tuple[QueuedSample, Answer]](), list[tuple[QueuedSample, Any]]()
         for item, weights in requests:
             try:
-                sampler.check(item.query)
-                allowed.append((item, weights))
-            except PolicygradError as error:
+                allowed.append((replace(item, query=sampler.prepare(item.query)), weights))
+            except Exception as error:  # whatever a client's picture lets a library raise: the others are answered
                 answers.append((item, self._format_refusal(error)))
         try:
             results = sampler.answer([(item.query, weights) for item, weights in allowed]) if allowed else []

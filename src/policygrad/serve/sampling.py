@@ -11,14 +11,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from policygrad.core.media import TextMedia, mark_slots
 from policygrad.errors import ConfigError
 from policygrad.models.loading import at_least_float32
+from policygrad.models.vision import picture_inputs, picture_positions
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
 from policygrad.serve.adapters import Adapter, merge_adapter
+from policygrad.serve.model_input import ModelInputParts
 from policygrad.serve.models import ServedNetwork
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
@@ -32,7 +35,7 @@ class SampleQuery:
     """A sampling request: one prompt, and what to sample and score."""
 
     prompt: Tensor
-    """[P] int64."""
+    """[P] int64; of a picture, its placeholder tokens."""
     num_samples: int
     sampling: SamplingParams
     max_tokens: int | None
@@ -52,6 +55,12 @@ class SampleQuery:
     """[P − 1, K] int64; ids to score at each position after the first, -1 = none."""
     prompt_draws: int = 0
     """Tokens to draw at each position after the first."""
+    media: TextMedia = ()
+    """The prompt's pictures."""
+    compact_ids: Tensor | None = None
+    """[P'] int64; the prompt with one mark for each picture, for an engine that expands it. None = no pictures."""
+    parts: ModelInputParts | None = None
+    """Chunks with pictures that are not read yet: `prompt` is empty until `LocalAnswers.prepare` has read them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +118,37 @@ class LocalAnswers:
 
     @torch.no_grad()
     def answer(self, queries: Sequence[tuple[SampleQuery, Adapter | None]]) -> list[SampleAnswer]:
+        """Answer queries that `prepare` has returned."""
         requests = list[_AdaptedRequest]()
         for query, adapter in queries:
+            assert query.parts is None
             sampling = replace(query.sampling, decode_rows=self.decode_rows)
             limit = self._max_tokens(query)
             requests += [
-                _AdaptedRequest(query.prompt, (*query.key, i), sampling, limit, stop=query.stop_tokens, adapter=adapter)
+                _AdaptedRequest(
+                    query.prompt,
+                    (*query.key, i),
+                    sampling,
+                    limit,
+                    media=query.media,
+                    compact_ids=query.compact_ids,
+                    stop=query.stop_tokens,
+                    adapter=adapter,
+                )
                 for i in range(query.num_samples)
             ]
         generations = iter(self._generate(requests))
         return [self._build_answer(query, adapter, generations) for query, adapter in queries]
 
-    def check(self, query: SampleQuery) -> None:
-        """Raise ConfigError for a query that cannot be answered, before others are answered with it."""
+    def prepare(self, query: SampleQuery) -> SampleQuery:
+        """Return a query with its pictures read, before it is answered together with others.
+
+        Raises:
+            ConfigError: It cannot be answered.
+        """
+        if query.parts is not None:
+            text = query.parts.read(self.network.tokenizer, self.network.name)
+            query = replace(query, prompt=text.ids, media=text.media, compact_ids=text.compact_ids, parts=None)
         self._max_tokens(query)
         length, targets, last = len(query.prompt), query.target_ids, query.prompt_logprobs_last
         if targets is not None and len(targets) != length - 1:
@@ -133,6 +160,7 @@ class LocalAnswers:
             self.network.check_ids(targets.clamp(min=0), "target_prompt_logprobs")
         if last is not None and not 1 <= last <= length - 1:
             raise ConfigError(f"prompt_logprobs_last_n must be from 1 to {length - 1}, not {last}")
+        return query
 
     def _max_tokens(self, query: SampleQuery) -> int:
         """Return how many tokens may be sampled. Raises ConfigError if the prompt leaves no room for them."""
@@ -181,7 +209,7 @@ class LocalAnswers:
                 if query.top_sample_logprobs:
                     ids = torch.cat([query.prompt, sample.tokens])
                     top = _TopCollector(query.top_sample_logprobs)
-                    self._score(ids, len(query.prompt), top)
+                    self._score(ids, query.media, len(query.prompt), top)
                     sample = replace(sample, top=top.result(len(sample.tokens)))
                 samples.append(sample)
             return self._score_prompt(query, SampleAnswer(samples))
@@ -208,10 +236,10 @@ class LocalAnswers:
             return answer
         scored = _PromptScores(query)
         if length > 1:
-            self._score(query.prompt, 1, scored)
+            self._score(query.prompt, query.media, 1, scored)
         return scored.add_to(answer)
 
-    def _score(self, ids: Tensor, start: int, collector: _TopCollector | _PromptScores) -> None:
+    def _score(self, ids: Tensor, media: TextMedia, start: int, collector: _TopCollector | _PromptScores) -> None:
         """Give the logits that predict ids[start:] to a collector, in order and in parts."""
         model, device = self.network.model, self.network.device
         text = ids[None].to(device)
@@ -222,6 +250,11 @@ class LocalAnswers:
             "attention_mask": torch.ones_like(text),
             "position_ids": torch.arange(text.shape[1], device=device)[None],
         }
+        if media:
+            slots = mark_slots(media, len(ids))[None].to(device)
+            is_token = torch.ones_like(text, dtype=torch.bool)
+            call["position_ids"] = picture_positions(model, text, slots, is_token, media)
+            call |= picture_inputs(model, text, slots, media)
         model.eval()
         states = replace(part, use_tree=False).states_at(index, call)
         size = max(1, MAX_LOGITS // part.width(states))

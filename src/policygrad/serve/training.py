@@ -348,7 +348,7 @@ class Training:
                 return None
         custom = self._load_custom_loss(lane, config) if given.loss == "custom" else {}
         result = model.run(data, given.loss, config, custom, backward=given.backward)
-        self.counts["tokens_trained"] += sum(len(d.tokens) for d in data)
+        self.counts["tokens_trained"] += sum(len(x) for x in result.logprobs)
         parts, lane.parts = lane.parts, []
         start, answer = 0, None
         for (

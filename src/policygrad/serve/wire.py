@@ -19,8 +19,10 @@ from policygrad.errors import ConfigError, import_optional
 from policygrad.samplers.base import SamplingParams
 from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
+from policygrad.serve.model_input import ModelInputParts, PictureChunk
 from policygrad.serve.models import AdamParams
 from policygrad.serve.sampling import SampleAnswer, SampleQuery, TopTokens
+from policygrad.utils.pictures import Picture
 
 tinker = import_optional("tinker", "policygrad serve", "serve")
 
@@ -144,11 +146,41 @@ def _parse_message(body: bytes) -> Any:
     return message
 
 
+# Chunks.
+
+_REFUSED_CHUNKS = {
+    "image_asset_pointer": "an address of an image, and this server fetches nothing: send an ImageChunk with the file",
+    "dmel": "audio, which this server does not read: leave it out",
+}
+_NO_IDS = torch.zeros(0, dtype=torch.int64)
+
+
+def _refuse_chunk(kind: str | None, where: str) -> ConfigError:
+    reason = _REFUSED_CHUNKS.get(str(kind), f"of the kind {kind!r}: this server reads text and images")
+    return ConfigError(f"{where} is {reason}")
+
+
+def _picture_chunk(data: bytes, expected_tokens: int | None, where: str) -> PictureChunk:
+    """Return an image as a request has it. Its format is read from the file, whatever the request calls it."""
+    if not data:
+        raise ConfigError(f"{where} is an image without data: send its file's contents")
+    return PictureChunk(Picture(data=data, source=where), expected_tokens)
+
+
+def _read_chunk(chunk: Any, where: str) -> Tensor | PictureChunk:
+    """Return a chunk of a JSON request: one of the SDK's types."""
+    if isinstance(chunk, types.EncodedTextChunk):
+        return torch.tensor(chunk.tokens, dtype=torch.int64)
+    if isinstance(chunk, types.ImageChunk):
+        return _picture_chunk(chunk.data, chunk.expected_tokens, where)
+    raise _refuse_chunk(chunk.type, where)
+
+
 # Training.
 
 
 def parse_pass(body: bytes, content_type: str) -> PassRequest:
-    """Parse a forward_backward request. Raises ConfigError for one that is malformed, or has other chunks than tokens."""
+    """Parse a forward_backward request. Raises ConfigError for one that is malformed or has other chunks."""
     if PROTOBUF not in content_type:
         return _parse_json_pass(body)
     message = _parse_message(body)
@@ -163,15 +195,33 @@ def parse_pass(body: bytes, content_type: str) -> PassRequest:
 
 
 def _parse_datum(index: int, message: Any) -> Datum:
-    chunks = list[Tensor]()
-    for chunk in message.model_input:
-        if chunk.WhichOneof("chunk") != "encoded_text":
-            raise ConfigError(f"datum {index} has a {chunk.WhichOneof('chunk')} chunk: this server reads text")
-        chunks.append(torch.from_numpy(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).astype(np.int64)))
-    if not chunks or not sum(map(len, chunks)):
-        raise ConfigError(f"datum {index} has no tokens")
+    chunks = [_parse_chunk(chunk, f"datum {index}, chunk {i}") for i, chunk in enumerate(message.model_input)]
     inputs = {name: _parse_tensor(x, f"datum {index}: {name}") for name, x in message.loss_fn_inputs.items()}
-    return Datum(torch.cat(chunks), inputs)
+    return _make_datum(index, chunks, inputs)
+
+
+def _parse_chunk(chunk: Any, where: str) -> Tensor | PictureChunk:
+    kind = chunk.WhichOneof("chunk")
+    if kind == "encoded_text":
+        return torch.from_numpy(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).astype(np.int64))
+    if kind != "image":
+        raise _refuse_chunk(kind, where)
+    image = chunk.image
+    if image.HasField("override_dimensions"):
+        raise ConfigError(
+            f"{where}: override_dimensions is not available here: send the image in the size that it is to have"
+        )
+    expected_tokens = image.expected_tokens if image.HasField("expected_tokens") else None
+    return _picture_chunk(image.data, expected_tokens, where)
+
+
+def _make_datum(index: int, chunks: Sequence[Tensor | PictureChunk], inputs: Mapping[str, Tensor]) -> Datum:
+    parts = ModelInputParts(tuple(chunks))
+    if parts.ids is None:
+        return Datum(_NO_IDS, inputs, parts=parts)
+    if not len(parts.ids):
+        raise ConfigError(f"datum {index} has no tokens")
+    return Datum(parts.ids, inputs)
 
 
 _DTYPES: Mapping[int, Any] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
@@ -215,10 +265,10 @@ def _parse_json_pass(body: bytes) -> PassRequest:
         given = values.get("forward_backward_input") or values["forward_input"]
         data = []
         for i, datum in enumerate(given["data"]):
-            chunks = datum["model_input"]["chunks"]
-            if any("tokens" not in chunk for chunk in chunks):
-                raise ConfigError(f"datum {i} has a chunk without tokens: this server reads text")
-            tokens = torch.tensor([t for chunk in chunks for t in chunk["tokens"]], dtype=torch.int64)
+            chunks = [
+                _parse_json_chunk(chunk, f"datum {i}, chunk {j}")
+                for j, chunk in enumerate(datum["model_input"]["chunks"])
+            ]
             inputs = {}
             for name, x in datum["loss_fn_inputs"].items():
                 if x.get("sparse_crow_indices") is not None:
@@ -226,12 +276,20 @@ def _parse_json_pass(body: bytes) -> PassRequest:
                 dtype = torch.int64 if x["dtype"] == "int64" else torch.float32
                 tensor = torch.tensor(x["data"], dtype=dtype)
                 inputs[name] = tensor.reshape(x["shape"]) if x.get("shape") else tensor
-            data.append(Datum(tokens, inputs))
+            data.append(_make_datum(i, chunks, inputs))
         return PassRequest(data, given["loss_fn"], given.get("loss_fn_config") or {}, "forward_input" not in values)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the request is malformed ({type(error).__name__}: {error})") from error
+
+
+def _parse_json_chunk(chunk: Mapping[str, Any], where: str) -> Tensor | PictureChunk:
+    if "tokens" in chunk:  # older clients do not send its type
+        return torch.tensor(chunk["tokens"], dtype=torch.int64)
+    if chunk.get("type") != "image":
+        raise _refuse_chunk(chunk.get("type"), where)
+    return _read_chunk(types.ImageChunk.model_validate(chunk), where)
 
 
 def format_pass(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> Answer:
@@ -288,8 +346,8 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
         _check_range(name, getattr(request, name), 0, MAX_TOP)
     if request.sampling_params.max_tokens is not None:
         _check_range("max_tokens", request.sampling_params.max_tokens, 1, 2**31)
-    if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
-        raise ConfigError("the prompt has a chunk that is not text: this server reads text")
+    chunks = [_read_chunk(chunk, f"the prompt's chunk {i}") for i, chunk in enumerate(request.prompt.chunks)]
+    parts = ModelInputParts(tuple(chunks))
     targets = None
     if request.target_prompt_logprobs is not None:
         shape = request.target_prompt_logprobs.shape or []
@@ -314,7 +372,7 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
         max_tokens=params.max_tokens or 1,
     )
     return SampleQuery(
-        prompt=torch.tensor(request.prompt.to_ints(), dtype=torch.int64),
+        prompt=_NO_IDS if parts.ids is None else parts.ids,
         num_samples=request.num_samples,
         sampling=sampling,
         max_tokens=params.max_tokens,
@@ -327,6 +385,7 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
         top_sample_logprobs=request.topk_sample_logprobs,
         target_ids=targets,
         prompt_draws=request.prompt_alt_tokens_k,
+        parts=parts if parts.ids is None else None,
     )
 
 

@@ -46,6 +46,8 @@ class TokenSequences:
     """[n, W] the row's token at each position of the text, the prompt's from −P on; None = consecutive."""
     media: NDArray[np.object_] | None = None
     """[n] `TextMedia` of each text; None = no pictures."""
+    read_ids: NDArray[np.uint32] | None = None
+    """[n, W] `ids` with the placeholder tokens that the model reads in place of pictures' numbers, with `media`."""
 
     @classmethod
     def of(cls, batch: Batch, rows: Tensor) -> TokenSequences:
@@ -70,14 +72,19 @@ class TokenSequences:
         return cls(rows.numpy(), ids, sizes, np.stack([0 * extent, extent], 1), lengths)._with_media(read)
 
     @classmethod
-    def of_texts(cls, texts: Sequence[Tensor]) -> TokenSequences:
+    def of_texts(cls, texts: Sequence[Tensor], media: Sequence[TextMedia] = ()) -> TokenSequences:
         """Make texts [P] whose every position predicts something: position t of row i predicts `Batch.tokens[i, t]`, which need
-        not be the text's next token."""
+        not be the text's next token.
+
+        Args:
+            media: The pictures of each text; () = none has any.
+        """
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         ids = np.zeros((len(texts), int(lengths.max(initial=0))), dtype=">u4")
         for i, text in enumerate(texts):
             ids[i, : len(text)] = text.numpy() + 1
-        return cls(np.arange(len(texts)), ids, 0 * lengths + 1, np.stack([0 * lengths, lengths], 1), lengths)
+        sequences = cls(np.arange(len(texts)), ids, 0 * lengths + 1, np.stack([0 * lengths, lengths], 1), lengths)
+        return sequences._with_media(media)
 
     @classmethod
     def _of_branches(cls, batch: Batch, rows: Tensor) -> TokenSequences:
@@ -119,7 +126,7 @@ class TokenSequences:
         return sequences._with_media(media)
 
     def _with_media(self, media: Sequence[TextMedia]) -> TokenSequences:
-        """Return the texts with their pictures; [] = none has any."""
+        """Return the texts with their pictures; () = none has any."""
         if not media:
             return self
         ids, numbers = self.ids.copy(), dict[str, int]()
@@ -131,7 +138,7 @@ class TokenSequences:
                 ids[i, m.slots.numpy()] = numbers[m.digest] + np.arange(len(m.slots))
         objects = np.empty(len(media), dtype=object)
         objects[:] = media
-        return replace(self, ids=ids, media=objects)
+        return replace(self, ids=ids, media=objects, read_ids=self.ids)
 
     def __getitem__(self, chosen: Ints | slice) -> TokenSequences:
         arrays: list[Any] = [getattr(self, f.name) for f in fields(self)]
@@ -286,8 +293,9 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
     lengths, skip = texts.lengths[distinct], shared[distinct]
     depth = np.arange(paths.shape[1])
     is_new_node = (depth >= skip[:, None]) & (depth < lengths[:, None])
-    numbers = texts.ids[distinct][:, : is_new_node.shape[1]][is_new_node]
-    ids = torch.from_numpy(numbers.astype(np.int64) - 1)
+    read_ids = texts.ids if texts.read_ids is None else texts.read_ids
+    width = is_new_node.shape[1]
+    ids = torch.from_numpy(read_ids[distinct][:, :width][is_new_node].astype(np.int64) - 1)
     positions = np.nonzero(is_new_node)[1]  # nodes are numbered in this order
     # [b, T] the node that predicts each token; completions are in the order of their first texts
     t, chosen = np.arange(batch.mask.shape[1]), texts.rows
@@ -306,8 +314,8 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
     predictor[mask] = torch.from_numpy(index.reshape(-1))
     slots, media = None, tuple[TextMedia, ...]()
     if texts.media is not None:
-        slots, media = torch.from_numpy(numbers >= FIRST_SLOT), tuple(texts.media[distinct])
-        ids = torch.where(slots, _placeholders(batch, texts, paths, len(ids)), ids)
+        slots = torch.from_numpy(texts.ids[distinct][:, :width][is_new_node] >= FIRST_SLOT)
+        media = tuple(texts.media[distinct])
     routes = None
     if batch.routed_experts is not None:  # a shared node takes the experts of its first text
         routes = batch.routed_experts.new_full((len(ids), *batch.routed_experts.shape[2:]), -1)
@@ -334,22 +342,6 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
         slots=slots,
         media=media,
     )
-
-
-def _placeholders(batch: Batch, texts: TokenSequences, paths: Ints, nodes: int) -> Tensor:
-    """Return [nodes] the placeholder tokens at the nodes that have one."""
-    assert batch.tokens is not None
-    assert batch.prompts is not None
-    assert texts.media is not None
-    ids = torch.zeros(nodes, dtype=torch.int64)
-    for i, row in enumerate(texts.rows.tolist()):
-        prompt = batch.prompts[int(batch.group[row])]
-        text = torch.cat([prompt, batch.tokens[row]])
-        if texts.positions is not None:
-            text = text[torch.from_numpy(texts.positions[i, : texts.lengths[i]]) + len(prompt)]
-        for m in texts.media[i]:
-            ids[torch.from_numpy(paths[i][m.slots.numpy()])] = text[m.slots]
-    return ids
 
 
 def _media_at(media: TextMedia, places: Ints) -> TextMedia:
