@@ -21,11 +21,15 @@ from doubles.vision_models import make_picture
 from policygrad.errors import DataError
 from policygrad.tasks import load_task
 from policygrad.tasks.rows import RowOptions, load_examples, open_rows, prompt_key
+from policygrad.tasks.sources import digest_data
 from policygrad.utils import pictures
 from policygrad.utils.pictures import Picture, content_text, list_pictures, make_thumbnail, to_plain
 
 RED = make_picture(32, 24, 1).data
 BLUE = make_picture(16, 16, 2).data
+_JPEG = io.BytesIO()
+Image.open(io.BytesIO(RED)).save(_JPEG, "JPEG")
+JPEG = _JPEG.getvalue()  # decoded and written again it has other bytes
 DATA_URI = "data:image/png;base64," + base64.b64encode(RED).decode()
 EXPECTED = ({"role": "user", "content": ({"type": "image"}, {"type": "text", "text": "how many?"})},)
 
@@ -195,6 +199,61 @@ def test_tables_hold_pictures_undecoded(kind: str, folder: Path, monkeypatch: py
     assert [next(list_pictures(e.prompt)).read() for e in examples] == [RED, BLUE]
     assert shape(examples[0].prompt) == EXPECTED
     assert not decoded
+
+
+@pytest.mark.parametrize("place", ["column", "list", "list of two", "parts"])
+def test_opening_a_saved_dataset_writes_nothing_beside_it(place: str, folder: Path) -> None:
+    """A second copy of the pictures would also change the digest that a resumed run compares."""
+    import datasets
+
+    file = {"bytes": JPEG, "path": None}
+    image = datasets.Image()
+    message = {
+        "role": datasets.Value("string"),
+        "content": datasets.List({"type": datasets.Value("string"), "image": image}),
+    }
+    feature, value = {
+        "column": (image, file),
+        "list": (datasets.List(image), [file]),
+        "list of two": (datasets.List(image, length=2), [file, file]),
+        "parts": (datasets.List(message), user([{"type": "image", "image": file}])),
+    }[place]
+    name = "prompt" if place == "parts" else "images"
+    columns = {
+        "answer": (datasets.Value("string"), "1"),
+        "prompt": (datasets.Value("string"), "?"),
+        name: (feature, value),
+    }
+    data = datasets.Dataset.from_dict(
+        {column: [x] * 3 for column, (_, x) in columns.items()},
+        features=datasets.Features({column: kind for column, (kind, _) in columns.items()}),
+    )
+    saved = folder / "saved"
+    data.save_to_disk(str(saved))
+    files, digest = sorted(saved.iterdir()), digest_data(str(saved))
+    source = open_rows(str(saved))
+    assert source is not None
+    examples = load_examples(source, RowOptions(), "saved")
+    assert [picture.read() for picture in list_pictures(examples[2].prompt)] == [JPEG] * (1 + (place == "list of two"))
+    assert examples[2].columns == {"answer": "1"}
+    assert sorted(saved.iterdir()) == files
+    assert digest_data(str(saved)) == digest
+
+
+def test_a_transform_of_a_dataset_gives_the_pictures_that_it_makes() -> None:
+    import datasets
+
+    data = datasets.Dataset.from_dict(
+        {"prompt": ["?"], "image": [{"bytes": RED, "path": None}]},
+        features=datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()}),
+    )
+    data.set_transform(
+        lambda rows: {**rows, "image": [image.transpose(Image.Transpose.ROTATE_90) for image in rows["image"]]}
+    )
+    source = open_rows(data)
+    assert source is not None
+    (picture,) = list_pictures(load_examples(source, RowOptions(), "rows")[0].prompt)
+    assert picture.size == (24, 32)
 
 
 def test_a_picture_is_fetched_once_when_that_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
