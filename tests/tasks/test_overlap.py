@@ -9,6 +9,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import write_rows
+from doubles.vision_models import make_picture
 from policygrad.errors import ConfigError, DataError
 from policygrad.tasks import load_task
 from policygrad.tasks.rows import EvalPrompts, RowOptions
@@ -35,6 +36,23 @@ def test_ngrams_shared_by_all_evaluation_prompts_are_ignored() -> None:
     held_out = EvalPrompts([f"{ASKS}{name} has {i} apples and buys {i} more" for i, name in enumerate(names)], 6)
     assert f"{ASKS}Zoe owns 8 pears and sells a few more" not in held_out
     assert "today name7 has 7 apples and buys" in held_out
+
+
+def test_words_of_prompts_with_pictures_count_beside_an_equal_picture() -> None:
+    """Otherwise one question about many pictures would leave no row to train on."""
+
+    def ask(seed: int, text: str) -> Any:
+        content = ({"type": "image", "image": make_picture(8, 8, seed)}, {"type": "text", "text": text})
+        return ({"role": "user", "content": content},)
+
+    question = "How many circles are there?"
+    held_out = EvalPrompts([ask(1, question), ask(2, question), "what is left of the tree"], 4)
+    assert ask(1, question) in held_out
+    assert ask(1, "Tell me: how many circles are there in all") in held_out
+    assert ask(1, "Which color has the square") not in held_out
+    assert ask(3, question) not in held_out
+    assert question not in held_out
+    assert "and what is left of the tree" in held_out
 
 
 def test_messages_are_compared_except_system_messages() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import pickle
 import struct
+import warnings
 import zlib
 from functools import partial
+from hashlib import sha256
+from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from random import Random
 from threading import Thread
 from typing import Any
 
@@ -20,12 +25,18 @@ from PIL import Image
 from doubles.vision_models import make_picture
 from policygrad.errors import DataError
 from policygrad.tasks import load_task
+from policygrad.tasks.pictures import _read_reply
+from policygrad.tasks.preferences import read_demonstrations, read_preferences
 from policygrad.tasks.rows import RowOptions, load_examples, open_rows, prompt_key
+from policygrad.tasks.sources import digest_data
 from policygrad.utils import pictures
-from policygrad.utils.pictures import Picture, content_text, list_pictures, make_thumbnail, to_plain
+from policygrad.utils.pictures import Picture, content_text, from_pil, list_pictures, make_thumbnail, to_plain
 
 RED = make_picture(32, 24, 1).data
 BLUE = make_picture(16, 16, 2).data
+_JPEG = io.BytesIO()
+Image.open(io.BytesIO(RED)).save(_JPEG, "JPEG")
+JPEG = _JPEG.getvalue()  # decoded and written again it has other bytes
 DATA_URI = "data:image/png;base64," + base64.b64encode(RED).decode()
 EXPECTED = ({"role": "user", "content": ({"type": "image"}, {"type": "text", "text": "how many?"})},)
 
@@ -118,6 +129,34 @@ def test_several_pictures_are_placed_in_order(folder: Path) -> None:
         assert content_text(example.prompt[0]["content"]) == "[image] or [image]"
 
 
+def test_a_mark_is_text_where_the_row_has_no_picture_or_parts_for_them(folder: Path) -> None:
+    assert read_jsonl(folder, {"prompt": "What is <image> in HTML?"}).prompt == "What is <image> in HTML?"
+    messages = [{"role": "user", "content": "write <image>"}, *user([{"type": "image"}])]
+    assert read_jsonl(folder, {"prompt": messages, "images": [FILE]}).prompt[0] == messages[0]
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_rows_without_pictures_are_mixed_with_rows_that_have_some(empty: Any, folder: Path) -> None:
+    for rows in ([FILE, empty], [empty, FILE]):
+        text = "".join(json.dumps({"prompt": f"{i}?", "image": x, "answer": "1"}) + "\n" for i, x in enumerate(rows))
+        (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+        source = open_rows(str(folder / "rows.jsonl"))
+        assert source is not None
+        examples = load_examples(source, RowOptions(), "rows.jsonl")
+        assert [len(list(list_pictures(e.prompt))) for e in examples] == [int(x == FILE) for x in rows]
+        assert [e.columns for e in examples] == [{"answer": "1"}] * 2
+
+
+def test_an_empty_column_hides_no_other_and_a_second_one_stays(folder: Path) -> None:
+    assert any(list_pictures(read_jsonl(folder, {"prompt": "?", "images": [], "image": FILE}).prompt))
+    assert read_jsonl(folder, {"prompt": "?", "images": [FILE], "image": "blue.png"}).columns == {"image": "blue.png"}
+
+
+def test_base64_may_have_line_breaks(folder: Path) -> None:
+    text = base64.encodebytes(RED * 2).decode()
+    assert next(list_pictures(read_jsonl(folder, {"prompt": parts(base64=text)}).prompt)).read() == RED * 2
+
+
 def test_parts_of_text_alone_are_text(folder: Path) -> None:
     content = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1 ="}]
     assert read_jsonl(folder, {"prompt": user(content)}).prompt == tuple(user("1 + 1 ="))
@@ -132,9 +171,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": parts(), "image": "nowhere.png"},
         r"rows.jsonl:1: column 'image': there is no picture 'nowhere.png'; a relative path starts at .*rename it",
     ),
+    "fewer marks": (
+        {"prompt": "<image> or?", "images": [FILE, FILE]},
+        r"'prompt' has 1 places for pictures, and the row has 2 pictures: give one part",
+    ),
+    "more marks": (
+        {"prompt": "<image> or <image>?", "images": [FILE]},
+        r"'prompt' has 2 places for pictures, and the row has 1 pictures: give one part",
+    ),
+    "a column beside pictures of the messages": (
+        {"prompt": parts(image=FILE), "images": [FILE]},
+        r"'prompt' has 0 places for pictures, and the row has 1 pictures: .*rename the column if it is for reward",
+    ),
     "a URL": (
         {"prompt": parts(url="https://example.com/x.png")},
-        r"part 1: the picture https://example.com/x.png is on the network, .* unless --task.fetch says so",
+        r"part 1: the picture 'https://example.com/x.png' is on the network, .* unless --task.fetch says so",
     ),
     "a number": ({"prompt": "?", "images": [3]}, r"column 'images': a picture is a path, .* got int"),
     "bad base64": ({"prompt": parts(base64="*")}, r"message 1, part 1: a picture's base64 cannot be decoded"),
@@ -150,9 +201,29 @@ def test_what_is_no_picture_is_refused_with_its_place(name: str, folder: Path) -
         read_jsonl(folder, row)
 
 
+def test_completions_may_be_parts_of_text_and_have_no_pictures(folder: Path) -> None:
+    file = folder / "rows.jsonl"
+
+    def answer(*content: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": list(content)}]
+
+    one, two = answer({"type": "text", "text": "1"}), answer({"type": "text", "text": "2", "image": None})
+    file.write_text(json.dumps({"prompt": parts(image=FILE), "chosen": one, "rejected": two}))
+    (pair,) = read_preferences(str(file))
+    assert (pair.chosen, pair.rejected, shape(pair.prompt)) == ("1", "2", EXPECTED)
+    file.write_text(json.dumps({"prompt": parts(image=FILE), "completion": one}))
+    (demonstration,) = read_demonstrations(str(file))
+    assert demonstration.completion == ({"role": "assistant", "content": "1"},)
+    file.write_text(json.dumps({"prompt": parts(image=FILE), "completion": answer({"type": "image", "image": FILE})}))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: message 2, part 1 is a picture, .* put it into the prompt"):
+        read_demonstrations(str(file))
+
+
 def test_keys_of_text_are_what_they_were() -> None:
     assert prompt_key("1 + 1 =") == "1 + 1 ="
     messages = ({"role": "system", "content": "é"}, {"role": "user", "content": "1 + 1 ="})
+    digest = "7939ab4516b66ca02f637b81fd9d77a0bd0b746ca35cdff5fc874d2c3c141798"
+    assert sha256(prompt_key(messages).encode()).hexdigest() == digest
     assert prompt_key(messages) == '[{"content": "é", "role": "system"}, {"content": "1 + 1 =", "role": "user"}]'
 
 
@@ -197,6 +268,61 @@ def test_tables_hold_pictures_undecoded(kind: str, folder: Path, monkeypatch: py
     assert not decoded
 
 
+@pytest.mark.parametrize("place", ["column", "list", "list of two", "parts"])
+def test_opening_a_saved_dataset_writes_nothing_beside_it(place: str, folder: Path) -> None:
+    """A second copy of the pictures would also change the digest that a resumed run compares."""
+    import datasets
+
+    file = {"bytes": JPEG, "path": None}
+    image = datasets.Image()
+    message = {
+        "role": datasets.Value("string"),
+        "content": datasets.List({"type": datasets.Value("string"), "image": image}),
+    }
+    feature, value = {
+        "column": (image, file),
+        "list": (datasets.List(image), [file]),
+        "list of two": (datasets.List(image, length=2), [file, file]),
+        "parts": (datasets.List(message), user([{"type": "image", "image": file}])),
+    }[place]
+    name = "prompt" if place == "parts" else "images"
+    columns = {
+        "answer": (datasets.Value("string"), "1"),
+        "prompt": (datasets.Value("string"), "?"),
+        name: (feature, value),
+    }
+    data = datasets.Dataset.from_dict(
+        {column: [x] * 3 for column, (_, x) in columns.items()},
+        features=datasets.Features({column: kind for column, (kind, _) in columns.items()}),
+    )
+    saved = folder / "saved"
+    data.save_to_disk(str(saved))
+    files, digest = sorted(saved.iterdir()), digest_data(str(saved))
+    source = open_rows(str(saved))
+    assert source is not None
+    examples = load_examples(source, RowOptions(), "saved")
+    assert [picture.read() for picture in list_pictures(examples[2].prompt)] == [JPEG] * (1 + (place == "list of two"))
+    assert examples[2].columns == {"answer": "1"}
+    assert sorted(saved.iterdir()) == files
+    assert digest_data(str(saved)) == digest
+
+
+def test_a_transform_of_a_dataset_gives_the_pictures_that_it_makes() -> None:
+    import datasets
+
+    data = datasets.Dataset.from_dict(
+        {"prompt": ["?"], "image": [{"bytes": RED, "path": None}]},
+        features=datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()}),
+    )
+    data.set_transform(
+        lambda rows: {**rows, "image": [image.transpose(Image.Transpose.ROTATE_90) for image in rows["image"]]}
+    )
+    source = open_rows(data)
+    assert source is not None
+    (picture,) = list_pictures(load_examples(source, RowOptions(), "rows")[0].prompt)
+    assert picture.size == (24, 32)
+
+
 def test_a_picture_is_fetched_once_when_that_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = list[str]()
 
@@ -217,10 +343,59 @@ def test_a_picture_is_fetched_once_when_that_is_allowed(folder: Path, monkeypatc
         for _ in range(2):
             example = read_jsonl(folder, {"prompt": "?", "image": f"{url}/red.png"}, fetch_images=True)
             assert next(list_pictures(example.prompt)).read() == RED
-        with pytest.raises(DataError, match=r"column 'image': the picture http.*/none.png cannot be fetched: .*404"):
+        with pytest.raises(DataError, match=r"column 'image': the picture 'http.*/none.png' cannot be fetched: .*404"):
             read_jsonl(folder, {"prompt": "?", "image": f"{url}/none.png"}, fetch_images=True)
         server.shutdown()
     assert requests == ["/red.png", "/none.png"]
+
+
+def test_a_reply_that_is_no_picture_is_refused_and_not_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = b"HTTP/1.0 200 OK\r\n"
+    replies = {
+        "short": begin + b"Content-Length: %d\r\n\r\n" % len(RED) + RED[:-20],
+        "cut": begin + b"\r\n" + RED[:-40],
+        "empty": begin + b"\r\n",
+        "page": begin + b"\r\n<html>log in</html>",
+        "status": b"nonsense\r\n\r\n",
+        "chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n50\r\nabc",
+    }
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(replies[self.path[1:]])
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for name in replies:
+            url = f"http://127.0.0.1:{server.server_port}/{name}"
+            with pytest.raises(
+                DataError, match=f"rows.jsonl:1: column 'image': .*'?{url}'?.* cannot be (fetched|decoded)"
+            ):
+                read_jsonl(folder, {"prompt": "?", "image": url}, fetch_images=True)
+        server.shutdown()
+    assert not (folder / "cache").exists()
+
+
+@pytest.mark.parametrize("url", ["http://\ud800/x", "http://a:b c/", "http://127.0.0.1:1/a b\n"])
+def test_what_is_no_url_is_refused(url: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=r"rows.jsonl:1: column 'image': the picture 'http.* cannot be fetched"):
+        read_jsonl(folder, {"prompt": "?", "image": url}, fetch_images=True)
+
+
+def test_a_slow_reply_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reply:
+        headers = HTTPMessage()
+
+        def read1(self, size: int) -> bytes:
+            return b"x"
+
+    monkeypatch.setattr("policygrad.tasks.pictures.MAX_FETCH_SECONDS", 0.01)
+    with pytest.raises(TimeoutError, match="it takes more than"):
+        _read_reply(Reply())
 
 
 # Decoding.
@@ -244,6 +419,35 @@ def test_a_picture_is_upright_opaque_and_in_8_bits() -> None:
         frame.putpalette([0, 0, 0, 9, 9, 9])
     animation = save(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert animation.decode().getpixel((0, 0)) == (0, 0, 0)
+
+
+def test_images_of_pil_are_read_as_their_files_would_be() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [
+        save(Image.new("CMYK", (4, 2), (10, 20, 30, 40)), "JPEG").data,
+        save(Image.new("RGB", (4, 2), (10, 20, 30)), "JPEG", exif=exif).data,
+        save(Image.new("F", (2, 2), 7.0), "TIFF").data,
+        save(Image.new("I;16", (1, 1), 0x8000)).data,
+        save(Image.new("RGBA", (1, 1), (255, 0, 0, 9))).data,
+    ]
+    for file in files:
+        picture, expected = from_pil(Image.open(io.BytesIO(file))).decode(), Picture(data=file).decode()
+        assert (picture.size, picture.tobytes()) == (expected.size, expected.tobytes())
+    with pytest.raises(DataError, match=r"rows.jsonl:3: the image of PIL cannot be read: .*truncated"):
+        from_pil(Image.open(io.BytesIO(save(Image.effect_noise((64, 64), 50)).data[:-60])), "rows.jsonl:3")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_damaged_files_are_read_or_refused(kind: str) -> None:
+    random, file = Random(kind), save(Image.open(io.BytesIO(RED)), kind).data
+    for _ in range(200):
+        damaged = bytearray(file[: random.randrange(1, len(file))] if random.random() < 0.25 else file)
+        for _ in range(random.choice([1, 2, 16])):
+            damaged[random.randrange(min(len(damaged), random.choice([64, len(damaged)])))] = random.randrange(256)
+        with contextlib.suppress(DataError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PIL's, of metadata that it skips
+            Picture(data=bytes(damaged)).decode()
 
 
 def claim(width: int, height: int) -> bytes:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from policygrad.errors import DataError
 from policygrad.utils.filesystem import write_atomically
-from policygrad.utils.pictures import Picture
+from policygrad.utils.pictures import Picture, from_pil, is_pil
 
 COLUMNS = ("images", "image")
 MARK = "<image>"  # what text has in a picture's place, in data for TRL and verl
 CONVERSATIONS = ("prompt", "messages")
 MAX_FILE_BYTES = 2**26  # 64 MiB
 FETCH_TIMEOUT = 30.0  # seconds without an answer
+MAX_FETCH_SECONDS = 300.0  # for one picture
 Columns = Mapping[str, Any]
 Part = dict[str, Any]
 
@@ -38,28 +40,36 @@ class PictureOptions:
 
 
 def place_pictures(columns: Columns, where: str, options: PictureOptions) -> Columns:
-    """Return a row with its pictures in the messages of its prompt, and without the columns that held them.
+    """Return a row with its pictures in the messages of its prompt, and without the columns that held them or are empty.
 
     A content is then text, or a tuple of parts: `{"type": "text", "text": ...}` and `{"type": "image", "image": Picture}`. Pictures
     are parts of messages that name their file, or the row's column `images` or `image`: in the places of parts without a file, or
-    of `<image>` in text, or before the first user message's text.
+    of `<image>` in text, or before the first user message's text. Of two columns with pictures, `image` stays a column.
 
     Raises:
         DataError: Not as many places as pictures, a picture that is not there, or a URL without permission to fetch it.
     """
-    name = next((name for name in COLUMNS if columns.get(name) is not None), None)
-    value = None if name is None else columns[name]
-    listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    listed = {name: _list_values(columns[name]) for name in COLUMNS if name in columns}
+    name = next((name for name, values in listed.items() if values), None)
     key = next((key for key in CONVERSATIONS if key in columns), None)
-    if key is None or not (listed or _has_parts(columns[key])):
+    if key is None:
         return columns
-    pictures = [parse_picture(picture, f"{where}: column {name!r}", options) for picture in listed]
+    # a row without pictures has the same columns as the rows with some
+    columns = {column: x for column, x in columns.items() if column != name and listed.get(column) != []}
+    if name is None and not _has_parts(columns[key]):
+        return columns
+    values = [] if name is None else listed[name]
+    pictures = [parse_picture(value, f"{where}: column {name!r}", options) for value in values]
     conversation = columns[key]
     messages = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
     if not isinstance(messages, (list, tuple)):
         return columns  # `parse_prompt` says what is wrong
-    placed = _place(messages, pictures, f"{where}: {key!r}", options)
-    return {other: x for other, x in columns.items() if other != name} | {key: placed}
+    return {**columns, key: _place(messages, pictures, f"{where}: {key!r}", options)}
+
+
+def _list_values(value: Any) -> list[Any]:
+    """Return the pictures of a column, which has one, a list of them, or none."""
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 def _has_parts(messages: Any) -> bool:
@@ -71,45 +81,62 @@ def _has_parts(messages: Any) -> bool:
 def _place(
     messages: Sequence[Any], pictures: Sequence[Picture], where: str, options: PictureOptions
 ) -> list[Mapping[str, Any]]:
-    left, placed = iter(pictures), list[Mapping[str, Any]]()
-    marks = sum(
-        message["content"].count(MARK)
-        for message in messages
-        if isinstance(message, Mapping) and message.get("role") == "user" and isinstance(message.get("content"), str)
-    )
-    marks = marks if marks and marks == len(pictures) else 0
-    places = 0
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping):
-            placed.append(message)  # `parse_message` says what is wrong
-            continue
-        content, place = message.get("content"), f"{where}: message {number}"
-        if isinstance(content, (list, tuple)):
-            parts = [_parse_part(part, f"{place}, part {i}", options) for i, part in enumerate(content, 1)]
-            places += sum(part["type"] == "image" and part["image"] is None for part in parts)
-        elif marks and message.get("role") == "user" and isinstance(content, str):
-            parts = list(_split_marks(content))
-            places += content.count(MARK)
-        else:
-            placed.append(message)
-            continue
-        filled = [
-            {**part, "image": next(left, None)} if part["type"] == "image" and part["image"] is None else part
-            for part in parts
-        ]
-        placed.append({**message, "content": _join_text(filled)})
+    """Return messages with pictures in the places for them, which are parts, marks in text, or before the first user message."""
+    contents = [_parse_content(message, f"{where}: message {i}", options) for i, message in enumerate(messages, 1)]
+    users = [i for i, message in enumerate(messages) if isinstance(message, Mapping) and message.get("role") == "user"]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    places, marked = sum(map(_is_place, parts)), [i for i in users if isinstance(contents[i], str)]
+    if pictures and not places:
+        places = sum(contents[i].count(MARK) for i in marked)
+        if places == len(pictures):
+            for i in marked:
+                contents[i] = list(_split_marks(contents[i]))
+        elif not places and users and not any(part["type"] == "image" for part in parts):
+            first, places = users[0], len(pictures)
+            content = contents[first]
+            text = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+            contents[first] = [{"type": "image", "image": None}] * places + text
     if places != len(pictures):
-        first = next((i for i, m in enumerate(placed) if isinstance(m, Mapping) and m.get("role") == "user"), None)
-        if places or first is None:
+        raise DataError(
+            f"{where} has {places} places for pictures, and the row has {len(pictures)} pictures: give one part "
+            f'{{"type": "image"}} or one {MARK} for each, or no place and no picture in the messages, to show them before the '
+            "first user message; rename the column if it is for reward functions"
+        )
+    unplaced = iter(pictures)
+    return [
+        {**message, "content": _join_text([_fill(part, unplaced) for part in content])}
+        if isinstance(content, list)
+        else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
+
+
+def _parse_content(message: Any, where: str, options: PictureOptions) -> Any:
+    """Return a message's parts, or its content as it is if it has none. What is wrong with that, `parse_message` says."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return content
+    return [_parse_part(part, f"{where}, part {i}", options) for i, part in enumerate(content, 1)]
+
+
+def parse_text_parts(content: Sequence[Any], where: str) -> str:
+    """Return a content of parts as text. Raises DataError for a part that is not text: pictures are in prompts alone."""
+    for number, part in enumerate(content, 1):
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
             raise DataError(
-                f"{where} has {places} places for pictures, and the row has {len(pictures)} pictures: give one part "
-                f'{{"type": "image"}} or one {MARK} for each, or none to show them before the first user message'
+                f"{where}, part {number} is a picture, which a completion cannot have: put it into the prompt"
             )
-        content = placed[first].get("content")
-        text = ({"type": "text", "text": content},) if isinstance(content, str) else tuple(content or ())
-        shown = tuple({"type": "image", "image": picture} for picture in pictures)
-        placed[first] = {**placed[first], "content": (*shown, *text)}
-    return placed
+    return "".join(
+        _parse_part(part, f"{where}, part {i}", PictureOptions())["text"] for i, part in enumerate(content, 1)
+    )
+
+
+def _is_place(part: Part) -> bool:
+    return part["type"] == "image" and part["image"] is None
+
+
+def _fill(part: Part, pictures: Iterator[Picture]) -> Part:
+    return {**part, "image": next(pictures)} if _is_place(part) else part
 
 
 def _split_marks(text: str) -> Iterator[Part]:
@@ -160,18 +187,17 @@ def parse_picture(value: Any, where: str, options: PictureOptions) -> Picture:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, (bytes, bytearray, memoryview)) and len(value):
         return Picture(data=bytes(value), source=where)
-    if hasattr(value, "save") and hasattr(value, "size"):  # an image of PIL
-        file = io.BytesIO()
-        value.save(file, "PNG")
-        return Picture(data=file.getvalue(), source=where)
+    if is_pil(value):
+        return from_pil(value, where)
     if not isinstance(value, str) or not value:
         raise DataError(
             f"{where}: a picture is a path, the file's bytes, a data: URI, an image of PIL or an object with 'bytes' or 'path', "
             f"got {type(value).__name__}"
         )
-    if value.startswith("data:"):
+    scheme = value[:8].lower()
+    if scheme.startswith("data:"):
         return Picture(data=_decode_base64(value.partition(",")[2], where), source=where)
-    if value.startswith(("http://", "https://")):
+    if scheme.startswith(("http://", "https://")):
         return Picture(path=str(_fetch(value, where, options)), source=where)
     path = value.removeprefix("file://")
     path = path if os.path.isabs(path) else os.path.join(options.folder, path)
@@ -185,7 +211,7 @@ def parse_picture(value: Any, where: str, options: PictureOptions) -> Picture:
 
 def _decode_base64(text: Any, where: str) -> bytes:
     try:
-        return base64.b64decode(str(text), validate=True)
+        return base64.b64decode("".join(str(text).split()), validate=True)  # MIME's has line breaks
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{where}: a picture's base64 cannot be decoded: {error}") from error
 
@@ -194,19 +220,34 @@ def _fetch(url: str, where: str, options: PictureOptions) -> Path:
     """Download a picture once, and return its file in the cache. Raises DataError."""
     if not options.fetch:
         raise DataError(
-            f"{where}: the picture {url[:200]} is on the network, from which nothing is fetched unless --task.fetch says so"
+            f"{where}: the picture {url[:200]!r} is on the network, from which nothing is fetched unless --task.fetch says so"
         )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "policygrad" / "pictures"
-    path = cache / sha256(url.encode()).hexdigest()
+    path = cache / sha256(url.encode(errors="surrogatepass")).hexdigest()
     if path.is_file():
         return path
     try:
         with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT) as reply:  # http or https, see above
-            data = reply.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where}: the picture {url[:200]} cannot be fetched: {error}") from error
+            data = _read_reply(reply)
+    except (OSError, ValueError, HTTPException) as error:
+        raise DataError(f"{where}: the picture {url[:200]!r} cannot be fetched: {error}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise DataError(f"{where}: the picture {url[:200]} has more than {MAX_FILE_BYTES >> 20} MiB: make it smaller")
+        raise DataError(f"{where}: the picture {url[:200]!r} has more than {MAX_FILE_BYTES >> 20} MiB: make it smaller")
+    # before it is in the cache, where nothing would replace it: it may be truncated, or a page that asks for a password
+    Picture(data=data, source=f"{where}: {url[:200]!r}").decode()
     cache.mkdir(parents=True, exist_ok=True)
     write_atomically(path, data)
     return path
+
+
+def _read_reply(reply: Any) -> bytes:
+    """Return a reply's contents, at most MAX_FILE_BYTES and a little more. Raises OSError for one that is cut off or slow."""
+    data, deadline = bytearray(), time.monotonic() + MAX_FETCH_SECONDS
+    while len(data) <= MAX_FILE_BYTES and (piece := reply.read1(2**16)):
+        data += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it takes more than {MAX_FETCH_SECONDS:.0f} s")
+    length = reply.headers.get("Content-Length", "")
+    if not data or (length.isdecimal() and len(data) < min(int(length), MAX_FILE_BYTES)):
+        raise ConnectionError(f"the server sent {len(data)} of {length or 'an unknown number of'} bytes")
+    return bytes(data)

@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar, overload
 
 from policygrad.errors import DataError
 from policygrad.tasks.base import Example, Message, Prompt, is_eval_prompt
-from policygrad.tasks.pictures import PictureOptions, place_pictures
+from policygrad.tasks.pictures import PictureOptions, parse_text_parts, place_pictures
 from policygrad.tasks.sources import Row, Source, is_dataset, is_source, open_dataset, open_source
-from policygrad.utils.pictures import content_text, to_plain
+from policygrad.utils.pictures import content_text, list_pictures, to_plain
 
 MIN_ROWS_TO_SPLIT = 32  # with fewer rows, training uses them all and evaluation repeats them
 TEMPLATE_SHARE = 0.1
@@ -159,16 +159,20 @@ class EvalPrompts:
     Case, punctuation other than arithmetic signs, and system messages do not count. Brown et al. 2020 (GPT-3,
     arXiv:2005.14165, app. C) compare training data and benchmarks by n-grams of words, with n from 8 to 13. Unlike there,
     n-grams that the evaluation prompts share as a template are ignored, since every training prompt may contain them too.
+    The words of prompts with pictures count where the two show an equal picture: one question is put about many pictures.
     """
 
     def __init__(self, prompts: Iterable[Prompt], n: int) -> None:
         """n: consecutive words; 0 = only equal prompts are left out."""
         prompts = list(prompts)
         self.n, self.keys = n, frozenset(map(prompt_key, prompts))
-        words = [_split_words(prompt) for prompt in prompts] if n else []
-        self.texts = frozenset(map(" ".join, filter(None, words)))  # which may have fewer than n words
-        counts = Counter(gram for each in words for gram in set(_make_ngrams(each, n)))
-        limit = max(1.0, TEMPLATE_SHARE * len(words))
+        texts, counts = set[str](), Counter[str]()
+        for prompt in prompts if n else ():
+            words, pictures = _split_words(prompt), _list_digests(prompt)
+            texts |= {picture + " ".join(words) for picture in pictures if words}
+            counts.update({picture + gram for picture in pictures for gram in _make_ngrams(words, n)})
+        self.texts = frozenset(texts)  # which may have fewer than n words
+        limit = max(1.0, TEMPLATE_SHARE * len(prompts))
         self.ngrams = frozenset(gram for gram, count in counts.items() if count <= limit)
 
     def __contains__(self, prompt: Prompt) -> bool:
@@ -177,7 +181,11 @@ class EvalPrompts:
         if not self.n:
             return False
         words = _split_words(prompt)
-        return " ".join(words) in self.texts or any(gram in self.ngrams for gram in _make_ngrams(words, self.n))
+        return any(
+            picture + " ".join(words) in self.texts
+            or any(picture + gram in self.ngrams for gram in _make_ngrams(words, self.n))
+            for picture in _list_digests(prompt)
+        )
 
     def exclude_from(self, rows: Sequence[Example], name: str, stacklevel: int) -> Sequence[Example]:
         """Return the training rows whose prompts are not evaluated, and warn about the number left out.
@@ -204,9 +212,19 @@ class EvalPrompts:
 
 def _split_words(prompt: Prompt) -> list[str]:
     texts = (
-        [prompt] if isinstance(prompt, str) else [content_text(m["content"]) for m in prompt if m["role"] != "system"]
+        [prompt] if isinstance(prompt, str) else [_join_words(m["content"]) for m in prompt if m["role"] != "system"]
     )
     return _WORD.findall(" ".join(texts).casefold())
+
+
+def _join_words(content: str | Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of a message, without its pictures."""
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _list_digests(prompt: Prompt) -> list[str]:
+    """Return the digests of a prompt's pictures, or "" alone for text."""
+    return list({picture.digest for picture in list_pictures(prompt)}) or [""]
 
 
 def _make_ngrams(words: list[str], n: int) -> Iterator[str]:
@@ -354,9 +372,14 @@ def parse_prompt(value: Any, where: str) -> Prompt:
 
 
 def parse_message(message: Any, where: str) -> Message:
-    """Check a chat message: role, content, and other keys, all text, or a content of parts. Raises DataError."""
+    """Check a chat message: role, content, and other keys, all text, or a content of parts. Raises DataError.
+
+    `place_pictures` has made the parts of prompts tuples; a list is a completion's, and becomes text.
+    """
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise DataError(f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}')
+    if isinstance(message["content"], list):
+        message = {**message, "content": parse_text_parts(message["content"], where)}
     for key, value in message.items():
         if not isinstance(value, str) and not (key == "content" and isinstance(value, tuple)):
             raise DataError(f"{where}: {key!r} must be text, got {type(value).__name__}")

@@ -382,25 +382,47 @@ def open_arrow(path: str) -> TableSource:
 
 def open_dataset(data: Any, name: str) -> TableSource:
     """Open a `datasets.Dataset`. name: for messages."""
-    data = _without_decoding(data)
+    plain, pictures = _split_pictures(data)
 
     def read(start: int, end: int) -> list[dict[str, Any]]:
-        columns = data[start:end]
-        return [{name: values[i] for name, values in columns.items()} for i in range(end - start)]
+        rows: list[dict[str, Any]] = [{} for _ in range(end - start)]
+        for name, values in plain[start:end].items() if plain is not None else ():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        for row, files in zip(rows, pictures[start:end].to_pylist() if pictures is not None else (), strict=False):
+            row.update(files)
+        return rows
 
     return TableSource(name, len(data), read)
 
 
-def _without_decoding(data: Any) -> Any:
-    """Return a dataset whose pictures are read as their files: they are decoded when a model reads them."""
+def _split_pictures(data: Any) -> tuple[Any, Any]:
+    """Split a dataset into (columns without pictures, columns with pictures, as Arrow); None for a half without columns.
+
+    Arrow has the pictures' files, which are decoded when a model reads them. `cast_column(…, Image(decode=False))` would copy
+    a data set with lists of pictures into a file beside it, and so change the digest of its folder.
+    """
     features: Mapping[str, Any] = getattr(data, "features", None) or {}
-    for name, feature in features.items():
-        inner: Any = getattr(feature, "feature", None)  # of a list
-        if type(feature).__name__ == "Image":
-            data = data.cast_column(name, type(feature)(decode=False))
-        elif type(inner).__name__ == "Image":
-            data = data.cast_column(name, type(feature)(type(inner)(decode=False)))
-    return data
+    pictures = [name for name, feature in features.items() if _has_image(feature)]
+    if not pictures or data.format["type"] == "custom":  # a transform may read every column
+        return data, None
+    columns = data.format["columns"]
+    pictures = [name for name in columns if name in pictures]
+    plain = [name for name in columns if name not in pictures]
+    return (
+        data.select_columns(plain) if plain else None,
+        data.select_columns(pictures).with_format("arrow") if pictures else None,
+    )
+
+
+def _has_image(feature: Any) -> bool:
+    """Return True for `datasets`' Image, and for lists and objects with one."""
+    if type(feature).__name__ == "Image":
+        return True
+    if isinstance(feature, Mapping):
+        return any(map(_has_image, feature.values()))
+    items = feature if isinstance(feature, (list, tuple)) else [getattr(feature, "feature", None)]
+    return any(_has_image(item) for item in items if item is not None)
 
 
 def is_dataset(data: object) -> bool:

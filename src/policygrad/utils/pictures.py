@@ -15,6 +15,7 @@ from policygrad.errors import DataError
 MAX_PIXELS = 2**25
 """Pixels of the largest picture that is decoded (33 million, 100 MB): a small file may claim more than a machine's memory."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")  # modes of PIL that PNG can hold
 THUMBNAIL_SIDE = 128  # pixels
 THUMBNAILS = "pictures"  # folder of small copies in a run's folder, by digest
 
@@ -140,11 +141,35 @@ def _to_picture(value: Any) -> Picture | None:
         from PIL import Image
 
         value = Image.fromarray(value)
-    if not (hasattr(value, "save") and hasattr(value, "getpixel")):  # no image of PIL
-        return None
-    file = io.BytesIO()
-    value.save(file, "PNG")
-    return Picture(data=file.getvalue())
+    return from_pil(value) if is_pil(value) else None
+
+
+def is_pil(value: object) -> bool:
+    """Return True for an image of PIL, without importing it."""
+    return hasattr(value, "save") and hasattr(value, "getpixel")
+
+
+def from_pil(image: Any, source: str = "") -> Picture:
+    """Return an image of PIL as a picture, a PNG, which is upright: PNG as it is written here does not say how to turn it.
+
+    Raises:
+        DataError: More than MAX_PIXELS, or an image whose file is truncated.
+    """
+    from PIL import ImageOps
+
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise DataError(
+            f"{source}: the picture has {width:,} × {height:,} pixels, and the most is {MAX_PIXELS:,}: make it smaller"
+        )
+    try:
+        upright, file = ImageOps.exif_transpose(image), io.BytesIO()
+        if upright.mode not in PNG_MODES:
+            upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+        upright.save(file, "PNG")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{source}: the image of PIL cannot be read: {error}; is its file truncated?") from error
+    return Picture(data=file.getvalue(), source=source)
 
 
 def to_plain(prompt: Any) -> Any:
