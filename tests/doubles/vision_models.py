@@ -1,4 +1,4 @@
-"""Random models that see, of six families, each with a real processor of its own: a few ten thousand parameters, no files."""
+"""Random models that see, of seven families, each with a real processor of its own: a few ten thousand parameters, no files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _without_videos(kind: Any, **parts: Any) -> Any:
 
     class Processor(kind):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name != "video_processor":
+            if argument_name not in ("video_processor", "feature_extractor"):
                 super().check_argument_for_proper_class(argument_name, argument)
 
     Processor.__name__ = kind.__name__
@@ -195,6 +195,54 @@ def _gemma3() -> tuple[nn.Module, Any]:
     return model, processor
 
 
+def _gemma4() -> tuple[nn.Module, Any]:
+    named = {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+        "video_token": "<|video|>",
+    }
+    tokenizer = make_tokenizer(list(named.values()), **named)
+    to_id = tokenizer.convert_tokens_to_ids
+    config = transformers.Gemma4Config(
+        text_config={
+            **TEXT,
+            "global_head_dim": 8,
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "use_bidirectional_attention": "vision",
+        },
+        vision_config={
+            **TOWER,
+            **LAYERS,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        audio_config=None,
+        boi_token_id=to_id("<|image>"),
+        eoi_token_id=to_id("<image|>"),
+        image_token_id=to_id("<|image|>"),
+        video_token_id=to_id("<|video|>"),
+        audio_token_id=to_id("<|audio|>"),
+    )
+    processor = _without_videos(
+        transformers.Gemma4Processor,
+        feature_extractor=None,
+        image_processor=transformers.Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+        tokenizer=tokenizer,
+        chat_template=TEMPLATE.replace("MARK", "<|image|>"),
+    )
+    return transformers.Gemma4ForConditionalGeneration(config), processor
+
+
 def _internvl() -> tuple[nn.Module, Any]:
     named = {
         "start_image_token": "<img>",
@@ -226,6 +274,7 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "internvl": _internvl,
 }
 

@@ -205,7 +205,7 @@ def test_a_picture_changes_what_follows(name: str) -> None:
 
 
 def test_only_gemmas_pictures_attend_both_ways() -> None:
-    assert {name for name in FAMILIES if attends_both_ways(family(name)[0])} == {"gemma3"}
+    assert {name for name in FAMILIES if attends_both_ways(family(name)[0])} == {"gemma3", "gemma4"}
     shares = {name: family(name)[3].network for name in FAMILIES}
     assert {name for name, network in shares.items() if network.use_tree and network.shares_pictures} == {
         "idefics3",

@@ -31,6 +31,8 @@ from policygrad.utils.pictures import Picture
 CACHED_PICTURES = 256
 """Processed pictures that are kept, since the later turns of a conversation show its earlier pictures again."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_READ_AS_PADDING = ("gemma4", "gemma4_unified")
+"""Models that read a placeholder token where there is no picture as the padding token."""
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # per token: 1 for a part of a picture
 _ORIENTATION = 0x0112  # EXIF: how a camera was held
 _NOT_MEDIA = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
@@ -318,6 +320,8 @@ def picture_inputs(model: nn.Module, ids: Tensor, is_slot: Tensor, media: Iterab
     placeholder = placeholder_id(model)
     written = (ids == placeholder) & ~is_slot
     if bool(written.any()):
+        if base.config.model_type in _READ_AS_PADDING:
+            return {"input_ids": ids.masked_fill(written, base.config.get_text_config().pad_token_id)} | inputs
         return {"input_ids": ids.masked_fill(written, _text_ids(base, 1)[0]), "embedded_ids": ids} | inputs
     return {"input_ids": ids} | inputs
 
