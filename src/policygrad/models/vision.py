@@ -202,7 +202,7 @@ def wrap_processor(processor: Any, model: nn.Module, name: str, files: Sequence[
 
 
 def _load_without_videos(path: str, trust: bool) -> Any:
-    """Load a processor whose class also wants a video processor, without one."""
+    """Load a processor whose class also wants processors of videos and sound, without those."""
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import processor_class_from_name
     from transformers.processing_utils import ProcessorMixin
@@ -211,30 +211,27 @@ def _load_without_videos(path: str, trust: bool) -> Any:
     named = options.get("processor_class") or _class_for_config(
         AutoConfig.from_pretrained(path, trust_remote_code=trust)
     )
-    found: Any = processor_class_from_name(named) if isinstance(named, str) else named
-    if "video_processor" not in inspect.signature(found.__init__).parameters:
-        return found.from_pretrained(path, trust_remote_code=trust)
+    kind: Any = processor_class_from_name(named) if isinstance(named, str) else named
+    accepted = inspect.signature(kind.__init__).parameters
+    absent = [name for name in ("video_processor", "feature_extractor") if name in accepted]
+    if "video_processor" not in absent:
+        return kind.from_pretrained(path, trust_remote_code=trust)
 
-    class ImagesOnly(found):  # type: ignore[misc]
+    class ImagesOnly(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == "video_processor":
+            if argument_name in absent:
                 return None
             return super().check_argument_for_proper_class(argument_name, argument)
 
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return list(found.get_attributes())
+            return list(kind.get_attributes())
 
-    ImagesOnly.__name__ = found.__name__  # which `save_pretrained` writes down
-    accepted, load = inspect.signature(found.__init__).parameters, partial(_from_pretrained, path, trust)
-    names = {"image_processor", "tokenizer", "video_processor", "feature_extractor", "chat_template"}
-    return ImagesOnly(
-        image_processor=load(AutoImageProcessor),
-        tokenizer=load(AutoTokenizer),
-        video_processor=None,
-        chat_template=options.get("chat_template"),
-        **{name: value for name, value in options.items() if name in accepted and name not in names},
-    )
+    ImagesOnly.__name__ = kind.__name__  # which `save_pretrained` writes down
+    load = partial(_from_pretrained, path, trust)
+    parts = {"image_processor": load(AutoImageProcessor), "tokenizer": load(AutoTokenizer), **dict.fromkeys(absent)}
+    settings = {name: value for name, value in options.items() if name in accepted and name not in parts}
+    return ImagesOnly(**parts, **{"chat_template": None, **settings})
 
 
 def _from_pretrained(path: str, trust: bool, kind: Any) -> Any:
