@@ -19,6 +19,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from policygrad.core.media import Media, TextMedia, join_media, mark_slots
 from policygrad.errors import ModelError
 from policygrad.utils.pictures import Picture
 
-CACHED_PICTURES = 256
+CACHED_PICTURES = 64
 """Processed pictures that are kept, since the later turns of a conversation show its earlier pictures again."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _READ_AS_PADDING = ("gemma4", "gemma4_unified")
@@ -60,6 +61,7 @@ class PictureProcessor:
         self._tokenizer = _TextRecorder(processor.tokenizer)
         self._copy = copy.copy(processor)
         self._copy.tokenizer = self._tokenizer
+        self._lock = Lock()
         self._process = lru_cache(CACHED_PICTURES)(self._process_picture)
 
     def expand(self, text: str, pictures: Sequence[Picture], source: str) -> str:
@@ -123,21 +125,21 @@ class PictureProcessor:
         image, errors = picture.decode(), list[Exception]()
         for mark in list(self._marks):
             try:
-                out = self._copy(text=[mark], images=[[image]], return_tensors="pt")
+                with self._lock:  # a later rollout may be sampled during an evaluation
+                    out = self._copy(text=[mark], images=[[image]], return_tensors="pt")
+                    text = self._tokenizer.text
             except Exception as error:  # a processor raises what it likes
                 errors.append(error)
                 continue
             self._marks = [mark]
             tensors = {name: x for name, x in out.items() if name not in _NOT_MEDIA and isinstance(x, Tensor)}
-            if (
-                tensors["pixel_values"].ndim == 5
-            ):  # Idefics3's kind has a dimension for texts before the one for pictures
+            if tensors["pixel_values"].ndim == 5:  # Idefics3's kind: texts are a dimension before pictures
                 tensors = {name: x[0] for name, x in tensors.items()}
             digest = sha256()
             for name, x in sorted(tensors.items()):
                 digest.update(f"{name} {x.dtype} {list(x.shape)}".encode() + x.numpy().tobytes())
             slots = int((out["input_ids"] == self.placeholder).sum())
-            return _Processed(self._tokenizer.text, slots, tensors, digest.hexdigest())
+            return _Processed(text, slots, tensors, digest.hexdigest())
         raise ModelError(
             f"{picture.source}: the processor of {self.name!r} refuses the picture: {' '.join(str(errors[0]).split())}"
         ) from errors[0]
