@@ -170,7 +170,7 @@ class _TextRecorder:
 
 
 def load_processor(path: str, model: nn.Module, tokenizer: Any, name: str, trust: bool) -> PictureProcessor | None:
-    """Load the processor of a model that sees; None for one that does not.
+    """Load the processor of a model that sees; None for one that does not, or whose folder has none.
 
     Without torchvision, which transformers needs for videos, it processes pictures alone.
 
@@ -182,6 +182,10 @@ def load_processor(path: str, model: nn.Module, tokenizer: Any, name: str, trust
     from transformers import AutoProcessor
     from transformers.utils.hub import cached_file
 
+    cached = [cached_file(path, file, _raise_exceptions_for_missing_entries=False) for file in _PROCESSOR_FILES]
+    files = [Path(file) for file in cached if file is not None]
+    if not files:  # text alone can be trained
+        return None
     load: Any = AutoProcessor.from_pretrained
     try:
         if find_spec("torchvision") is not None:
@@ -193,8 +197,7 @@ def load_processor(path: str, model: nn.Module, tokenizer: Any, name: str, trust
             f"the processor of {name!r} cannot be loaded, without which no picture can be read: {' '.join(str(error).split())}"
         ) from error
     processor.tokenizer = tokenizer
-    cached = (cached_file(path, file, _raise_exceptions_for_missing_entries=False) for file in _PROCESSOR_FILES)
-    return wrap_processor(processor, model, name, [Path(file) for file in cached if file is not None])
+    return wrap_processor(processor, model, name, files)
 
 
 def wrap_processor(processor: Any, model: nn.Module, name: str, files: Sequence[Path] = ()) -> PictureProcessor | None:
