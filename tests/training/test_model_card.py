@@ -45,6 +45,12 @@ def test_the_card_has_method_data_and_evaluation() -> None:
     assert "gguf" not in render_model_card("reward-model", "rm-1", CONFIG, {}, {})
 
 
+def test_the_card_of_a_model_that_sees_says_so() -> None:
+    text = render_model_card("train", "a", CONFIG, {}, {}, reads_pictures=True)
+    assert "pipeline_tag: image-text-to-text" in text
+    assert "gguf" not in text  # written for language models alone
+
+
 def test_a_mix_appears_without_folders() -> None:
     text = render_model_card(
         "train", "a", CONFIG | {"task": "0.7*/home/me/secret/a.jsonl + 2*/home/me/secret/b.jsonl"}, {}, {}

@@ -340,6 +340,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             values,
             self.run_info.facts.get("eval data", ""),
             self.option_changes,
+            reads_pictures=self.tokenizer.pictures is not None,
         )
         model = save_model(self.folder, self.write_weights, self.tokenizer, self.resume_command, card)
         self.checkpointer.finish()

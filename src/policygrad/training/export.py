@@ -121,6 +121,8 @@ def export_stopped(
     with torch.no_grad():
         for key, tensor in trained.items():
             parameters[key].copy_(tensor)
+    phase("writing")
+    tokenizer = load_tokenizer(tokenizer_name or name, model, trust_remote_code=trust_remote_code)
     card = render_model_card(
         kind,
         run.name,
@@ -128,9 +130,8 @@ def export_stopped(
         {},
         {"tokens": saved.state.get("tokens")},
         changes=saved.state.get("option_changes", ()),
+        reads_pictures=tokenizer.pictures is not None,
     )
-    phase("writing")
-    tokenizer = load_tokenizer(tokenizer_name or name, model, trust_remote_code=trust_remote_code)
     return write_model(run / f"model-step-{saved.step}", model, tokenizer, card=card)
 
 

@@ -33,10 +33,11 @@ def render_model_card(
     values: Mapping[str, Any],
     eval_description: str = "",
     changes: Sequence[Mapping[str, Any]] = (),
+    reads_pictures: bool = False,
 ) -> str:
     """Return the text of `README.md`. Files appear by name only, and reward functions without folders.
     `config`: as its TOML has it; `values`: the contents of result.json; `eval_description`: the evaluation data, if other than
-    usual; `changes`: options that a resumed run changed, by step."""
+    usual; `changes`: options that a resumed run changed, by step; `reads_pictures`: the model has a processor of pictures."""
     algorithm = config.get("algorithm", {})
     method = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
     base = str(config.get("model", ""))
@@ -52,7 +53,8 @@ def render_model_card(
     rows |= {"tokens sampled": format_count(values["tokens"])} if values.get("tokens") else {}
     header = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
     header += [f"library_name: {'peft' if _get_option(config, 'learner.lora') else 'transformers'}"]
-    header += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else 'text-generation'}"]
+    written = "image-text-to-text" if reads_pictures else "text-generation"
+    header += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else written}"]
     sections = [
         "\n".join(["---", *header, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"]),
         f"# {name}",
@@ -82,7 +84,7 @@ def render_model_card(
         ]
     else:
         sections.append("The model was not evaluated.")
-    if kind != "reward-model":
+    if kind != "reward-model" and not reads_pictures:
         sections += ["## For llama.cpp, Ollama, LM Studio", GGUF_NOTE]
     return "\n\n".join(sections) + "\n"
 
