@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
+from policygrad.environments.agent_program import AgentProgram, split_command
 from policygrad.environments.base import Observation
 from policygrad.errors import ConfigError
 from policygrad.tasks.base import Example, Prompt
@@ -20,12 +21,16 @@ FAMILIES = {
     "textarena": "policygrad.environments.textarena:TextArena",
     "verifiers": "policygrad.environments.verifiers:Verifiers",
 }
+PROGRAM, FUNCTION = "program", "agent"
+"""Prefixes of agents: `program:COMMAND` and `agent:FILE.py:NAME`."""
 BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
 TERMINATED, TURNS = "terminated", "turns"
 """Further reasons for an episode's end: the environment's terminal state, the limit on turns."""
 
 
-def resolve_environment(option: Any, argument: EnvironmentFactory | None = None) -> EnvironmentFactory | None:
+def resolve_environment(
+    option: Any, argument: EnvironmentFactory | AgentProgram | None = None
+) -> EnvironmentFactory | AgentProgram | None:
     """Return the environment of a run; None = single-turn.
 
     Args:
@@ -40,10 +45,14 @@ def resolve_environment(option: Any, argument: EnvironmentFactory | None = None)
         raise ConfigError("environment is set both in the run and as an argument; pass only one")
     if isinstance(option, str) and (parts := split_environment_name(option)) is not None:
         family, name = parts
+        if family in (PROGRAM, FUNCTION):
+            return AgentProgram(name) if family == PROGRAM else AgentProgram(function=name)
         environment: EnvironmentFactory = load_object(FAMILIES[family], "--environment")(name)
         return environment
     path = BUILT_IN.get(option, option) if isinstance(option, str) else None
     factory = load_object(path, "--environment") if path is not None else argument if option is None else option
+    if isinstance(factory, AgentProgram):
+        return factory
     if factory is not None and not callable(factory):
         raise ConfigError(
             f"--environment {path or factory!r} creates no environment: name a class with reset and step, a policygrad.ToolUse, "
@@ -62,7 +71,7 @@ def resolve_environment(option: Any, argument: EnvironmentFactory | None = None)
 def split_environment_name(name: str) -> tuple[str, str] | None:
     """Split `family:name` for the families of other libraries; None for any other name."""
     family, _, target = name.partition(":")
-    return (family, target) if family in FAMILIES and target else None
+    return (family, target) if family in (*FAMILIES, PROGRAM, FUNCTION) and target else None
 
 
 def code_references(name: str) -> list[str]:
@@ -75,6 +84,10 @@ def code_references(name: str) -> list[str]:
     if parts is None:
         return [name.rpartition(":")[0] or name]
     family, target = parts
+    if family == PROGRAM:
+        return split_command(target)[:1]
+    if family == FUNCTION:
+        return [target.rpartition(":")[0]]
     if family == "openenv":
         return [to_http_url(target)]
     if family == "verifiers":

@@ -106,6 +106,8 @@ class Tokenizer:
         new: str | Sequence[Message],
         source: str = "a conversation",
         tools: Tools | None = None,
+        *,
+        has_end: bool = True,
     ) -> EncodedText:
         """Encode what stands between a sampled turn and the next: prompt + sampled ids + these are the next prompt.
 
@@ -117,6 +119,7 @@ class Tokenizer:
             so_far: The conversation that the reply answers, each earlier reply as its sampled text.
             reply: The sampled turn, decoded without its end token.
             new: Text if the conversation is text, else messages.
+            has_end: Whether the sampled turn has its end token. If it was cut off, the template's is part of the result.
 
         Raises:
             DataError: Text continued by messages, or the reverse.
@@ -143,7 +146,7 @@ class Tokenizer:
                 "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every "
                 "turn, or use a template that only appends"
             )
-        return self._encode_after_end(tail, new, placeholders, source)
+        return self._encode_after_end(tail, new, placeholders, source, has_end)
 
     def encode_rewritten(
         self,
@@ -184,22 +187,27 @@ class Tokenizer:
         return rewritten, self._encode_after_end(tail, new_messages, placeholders, source).ids
 
     def _encode_after_end(
-        self, tail: str, messages: Sequence[Message], placeholders: Placeholders, source: str
+        self,
+        tail: str,
+        messages: Sequence[Message],
+        placeholders: Placeholders,
+        source: str,
+        has_end: bool = True,
     ) -> EncodedText:
         """Encode what follows the sampled end token, `messages` rendered as `tail`. It is tokenized after that token, where the
-        result may differ."""
-        encode = partial(self._encode_tail, placeholders=placeholders, source=source)
+        result may differ; without `has_end`, the token itself comes first."""
+        encode = partial(self._encode_tail, placeholders=placeholders, source=source, has_end=has_end)
         expanded = expand_pictures(self, tail, messages, source)
         return self._with_media(encode(expanded), encode(tail), messages, source)
 
-    def _encode_tail(self, tail: str, placeholders: Placeholders, source: str) -> list[int]:
+    def _encode_tail(self, tail: str, placeholders: Placeholders, source: str, has_end: bool) -> list[int]:
         for end in sorted(self.end_ids):
             text = str(self.hf.convert_ids_to_tokens(end))
             if tail.lstrip().startswith(text):
                 tail = tail.lstrip().removeprefix(text)
                 with_end = encode_escaped(self.hf, text + tail, placeholders, source)
                 if with_end[:1] == [end]:
-                    return with_end[1:]
+                    return with_end[has_end:]
                 break
         return encode_escaped(self.hf, tail, placeholders, source)
 

@@ -13,11 +13,13 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
 from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
+from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.builtin import find_answer_extractor
 from policygrad.rewards.workers.pool import RewardScorer
+from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.batching import (
     ALL_EXCLUDED_NOTE,
     add_turn_states,
@@ -113,7 +115,7 @@ class Rollouter:
     seed: int = 0
     score_steps: ScoreStepsFn | None = None
     """Splits completions into reasoning steps and scores these; None = no reasoning steps."""
-    environment: EnvironmentFactory = SingleTurn
+    environment: EnvironmentFactory | AgentProgram = SingleTurn
     run_async: AsyncRunner = field(default_factory=AsyncRunner)
     pool: RewardScorer | None = None
     """The pool that `score` belongs to, to score finished completions while others are sampled; None = score all at the end."""
@@ -147,6 +149,18 @@ class Rollouter:
         self, specs: Sequence[EpisodeSpec], samples_per_prompt: int, sampling: SamplingParams
     ) -> list[EpisodeGroup]:
         """Run `samples_per_prompt` episodes for each spec, without scoring them."""
+        if isinstance(self.environment, AgentProgram):
+            return self.run_async(
+                run_agent_episodes(
+                    specs,
+                    samples_per_prompt,
+                    sampling,
+                    sampler=self.sampler,
+                    encoder=self.tokenizer,
+                    program=self.environment,
+                    progress=self.progress,
+                )
+            )
         calls = EnvironmentCalls(self.timeout, self.progress, tolerate_timeouts=self.tolerate_timeouts)
         return self.run_async(
             run_episodes(

@@ -143,6 +143,13 @@ class SupportsInFlightUpdates(Sampler, Protocol):
     in_flight: bool
 
 
+@runtime_checkable
+class SupportsConcurrentCalls(Sampler, Protocol):
+    """A sampler that answers a call of `generate` while others are pending, if `serves_concurrently` is true."""
+
+    serves_concurrently: bool
+
+
 RowsCallback = Callable[[Sequence[Request]], None]
 """Called with the request that each row of a batch belongs to."""
 

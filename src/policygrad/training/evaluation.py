@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory
+from policygrad.environments.agent_program import AgentProgram
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest
@@ -26,7 +27,7 @@ def collect(
     step: int = 1,
     position: int = 0,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | None = None,
+    environment: EnvironmentFactory | AgentProgram | None = None,
 ) -> Rollout:
     """Return the rollout of one step of a run, without training: its batch, texts and metrics. Raises PolicygradError if
     something is missing or does not fit; the message says what to change."""
@@ -40,7 +41,7 @@ def evaluate(
     options: RunOptions | None = None,
     *,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | None = None,
+    environment: EnvironmentFactory | AgentProgram | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     phase: ProgressCallback = ignore_progress,
 ) -> EvaluationResult:
@@ -68,7 +69,7 @@ def _load(
     options: RunOptions,
     algorithm: Algorithm | None,
     sampler: Sampler | SamplerFactory | None,
-    environment: EnvironmentFactory | None,
+    environment: EnvironmentFactory | AgentProgram | None,
     phase: ProgressCallback,
 ) -> Iterator[Resources]:
     """Load everything, with the model's weights published to the engine, if there is one."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory, SingleTurn
+from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
@@ -94,7 +95,7 @@ def load_resources(
     algorithm: Algorithm | None = None,
     *,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | None = None,
+    environment: EnvironmentFactory | AgentProgram | None = None,
     placement: Placement = LOCAL_PLACEMENT,
     phase: ProgressCallback = ignore_progress,
 ) -> Resources:
@@ -125,7 +126,14 @@ def load_resources(
     )
     engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, facts)
     environment = resolve_environment(options.environment, environment)
-    if environment is not None and placement.environment is not None:
+    if isinstance(environment, AgentProgram):
+        if placement.environment is not None:
+            raise ConfigError(
+                f"the program {environment.name} runs on the machine of the trainer, not in actors: leave out "
+                "--cluster.environments"
+            )
+        stack.callback(environment.close)
+    elif environment is not None and placement.environment is not None:
         environment = placement.environment(environment)
     needs = None if algorithm is None else algorithm.all_needs
     step_end = None if algorithm is None else options.step_end
@@ -231,7 +239,9 @@ def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_
     return load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
 
 
-def _check_task(task: Task, environment: EnvironmentFactory | None, needs: frozenset[str] | None) -> None:
+def _check_task(
+    task: Task, environment: EnvironmentFactory | AgentProgram | None, needs: frozenset[str] | None
+) -> None:
     """Raise ConfigError if a task cannot have the demonstrations that are learned from, or seems to have none (single steps may go
     without); if it has levels of difficulty that nothing changes, or none for a filter that changes them."""
     if "demonstration" in (needs or ()):

@@ -20,6 +20,7 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.shards import SavedState
 from policygrad.core.metrics import Mean
 from policygrad.environments import EnvironmentFactory
+from policygrad.environments.agent_program import AgentProgram
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.models.adapters import describe_adapters
@@ -75,7 +76,7 @@ def train(
     overwrite: bool = False,
     sampler: Sampler | SamplerFactory | None = None,
     learner: Learner | LearnerFactory = make_local_learner,
-    environment: EnvironmentFactory | None = None,
+    environment: EnvironmentFactory | AgentProgram | None = None,
     display: Tracker | bool = True,
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
@@ -133,7 +134,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         *,
         sampler: Sampler | SamplerFactory | None = None,
         learner: Learner | LearnerFactory = make_local_learner,
-        environment: EnvironmentFactory | None = None,
+        environment: EnvironmentFactory | AgentProgram | None = None,
         placement: Placement = LOCAL_PLACEMENT,
         **tracking: Unpack[TrackingOptions],
     ) -> None:

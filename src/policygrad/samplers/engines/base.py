@@ -180,6 +180,7 @@ class EngineSampler(ABC):
         self.published: WeightVersion | None = None
         self._logit_source: probe.LogitSource = model
         self.in_flight = config.chunk_tokens > 0
+        self.serves_concurrently = True
         self.probe_results: dict[str, probe.ProbeResult] = {}  # by server, for the current weights
         self.adapter_names: dict[str, str] = {}  # by server: the current adapter
         self.must_reload = set[str]()  # servers that load their weights again, whatever version they report

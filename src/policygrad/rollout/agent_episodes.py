@@ -1,0 +1,407 @@
+"""Run episodes of programs that request completions by HTTP, and sample for all of them from the run's policy."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from policygrad.environments.agent_program import AgentProgram, RunningProgram, list_episode_processes
+from policygrad.environments.base import CONTEXT, FAILED, TOKENS
+from policygrad.errors import EngineError, ModelError, PolicygradError
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tool_calls import ToolCall
+from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
+from policygrad.proxy.server import Proxy
+from policygrad.rollout.conversation_tree import ConversationTree, Turn, cut_at_stop
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.samplers.base import (
+    CachesTexts,
+    Generation,
+    Request,
+    Sampler,
+    SamplingParams,
+    SupportsConcurrentCalls,
+)
+from policygrad.utils.progress import ProgressCallback, ignore_progress
+
+POLL_SECONDS = 0.02  # between looks at the programs
+PROCESS_SCAN_SECONDS = 2.0
+REPORT_SECONDS = 4.0  # age at which the wait for programs is reported
+FINISHED, CALLS = "finished", "calls"
+"""Further reasons for an episode's end: its program ended, or may request no more completions."""
+
+
+async def run_agent_episodes(
+    specs: Sequence[EpisodeSpec],
+    samples_per_prompt: int,
+    sampling: SamplingParams,
+    *,
+    sampler: Sampler,
+    encoder: Tokenizer,
+    program: AgentProgram,
+    progress: ProgressCallback = ignore_progress,
+) -> list[EpisodeGroup]:
+    """Run a program `samples_per_prompt` times for each spec; one group per spec, in their order.
+
+    Raises:
+        EngineError: No program of this rollout has requested a completion.
+    """
+    rollout = _Rollout(sampling, sampler, encoder, program)
+    groups = [[_Episode(spec, sample, rollout) for sample in range(samples_per_prompt)] for spec in specs]
+    episodes = [episode for group in groups for episode in group]
+    try:
+        await rollout.run(episodes, progress)
+    finally:
+        for episode in episodes:
+            episode.close()
+        if isinstance(sampler, CachesTexts):
+            sampler.clear_texts()
+    if episodes and not any(episode.tree.num_turns for episode in episodes):
+        raise EngineError(
+            f"no episode of {program.name} requested a completion: {episodes[0].failure or 'it ended by itself'}. Try it by hand "
+            "with `policygrad proxy`, and let it send its requests to OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
+        )
+    return [_make_group(spec, group, encoder) for spec, group in zip(specs, groups, strict=True)]
+
+
+@cache
+def shared_proxy() -> Proxy:
+    """Return the proxy of this process."""
+    return Proxy()
+
+
+class _Rollout:
+    """Collects the requests of all running programs and samples for them."""
+
+    def __init__(self, sampling: SamplingParams, sampler: Sampler, encoder: Tokenizer, program: AgentProgram) -> None:
+        self.sampling, self.sampler, self.encoder, self.program = sampling, sampler, encoder, program
+        self.proxy, self.loop = shared_proxy(), asyncio.get_running_loop()
+        self.waiting: list[_Call] = []
+        self.last_arrival = time.monotonic()
+        self.contexts = dict[bytes, Tensor]()  # equal contexts as one tensor, which a sampler reads once
+        self.samples_at_once = isinstance(sampler, SupportsConcurrentCalls) and sampler.serves_concurrently
+        self._tasks = set[asyncio.Task[None]]()
+
+    async def run(self, episodes: Sequence[_Episode], progress: ProgressCallback) -> None:
+        """Run all episodes, at most `concurrency` at a time."""
+        unstarted, running = list(reversed(episodes)), list[_Episode]()
+        since, next_scan = time.monotonic(), 0.0
+        has_reported = False
+        while unstarted or running:
+            while unstarted and len(running) < self.program.concurrency:
+                running.append(unstarted.pop())
+                running[-1].start()
+            now = time.monotonic()
+            processes = list_episode_processes() if now >= next_scan else None
+            next_scan = now + PROCESS_SCAN_SECONDS if processes is not None else next_scan
+            for episode in running:
+                episode.check(now, processes)
+            running = [episode for episode in running if not episode.is_over]
+            if self.waiting and self._is_time(running, now):
+                calls, self.waiting = self.waiting, []
+                if self.samples_at_once:
+                    self._tasks.add(task := asyncio.create_task(self._sample(calls)))
+                    task.add_done_callback(self._tasks.discard)
+                else:
+                    await self._sample(calls)
+                continue
+            if now - since > REPORT_SECONDS:
+                text = f"waiting for {len(running)} programs ({self.program.name})"
+                progress(text, len(episodes) - len(running) - len(unstarted), len(episodes))
+                has_reported = True
+            await asyncio.sleep(POLL_SECONDS)
+        if has_reported:
+            progress("", 0, 0)
+
+    def _is_time(self, running: Sequence[_Episode], now: float) -> bool:
+        """Return whether to sample now, or to wait for the requests of further programs."""
+        if self.samples_at_once or now - self.last_arrival > self.program.batch_seconds:
+            return True
+        return all(episode.num_pending for episode in running)
+
+    async def _sample(self, calls: Sequence[_Call]) -> None:
+        """Sample for some calls and answer them. A sampler's error ends the rollout."""
+        calls = sorted(calls, key=lambda call: call.order)  # as in any other run, whoever came first
+        pairs = [(call, request) for call in calls for request in call.requests]
+        try:
+            generations = iter(await self.sampler.generate([request for _, request in pairs]))
+            for call in calls:
+                call.answer([next(generations) for _ in call.requests])
+        except PolicygradError as error:
+            for call in calls:
+                call.fail(ApiError(str(error), 500, "server_error"))
+            raise
+
+    def share(self, ids: Tensor) -> Tensor:
+        """Return one tensor for all equal contexts."""
+        return self.contexts.setdefault(ids.numpy().tobytes(), ids)
+
+
+class _Call:
+    """A program's request that waits for its completions."""
+
+    def __init__(self, episode: _Episode, turn: Turn, requests: Sequence[Request], future: Future[ChatReply]) -> None:
+        self.episode, self.turn, self.requests, self.future = episode, turn, requests, future
+        self.order = requests[0].key
+
+    def answer(self, generations: Sequence[Generation]) -> None:
+        """Add the completions to the episode and send them."""
+        self.episode.num_pending -= 1
+        choices = tuple(self.episode.add(self.turn, generation) for generation in generations)
+        self.future.set_result(ChatReply(choices, tuple(self.turn.context_ids.tolist())))
+
+    def fail(self, error: ApiError) -> None:
+        """Send an error instead."""
+        self.episode.num_pending -= 1
+        self.future.set_exception(error)
+
+
+class _Episode:
+    """One episode: a program, its limits, and its conversations."""
+
+    def __init__(self, spec: EpisodeSpec, sample: int, rollout: _Rollout) -> None:
+        self.spec, self.sample, self.rollout = spec, sample, rollout
+        self.key = f"pg-{secrets.token_hex(16)}"
+        self.tree = ConversationTree(rollout.encoder, spec.location)
+        self.program: RunningProgram | None = None
+        self.is_over = self.is_judging = self.truncated = False
+        self.failure = self.stop_reason = self.answer = ""
+        self.num_calls = self.num_pending = 0
+        self.tokens_left = spec.max_tokens
+        self.reward: float | None = None
+        self.metrics = Counter[str]()
+        self._own_seconds, self._checked = 0.0, 0.0
+
+    def start(self) -> None:
+        """Start the program."""
+        self._checked = time.monotonic()
+        self.rollout.proxy.add(self.key, self._receive)
+        variables = self.rollout.proxy.environment(self.key)
+        try:
+            self.program = self.rollout.program.start(self.spec.example, self.key, variables)
+        except OSError as error:
+            self._fail("start", f"cannot be started: {error}")
+
+    def check(self, now: float, processes: dict[str, list[int]] | None) -> None:
+        """Look whether the program has ended, or exceeds a limit."""
+        if self.is_over or self.program is None:
+            return
+        config, program = self.rollout.program, self.program
+        self._own_seconds += 0.0 if self.num_pending else now - self._checked
+        self._checked = now
+        code = program.poll()
+        if code is not None:
+            self._end(code)
+        elif self._own_seconds > config.max_seconds:
+            self._fail("slow", f"exceeded {config.max_seconds:g} s of its own (max_seconds)")
+        elif program.output_bytes > config.max_output:
+            self._fail("output", f"printed more than {config.max_output} bytes (max_output)")
+        elif processes is not None and len(processes.get(self.key, ())) > config.max_processes:
+            self._fail("processes", f"had more than {config.max_processes} processes (max_processes)")
+
+    def close(self) -> None:
+        """End the program, whatever it does."""
+        self.rollout.proxy.remove(self.key)
+        program, self.program = self.program, None
+        if program is not None:
+            program.close()
+
+    def add(self, turn: Turn, generation: Generation) -> ChatChoice:
+        """Add a completion to the episode; return it as the program receives it."""
+        encoder, request = self.rollout.encoder, turn.request
+        cut, text, stopped_by, length = cut_at_stop(encoder, generation, request.stop)
+        self.tokens_left -= len(cut.tokens)
+        self.truncated = cut.finish_reason == "length" and self.tokens_left < 1
+        calls = _read_calls(encoder, request, text)
+        reason = "tool_calls" if calls else cut.finish_reason
+        hf = encoder.hf
+        choice = ChatChoice(
+            text,
+            reason,
+            tuple(cut.tokens.tolist()),
+            tuple(cut.logp.tolist()),
+            tuple(hf.decode([token]) for token in cut.tokens.tolist()) if request.has_logprobs else (),
+            _text_before_calls(text) if calls else text,
+            calls,
+            tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
+            stopped_by,
+        )
+        has_end = not stopped_by and int(cut.tokens[-1]) in encoder.end_ids
+        self.tree.add_reply(turn, cut, choice, length, has_end)
+        return choice
+
+    def trajectory(self, prompt_length: int) -> Trajectory:
+        """Return the episode after the first tokens of its group's prompt."""
+        encoder = self.rollout.encoder
+        segments, states = self.tree.segments(prompt_length) if self.tree.num_turns else ((), ())
+        text = self.answer or encoder.decode(
+            torch.cat([torch.empty(0, dtype=torch.int64), *(s.visible_tokens for s in segments)])
+        )
+        turns: list[float | None] = [None] * self.tree.num_turns
+        if turns:
+            turns[-1] = self.reward
+        failed = bool(self.failure) and self.reward is None
+        return Trajectory(
+            segments or (Segment(torch.zeros(1, dtype=torch.int64)),),
+            text,
+            self.truncated,
+            tuple(turns),
+            self.reward,
+            metrics=dict(self.metrics) | {"calls": float(self.num_calls)},
+            turn_states=states,
+            stop_reason=self.stop_reason,
+            failure=self.failure if failed else "",
+        )
+
+    # Called by the proxy's thread.
+
+    def _receive(self, request: ChatRequest) -> Future[ChatReply]:
+        future: Future[ChatReply] = Future()
+        self.rollout.loop.call_soon_threadsafe(self._open_call, request, future)
+        return future
+
+    def _open_call(self, request: ChatRequest, future: Future[ChatReply]) -> None:
+        """Queue a request, or refuse it."""
+        try:
+            turn, requests = self._prepare(request)
+        except ApiError as error:
+            future.set_exception(error)
+        except (ModelError, PolicygradError) as error:
+            self.metrics["refused"] += 1.0
+            future.set_exception(ApiError(str(error)))
+        else:
+            self.num_pending += 1
+            self.rollout.last_arrival = time.monotonic()
+            self.rollout.waiting.append(_Call(self, turn, requests, future))
+
+    def _prepare(self, request: ChatRequest) -> tuple[Turn, list[Request]]:
+        config, encoder = self.rollout.program, self.rollout.encoder
+        count = request.num_choices
+        if self.is_over:
+            raise ApiError("the episode is over", 403, "episode_over")
+        if self.num_calls + count > config.max_calls:
+            self.stop_reason = CALLS
+            raise ApiError(
+                f"the episode may request {config.max_calls} completions (max_calls)", 400, "calls_exhausted"
+            )
+        if self.tokens_left < count:
+            self.stop_reason, self.truncated = TOKENS, True
+            raise ApiError(
+                f"the episode has sampled all of its {self.spec.max_tokens} tokens (--max-tokens)",
+                400,
+                "tokens_exhausted",
+            )
+        turn = self.tree.open_turn(request)
+        room, reason = self.tokens_left // count, TOKENS
+        if encoder.context_length is not None and encoder.context_length - len(turn.context_ids) < room:
+            room, reason = encoder.context_length - len(turn.context_ids), CONTEXT
+        if room < 1:
+            self.stop_reason, self.truncated = reason, True
+            raise ApiError(
+                f"the prompt has {len(turn.context_ids)} tokens, and the model reads {encoder.context_length}",
+                400,
+                "context_length_exceeded",
+            )
+        if request.temperature not in (None, self.rollout.sampling.temperature):
+            self.metrics["other_temperature"] += 1.0  # the run's is used, since the learner assumes it
+        sampling, context = self.rollout.sampling, self.rollout.share(turn.context_ids)
+        limit = min(room, request.max_tokens or room)
+        requests = []
+        for _ in range(count):
+            key = (*self.spec.key, self.sample, self.num_calls) if self.num_calls else (*self.spec.key, self.sample)
+            self.num_calls += 1
+            needs_mask = sampling.is_truncated and self.spec.key[1] == TRAIN
+            requests.append(Request(context, key, sampling, limit, continues=True, needs_mask=needs_mask))
+        return replace(turn, context_ids=context), requests
+
+    def _end(self, code: int) -> None:
+        """Finish the episode of a program that has ended by itself."""
+        assert self.program is not None
+        if self.is_judging:
+            self.reward = float(code == 0)
+            self._finish()
+            return
+        try:
+            values = self.program.read_result()
+        except ValueError as error:
+            self._fail("result", str(error))
+            return
+        if code != 0 and not values and not self.stop_reason:
+            self._fail("crashed", f"ended with exit code {code}: {self.program.last_output() or 'no output'}")
+            return
+        self.answer = values.get("answer") or ""
+        self.metrics.update({str(name): float(value) for name, value in (values.get("metrics") or {}).items()})
+        if values.get("reward") is not None:
+            self.reward = float(values["reward"])
+        if self.rollout.program.reward_command:
+            self.is_judging, self._own_seconds = True, 0.0
+            self.program.start_reward_command()
+            return
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self.tree.num_turns:
+            self._fail("silent", "ended without a completion")
+            return
+        self.stop_reason = self.stop_reason or FINISHED
+        self.is_over = True
+        self.close()
+
+    def _fail(self, kind: str, reason: str) -> None:
+        """End the episode of a program that does not work. Its requests are refused from now on."""
+        self.failure = f"the program {self.rollout.program.name} {reason} (completion of {self.spec.location})"
+        self.metrics[f"program_{kind}"] += 1.0
+        self.reward = self.rollout.program.failure_reward if self.tree.num_turns else None
+        self.stop_reason, self.is_over = FAILED, True
+        for call in [call for call in self.rollout.waiting if call.episode is self]:
+            self.rollout.waiting.remove(call)
+            call.fail(ApiError("the episode is over", 403, "episode_over"))
+        self.close()
+
+
+def _make_group(spec: EpisodeSpec, episodes: Sequence[_Episode], encoder: Tokenizer) -> EpisodeGroup:
+    """Return the episodes as a group: its prompt is what all first texts begin with."""
+    texts = [episode.tree.first_text for episode in episodes if episode.tree.num_turns]
+    if not texts:
+        prompt = encoder.encode(spec.example.prompt, 1, spec.location).ids
+        return EpisodeGroup(spec, prompt, tuple(episode.trajectory(len(prompt)) for episode in episodes))
+    length = min(map(len, texts))
+    for text in texts[1:]:
+        differs = (text[:length] != texts[0][:length]).nonzero()
+        length = int(differs[0]) if len(differs) else length
+    prompt = texts[0][: max(length, 1)]
+    return EpisodeGroup(spec, prompt, tuple(episode.trajectory(length) for episode in episodes))
+
+
+def _read_calls(encoder: Tokenizer, request: ChatRequest, text: str) -> tuple[ToolCall, ...]:
+    """Return a reply's tool calls. () = it has none, or one that cannot be read: the program then receives the text."""
+    if not request.parses_calls:
+        return ()
+    calls = encoder.tool_call_parser(text)
+    if any(call.error for call in calls):
+        return ()
+    functions = {tool["function"]["name"]: tool["function"] for tool in request.tools}
+    return tuple(_name_arguments(call, functions.get(call.name, {})) for call in calls)
+
+
+def _name_arguments(call: ToolCall, function: dict[str, Any]) -> ToolCall:
+    """Give a call's positional arguments the names of the schema."""
+    names = list((function.get("parameters") or {}).get("properties") or {})
+    named = dict(zip(names, call.positional, strict=False))
+    return ToolCall(call.name, {**named, **call.arguments})
+
+
+def _text_before_calls(text: str) -> str:
+    before, mark, _ = text.partition("<tool_call>")
+    return before.strip() if mark else ""

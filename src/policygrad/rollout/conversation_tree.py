@@ -1,0 +1,308 @@
+"""What an agent's program has read and sampled in one episode, token by token: a tree of texts.
+
+A request that extends an earlier conversation continues its sampled tokens, which are never tokenized again. One that rewrites it,
+drops messages or begins another conversation (a sub-agent's) is a branch, after the longest text that both begin with. In the order
+of a walk that visits what branches off last first, each branch follows a beginning of the text before it, which is what
+`Segment.prefix_length` says: the episode is one trajectory, in which every sampled token stands in the context it was sampled in.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policygrad.models.chat_template import HistoryRewrittenError, Message
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tool_calls import get_chat_template, supports_tools
+from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
+from policygrad.rollout.trajectory import Segment
+from policygrad.samplers.base import Generation
+
+
+@dataclass(eq=False)
+class _Run:
+    """Consecutive tokens with one origin, after a beginning of another run's text."""
+
+    parent: _Run | None
+    start: int
+    """Number of tokens before it."""
+    segment: Segment
+    """Without `prefix_length`."""
+    state: Hashable = None
+    """Of a sampled run: what the policy read last."""
+    children: list[_Run] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.segment.tokens)
+
+    def text(self, end: int | None = None) -> Tensor:
+        """Return the ids up to `end`, by default the run's own end."""
+        parts, run, stop = list[Tensor](), self, self.end if end is None else end
+        while True:
+            parts.append(run.segment.tokens[: max(0, stop - run.start)])
+            stop = min(stop, run.start)
+            if run.parent is None:
+                return torch.cat(parts[::-1])
+            run = run.parent
+
+    def is_read(self) -> bool:
+        """Whether something was sampled in it or after it."""
+        return self.segment.is_sampled or any(child.is_read() for child in self.children)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reply:
+    """A sampled turn that later requests may continue."""
+
+    run: _Run
+    length: int
+    """Tokens of the run that are part of the conversation: not a stop text."""
+    has_end: bool
+    """Its end token was sampled."""
+    messages: tuple[Message, ...] | str
+    """What it answers; earlier replies as the policy wrote them."""
+    text: str
+    keys: tuple[Hashable, ...] | str
+    """The same with the reply, as the program sees it: for comparison."""
+    tools: str
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A request, tokenized: what the policy reads next."""
+
+    context_ids: Tensor
+    """[P] int64."""
+    run: _Run
+    request: ChatRequest
+    messages: tuple[Message, ...] | str
+    state: Hashable
+
+
+class ConversationTree:
+    """The texts of one episode."""
+
+    def __init__(self, encoder: Tokenizer, source: str) -> None:
+        self.encoder, self.source = encoder, source
+        self.roots: list[_Run] = []
+        self._replies: list[_Reply] = []
+        self.num_turns = 0
+
+    @property
+    def first_text(self) -> Tensor:
+        """[P] int64; the first text that the policy read."""
+        return self.roots[0].segment.tokens
+
+    def open_turn(self, request: ChatRequest) -> Turn:
+        """Tokenize a request and place it in the tree.
+
+        Raises:
+            ModelError: The chat template refuses the messages.
+            ApiError: Token ids that the model does not have.
+        """
+        if isinstance(request.prompt, tuple) and request.prompt and isinstance(request.prompt[0], int):
+            ids = torch.tensor(request.prompt, dtype=torch.int64)
+            size = len(self.encoder.hf)
+            if int(ids.max()) >= size:
+                raise ApiError(f"the prompt has the token id {int(ids.max())}, and the vocabulary has {size}")
+            return Turn(ids, self._place(ids), request, "", tuple(request.prompt))
+        prompt: Any = request.prompt
+        tools, last = _canonical(request.tools), self._find_reply(request)
+        if last is not None:
+            new = prompt[len(last.keys) :]
+            before = last.messages
+            messages = f"{before}{last.text}{new}" if isinstance(before, str) else (*before, _reply_message(last), *new)
+            context = last.run.text(last.run.start + last.length)
+            state = new if isinstance(new, str) else _canonical(new)
+            try:
+                ids = self.encoder.encode_continuation(
+                    before, last.text, new, self.source, request.tools or None, has_end=last.has_end
+                ).ids
+                run = self._append(last.run, last.run.start + last.length, ids)
+                return Turn(torch.cat([context, ids]), run, request, messages, state)
+            except HistoryRewrittenError:
+                assert not isinstance(messages, str)
+                return self._rewrite(messages, len(new), request, state)
+        if isinstance(prompt, str):
+            ids = self.encoder.encode(prompt, 1, self.source).ids
+            return Turn(ids, self._place(ids), request, prompt, prompt)
+        messages = self._restore_replies(prompt, tools)
+        replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if replies:
+            return self._rewrite(messages, len(messages) - 1 - replies[-1], request, _canonical(prompt))
+        ids = self.encoder.encode(messages, 1, self.source, request.tools or None).ids
+        return Turn(ids, self._place(ids), request, messages, _canonical(prompt))
+
+    def add_reply(self, turn: Turn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
+        """Add what the policy sampled for a turn.
+
+        Args:
+            choice: As the program receives it.
+            length: Tokens that are part of the conversation: without a stop text.
+            has_end: The last token is the end token.
+        """
+        run = _Run(turn.run, turn.run.end, Segment.from_generation(generation), turn.state)
+        turn.run.children.append(run)
+        self.num_turns += 1
+        keys: Any
+        if isinstance(turn.request.prompt, str):
+            keys = turn.request.prompt + choice.text
+        elif isinstance(turn.messages, str):  # token ids, which are continued by token ids
+            return
+        else:
+            reply = {"role": "assistant", "content": choice.content, "calls": choice.calls}
+            keys = (*map(_message_key, turn.request.prompt), _message_key(reply))  # type: ignore[arg-type]
+        self._replies.append(
+            _Reply(run, length, has_end, turn.messages, choice.text, keys, _canonical(turn.request.tools))
+        )
+
+    def segments(self, prompt_length: int) -> tuple[tuple[Segment, ...], tuple[Hashable, ...]]:
+        """Return the episode after the first `prompt_length` tokens of its first text, and the state of each sampled segment.
+
+        prompt_length: 0 = the episode shares no token with its group's prompt, and every text begins anew.
+        """
+        segments, states = list[Segment](), list[Hashable]()
+        at = prompt_length  # tokens in the text so far
+        for run in self._walk():
+            segment, start = run.segment, run.start
+            if run is self.roots[0]:
+                if len(segment.tokens) == prompt_length:
+                    continue
+                segment = replace(segment, tokens=segment.tokens[prompt_length:])
+                start = prompt_length
+            is_new_text = start != at or (run is self.roots[0] and not prompt_length)
+            segments.append(replace(segment, prefix_length=start) if is_new_text else segment)
+            if segment.is_sampled:
+                states.append(run.state)
+            at = run.end
+        return tuple(segments), tuple(states)
+
+    def _walk(self) -> Iterator[_Run]:
+        """Yield the runs that something was sampled after, each after a beginning of the text before it."""
+        waiting = [root for root in reversed(self.roots) if root.is_read()]
+        while waiting:
+            run = waiting.pop()
+            yield run
+            children = [child for child in run.children if child.is_read()]
+            waiting += sorted(
+                reversed(children), key=lambda child: child.start
+            )  # the last one, which begins latest, is next
+
+    def _place(self, ids: Tensor, new_tokens: Tensor | None = None) -> _Run:
+        """Return a run that ends with a text, after the longest beginning that an earlier text has."""
+        best, shared = None, 0
+        stack = list(self.roots)
+        while stack:
+            run = stack.pop()
+            own = run.segment.tokens
+            length = min(len(own), len(ids) - run.start)
+            differs = (own[:length] != ids[run.start : run.start + length]).nonzero()
+            reached = run.start + (int(differs[0]) if len(differs) else length)
+            if reached > shared:
+                best, shared = run, reached
+            stack += [child for child in run.children if child.start <= reached]
+        if best is not None and shared == len(ids) == best.end and not best.segment.is_sampled:
+            return best
+        if best is not None and shared == len(ids):  # one token of its own, which predicts the turn's first
+            shared -= 1
+            while best.parent is not None and best.start >= shared:
+                best = best.parent
+        return self._append(best, shared, ids[shared:], new_tokens)
+
+    def _append(self, parent: _Run | None, start: int, ids: Tensor, new_tokens: Tensor | None = None) -> _Run:
+        """Return the unsampled run with these ids at that place, a new one if there is none."""
+        siblings = self.roots if parent is None else parent.children
+        for run in siblings:
+            if run.start == start and not run.segment.is_sampled and torch.equal(run.segment.tokens, ids):
+                return run
+        run = _Run(parent, start, Segment(ids, new_tokens=new_tokens))
+        siblings.append(run)
+        return run
+
+    def _rewrite(self, messages: Sequence[Message], num_new: int, request: ChatRequest, state: Hashable) -> Turn:
+        """Open a turn after a conversation whose earlier replies are text now."""
+        opening = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
+        text, new_tokens = self.encoder.encode_rewritten(messages, opening, num_new, self.source, request.tools or None)
+        return Turn(text.ids, self._place(text.ids, new_tokens), request, tuple(messages), state)
+
+    def _find_reply(self, request: ChatRequest) -> _Reply | None:
+        """Return the sampled turn that a request continues: the longest conversation that it begins with."""
+        tools, prompt = _canonical(request.tools), request.prompt
+        if isinstance(prompt, str):
+            found = [
+                r for r in self._replies if isinstance(r.keys, str) and prompt.startswith(r.keys) and prompt != r.keys
+            ]
+        else:
+            keys = tuple(map(_message_key, prompt))  # type: ignore[arg-type]
+            found = [
+                r
+                for r in self._replies
+                if r.tools == tools and len(r.keys) < len(keys) and keys[: len(r.keys)] == r.keys
+            ]
+        return max(found, key=lambda reply: len(reply.keys), default=None)
+
+    def _restore_replies(self, messages: Sequence[Message], tools: str) -> tuple[Message, ...]:
+        """Return a program's messages with the replies that it repeats as the policy wrote them."""
+        texts = {r.keys[-1]: r.text for r in self._replies if not isinstance(r.keys, str)}
+        reads_calls = supports_tools(get_chat_template(self.encoder.hf))
+        restored = list[Message]()
+        for message in messages:
+            text = texts.get(_message_key(message)) if message["role"] == "assistant" else None
+            if text is not None:
+                message = {"role": "assistant", "content": text}
+            elif message.get("tool_calls") and not reads_calls:
+                calls = [f"<tool_call>\n{_canonical(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
+                message = {"role": "assistant", "content": "\n".join([message["content"], *calls]).strip()}
+            restored.append(message)
+        return tuple(restored)
+
+
+def cut_at_stop(encoder: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str, str, int]:
+    """Cut a completion after the token that completes a stop text.
+
+    Returns:
+        The completion; its text before the stop text; the stop text, "" if there is none; the number of tokens before it.
+    """
+    tokens, text = generation.tokens, encoder.decode(generation.tokens)
+    if not any(word in text for word in stop):
+        return generation, text, "", len(tokens)
+    ends = range(1, len(tokens) + 1)
+    count = ends[bisect_left(ends, True, key=lambda n: any(word in encoder.decode(tokens[:n]) for word in stop))]
+    text = encoder.decode(tokens[:count])
+    place, word = min((text.find(word), word) for word in stop if word in text)
+    before = max((n for n in range(count) if text[:place].startswith(encoder.decode(tokens[:n]))), default=0)
+    chosen = torch.arange(len(tokens)) < count
+    version, mask = generation.version, generation.sampling_mask
+    experts = generation.routed_experts
+    cut = Generation(
+        tokens[:count],
+        generation.logp[:count],
+        "stop",
+        version if isinstance(version, int) else version[:count],
+        None if experts is None else experts[: len(experts) - (len(tokens) - count)],
+        None if mask is None else mask.select(chosen),
+    )
+    return cut, text[:place], word, before
+
+
+def _reply_message(reply: _Reply) -> Message:
+    return {"role": "assistant", "content": reply.text}
+
+
+def _message_key(message: Message) -> Hashable:
+    """Return what makes a message the same as another: role, text up to white space around it, and calls."""
+    calls = [(call.name, _canonical(dict(call.arguments))) for call in message.get("calls", ())]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls += [(function["name"], _canonical(function["arguments"])) for function in functions]
+    return message["role"], str(message.get("content") or "").strip(), tuple(calls)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
