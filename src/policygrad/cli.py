@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TextIO
 
 from policygrad.commands import COMMANDS
+from policygrad.commands.json_output import print_error, requests_json, reserve_stdout
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.signals import SignalHandlers
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(), interrupts:
             # without the line of code that raised it
             warnings.showwarning = lambda message, *_, **__: _print_error(f"warning: {message}")
-            return _run(args)
+            return _run_json(args) if requests_json(args) else _run(args)
     except SystemExit as end:  # by tyro, after its help or error message
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
@@ -132,6 +133,26 @@ def _flush(stream: TextIO) -> None:
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _run_json(args: list[str]) -> int:
+    """Run a command whose standard output carries JSON only; an error is an object of its own, and is raised too."""
+    with reserve_stdout():
+        try:
+            return _run(args)
+        except BrokenPipeError:
+            raise
+        except SystemExit as end:
+            if end.code:
+                message = " ".join(getattr(end, "__notes__", []))
+                print_error("UsageError", message, end.code if isinstance(end.code, int) else 1)
+            raise
+        except KeyboardInterrupt:
+            print_error("Interrupted", "interrupted", 130)
+            raise
+        except Exception as error:
+            print_error(type(error).__name__, str(error), error.code if isinstance(error, PolicygradError) else 1)
+            raise
 
 
 def _run(args: list[str]) -> int:

@@ -75,7 +75,7 @@ from policygrad.utils.filesystem import hold_lock
 
 # Rows: merge the arguments of each, check them by a dry run, and note its settings.
 
-RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
+RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain", "--json")
 """Options of train that only the comparison may set."""
 PROBLEMS, SAMPLES = 256, 2
 EVAL_FRACTION = 0.25
