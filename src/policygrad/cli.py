@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TextIO
 
 from policygrad.commands import COMMANDS
-from policygrad.commands.json_output import print_error, requests_json, reserve_stdout
+from policygrad.commands.json_output import print_error, print_json, requests_json, reserve_stdout
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.signals import SignalHandlers
@@ -172,6 +172,11 @@ def _run(args: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"available: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
+    if "--json-schema" in args:
+        from policygrad.commands.json_schemas import build_schema
+
+        print_json(build_schema(name))
+        return 0
     module, _, function = COMMANDS[name].partition(":")
     with paused_garbage_collection():
         command: Callable[[list[str]], int] = getattr(import_module(module), function)
