@@ -228,7 +228,7 @@ def resolve_rows(plan: ComparisonPlan) -> list[Run]:
 
 
 def check_plan(plan: ComparisonPlan, folder: Path, path: Path, allowed: CodePermissions) -> None:
-    """Check a plan read from a file, to be run in `folder`: its rows may only have options that rows can have, and only run code with permission.
+    """Check a plan read from a file, to be run in `folder`: its rows may only have options of rows, and run code with permission.
 
     The file does not show who wrote it.
     """
@@ -239,9 +239,7 @@ def check_plan(plan: ComparisonPlan, folder: Path, path: Path, allowed: CodePerm
         _check(row.label, row.argv)
         reject_cluster_flags(row.argv, "compare", "runs on this machine")
         if unknown := {name for name in option_names(row.argv) if name.partition(".")[0][2:] not in known}:
-            raise ConfigError(
-                f"{path}: the row {row.label} has {min(unknown)}, which is no option of train; remove it"
-            )
+            raise ConfigError(f"{path}: the row {row.label} has {min(unknown)}, which is no option of train; remove it")
     for job in plan.all_jobs():
         if not (folder / job.folder).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}; remove it")
@@ -393,8 +391,8 @@ def compare(args: list[str]) -> int:
         changed = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(usual, n)]
         if changed := ["rows"] * bool(options.rows) + ["options of train"] * bool(common) + changed:
             raise ConfigError(
-                f"--preregistered {options.preregistered} sets the rows and everything about them, and {' and '.join(changed)} would "
-                "change it. Omit that, or start a comparison of its own without --preregistered."
+                f"--preregistered {options.preregistered} sets the rows and everything about them, and {' and '.join(changed)} "
+                "would change it. Omit that, or start a comparison of its own without --preregistered."
             )
         plan, labels = registered.plan, [row.label for row in registered.plan.rows]
         folder = Path(options.output) if options.output else next_comparison_folder(labels, None)
@@ -582,7 +580,9 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
                 above[pair.first, pair.second] = f"{p.value:.2f}{star}"
                 above[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
             columns = [(label, [above.get((row, label), MISSING) for row in labels]) for label in labels]
-            head = "P(row above column) at equal tokens; * = separated, the 95 % intervals exclude ½ and a difference of 0"
+            head = (
+                "P(row above column) at equal tokens; * = separated, the 95 % intervals exclude ½ and a difference of 0"
+            )
             lines += [*wrap_styled((), head, width, HEAD), *align_columns([("", labels), *columns], width), ()]
     # The mean final score of every value on the tuning seeds.
     if tuned := [row for row in report.rows if row.tuning]:

@@ -523,7 +523,12 @@ def to_schema(kind: Any) -> Schema:
         raise TypeError(f"{kind!r} has no JSON Schema")
     hints, texts, properties = get_type_hints(kind), read_field_texts(kind), dict[str, Schema]()
     for name in hints if is_typeddict(kind) else [f.name for f in fields(kind)]:
-        properties[name] = to_schema(hints[name]) | ({"description": texts[name]} if texts.get(name) else {})
+        schema, text = to_schema(hints[name]), texts.get(name)
+        if text:  # an object keeps its own description inside
+            schema = (
+                {"allOf": [schema], "description": text} if "description" in schema else schema | {"description": text}
+            )
+        properties[name] = schema
     return {
         "title": kind.__name__,
         "description": " ".join((kind.__doc__ or "").split()),

@@ -302,7 +302,7 @@ class ShowOptions:
     """Print one JSON object (docs/json.md)."""
 
 
-def show(args(args: list[str]) -> int:
+def show(args: list[str]) -> int:
     """Run `policygrad show [NAME] [--json]`."""
     options = parse_arguments(ShowOptions, args, "show")
     subject = None if options.name is None else find_subject(options.name)

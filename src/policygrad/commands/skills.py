@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -78,7 +79,7 @@ def skills(args: list[str]) -> int:
 def complete_into(args: Sequence[str]) -> list[str]:
     """Return the arguments with the default folder after an --into that has none."""
     result = list[str]()
-    for word, after in zip(args, [*args[1:], "-"], strict=True):
+    for word, after in pairwise([*args, "-"]):
         result += [word, DEFAULT_FOLDER] if word == "--into" and after.startswith("-") else [word]
     return result
 
@@ -116,6 +117,8 @@ def write_skills(guides: Sequence[Skill], folder: Path, *, overwrite: bool) -> d
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--into {folder}: {path.parent} cannot be made: {error.strerror}; choose another") from error
+            raise ConfigError(
+                f"--into {folder}: {path.parent} cannot be made: {error.strerror}; choose another"
+            ) from error
         write_atomically(path, text)
     return paths

@@ -1,7 +1,7 @@
 """Preregistration: a comparison that is written down before any of its runs, and later carried out as written.
 
-The file holds the plan, the metric, the rules for conclusions and for stopping, and hashes of code and data. The sha256 of its bytes
-stands in the report, so that publishing the number in advance shows that nothing was chosen afterwards.
+The file holds the plan, the metric, the rules for conclusions and for stopping, and hashes of code and data. The sha256 of its
+bytes stands in the report, so that publishing the number in advance shows that nothing was chosen afterwards.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def preregister(plan: ComparisonPlan, runs: Sequence[Run], metric: str, threshol
 def write_preregistration(registered: Preregistration, path: Path) -> str:
     """Write a new file and return its sha256. Raises ConfigError if it exists: a preregistration is never replaced."""
     if path.exists():
-        raise ConfigError(f"--preregister {path}: the file exists, and a preregistration is not replaced; name another one")
+        raise ConfigError(
+            f"--preregister {path}: the file exists, and a preregistration is not replaced; name another one"
+        )
     if not path.parent.is_dir():
         raise ConfigError(f"--preregister {path}: there is no folder {path.parent}; create it first")
     text = json.dumps(registered.to_dict(), indent=1, ensure_ascii=False) + "\n"
@@ -91,9 +93,13 @@ def read_preregistration(path: Path) -> Preregistration:
             raise ValueError("code and data must be tables of hashes")
         return registered
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}); `policygrad compare … --preregister FILE` writes one") from error
+        raise RunError(
+            f"{path} cannot be read ({error.strerror}); `policygrad compare … --preregister FILE` writes one"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is not a preregistration ({error}); `policygrad compare … --preregister FILE` writes one") from error
+        raise RunError(
+            f"{path} is not a preregistration ({error}); `policygrad compare … --preregister FILE` writes one"
+        ) from error
 
 
 def list_deviations(registered: Preregistration, current: Preregistration) -> list[str]:
@@ -117,7 +123,9 @@ def list_deviations(registered: Preregistration, current: Preregistration) -> li
             )
     for kind in ("code", "data"):
         hashes, others = getattr(registered, kind), getattr(current, kind)
-        deviations += [f"{kind}: {name} has changed" for name in {**hashes, **others} if hashes.get(name) != others.get(name)]
+        deviations += [
+            f"{kind}: {name} has changed" for name in {**hashes, **others} if hashes.get(name) != others.get(name)
+        ]
     return deviations
 
 
