@@ -548,11 +548,12 @@ def gpu_block() -> str:
 
 JSON_ABOUT = (
     "What each command prints under `--json`. Standard output carries JSON and nothing else: one object, or for "
-    f"{', '.join(f'`{name}`' for name in LINES)} one object per event, a line each. Progress and warnings, and what your code or "
-    "a child process prints, go to standard error. Numbers that are not finite are null. An error is an object, too, on standard "
-    "output, beside the sentence on standard error; it is then the last line. `policygrad COMMAND --json-schema` prints the JSON Schema "
-    "of what is listed here. Fields may be added: ignore those that you do not know. `completion` has no `--json`, since its output "
-    "is a script. Exit codes: [coding-agents.md](coding-agents.md#exit-codes)."
+    f"{', '.join(f'`{name}`' for name in LINES)} one object per event, a line each. Progress and warnings, and what your "
+    "code or a child process prints, go to standard error. Numbers that are not finite are null. An error is an object, "
+    "too, on standard output, beside the sentence on standard error; it is then the last line. `policygrad COMMAND "
+    "--json-schema` prints the JSON Schema of what is listed here. Fields may be added: ignore those that you do not know. "
+    "`completion` has no `--json`, since its output is a script. Exit codes: "
+    "[coding-agents.md](coding-agents.md#exit-codes)."
 )
 
 

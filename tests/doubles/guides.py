@@ -38,7 +38,7 @@ def enter_page(page: str, run_command: Command) -> list[tuple[str, list[Any]]]:
             continue
         for line in text.replace("\\\n", " ").splitlines():
             line, _, remark = line.partition("  # ")
-            entered.append((line, enter_line(line, run_command, expected=2 if "exit code 2" in remark else 0)))
+            entered.append((line.strip(), enter_line(line, run_command, expected=2 if "exit code 2" in remark else 0)))
     return entered
 
 

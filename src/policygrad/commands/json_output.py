@@ -78,7 +78,7 @@ def capture_usage_error() -> Iterator[None]:
         with contextlib.redirect_stderr(message):
             yield
     except SystemExit as end:
-        lines = (re.sub(r"[─│╭╮╰╯]", "", line).strip() for line in message.getvalue().splitlines()[1:])
+        lines = (re.sub(r"[─│╭╮╰╯]|-{4,}", "", line).strip() for line in message.getvalue().splitlines()[1:])
         end.add_note(" ".join(line for line in lines if line))
         raise
     finally:

@@ -180,9 +180,10 @@ METRICS = {
 """What two rows are compared by -> the sentence about them."""
 DEFAULT_METRIC = "tokens"
 DECISION_RULE = (
-    f"A sentence about two rows is allowed if every planned run of both is finished, both have enough seeds (at least "
-    f"{fewest_runs()} each, or equal rows would be completely separated in more than {1 - LEVEL:.0%} of cases), the {LEVEL:.0%} interval "
-    f"of P(above) excludes ½, and the {LEVEL:.0%} interval of the difference of the interquartile means excludes 0."
+    "A sentence about two rows is allowed if every planned run of both is finished, both have enough seeds (at least "
+    f"{fewest_runs()} each, or equal rows would be completely separated in more than {1 - LEVEL:.0%} of cases), the "
+    f"{LEVEL:.0%} interval of P(above) excludes ½, and the {LEVEL:.0%} interval of the difference of the interquartile "
+    "means excludes 0."
 )
 STOPPING_RULE = (
     "Every row is trained with every seed until the budget of tokens is used up. No run is stopped, repeated or left out because "
