@@ -74,7 +74,8 @@ with interchangeable parts
                                           gradient, on small problems
   policygrad lab control                  the same algorithms on Gymnasium
                                           environments
-  policygrad skills [--into [DIR]]        guides to common tasks for coding agents
+  policygrad skills [--into [DIR]]        guides to common tasks, for coding
+                                          agents
   policygrad completion bash|zsh|fish     a script for tab completion
   policygrad --version
 
