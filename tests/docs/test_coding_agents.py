@@ -17,6 +17,7 @@ from policygrad.cli import HELP
 ROOT = Path(__file__).parents[2]
 AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "coding-agents.md").read_text(encoding="utf-8")
+COMPARE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
 COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", AGENTS, re.DOTALL)).splitlines()
 
 
@@ -68,6 +69,16 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert entered["policygrad train gpro --json"] == [json.loads(shown)]
     assert Path(".agents/skills/policygrad-debug-run/SKILL.md").is_file()
     assert entered["policygrad verify run --json"][0]["status"] == "holds"
+
+
+@pytest.mark.slow
+def test_the_preregistration_of_the_page_on_comparisons_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    enter_page(COMPARE.partition("## Preregistration")[2], run_command)
+    report = json.loads(Path("comparison/comparison.json").read_text(encoding="utf-8"))
+    assert report["preregistration"]["deviations"] == []
 
 
 def test_the_page_is_two_screens_and_has_every_exit_code() -> None:

@@ -35,8 +35,8 @@ HELP = (
 class SkillsOptions:
     """Options of `policygrad skills`."""
 
-    into: Annotated[Path | None, optional_arg(f"[DIR, else {DEFAULT_FOLDER}]", "list them")] = None
-    """Write the guides, a folder each. A file that differs is not overwritten."""
+    into: Annotated[Path | None, optional_arg("[DIR]", "list them")] = None
+    """Write the guides, a folder each, by default to .agents/skills. A file that differs is not overwritten."""
     overwrite: bool = False
     """Replace files that differ."""
     json: bool = False
