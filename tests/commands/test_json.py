@@ -158,8 +158,8 @@ def test_plans(read_json: Callable[..., list[Any]]) -> None:
 
 def test_the_machine(read_json: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine_hub", lambda environment: ())
-    [found] = read_json(0, "doctor")
-    assert {check["group"] for check in found["findings"]} >= {"Machine", "Learner", "Sampler"}
+    [result] = read_json(0, "doctor")
+    assert {check["group"] for check in result["findings"]} >= {"Machine", "Learner", "Sampler"}
 
 
 @pytest.mark.slow

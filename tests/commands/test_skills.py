@@ -47,6 +47,11 @@ def test_every_command_of_a_guide_runs(
     for line, output in entered:
         if line.startswith("policygrad train") and "--dry-run" not in line:
             assert output[-1]["event"] == "finished", line
+    if guide.name == "policygrad-add-algorithm":
+        [measured] = next(output for line, output in entered if line.startswith("policygrad lab"))
+        rows = {measurement["name"]: measurement for measurement in measured["algorithms"]}
+        assert rows["Tent"]["on_policy"] == rows["dr_grpo"]["on_policy"]
+        assert rows["Tent"]["off_policy"] != rows["dr_grpo"]["off_policy"]
     if guide.name == "policygrad-compare-algorithms":
         report = entered[-1][1][0]
         registered = entered[1][1][0]

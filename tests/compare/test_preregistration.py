@@ -149,12 +149,12 @@ def registered(**changes: Any) -> Preregistration:
     ],
 )
 def test_deviations_are_named(changes: dict[str, Any], deviation: str | None) -> None:
-    found = list_deviations(registered(), registered(**changes))
+    deviations = list_deviations(registered(), registered(**changes))
     if "decision_rule" in changes:
-        assert len(found) == 1
-        assert found[0].startswith("decision rule: ")
+        assert len(deviations) == 1
+        assert deviations[0].startswith("decision rule: ")
     else:
-        assert found == ([] if deviation is None else [deviation])
+        assert deviations == ([] if deviation is None else [deviation])
 
 
 def test_changed_data_is_named() -> None:

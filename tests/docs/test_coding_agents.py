@@ -84,5 +84,5 @@ def test_the_preregistration_of_the_page_on_comparisons_runs(
 def test_the_page_is_two_screens_and_has_every_exit_code() -> None:
     assert len(PAGE.splitlines()) <= 100
     codes = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
-    said = HELP.partition("Exit codes:")[2].partition("Documentation")[0]
-    assert sorted(codes) == sorted(set(re.findall(r"\b\d+\b", said.replace("Ctrl-C", ""))))
+    documented = HELP.partition("Exit codes:")[2].partition("Documentation")[0]
+    assert sorted(codes) == sorted(set(re.findall(r"\b\d+\b", documented.replace("Ctrl-C", ""))))

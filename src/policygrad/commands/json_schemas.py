@@ -5,17 +5,14 @@ Fields may be added to an output later: readers ignore those that they do not kn
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from policygrad.commands.render import read_field_docs
 from policygrad.errors import ConfigError
 
 Metrics = Mapping[str, float | None]
@@ -446,28 +443,28 @@ class SkillsOutput(TypedDict):
     skills: list[SkillEntry]
 
 
-HERE = "policygrad.commands.json_schemas"
+_THIS = "policygrad.commands.json_schemas"
 RUN_EVENTS = tuple(
-    f"{HERE}:{name}" for name in ("Started", "Phase", "Evaluation", "Step", "Note", "Finished", "Configuration")
+    f"{_THIS}:{name}" for name in ("Started", "Phase", "Evaluation", "Step", "Note", "Finished", "Configuration")
 )
 OUTPUTS: dict[str, tuple[str, ...]] = {
     "train": RUN_EVENTS,
     "sft": RUN_EVENTS,
     "reward-model": RUN_EVENTS,
-    "eval": (f"{HERE}:EvalRow", f"{HERE}:EvalModels"),
-    "serve": (f"{HERE}:Serving", f"{HERE}:ServerStopped"),
-    "engine": (f"{HERE}:EngineCommand", f"{HERE}:EngineInstalled", f"{HERE}:EngineCheck"),
-    "export": (f"{HERE}:Exported",),
-    "compare": ("policygrad.compare.report:ComparisonReport", f"{HERE}:PlannedCommands", f"{HERE}:Preregistered"),
-    "plan": (f"{HERE}:PlanOutput", f"{HERE}:Calibrated"),
-    "doctor": (f"{HERE}:DoctorOutput",),
-    "verify": (f"{HERE}:VerifyOutput",),
-    "report": (f"{HERE}:ReportOutput",),
-    "audit": (f"{HERE}:AuditOutput",),
-    "algorithms": (f"{HERE}:AlgorithmMatrix",),
-    "show": tuple(f"{HERE}:{name}" for name in ("ShowList", "ShowAlgorithm", "ShowPart", "ShowMetric")),
-    "lab": (f"{HERE}:LabOutput", f"{HERE}:LabExperiments", f"{HERE}:ControlOutput"),
-    "skills": (f"{HERE}:SkillsOutput",),
+    "eval": (f"{_THIS}:EvalRow", f"{_THIS}:EvalModels"),
+    "serve": (f"{_THIS}:Serving", f"{_THIS}:ServerStopped"),
+    "engine": (f"{_THIS}:EngineCommand", f"{_THIS}:EngineInstalled", f"{_THIS}:EngineCheck"),
+    "export": (f"{_THIS}:Exported",),
+    "compare": ("policygrad.compare.report:ComparisonReport", f"{_THIS}:PlannedCommands", f"{_THIS}:Preregistered"),
+    "plan": (f"{_THIS}:PlanOutput", f"{_THIS}:Calibrated"),
+    "doctor": (f"{_THIS}:DoctorOutput",),
+    "verify": (f"{_THIS}:VerifyOutput",),
+    "report": (f"{_THIS}:ReportOutput",),
+    "audit": (f"{_THIS}:AuditOutput",),
+    "algorithms": (f"{_THIS}:AlgorithmMatrix",),
+    "show": tuple(f"{_THIS}:{name}" for name in ("ShowList", "ShowAlgorithm", "ShowPart", "ShowMetric")),
+    "lab": (f"{_THIS}:LabOutput", f"{_THIS}:LabExperiments", f"{_THIS}:ControlOutput"),
+    "skills": (f"{_THIS}:SkillsOutput",),
 }
 """Command -> the types, as module:NAME, of what it prints. `completion` prints a script and has no --json."""
 LINES = ("train", "sft", "reward-model", "serve")
@@ -482,7 +479,7 @@ def build_schema(command: str) -> Schema:
     """
     if command not in OUTPUTS:
         raise ConfigError(f"{command} has no --json: its output is a script. These have: {', '.join(OUTPUTS)}")
-    forms = [to_schema(load_type(name)) for name in (*OUTPUTS[command], f"{HERE}:Error")]
+    forms = [to_schema(load_type(name)) for name in (*OUTPUTS[command], f"{_THIS}:Error")]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"policygrad {command} --json" + (", each line" if command in LINES else ""),
@@ -521,7 +518,7 @@ def to_schema(kind: Any) -> Schema:
         return {"type": "object", "additionalProperties": to_schema(arguments[1])}
     if not (is_typeddict(kind) or is_dataclass(kind)):
         raise TypeError(f"{kind!r} has no JSON Schema")
-    hints, texts, properties = get_type_hints(kind), read_field_texts(kind), dict[str, Schema]()
+    hints, texts, properties = get_type_hints(kind), read_field_docs(kind, comments=True), dict[str, Schema]()
     for name in hints if is_typeddict(kind) else [f.name for f in fields(kind)]:
         schema, text = to_schema(hints[name]), texts.get(name)
         if text:  # an object keeps its own description inside
@@ -536,23 +533,3 @@ def to_schema(kind: Any) -> Schema:
         "properties": properties,
         "required": list(properties),
     }
-
-
-def read_field_texts(kind: type) -> dict[str, str]:
-    """Return the docstrings, or else the comments at the end of the line, of the fields of a class and its bases."""
-    result = dict[str, str]()
-    for base in reversed(kind.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):  # built in
-            continue
-        [tree], lines = ast.parse(source).body, source.splitlines()
-        if not isinstance(tree, ast.ClassDef):
-            continue
-        for node, after in pairwise([*tree.body, ast.Pass()]):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                value = after.value if isinstance(after, ast.Expr) else None
-                has_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-                comment = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")[2]
-                result[node.target.id] = " ".join(str(value.value).split()) if has_text else comment  # type: ignore[union-attr]
-    return result

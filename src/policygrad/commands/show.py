@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import shutil
@@ -10,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import tyro
@@ -32,6 +31,7 @@ from policygrad.commands.render import (
     format_part,
     get_page_width,
     print_lines,
+    read_field_docs,
     shorten_number,
     summarise_docstring,
     wrap_styled,
@@ -224,24 +224,6 @@ def list_everything(width: int = 80) -> list[StyledLine]:
             lines += wrap_styled(((f"    {name:<{longest}}", NAME),), sentence, width)
     hint = "user-defined parts: policygrad show mine.py:PART, or mine:PART"
     return [*lines, (), ((hint, QUIET),)]
-
-
-def read_field_docs(kind: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields, including inherited ones."""
-    result: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # a built-in, or a class without a file
-            continue
-        if not (tree.body and isinstance(tree.body[0], ast.ClassDef)):
-            continue
-        for node, after in pairwise(tree.body[0].body):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                text = after.value if isinstance(after, ast.Expr) else None
-                doc = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
-                result[node.target.id] = " ".join(doc.split())
-    return result
 
 
 def _settings(kind: type, built: Any, width: int) -> Iterator[StyledLine]:

@@ -83,8 +83,7 @@ def read_preregistration(path: Path) -> Preregistration:
     """Read a file that `write_preregistration` wrote. Raises RunError for anything else."""
     try:
         data = read_json(path)
-        known = {f.name for f in fields(Preregistration)}
-        if unknown := sorted(set(data) - known):
+        if unknown := sorted(set(data) - {f.name for f in fields(Preregistration)}):
             raise ValueError(f"unknown key {unknown[0]!r}")
         registered = Preregistration(**data | {"plan": ComparisonPlan.from_dict(data["plan"])})
         if registered.metric not in METRICS or not 0 < registered.threshold <= 1:
@@ -122,9 +121,9 @@ def list_deviations(registered: Preregistration, current: Preregistration) -> li
                 f"{name.replace('_', ' ')}: {getattr(registered, name)} registered, {getattr(current, name)} now"
             )
     for kind in ("code", "data"):
-        hashes, others = getattr(registered, kind), getattr(current, kind)
+        before, after = getattr(registered, kind), getattr(current, kind)
         deviations += [
-            f"{kind}: {name} has changed" for name in {**hashes, **others} if hashes.get(name) != others.get(name)
+            f"{kind}: {name} has changed" for name in {**before, **after} if before.get(name) != after.get(name)
         ]
     return deviations
 

@@ -104,8 +104,8 @@ def iqm_difference(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAMPLES, seed: 
     """
     tables = _as_table(x), _as_table(y)
     replicated = []
-    for table, own in zip(tables, (seed, seed + 1), strict=True):
-        indices = resample_indices(table.shape[0], table.shape[1], reps, own)
+    for offset, table in enumerate(tables):
+        indices = resample_indices(table.shape[0], table.shape[1], reps, seed + offset)
         replicated.append(interquartile_mean(table[indices, np.arange(table.shape[1])].reshape(reps, -1)))
     low, high = percentile_interval(replicated[0] - replicated[1])
     a, b = (interquartile_mean(table.ravel()) for table in tables)
