@@ -1,9 +1,9 @@
 """Write the generated pages of the documentation.
 
-These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/measured.*,
-docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree), docs/engines.md,
-docs/extras.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options), docs/primer.md (findings of the lab),
-docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md (results).
+These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
+docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
+docs/engines.md, docs/extras.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options), docs/primer.md (findings of
+the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md (results).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pages.blocks import (
     extras_block,
     faults_block,
     gpu_block,
+    json_page,
     learned_block,
     math_block,
     metrics_page,
@@ -75,6 +76,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
+        DOCS / "json.md": json_page(),
         DOCS / "measured.svg": curves(load()),
         DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=real_model_block()),
         DOCS / "real-model.svg": real_model_picture(),

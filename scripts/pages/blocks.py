@@ -14,6 +14,7 @@ from check_extras import read_extras
 from pages.markdown import Data, block, load, page, table
 from pages.measured import DARK, STYLE
 from policygrad.commands.foreign_options import load_foreign_options
+from policygrad.commands.json_schemas import LINES, OUTPUTS, load_type, to_schema
 from policygrad.trackers.glossary import load_glossary
 from stress_engines import KINDS
 
@@ -543,3 +544,63 @@ def gpu_block() -> str:
             "from a GPU.",
         ]
     )
+
+
+JSON_ABOUT = (
+    "What each command prints under `--json`. Standard output carries JSON and nothing else: one object, or for "
+    f"{', '.join(f'`{name}`' for name in LINES)} one object per event, a line each. Progress and warnings, and what your "
+    "code or a child process prints, go to standard error. Numbers that are not finite are null. An error is an object, "
+    "too, on standard output, beside the sentence on standard error; it is then the last line. `policygrad COMMAND "
+    "--json-schema` prints the JSON Schema of what is listed here. Fields may be added: ignore those that you do not know. "
+    "`completion` has no `--json`, since its output is a script. Exit codes: "
+    "[coding-agents.md](coding-agents.md#exit-codes)."
+)
+
+
+def json_page() -> str:
+    """Write docs/json.md, from the schemas."""
+    nested, sections = dict[str, Data](), list[str]()
+    by_forms: dict[tuple[str, ...], list[str]] = {}
+    for command, names in OUTPUTS.items():
+        by_forms.setdefault(names, []).append(command)
+    for names, commands in by_forms.items():
+        title = ", ".join(f"`{command}`" for command in commands)
+        forms = [_json_form(to_schema(load_type(name)), nested) for name in names]
+        sections.append("\n\n".join([f"## {title}", *forms]))
+    error = _json_form(to_schema(load_type("policygrad.commands.json_schemas:Error")), nested)
+    shared = list[str]()
+    done = set[str]()
+    while todo := [name for name in nested if name not in done]:  # which may name further ones
+        done |= {*todo}
+        shared += [_json_form(nested[name], nested) for name in todo]
+    return page(
+        "# JSON", JSON_ABOUT, f"## An error\n\n{error}", *sections, "\n\n".join(["## Types named above", *shared])
+    )
+
+
+def _json_form(schema: Data, nested: dict[str, Data]) -> str:
+    """Write an object's description and the table of its fields, and note the objects in them."""
+    if "properties" not in schema:
+        return f"{_json_type(schema, nested).capitalize()}."
+    rows = [
+        (f"`{name}`", _json_type(field, nested), field.get("description") or "–")
+        for name, field in schema["properties"].items()
+    ]
+    return f"**{schema['title']}.** {schema['description']}\n\n{table(('field', 'type', 'what it is'), rows)}"
+
+
+def _json_type(schema: Data, nested: dict[str, Data]) -> str:
+    if "properties" in schema:
+        nested.setdefault(schema["title"], schema)
+        return schema["title"]
+    if "allOf" in schema:
+        return _json_type(schema["allOf"][0], nested)
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(_json_type(each, nested) for each in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"list of {_json_type(schema['items'], nested)}"
+    if schema.get("type") == "object":
+        return f"object of {_json_type(schema['additionalProperties'], nested)}"
+    return str(schema.get("type", "anything"))

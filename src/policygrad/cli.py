@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TextIO
 
 from policygrad.commands import COMMANDS
+from policygrad.commands.json_output import print_error, print_json, requests_json, reserve_stdout
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.signals import SignalHandlers
@@ -73,10 +74,14 @@ with interchangeable parts
                                           gradient, on small problems
   policygrad lab control                  the same algorithms on Gymnasium
                                           environments
+  policygrad skills [--into [DIR]]        guides to common tasks, for coding
+                                          agents
   policygrad completion bash|zsh|fish     a script for tab completion
   policygrad --version
 
-`policygrad COMMAND --help` lists a command's options.
+`policygrad COMMAND --help` lists a command's options. With --json, standard
+output carries JSON only, errors included; COMMAND --json-schema describes it.
+No command asks anything.
 Exit codes: 0 done; 75 stopped by a signal, by --time-limit or because one of
 several processes hung, and can be resumed; 2 invalid or failed, with the
 reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its traceback,
@@ -102,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(), interrupts:
             # without the line of code that raised it
             warnings.showwarning = lambda message, *_, **__: _print_error(f"warning: {message}")
-            return _run(args)
+            return _run_json(args) if requests_json(args) else _run(args)
     except SystemExit as end:  # by tyro, after its help or error message
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
@@ -134,6 +139,26 @@ def _flush(stream: TextIO) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _run_json(args: list[str]) -> int:
+    """Run a command whose standard output carries JSON only; an error is an object of its own, and is raised too."""
+    with reserve_stdout():
+        try:
+            return _run(args)
+        except BrokenPipeError:
+            raise
+        except SystemExit as end:
+            if end.code:
+                message = " ".join(getattr(end, "__notes__", []))
+                print_error("UsageError", message, end.code if isinstance(end.code, int) else 1)
+            raise
+        except KeyboardInterrupt:
+            print_error("Interrupted", "interrupted", 130)
+            raise
+        except Exception as error:
+            print_error(type(error).__name__, str(error), error.code if isinstance(error, PolicygradError) else 1)
+            raise
+
+
 def _run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -151,6 +176,11 @@ def _run(args: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"available: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
+    if "--json-schema" in args:
+        from policygrad.commands.json_schemas import build_schema
+
+        print_json(build_schema(name))
+        return 0
     module, _, function = COMMANDS[name].partition(":")
     with paused_garbage_collection():
         command: Callable[[list[str]], int] = getattr(import_module(module), function)

@@ -443,6 +443,6 @@ def test_an_evaluation_without_any_score_fails(run_command: Any, tmp_path: Path)
     words = ("--reward", f"{tmp_path / 'mine.py'}:broken", "--problems", "2", "--samples", "2", "--max-tokens", "4")
     code, out, err = run_command("eval", "tiny", *words, "--json")
     assert code == 2
-    assert out == ""
+    assert json.loads(out)["error"]["kind"] == "RewardError"
     assert "none of the 4 completions has a reward" in err
     assert "KeyError: 'label'" in err

@@ -13,8 +13,8 @@ import pytest
 import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.render import build_matrix_row
-from policygrad.commands.show import FAMILIES, classify_family, format_matrix, group_by_family, read_field_docs
+from policygrad.commands.render import build_matrix_row, read_field_docs
+from policygrad.commands.show import FAMILIES, classify_family, format_matrix, group_by_family
 from policygrad.core.validation import ROLES
 from policygrad.training.config.serialization import list_parts
 

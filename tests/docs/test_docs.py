@@ -26,7 +26,10 @@ from policygrad.training.config.serialization import list_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
 OWN = (DOCS / "your-own-algorithm.md").read_text(encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ COMMANDS = {  # module:function
     "algorithms": "policygrad.commands.show:algorithms",
     "show": "policygrad.commands.show:show",
     "lab": "policygrad.commands.lab:lab",
+    "skills": "policygrad.commands.skills:skills",
     "completion": "policygrad.commands.completion:completion",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import tyro
 from policygrad.audit.findings import audit as audit_recording
 from policygrad.audit.findings import render_markdown, render_text
 from policygrad.audit.recording import join_ranks, read
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg
@@ -35,7 +35,7 @@ class AuditOptions:
     expect: Annotated[str | None, optional_arg("ALGORITHM", "none")] = None
     """Compare with this algorithm as well, such as grpo or dapo."""
     json: bool = False
-    """Print the findings as JSON."""
+    """Print one JSON object (docs/json.md)."""
     markdown: bool = False
     """Print the findings as a table for an issue."""
 
@@ -58,7 +58,7 @@ def audit(args: list[str]) -> int:
     recording = join_ranks([read(file, names) for file in options.files])
     result = audit_recording(recording, options.expect)
     if options.json:
-        print(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
+        print_json(result.as_dict())
     else:
         print(render_markdown(result) if options.markdown else render_text(result))
     return 0 if result.agrees else 1

@@ -15,6 +15,8 @@ from typing import Annotated
 import tyro
 
 from policygrad.commands import STOPPED
+from policygrad.commands.json_output import print_json
+from policygrad.commands.json_schemas import PlannedCommand
 from policygrad.commands.options import (
     check_at_least_1,
     parse_arguments,
@@ -50,17 +52,31 @@ from policygrad.compare.plan import (
     option_values,
     read_plan,
 )
+from policygrad.compare.preregistration import (
+    PREREGISTRATION_FILE,
+    check_unstarted,
+    list_deviations,
+    note_preregistration,
+    preregister,
+    read_preregistration,
+    record_deviations,
+    write_preregistration,
+)
 from policygrad.compare.report import (
+    DEFAULT_METRIC,
+    METRICS,
     ComparisonReport,
     RowReport,
     build_report,
+    describe_claims,
+    describe_preregistration,
     format_learning_rate,
     pluralise,
     too_few_seeds,
 )
 from policygrad.compare.runner import AXES, ComparisonRun, SubprocessRunner
 from policygrad.core.trust_region import TrustRegion
-from policygrad.errors import ConfigError
+from policygrad.errors import ConfigError, RunError
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.samplers.base import SamplingParams
 from policygrad.training.config.run import Run, RunOptions, check_folders, optional_arg
@@ -71,11 +87,11 @@ from policygrad.training.config.trust import (
     find_remote_targets,
     require_permissions,
 )
-from policygrad.utils.filesystem import hold_lock
+from policygrad.utils.filesystem import hold_lock, write_atomically
 
 # Rows: merge the arguments of each, check them by a dry run, and note its settings.
 
-RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
+RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain", "--json")
 """Options of train that only the comparison may set."""
 PROBLEMS, SAMPLES = 256, 2
 EVAL_FRACTION = 0.25
@@ -206,8 +222,13 @@ def resolve_row(label: str, argv: Sequence[str]) -> Run:
     return run.resolve()
 
 
-def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> None:
-    """Check a plan read from `folder`: its rows may only have options that rows can have, and only run code with permission.
+def resolve_rows(plan: ComparisonPlan) -> list[Run]:
+    """Return the resolved run of each row."""
+    return [resolve_row(row.label, row.argv) for row in plan.rows]
+
+
+def check_plan(plan: ComparisonPlan, folder: Path, path: Path, allowed: CodePermissions) -> None:
+    """Check a plan read from a file, to be run in `folder`: its rows may only have options of rows, and run code with permission.
 
     The file does not show who wrote it.
     """
@@ -218,17 +239,15 @@ def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> 
         _check(row.label, row.argv)
         reject_cluster_flags(row.argv, "compare", "runs on this machine")
         if unknown := {name for name in option_names(row.argv) if name.partition(".")[0][2:] not in known}:
-            raise ConfigError(
-                f"{folder / PLAN_FILE}: the row {row.label} has {min(unknown)}, which is no option of train; remove it"
-            )
+            raise ConfigError(f"{path}: the row {row.label} has {min(unknown)}, which is no option of train; remove it")
     for job in plan.all_jobs():
         if not (folder / job.folder).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}; remove it")
     argv = [word for row in plan.rows for word in row.argv]
-    require_permissions(_missing(plan, folder, allowed), TRUST_FLAG in option_names(argv), folder / PLAN_FILE, allowed)
+    require_permissions(_missing(plan, path, allowed), TRUST_FLAG in option_names(argv), path, allowed)
 
 
-def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, new_process: bool = False) -> list[str]:
+def _missing(plan: ComparisonPlan, path: Path, allowed: CodePermissions, *, new_process: bool = False) -> list[str]:
     """Return what the rows name without permission, row by row because each has its own `--directory`.
 
     A row's own --allow-code grants nothing.
@@ -236,9 +255,9 @@ def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, ne
     missing = set[str]()
     for row in plan.rows:
         missing |= set(option_values(row.argv, ALLOW)) - set(allowed.names)
-        missing |= set(filter_unpermitted(code_in_argv(row.argv), folder / PLAN_FILE, allowed, new_process=new_process))
+        missing |= set(filter_unpermitted(code_in_argv(row.argv), path, allowed, new_process=new_process))
         for place in option_values(row.argv, "--sampler.folder"):
-            missing |= set(find_remote_targets({"sampler": {"folder": place}}, folder / PLAN_FILE, allowed))
+            missing |= set(find_remote_targets({"sampler": {"folder": place}}, path, allowed))
     return sorted(missing)
 
 
@@ -268,7 +287,7 @@ HELP = (
 )
 
 
-PLAN_OPTIONS = ("tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "options", "no_overrides")
+PLAN_OPTIONS = ("ladder", "tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "options", "no_overrides")
 """Options that are part of the plan."""
 
 
@@ -302,16 +321,24 @@ class CompareOptions:
     """Threads per run."""
     threshold: float = 0.8
     """Score to reach, as a fraction of the way from the score before training to the best row's final score."""
+    metric: Annotated[str, tyro.conf.arg(metavar="|".join(METRICS))] = DEFAULT_METRIC
+    """What sentences about two rows are about: scores at equal tokens, updates or seconds, or the area under curves."""
+    preregister: Annotated[Path | None, optional_arg("FILE", "none")] = None
+    """Write the plan, the rules and hashes of code and data to this new file, and run nothing."""
+    preregistered: Annotated[Path | None, optional_arg("FILE", "none")] = None
+    """Carry out the comparison in a file that --preregister wrote; deviations are refused by name."""
+    deviate: bool = False
+    """Carry out a preregistered comparison in spite of deviations, which the report then lists."""
     output: Annotated[str | None, optional_arg("DIR", "the next free comparisons/NAME-N")] = None
     """Folder of the comparison; if it holds the same comparison, that is continued."""
     resume: Annotated[str | None, optional_arg("DIR", "none")] = None
     """Continue the comparison in this folder; failed runs are retried."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
-    """With --resume: code that plan.json and the runs in the folder may import."""
+    """With --resume or --preregistered: code that the file and the runs in the folder may import."""
     trust_remote_code: bool = False
-    """With --resume: allow Python code in a model's folder to run if plan.json requests it."""
+    """With --resume or --preregistered: allow Python code in a model's folder to run if the file requests it."""
     json: bool = False
-    """Print the report as one JSON object instead of a table; comparison.json holds it, too."""
+    """Print the report as one JSON object instead of a table (docs/json.md); comparison.json holds it, too."""
     dry_run: bool = False
     """Print every run's command without running it."""
 
@@ -323,9 +350,17 @@ class CompareOptions:
             raise ConfigError(f"--threshold must be above 0 and at most 1, not {self.threshold:g}")
         if self.ladder is not None and self.ladder not in LADDERS:
             raise ConfigError(f"unknown ladder {self.ladder!r}; available: {', '.join(LADDERS)}")
-        if self.resume is None and (self.allow_code or self.trust_remote_code):
+        if self.metric not in METRICS:
+            raise ConfigError(f"--metric must be one of {', '.join(METRICS)}, not {self.metric!r}")
+        if self.resume is None and self.preregistered is None and (self.allow_code or self.trust_remote_code):
             flag = "--allow-code" if self.allow_code else TRUST_FLAG
             raise ConfigError(f"{flag} applies to --resume; for the runs write it after --: -- {flag} …")
+        if self.preregister is not None and (self.resume or self.preregistered or self.output or self.dry_run):
+            raise ConfigError(
+                "--preregister writes a plan and runs nothing: omit --output, --resume, --preregistered and --dry-run"
+            )
+        if self.resume is not None and self.preregistered is not None:
+            raise ConfigError("--resume continues a preregistered comparison as it began it; omit --preregistered")
 
 
 def compare(args: list[str]) -> int:
@@ -337,10 +372,11 @@ def compare(args: list[str]) -> int:
     mine, common = args[:at], args[at + 1 :]
     reject_empty_values(mine, "--allow-code")
     options = parse_arguments(CompareOptions, mine, "compare", *HELP)
+    permissions = CodePermissions(options.allow_code, options.trust_remote_code)
+    usual = CompareOptions()
     if options.resume is not None:
         if options.rows or options.ladder or common or options.output:
             raise ConfigError("--resume continues plan.json in the folder; omit rows, --output and options of train")
-        usual = CompareOptions()
         if changed := [name for name in PLAN_OPTIONS if getattr(options, name) != getattr(usual, name)]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in changed)
             raise ConfigError(
@@ -348,7 +384,21 @@ def compare(args: list[str]) -> int:
                 "comparison in its own folder."
             )
         plan, folder = read_plan(Path(options.resume)), Path(options.resume)
-        check_plan(plan, folder, CodePermissions(options.allow_code, options.trust_remote_code))
+        check_plan(plan, folder, folder / PLAN_FILE, permissions)
+    elif options.preregistered is not None:
+        registered = read_preregistration(options.preregistered)
+        names = (*PLAN_OPTIONS, "metric", "threshold")
+        changed = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(usual, n)]
+        if changed := ["rows"] * bool(options.rows) + ["options of train"] * bool(common) + changed:
+            raise ConfigError(
+                f"--preregistered {options.preregistered} sets the rows and everything about them, and {' and '.join(changed)} "
+                "would change it. Omit that, or start a comparison of its own without --preregistered."
+            )
+        plan, labels = registered.plan, [row.label for row in registered.plan.rows]
+        folder = Path(options.output) if options.output else next_comparison_folder(labels, None)
+        check_plan(plan, folder, options.preregistered, permissions)
+        check_folders(options.output)
+        check_unstarted(folder, options.preregistered.read_bytes())
     else:
         ladder = LADDERS[options.ladder] if options.ladder else None
         if not options.rows and ladder is None:
@@ -376,15 +426,43 @@ def compare(args: list[str]) -> int:
         check_folders(options.output)
         labels = [row.label for row in plan.rows]
         folder = Path(options.output) if options.output else next_comparison_folder(labels, options.ladder)
+    if options.preregister is not None:
+        written = preregister(plan, resolve_rows(plan), options.metric, options.threshold)
+        sha256 = write_preregistration(written, options.preregister)
+        if options.json:
+            print_json({"preregistration": options.preregister, "sha256": sha256, "date": written.date})
+        else:
+            print(f"{options.preregister}\nsha256 {sha256}\ndate   {written.date}")
+        return 0
     if options.dry_run:
-        print(format_commands(plan))
+        if options.json:
+            print_json({"commands": list_commands(plan)})
+        else:
+            print(format_commands(plan))
         return 0
     return run_comparison(plan, folder, options)
 
 
 def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) -> int:
-    """Run the missing jobs, and report."""
-    plan = open_comparison(folder, plan)
+    """Run the missing jobs, and report. Raises RunError for deviations from a preregistration."""
+    copy, note, metric, threshold = folder / PREREGISTRATION_FILE, None, options.metric, options.threshold
+    source = copy if options.preregistered is None else options.preregistered
+    if source.is_file():
+        registered, usual = read_preregistration(source), CompareOptions()
+        metric = registered.metric if metric == usual.metric else metric
+        threshold = registered.threshold if threshold == usual.threshold else threshold
+        deviations = list_deviations(registered, preregister(plan, resolve_rows(plan), metric, threshold))
+        if deviations and not options.deviate:
+            raise RunError(
+                f"the comparison deviates from {source}: {'; '.join(deviations)}. Restore that, or add --deviate, with which the "
+                "report lists it."
+            )
+        content = source.read_bytes()
+        plan = open_comparison(folder, plan)
+        write_atomically(copy, content)
+        note = note_preregistration(folder, registered, record_deviations(folder, deviations))
+    else:
+        plan = open_comparison(folder, plan)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = options.threads or max(1, cores // options.jobs)
     with hold_lock(folder / "lock"):
@@ -393,19 +471,19 @@ def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) 
             _say(few)
         runner = SubprocessRunner(threads, allow=options.allow_code)
         results = ComparisonRun(plan, folder, runner, options.jobs, _say).run()
-        report = build_report(plan, results, options.threshold)
+        report = build_report(plan, results, threshold, metric, note)
         text = json.dumps(report.to_dict(), ensure_ascii=False) + "\n"
         write_text_file(folder / "comparison.json", text, "--output")
         write_text_file(folder / "comparison.html", render_comparison(report), "--output")
     if options.json:
-        print(text, end="")
+        print_json(report.to_dict())
     else:
         print_lines(format_comparison(report, get_terminal_width()))
     _say(f"{folder / 'comparison.html'}")
     for job, error in results.failures.items():
         _say(f"failed: {job}: {error.splitlines()[-1]}")
     if results.stopped:
-        missing = _missing(plan, folder, CodePermissions(), new_process=True)
+        missing = _missing(plan, folder / PLAN_FILE, CodePermissions(), new_process=True)
         resume = ["policygrad", "compare", "--resume", str(folder), *([ALLOW, *missing] if missing else [])]
         resume += [TRUST_FLAG] if any(TRUST_FLAG in option_names(row.argv) for row in plan.rows) else []
         _say(f"stopped; continue with: {shlex.join(resume)}")
@@ -420,12 +498,27 @@ def format_commands(plan: ComparisonPlan) -> str:
         lines.append(f"# {len(tuning)} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report")
     if few := too_few_seeds(plan):
         lines.append(f"# {few}")
-    lines += [shlex.join(["policygrad", *plan.train_argv(job)]) for job in tuning]
-    for job in plan.reported_jobs({row.label: row.grid[0] if row.grid else None for row in plan.rows}):
-        row = plan.row(job.row)
-        best = f"  # {row.tuned_option}: the best of {', '.join(f'{x:g}' for x in row.grid)}" if row.is_tuned else ""
-        lines.append(shlex.join(["policygrad", *plan.train_argv(job)]) + best)
+    for planned in list_commands(plan):
+        values = ", ".join(f"{x:g}" for x in planned["best_of"])
+        best = f"  # {planned['tuned_option']}: the best of {values}" if values else ""
+        lines.append(shlex.join(planned["argv"]) + best)
     return "\n".join(lines)
+
+
+def list_commands(plan: ComparisonPlan) -> list[PlannedCommand]:
+    """Return every run's command; those of a tuned row's reported runs have the first value of its grid."""
+    chosen = {row.label: row.grid[0] if row.grid else None for row in plan.rows}
+    return [
+        {
+            "row": job.row,
+            "seed": job.seed,
+            "tuned_option": row.tuned_option,
+            "best_of": list(row.grid) if row.is_tuned and not job.is_tuning else [],
+            "argv": ["policygrad", *plan.train_argv(job)],
+        }
+        for job in (*plan.tuning_jobs(), *plan.reported_jobs(chosen))
+        for row in (plan.row(job.row),)
+    ]
 
 
 def _grid(text: str, option: str) -> tuple[float, ...]:
@@ -487,7 +580,9 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
                 above[pair.first, pair.second] = f"{p.value:.2f}{star}"
                 above[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
             columns = [(label, [above.get((row, label), MISSING) for row in labels]) for label in labels]
-            head = "P(row above column) at equal tokens; * = separated, the 95 % interval excludes ½"
+            head = (
+                "P(row above column) at equal tokens; * = separated, the 95 % intervals exclude ½ and a difference of 0"
+            )
             lines += [*wrap_styled((), head, width, HEAD), *align_columns([("", labels), *columns], width), ()]
     # The mean final score of every value on the tuning seeds.
     if tuned := [row for row in report.rows if row.tuning]:
@@ -499,8 +594,11 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
             columns.append((f"{value:g}", cells))
         head = f"Mean final score by value, seeds {', '.join(map(str, report.tuning_seeds))}; * = chosen"
         lines += [*wrap_styled((), head, width, HEAD), *align_columns(columns, width), ()]
+    if preregistration := describe_preregistration(report):
+        lines += [*wrap_styled((), preregistration, text), ()]
     for title, sentences in (
         ("What it says", report.ranking),
+        ("Sentences that the intervals allow", list(describe_claims(report))),
         ("What differs besides the algorithm", report.differences),
         ("What cannot be concluded", report.caveats),
     ):

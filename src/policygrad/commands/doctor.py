@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError, PolicygradError, install_command
@@ -46,7 +46,7 @@ class DoctorOptions:
     python: Annotated[str | None, optional_arg("PATH", "this environment")] = None
     """Look for engines in this virtual environment, or that of this Python (--sampler.python of train)."""
     json: bool = False
-    """Print one JSON object instead of lines."""
+    """Print one JSON object instead of lines (docs/json.md)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def doctor(args: list[str]) -> int:
     if options.model is not None:
         findings += examine_model(options.model)
     if options.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, ensure_ascii=False))
+        print_json({"findings": [asdict(finding) for finding in findings]})
     else:
         print_lines(format_findings(findings, get_terminal_width()))
     return 0

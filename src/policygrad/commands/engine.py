@@ -8,18 +8,20 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
 from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig
 from policygrad.samplers.engines.installation import find_installation, install, is_installed_here
+from policygrad.samplers.engines.probe import ProbeResult
 from policygrad.samplers.engines.registry import (
     ENGINES,
     build_engine_sampler,
@@ -85,6 +87,8 @@ class EngineOptions:
     """check: the run's temperature."""
     logprob_tolerance: float = 0.0
     """check: largest accepted difference of log-probabilities in nats; 0 = 1e-4 in fp32, 0.2 in bf16."""
+    json: bool = False
+    """Print one JSON object (docs/json.md)."""
 
     def __post_init__(self) -> None:
         if self.target not in (*ENGINES, *ACTIONS):
@@ -133,8 +137,11 @@ def engine(args: list[str]) -> int:
     environment, argv = build_launch_command(options)
     if not options.print or options.python is not None or is_installed_here(kind):
         argv = find_installation(kind, options.target, options.python, "--python").resolve(argv)
+    if options.json:
+        print_json({"environment": environment, "argv": argv})  # before the server starts; its output goes to stderr
     if options.print:
-        print(format_command(environment, argv))
+        if not options.json:
+            print(format_command(environment, argv))
         return 0
     # PYTHONSAFEPATH: for processes that the server starts too, whose Python may be another one
     os.environ.update({"PYTHONSAFEPATH": "1", **environment})
@@ -193,8 +200,12 @@ def _install(options: EngineOptions) -> int:
     name, folder = str(options.subject), Path(str(options.into)).expanduser()
     engine = load_engine_class(name)
     installed = install(engine, folder, options.requirements, lambda text: print(text, file=sys.stderr, flush=True))
-    print(f"{engine.name} {installed.version} is in {folder}. A run starts its server:")
-    print(f"  policygrad train --sampler.engine {name} --sampler.python {shlex.quote(str(options.into))}")
+    train = ["policygrad", "train", "--sampler.engine", name, "--sampler.python", str(options.into)]
+    if options.json:
+        print_json({"engine": name, "version": installed.version, "folder": folder, "train": train})
+    else:
+        print(f"{engine.name} {installed.version} is in {folder}. A run starts its server:")
+        print(f"  {shlex.join(train)}")
     return 0
 
 
@@ -216,13 +227,17 @@ def _check(options: EngineOptions) -> int:
         tokenizer = load_tokenizer(name, model)
         sampler = build_engine_sampler(config, model, tokenizer, Path(folder) / "weights", options.temperature)
 
-        async def probe() -> str:
+        async def probe() -> ProbeResult:
             try:
                 await sampler.handshake(url)
-                result = await sampler.probe(url)
+                return await sampler.probe(url)
             finally:
                 await sampler.close()
-            return f"{result.tokens} tokens, log-probabilities within {result.difference:.2g} nats of the model's own"
 
-        print(f"{sampler.name} at {url} samples from {name}: {asyncio.run(probe())}")
+        result = asyncio.run(probe())
+    if options.json:
+        print_json({"engine": sampler.name, "url": url, "model": name, **asdict(result)})
+    else:
+        within = f"{result.tokens} tokens, log-probabilities within {result.difference:.2g} nats of the model's own"
+        print(f"{sampler.name} at {url} samples from {name}: {within}")
     return 0

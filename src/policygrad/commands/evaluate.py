@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import (
     check_at_least_1,
     drop_trust_flag,
@@ -108,7 +109,7 @@ class EvalOptions:
     show: int = 3
     """Number of completions to print."""
     json: bool = False
-    """Print one JSON object instead of a table."""
+    """Print one JSON object instead of a table (docs/json.md)."""
     output: Annotated[str | None, optional_arg("DIR", "none")] = None
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
@@ -305,7 +306,7 @@ def _list_ks(samples: int) -> list[int]:
 def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_json: bool) -> None:
     """Print the report on standard output, and problems with rewards on standard error."""
     if as_json:
-        print(json.dumps(report, ensure_ascii=False))
+        print_json(report)
         return
     rows = report.get("models", [report])
     first, names = rows[0], ", ".join(row["model"] for row in rows)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.models.loading import check_hub_repo, push_to_hub
@@ -47,6 +48,8 @@ class ExportOptions:
     """Precision of the written weights; adapters are merged in float32."""
     trust_remote_code: bool = False
     """Allow Python code in the model's folder or repository to run."""
+    json: bool = False
+    """Print one JSON object (docs/json.md)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "fp32", "bf16"):
@@ -79,8 +82,7 @@ def export(args: list[str]) -> int:
             )
         from policygrad.training.export import export_stopped
 
-        print(export_stopped(folder, trust_remote_code=options.trust_remote_code, phase=_say))
-        return 0
+        return _report(options, export_stopped(folder, trust_remote_code=options.trust_remote_code, phase=_say))
     if is_stopped:
         raise ConfigError(
             f"the run in {folder} has no model yet: finish it, with --resume {folder}, or name the folder that `policygrad export "
@@ -90,22 +92,28 @@ def export(args: list[str]) -> int:
 
     common: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code, "phase": _say}
     if options.format is not None:
-        print(export_gguf(options.run, options.output, **common))
-        return 0
+        return _report(options, export_gguf(options.run, options.output, **common))
     if options.push is not None:
         check_hub_repo(options.push)  # before the work, not after it
     written = trained if is_model_folder(trained) else folder
     if options.merge:
         written = export_merged(options.run, options.output, **common)
     if options.push is None:
-        print(written)
-        return 0
+        return _report(options, written)
     if not is_model_folder(written):
         raise ConfigError(
             f"{folder} holds no run and no model: give a folder that --output of train, sft or reward-model named"
         )
     print("pushing", file=sys.stderr)
-    print(push_to_hub(written, options.push, options.public))
+    return _report(options, written, push_to_hub(written, options.push, options.public))
+
+
+def _report(options: ExportOptions, path: Path, url: str | None = None) -> int:
+    """Print what was written, and where it was uploaded; return the exit code."""
+    if options.json:
+        print_json({"path": path, "url": url})
+    else:
+        print(path if url is None else url)
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import (
     check_at_least_1,
     check_writable,
@@ -213,7 +214,7 @@ class LabOptions:
     seed: int = 0
     """Seed of worlds and samples."""
     json: bool = False
-    """Print one JSON object instead of the table."""
+    """Print one JSON object instead of the table (docs/json.md)."""
     output: Annotated[Path | None, optional_arg("FILE.html", "a table in the terminal")] = None
     """Write one self-contained page with interactive plots."""
 
@@ -241,8 +242,11 @@ def lab(args: list[str]) -> int:
     width = get_terminal_width()
     if options.list_experiments:
         longest = max(map(len, EXPERIMENTS))
-        for name, experiment in EXPERIMENTS.items():
-            summary = (inspect.getdoc(experiment) or "").split("\n\n")[0]
+        summaries = {name: (inspect.getdoc(f) or "").split("\n\n")[0] for name, f in EXPERIMENTS.items()}
+        if options.json:
+            print_json({"experiments": summaries})
+            return 0
+        for name, summary in summaries.items():
             print_lines([*wrap_styled(((name.ljust(longest + 2), NAME),), summary, width)])
         return 0
     if options.output is not None:
@@ -275,7 +279,7 @@ def lab(args: list[str]) -> int:
         write_text_file(options.output, build_lab_page(result, chosen), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps(result.to_dict(), ensure_ascii=False))
+        print_json(result.to_dict())
     elif options.output is None:
         pairs = [((base, chosen[base]), trial) for trial in trials.items()]
         print_lines(format_lab_report(result, width, pairs, brief=alone))
@@ -432,7 +436,7 @@ class ControlOptions:
     greedy: bool = False
     """Evaluate the most probable actions instead of sampled ones."""
     json: bool = False
-    """Print one JSON object instead of lines, with settings, training curve and evaluation."""
+    """Print one JSON object instead of lines: settings, curve, evaluation (docs/json.md)."""
     output: Annotated[Path | None, optional_arg("FILE", "not written")] = None
     """Write the JSON object to a file."""
 
@@ -482,7 +486,7 @@ def control(args: list[str]) -> int:
         "evaluation": episodes.to_dict(),
     }
     if options.json:
-        print(json.dumps(record, ensure_ascii=False))
+        print_json(record)
     if options.output is not None:
         write_text_file(options.output, json.dumps(record, ensure_ascii=False) + "\n", "--output")
     return 0

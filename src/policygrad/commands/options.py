@@ -19,6 +19,7 @@ import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import STOPPED
+from policygrad.commands.json_output import capture_usage_error, print_json
 from policygrad.commands.render import summarise_docstring, wrap_paragraphs
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import ObjectiveTerm, Part
@@ -31,12 +32,14 @@ from policygrad.training.config.serialization import from_dict, load_config
 from policygrad.training.config.trust import CodePermissions
 from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
+from policygrad.utils.filesystem import read_json
 
 # Flags without a value.
 SWITCHES = (
     "--dry-run",
     "--overwrite",
     "--plain",
+    "--json",
     TRUST_FLAG,
     "--learner.compile",
     "--learner.gradient-checkpointing",
@@ -62,14 +65,15 @@ def parse_arguments(
         texts: Paragraphs of the command's description; by default the docstring of `kind`.
         settings: Further arguments of `tyro.cli`.
     """
-    options: OptionsT = tyro.cli(
-        kind,
-        args=args,
-        prog=f"policygrad {command}",
-        description=wrap_paragraphs(*(texts or [" ".join((kind.__doc__ or "").split())])),
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
-        **settings,
-    )
+    with capture_usage_error():
+        options: OptionsT = tyro.cli(
+            kind,
+            args=args,
+            prog=f"policygrad {command}",
+            description=wrap_paragraphs(*(texts or [" ".join((kind.__doc__ or "").split())])),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
+            **settings,
+        )
     return options
 
 
@@ -91,6 +95,8 @@ class CommandOptions:
     """Print the configuration as TOML for --config, without loading a model."""
     plain: bool = False
     """Print plain lines, even on a terminal."""
+    json: bool = False
+    """Print one JSON object per event: started, step, evaluation, note, finished, … (docs/json.md)."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.resume is not None:
@@ -150,14 +156,19 @@ def run_training(
 
             return 0 if options.dry_run else join_torchrun()
     if options.dry_run:
-        print(describe(config).rstrip())
+        text = describe(config).rstrip()
+        if options.json:
+            print_json({"event": "configuration", "toml": text})
+        else:
+            print(text)
         return 0
     from policygrad.trackers import default_tracker
+    from policygrad.trackers.events import EventTracker
     from policygrad.training.run_folder import resolve_resume_folder
 
     module, _, function = trainer.partition(":")
     train = getattr(import_module(module), function)
-    display = default_tracker(plain=options.plain or None)
+    display = EventTracker(print_json) if options.json else default_tracker(plain=options.plain or None)
     result = train(
         config,
         resume=resolve_resume_folder(options.resume, command, config),
@@ -166,7 +177,26 @@ def run_training(
         overwrite=options.overwrite,
         display=display,
     )
-    return STOPPED if result.interrupted else 0
+    return report_end(result, command, is_json=options.json)
+
+
+def report_end(result: Any, command: str, *, is_json: bool) -> int:
+    """Return the exit code of a run's `TrainingResult`; under --json, print the last event."""
+    exit_code = STOPPED if result.interrupted else 0
+    if is_json:
+        is_finished = result.model is not None
+        print_json(
+            {
+                "event": "finished" if is_finished else "stopped",
+                "run": result.output,
+                "steps": result.steps,
+                "model": result.model,
+                "result": read_json(result.output / "result.json") if is_finished else None,
+                "resume": None if is_finished else ["policygrad", command, "--resume", str(result.output)],
+                "exit_code": exit_code,
+            }
+        )
+    return exit_code
 
 
 def list_help_flags(parse_help: Callable[[], object]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments, write_text_file
 from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
@@ -125,7 +125,10 @@ def plan(args: list[str]) -> int:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
         dtype = options.dtype or ("fp32" if device == "cpu" else "bf16")
         calibrate(dtype, device, lambda text: print(text, file=sys.stderr, flush=True)).write(path)
-        print(path)
+        if options.json:
+            print_json({"calibration": path})
+        else:
+            print(path)
         return 0
     if options.output is not None:
         check_writable(options.output, "--output")
@@ -137,7 +140,7 @@ def plan(args: list[str]) -> int:
         write_text_file(options.output, render_plan_page(report), "--output")
         print(options.output, file=sys.stderr)
     if options.json:
-        print(json.dumps(report.to_dict(), ensure_ascii=False))
+        print_json(report.to_dict())
     else:
         print_lines(format_plan(report, get_terminal_width()))
     return 0

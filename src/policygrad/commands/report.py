@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import check_writable, parse_arguments, write_text_file
 from policygrad.compare.plan import PLAN_FILE as PLAN
 from policygrad.errors import ConfigError, RunError
@@ -38,6 +39,8 @@ class ReportOptions:
     """Port of --watch."""
     host: Annotated[str | None, optional_arg("HOST-OR-ADDRESS", "127.0.0.1, this machine only")] = None
     """Address that --watch listens on. Clients need the token; http is not encrypted."""
+    json: bool = False
+    """Print one JSON object (docs/json.md)."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -59,7 +62,10 @@ def report(args: list[str]) -> int:
         from policygrad.report.server import DEFAULT_HOST, create_server
 
         with create_server(folders, options.host or DEFAULT_HOST, options.port or 0) as serving:
-            print(serving.url, flush=True)
+            if options.json:
+                print_json({"page": None, "url": serving.url, "runs": folders})
+            else:
+                print(serving.url, flush=True)
             with suppress(KeyboardInterrupt):
                 serving.serve_forever()
         return 0
@@ -72,7 +78,10 @@ def report(args: list[str]) -> int:
     path = options.output or (folders_given[0] if _is_comparison(folders_given[0]) else folders[0]) / "report.html"
     check_writable(path, "--output")
     write_text_file(path, render_report(runs, folder=path.parent), "--output")
-    print(path)
+    if options.json:
+        print_json({"page": path, "url": None, "runs": folders})
+    else:
+        print(path)
     return 0
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, import_optional
 from policygrad.serve.config import ServeConfig
@@ -28,6 +29,8 @@ class ServeOptions(ServeConfig):
 
     plain: bool = False
     """Print plain lines, even on a terminal."""
+    json: bool = False
+    """Print the address, and at the end that it stopped, as JSON lines (docs/json.md)."""
 
 
 def serve(args: list[str]) -> int:
@@ -51,8 +54,12 @@ def serve(args: list[str]) -> int:
         uvicorn.Config(build_app(options, service), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     )
     names = ", ".join(service.networks)
-    print(f"serving {names} at {service.url}", flush=True)
-    print(f"clients: export TINKER_BASE_URL={service.url} TINKER_API_KEY={service.key_hint}", flush=True)
+    if options.json:
+        models = list(service.networks)
+        print_json({"event": "serving", "url": service.url, "models": models, "api_key": service.key_hint})
+    else:
+        print(f"serving {names} at {service.url}", flush=True)
+        print(f"clients: export TINKER_BASE_URL={service.url} TINKER_API_KEY={service.key_hint}", flush=True)
     stopped = threading.Event()
     if sys.stderr.isatty() and not options.plain:
 
@@ -68,6 +75,8 @@ def serve(args: list[str]) -> int:
     finally:
         stopped.set()
         service.stop()
+    if options.json:
+        print_json({"event": "stopped"})
     return 0
 
 

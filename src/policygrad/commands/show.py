@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import json
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from itertools import pairwise, zip_longest
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import tyro
@@ -19,6 +17,7 @@ import tyro
 import policygrad
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.catalog import CATALOG
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import (
     EQUATION,
@@ -32,6 +31,7 @@ from policygrad.commands.render import (
     format_part,
     get_page_width,
     print_lines,
+    read_field_docs,
     shorten_number,
     summarise_docstring,
     wrap_styled,
@@ -43,7 +43,7 @@ from policygrad.core.ratios import Token
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.trackers.glossary import find_metric_doc
+from policygrad.trackers.glossary import MetricDoc, find_metric_doc
 from policygrad.training.config.run import optional_arg
 from policygrad.training.config.serialization import (
     algorithm_to_dict,
@@ -226,24 +226,6 @@ def list_everything(width: int = 80) -> list[StyledLine]:
     return [*lines, (), ((hint, QUIET),)]
 
 
-def read_field_docs(kind: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields, including inherited ones."""
-    result: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # a built-in, or a class without a file
-            continue
-        if not (tree.body and isinstance(tree.body[0], ast.ClassDef)):
-            continue
-        for node, after in pairwise(tree.body[0].body):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                text = after.value if isinstance(after, ast.Expr) else None
-                doc = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
-                result[node.target.id] = " ".join(doc.split())
-    return result
-
-
 def _settings(kind: type, built: Any, width: int) -> Iterator[StyledLine]:
     docs, named = read_field_docs(kind), list[tuple[str, str]]()
     for f in fields(kind):
@@ -263,7 +245,7 @@ class MatrixOptions:
     """List the named algorithms as a matrix, with one column per part of the equation."""
 
     json: bool = False
-    """Print one JSON object, with every part's fields."""
+    """Print one JSON object, with every part's fields (docs/json.md)."""
     width: Annotated[int | None, optional_arg("COLUMNS", "the terminal's; in a pipe one line per algorithm")] = None
     """Maximum width in columns, such as 80."""
 
@@ -280,7 +262,7 @@ def algorithms(args: list[str]) -> int:
             name: {**algorithm_to_dict(a), "departs": CATALOG[name].deviations if name in CATALOG else ""}
             for name, a in ALGORITHMS.items()
         }
-        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        print_json(rows)
         return 0
     width = options.width or (shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None)
     if width is None:
@@ -298,20 +280,27 @@ class ShowOptions:
 
     name: Annotated[tyro.conf.Positional[str | None], optional_arg("NAME", "lists all")] = None
     """An algorithm, a part, a metric, or your own part or algorithm as mine.py:NAME or mine:NAME."""
+    json: bool = False
+    """Print one JSON object (docs/json.md)."""
 
 
 def show(args: list[str]) -> int:
-    """Run `policygrad show [NAME]`."""
-    name = parse_arguments(ShowOptions, args, "show").name
-    width = get_page_width()
-    if name is None:
-        print_lines(list_everything(width))
-    elif is_user_reference(name):
+    """Run `policygrad show [NAME] [--json]`."""
+    options = parse_arguments(ShowOptions, args, "show")
+    subject = None if options.name is None else find_subject(options.name)
+    if options.json:
+        print_json(subject_to_dict(subject, options.name))
+    else:
+        print_lines(describe_subject(subject, options.name, get_page_width()))
+    return 0
+
+
+def find_subject(name: str) -> Any:
+    """Return the algorithm, the part or its class, or the metric of this name. Raises ConfigError without one."""
+    if is_user_reference(name):
         custom = load_object(name, f"show {name}", (Algorithm, type))
         if isinstance(custom, Algorithm):
-            code = (("Code  ", HEAD), (find_assignment(name), QUIET))
-            print_lines([*describe_algorithm(load_algorithm(name), width), (), code])
-            return 0
+            return load_algorithm(name)
         if not (isinstance(custom, type) or is_dataclass(custom)):
             raise ConfigError(
                 f"show {name}: {type(custom).__name__} is neither an algorithm nor a part. An algorithm is a "
@@ -319,18 +308,58 @@ def show(args: list[str]) -> int:
             )
         if problem := frozen_problem(custom if isinstance(custom, type) else type(custom)):
             raise ConfigError(f"show {name}: {problem}")
-        print_lines(describe_part(custom, width))
-    elif name in list_parts():
-        print_lines(describe_part(load_part_class(name, "show", "part"), width))
-    elif name.lower().replace("-", "_") in ALGORITHMS:
-        print_lines(describe_algorithm(get_algorithm(name), width))
-    elif (metric := find_metric_doc(name)) is not None:
-        lines: list[StyledLine] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
-        lines += wrap_styled((("Is     ", HEAD),), metric.text, width)
-        lines += wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()
-        print_lines(lines)
-    else:
-        hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
-        hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
-        raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
-    return 0
+        return custom
+    if name in list_parts():
+        return load_part_class(name, "show", "part")
+    if name.lower().replace("-", "_") in ALGORITHMS:
+        return get_algorithm(name)
+    if (metric := find_metric_doc(name)) is not None:
+        return metric
+    hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
+    hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
+    raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
+
+
+def describe_subject(subject: Any, name: str | None, width: int) -> list[StyledLine]:
+    """Describe what `find_subject` returned; None = list everything."""
+    if name is None:
+        return list_everything(width)
+    if isinstance(subject, Algorithm):
+        lines = describe_algorithm(subject, width)
+        if is_user_reference(name):
+            lines += [(), (("Code  ", HEAD), (find_assignment(name), QUIET))]
+        return lines
+    if isinstance(subject, MetricDoc):
+        lines = [((name, NAME), (f"  a metric: {subject.unit}", QUIET)), ()]
+        lines += wrap_styled((("Is     ", HEAD),), subject.text, width)
+        lines += wrap_styled((("Moves  ", HEAD),), subject.interpretation, width) if subject.interpretation else ()
+        return lines
+    return describe_part(subject, width)
+
+
+def subject_to_dict(subject: Any, name: str | None) -> dict[str, Any]:
+    """Return the object that `show --json` prints."""
+    if name is None:
+        parts = {place: list(list_parts(place)) for place in ROLES}
+        return {"kind": "list", "algorithms": group_by_family(), "parts": parts}
+    if isinstance(subject, Algorithm):
+        info = CATALOG.get(subject.name)
+        return {
+            "kind": "algorithm",
+            "name": subject.name,
+            "equation": dict(subject.equation()),
+            "parts": algorithm_to_dict(subject),
+            "info": None if info is None else asdict(info),
+        }
+    if isinstance(subject, MetricDoc):
+        return {"kind": "metric", "name": name, **{k: v for k, v in asdict(subject).items() if k != "name"}}
+    kind = subject if isinstance(subject, type) else type(subject)
+    docs = read_field_docs(kind)
+    return {
+        "kind": "part",
+        "name": kind.__name__,
+        "places": [place for place, role in ROLES.items() if issubclass(kind, role.bases)],
+        "text": inspect.getdoc(kind) or "",
+        "settings": {f.name: docs.get(f.name, "") for f in fields(kind)},
+        "used_by": [n for n, a in ALGORITHMS.items() if any(type(p) is kind for p in a.parts())],
+    }

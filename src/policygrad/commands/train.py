@@ -12,7 +12,6 @@ import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.cluster.config import CLUSTER_OPTIONS, ClusterConfig
-from policygrad.commands import STOPPED
 from policygrad.commands.foreign_options import reject_foreign_options
 from policygrad.commands.options import (
     TYRO_REGISTRY,
@@ -27,6 +26,7 @@ from policygrad.commands.options import (
     pop_algorithm,
     reject_empty_values,
     reopen_lengths,
+    report_end,
     resume_in_folder,
     run_training,
 )
@@ -121,7 +121,7 @@ def train(args: list[str]) -> int:
         time_limit=command.time_limit,
         overwrite=command.overwrite,
     )
-    return STOPPED if done.interrupted else 0
+    return report_end(done, "train", is_json=command.json)
 
 
 def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import Run, optional_arg
@@ -42,7 +42,7 @@ class VerifyOptions:
     output: Annotated[Path | None, optional_arg("DIR", "the run's folder")] = None
     """Folder for the report, such as for a run that may not be written to."""
     json: bool = False
-    """Print the report as JSON."""
+    """Print one JSON object (docs/json.md)."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
     """Code that the run's file may import."""
     trust_remote_code: bool = False
@@ -63,7 +63,7 @@ def verify(args: list[str]) -> int:
         result = verify_run(folder, run, steps, _show_progress)
         report = write_reports(result, options.output or folder)
     if options.json:
-        print(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
+        print_json(result.as_dict())
     else:
         print(format_text(result))
         print(f"report: {report}")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from policygrad.compare.report import ComparisonReport, Kind, format_learning_rate, pluralise
+from policygrad.compare.report import ComparisonReport, Kind, describe_preregistration, format_learning_rate, pluralise
 from policygrad.compare.runner import AXES
 from policygrad.pages.render import BANDS, render_page
 
@@ -55,6 +55,7 @@ def render_comparison(report: ComparisonReport) -> str:
         title=f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured",
         axes=AXES,
         measures=MEASURES,
+        preregistration=describe_preregistration(report),
         signs={key: texts for key, texts in DIAGNOSTIC_COLUMNS.items() if key in known},
         tuned=tuned,
         rate=format_learning_rate,

@@ -17,6 +17,7 @@ from policygrad.compare.statistics import (
     Estimate,
     fewest_runs,
     interquartile_mean,
+    iqm_difference,
     probability_of_improvement,
     separation_by_chance,
 )
@@ -170,6 +171,24 @@ def _group_by_value(values: Mapping[str, Any]) -> str:
 
 
 SHOWN_MEASURES = ("task", "max_tokens", "model")
+METRICS = {
+    "tokens": "scores higher than {} at equal tokens",
+    "updates": "scores higher than {} at equal updates",
+    "seconds": "scores higher than {} at equal seconds",
+    "area": "has more area under its learning curve than {}",
+}
+"""What two rows are compared by -> the sentence about them."""
+DEFAULT_METRIC = "tokens"
+DECISION_RULE = (
+    "A sentence about two rows is allowed if every planned run of both is finished, both have enough seeds (at least "
+    f"{fewest_runs()} each, or equal rows would be completely separated in more than {1 - LEVEL:.0%} of cases), the "
+    f"{LEVEL:.0%} interval of P(above) excludes ½, and the {LEVEL:.0%} interval of the difference of the interquartile "
+    "means excludes 0."
+)
+STOPPING_RULE = (
+    "Every row is trained with every seed until the budget of tokens is used up. No run is stopped, repeated or left out because "
+    "of its score, and no seed is added afterwards; a failed run may be repeated with the same seed."
+)
 DEFAULT_THRESHOLD = 0.8
 """Threshold, as a fraction of the way from the score before training to the best row's final score."""
 
@@ -196,8 +215,44 @@ class RowPair:
     first: str
     second: str
     probability: Mapping[str, Estimate]
+    difference: Mapping[str, Estimate]
+    """The first's interquartile mean less the second's."""
     separated: Mapping[str, bool]
-    """True if the interval excludes ½, with enough runs that chance alone seldom separates them."""
+    """True if the intervals exclude ½ and 0, with enough runs that chance alone seldom separates them."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence about two rows, and whether the intervals allow it."""
+
+    text: str
+    """The sentence, with the difference, its interval and the number of seeds."""
+    higher: str
+    """The row with the higher interquartile mean."""
+    lower: str
+    """The other row."""
+    metric: str
+    """What they are compared by: tokens, updates, seconds or area."""
+    difference: Estimate
+    """Difference of the interquartile means, with its 95 % interval."""
+    probability: Estimate
+    """P(a run of `higher` is above one of `lower`), with its 95 % interval."""
+    allowed: bool
+    """True if the sentence may be stated, by the decision rule in docs/compare.md."""
+    reason: str
+    """The condition that decided."""
+
+
+@dataclass(frozen=True)
+class PreregistrationNote:
+    """What a report says about the comparison's preregistration."""
+
+    sha256: str
+    """Of the file's bytes."""
+    date: str
+    """When the file was written, by the clock of that machine, in UTC."""
+    deviations: tuple[str, ...] = ()
+    """How the comparison differs from the file; empty if it was carried out as written."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +281,11 @@ class ComparisonReport:
     axes: Mapping[str, tuple[float, ...]]  # axis -> the points of all curves
     rows: tuple[RowReport, ...]
     pairs: tuple[RowPair, ...]
+    metric: str = DEFAULT_METRIC
+    """The metric of the claims."""
+    claims: tuple[Claim, ...] = ()
+    """A sentence about each pair of comparable rows."""
+    preregistration: PreregistrationNote | None = None
     ranking: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()  # sentences about differences besides the algorithm
     caveats: tuple[str, ...] = ()  # sentences about what cannot be concluded
@@ -236,8 +296,14 @@ class ComparisonReport:
         return json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[no-any-return]
 
 
-def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_THRESHOLD) -> ComparisonReport:
-    """Build the report from results. share: in (0, 1], see `DEFAULT_THRESHOLD`."""
+def build_report(
+    plan: ComparisonPlan,
+    results: Results,
+    share: float = DEFAULT_THRESHOLD,
+    metric: str = DEFAULT_METRIC,
+    preregistration: PreregistrationNote | None = None,
+) -> ComparisonReport:
+    """Build the report from results. share: in (0, 1], see `DEFAULT_THRESHOLD`. metric: of the claims, one of `METRICS`."""
     if not 0 < share <= 1:
         raise ConfigError(f"the threshold is a share of the way in (0, 1], not {share:g}")
     outcomes = {row.label: dict[Job, RunOutcome]() for row in plan.rows}  # finished reported runs, by seed
@@ -261,9 +327,13 @@ def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_
         if a.kind == b.kind and a.summary is not None and b.summary is not None:
             x, y = a.summary.scores, b.summary.scores
             probabilities = {name: probability_of_improvement(x[name], y[name]) for name in x}
+            differences = {name: iqm_difference(x[name], y[name]) for name in x}
             enough = separation_by_chance(len(x["tokens"]), len(y["tokens"])) <= 1 - LEVEL
-            separated = {name: enough and not p.low <= 0.5 <= p.high for name, p in probabilities.items()}
-            pairs.append(RowPair(a.label, b.label, probabilities, separated))
+            separated = {
+                name: enough and not p.low <= 0.5 <= p.high and not differences[name].low <= 0 <= differences[name].high
+                for name, p in probabilities.items()
+            }
+            pairs.append(RowPair(a.label, b.label, probabilities, differences, separated))
     report = ComparisonReport(
         **{name: getattr(plan, name) for name in ("command", "version", "tokens", "seeds", "ladder")},
         tuning_seeds=plan.tuning_seeds if any(row.is_tuned for row in plan.rows) else (),
@@ -273,13 +343,69 @@ def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_
         axes=axes,
         rows=rows,
         pairs=tuple(pairs),
+        metric=metric,
+        preregistration=preregistration,
     )
     return replace(
         report,
+        claims=tuple(make_claim(report, pair) for pair in pairs),
         ranking=tuple(describe_ranking(report)),
         differences=tuple(describe_differences(report)),
         caveats=tuple(describe_caveats(report)),
     )
+
+
+def make_claim(report: ComparisonReport, pair: RowPair) -> Claim:
+    """Return the sentence about a pair by the report's metric, and whether the decision rule allows it."""
+    first, second = pair.first, pair.second
+    difference, p = pair.difference[report.metric], pair.probability[report.metric]
+    if difference.value < 0:
+        first, second = second, first
+        difference = Estimate(-difference.value, -difference.high, -difference.low)
+        p = Estimate(1 - p.value, 1 - p.high, 1 - p.low)
+    runs = {row.label: len(row.runs) for row in report.rows}
+    n, m, planned = runs[first], runs[second], len(report.seeds)
+    chance = separation_by_chance(n, m)
+    if short := [f"{label} {runs[label]}" for label in (first, second) if runs[label] < planned]:
+        reason = f"of {planned} planned seeds these are finished: {', '.join(short)}"
+    elif chance > 1 - LEVEL:
+        reason = f"with {n} and {m} seeds equal rows are completely separated in {chance:.0%} of cases"
+    elif p.low <= 0.5 <= p.high:
+        reason = f"the interval of P(above), {p.low:.2f} to {p.high:.2f}, holds ½"
+    elif difference.low <= 0 <= difference.high:
+        reason = f"the interval of the difference, {difference.low:.3f} to {difference.high:.3f}, holds 0"
+    else:
+        reason = "the intervals of P(above) and of the difference exclude ½ and 0"
+    is_allowed = not short and pair.separated[report.metric]
+    if report.preregistration is not None and report.preregistration.deviations:
+        reason += "; not as preregistered"
+    figures = (
+        f"difference {difference.value:.3f}, {LEVEL:.0%} interval {difference.low:.3f} to {difference.high:.3f}, "
+        f"P(above) {p.value:.2f}, {pluralise(n if n == m else f'{n} and {m}', 'seeds')}"
+    )
+    text = f"{first} {METRICS[report.metric].format(second)} ({figures})"
+    return Claim(text, first, second, report.metric, difference, p, is_allowed, reason)
+
+
+def describe_claims(report: ComparisonReport) -> Iterable[str]:
+    """Yield the sentences that the intervals allow, and how many they do not."""
+    for claim in report.claims:
+        if claim.allowed:
+            yield f"{claim.text}."
+    if refused := [claim for claim in report.claims if not claim.allowed]:
+        yield (
+            f"Not allowed: a sentence about {len(refused)} of {pluralise(len(report.claims), 'pairs')}, which does not show that "
+            "they are equal; the page and the JSON have each one's reason."
+        )
+
+
+def describe_preregistration(report: ComparisonReport) -> str:
+    """Return whether the comparison was preregistered, and how it differs from that; "" if it was not."""
+    note = report.preregistration
+    if note is None:
+        return ""
+    deviations = f"with deviations: {'; '.join(note.deviations)}" if note.deviations else "carried out as written"
+    return f"Preregistered on {note.date}, sha256 {note.sha256}; {deviations}."
 
 
 def _kind(rows: Sequence[ComparisonRow], outcomes: Sequence[Sequence[RunOutcome]], share: float) -> Kind:

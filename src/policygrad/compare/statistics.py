@@ -97,6 +97,21 @@ def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAM
     return Estimate(float(wins.mean()), float(low), float(high))
 
 
+def iqm_difference(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
+    """Estimate the difference of two interquartile means, of x less y, with its stratified percentile interval.
+
+    The runs of either are resampled, independently of the other's. x: [n, tasks] or [n]; y: [m, tasks] or [m].
+    """
+    tables = _as_table(x), _as_table(y)
+    replicated = []
+    for offset, table in enumerate(tables):
+        indices = resample_indices(table.shape[0], table.shape[1], reps, seed + offset)
+        replicated.append(interquartile_mean(table[indices, np.arange(table.shape[1])].reshape(reps, -1)))
+    low, high = percentile_interval(replicated[0] - replicated[1])
+    a, b = (interquartile_mean(table.ravel()) for table in tables)
+    return Estimate(float(a - b), float(low), float(high))
+
+
 def paired_difference(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
     """Estimate the mean of x − y over problems, with its percentile interval.
 

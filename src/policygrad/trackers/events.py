@@ -1,0 +1,43 @@
+"""A run's progress as JSON objects, for `train --json`: one event per call of the tracker, as docs/json.md documents them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from policygrad.trackers.base import RunInfo, Tracker
+
+
+class EventTracker(Tracker):
+    """Passes events to a function, such as one that prints a line. The command itself reports the end of the run."""
+
+    def __init__(self, emit: Callable[[Mapping[str, Any]], None]) -> None:
+        self._emit, self._phase = emit, ""
+
+    def start(self, info: RunInfo) -> None:
+        self._emit(
+            {
+                "event": "started",
+                "run": None if info.folder is None else str(info.folder),
+                "title": info.title,
+                "facts": dict(info.facts),
+                "first_step": info.first_step,
+                "steps": info.steps,
+                "token_budget": info.token_budget,
+            }
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._phase = ""
+        self._emit({"event": "step", "step": step, "metrics": dict(metrics)})
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._emit({"event": "evaluation", "step": step, "metrics": dict(metrics)})
+
+    def note(self, text: str) -> None:
+        self._emit({"event": "note", "text": text})
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        if text and text != self._phase:  # its progress in between is for people
+            self._emit({"event": "phase", "text": text})
+        self._phase = text

@@ -1,0 +1,88 @@
+"""AGENTS.md, docs/coding-agents.md: commands run, paths exist, and the files are as short as they promise."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from doubles.guides import Command, enter_line, enter_page
+from policygrad.cli import HELP
+
+ROOT = Path(__file__).parents[2]
+AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "coding-agents.md").read_text(encoding="utf-8")
+COMPARE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", AGENTS, re.DOTALL)).splitlines()
+
+
+def test_agents_md_is_short_and_every_path_in_it_exists() -> None:
+    assert len(AGENTS.splitlines()) <= 80
+    paths = {text.partition("#")[0] for text in re.findall(r"\]\(([^)]+)\)", AGENTS)}
+    paths |= {
+        text for text in re.findall(r"`([\w./-]+)`", AGENTS) if "/" in text or text.endswith((".md", ".txt", ".py"))
+    }
+    paths |= {word for line in COMMANDS for word in shlex.split(line)[1:] if re.match(r"(src|tests|scripts)\b", word)}
+    short = {"algorithms.py": "src/policygrad/algorithms.py"}  # named with its room elsewhere on the page
+    assert len(paths) > 20
+    for path in paths:
+        assert (ROOT / short.get(path, path)).exists(), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_agents_md_runs(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
+) -> None:
+    program, *argv = shlex.split(line.replace("/tmp/policygrad-try", str(tmp_path / "try")))
+    assert program.startswith(".venv/bin/")
+    tool = program.removeprefix(".venv/bin/")
+    if tool == "policygrad":
+        monkeypatch.chdir(tmp_path)
+        enter_line(shlex.join([tool, *argv]), run_command)
+    elif tool == "python" and argv[:2] == ["-m", "pytest"]:
+        subprocess.run([sys.executable, *argv, "--collect-only"], cwd=ROOT, check=True, capture_output=True)
+    else:  # what they find on the code as it is, `make lint` tells
+        module = {
+            "ruff": ["-m", "ruff"],
+            "mypy": ["-m", "mypy"],
+            "lint-imports": ["-m", "importlinter.cli"],
+            "python": argv[:1],
+        }
+        subprocess.run([sys.executable, *module[tool], "--help"], cwd=ROOT, check=True, capture_output=True)
+        for word in argv:
+            if word.startswith("--"):
+                shown = [sys.executable, *module[tool], *argv[: tool == "ruff"], "--help"]
+                assert word in subprocess.run(shown, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    entered = dict(enter_page(PAGE, run_command))
+    [shown] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert entered["policygrad train gpro --json"] == [json.loads(shown)]
+    assert Path(".agents/skills/policygrad-debug-run/SKILL.md").is_file()
+    assert entered["policygrad verify run --json"][0]["status"] == "holds"
+
+
+@pytest.mark.slow
+def test_the_preregistration_of_the_page_on_comparisons_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    enter_page(COMPARE.partition("## Preregistration")[2], run_command)
+    report = json.loads(Path("comparison/comparison.json").read_text(encoding="utf-8"))
+    assert report["preregistration"]["deviations"] == []
+
+
+def test_the_page_is_two_screens_and_has_every_exit_code() -> None:
+    assert len(PAGE.splitlines()) <= 100
+    codes = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
+    documented = HELP.partition("Exit codes:")[2].partition("Documentation")[0]
+    assert sorted(codes) == sorted(set(re.findall(r"\b\d+\b", documented.replace("Ctrl-C", ""))))
