@@ -10,6 +10,7 @@ ends, because the run has ended in whatever way, it kills all that it has starte
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -41,7 +42,7 @@ def main() -> None:
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes)
-    running, text = dict[int, int](), b""  # by process: its job
+    running, unread = dict[int, int](), b""  # by process: its job
     try:
         while True:
             readable, _, _ = select.select([jobs, wake], [], [])
@@ -53,8 +54,8 @@ def main() -> None:
                 piece = os.read(jobs, 1 << 16)
                 if not piece:
                     return
-                *lines, text = (text + piece).split(b"\n")
-                for line in lines:
+                *complete, unread = (unread + piece).split(b"\n")
+                for line in complete:
                     job = json.loads(line)
                     pid = start(job, function, (jobs, reports.fileno(), wake, wakes))
                     running[pid] = job["id"]
@@ -70,10 +71,8 @@ def report(stream: Any, values: dict[str, Any]) -> None:
 
 
 def kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def iter_ended() -> Any:

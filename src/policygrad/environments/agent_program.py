@@ -52,8 +52,8 @@ class AgentProgram:
     command: str | Sequence[str] = ()
     """The program and its arguments, as a shell splits them; no shell is involved. A container is one: `docker run …`."""
     function: str = ""
-    """FILE.py:NAME or MODULE:NAME, called with the example as a dictionary. It may be async, and returns a reward, an answer as text,
-    or a dictionary as in `POLICYGRAD_RESULT`. Its file is imported once for all episodes."""
+    """FILE.py:NAME or MODULE:NAME, called with the example as a dictionary. It may be async, and returns a reward, an answer as
+    text, or a dictionary as in `POLICYGRAD_RESULT`. Its file is imported once for all episodes."""
     folder: str = ""
     """A folder that each episode begins with a copy of, such as a repository to repair; "" = an empty one."""
     reward_command: str | Sequence[str] = ()

@@ -360,7 +360,7 @@ def stream_chat(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
         yield chunk(index, {"role": "assistant", "content": ""})
         if choice.content:
             logprobs = {"logprobs": _chat_logprobs(choice)} if request.has_logprobs else {}
-            yield chunk(index, {"content": choice.content}, **logprobs)
+            yield chunk(index, {"content": choice.content}, None, **logprobs)
         for number, call in enumerate(_chat_calls(choice)):
             yield chunk(index, {"tool_calls": [{"index": number, **call}]})
         ids = {"token_ids": list(choice.token_ids)} if request.has_token_ids else {}
@@ -660,6 +660,7 @@ def stream_messages(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
     }
     yield "message_start", {"type": "message_start", "message": opened}
     for index, block in enumerate(whole["content"]):
+        empty: dict[str, Any]
         if block["type"] == "text":
             empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
         else:

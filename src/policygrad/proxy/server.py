@@ -126,7 +126,7 @@ class Proxy:
                     parsed = api.parse(body)
                     future = self._submit(key, handler, replace(parsed, model=parsed.model or self.model))
                     if parsed.stream:
-                        return _stream(api, parsed, future)
+                        return _stream(api, parsed, future)  # type: ignore[no-any-return]
                     reply = await asyncio.wrap_future(future)
                     rendered = api.render(parsed, reply)
                     if api is RESPONSES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -180,7 +179,7 @@ class _Episode:
         self.num_calls = self.num_pending = 0
         self.tokens_left = spec.max_tokens
         self.reward: float | None = None
-        self.metrics = Counter[str]()
+        self.metrics = dict[str, float]()
         self._own_seconds, self._checked = 0.0, 0.0
 
     def start(self) -> None:
@@ -258,7 +257,7 @@ class _Episode:
             self.truncated,
             tuple(turns),
             self.reward,
-            metrics=dict(self.metrics) | {"calls": float(self.num_calls)},
+            metrics=self.metrics | {"calls": float(self.num_calls)},
             turn_states=states,
             stop_reason=self.stop_reason,
             failure=self.failure if failed else "",
@@ -278,7 +277,7 @@ class _Episode:
         except ApiError as error:
             future.set_exception(error)
         except (ModelError, PolicygradError) as error:
-            self.metrics["refused"] += 1.0
+            self._count("refused")
             future.set_exception(ApiError(str(error)))
         else:
             self.num_pending += 1
@@ -314,7 +313,7 @@ class _Episode:
                 "context_length_exceeded",
             )
         if request.temperature not in (None, self.rollout.sampling.temperature):
-            self.metrics["other_temperature"] += 1.0  # the run's is used, since the learner assumes it
+            self._count("other_temperature")  # the run's is used, since the learner assumes it
         sampling, context = self.rollout.sampling, self.rollout.share(turn.context_ids)
         limit = min(room, request.max_tokens or room)
         requests = []
@@ -324,6 +323,9 @@ class _Episode:
             needs_mask = sampling.is_truncated and self.spec.key[1] == TRAIN
             requests.append(Request(context, key, sampling, limit, continues=True, needs_mask=needs_mask))
         return replace(turn, context_ids=context), requests
+
+    def _count(self, name: str) -> None:
+        self.metrics[name] = self.metrics.get(name, 0.0) + 1.0
 
     def _end(self, code: int) -> None:
         """Finish the episode of a program that has ended by itself."""
@@ -361,7 +363,7 @@ class _Episode:
     def _fail(self, kind: str, reason: str) -> None:
         """End the episode of a program that does not work. Its requests are refused from now on."""
         self.failure = f"the program {self.rollout.program.name} {reason} (completion of {self.spec.location})"
-        self.metrics[f"program_{kind}"] += 1.0
+        self._count(f"program_{kind}")
         self.reward = self.rollout.program.failure_reward if self.tree.num_turns else None
         self.stop_reason, self.is_over = FAILED, True
         for call in [call for call in self.rollout.waiting if call.episode is self]:

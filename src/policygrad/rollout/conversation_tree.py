@@ -177,7 +177,7 @@ class ConversationTree:
                     continue
                 segment = replace(segment, tokens=segment.tokens[prompt_length:])
                 start = prompt_length
-            is_new_text = start != at or (run is self.roots[0] and not prompt_length)
+            is_new_text = start != at or (run.parent is None and not prompt_length)
             segments.append(replace(segment, prefix_length=start) if is_new_text else segment)
             if segment.is_sampled:
                 states.append(run.state)
@@ -191,9 +191,8 @@ class ConversationTree:
             run = waiting.pop()
             yield run
             children = [child for child in run.children if child.is_read()]
-            waiting += sorted(
-                reversed(children), key=lambda child: child.start
-            )  # the last one, which begins latest, is next
+            # what branches off last is next, of several the first
+            waiting += reversed(sorted(children, key=lambda child: -child.start))
 
     def _place(self, ids: Tensor, new_tokens: Tensor | None = None) -> _Run:
         """Return a run that ends with a text, after the longest beginning that an earlier text has."""
@@ -236,17 +235,17 @@ class ConversationTree:
         """Return the sampled turn that a request continues: the longest conversation that it begins with."""
         tools, prompt = _canonical(request.tools), request.prompt
         if isinstance(prompt, str):
-            found = [
+            candidates = [
                 r for r in self._replies if isinstance(r.keys, str) and prompt.startswith(r.keys) and prompt != r.keys
             ]
         else:
             keys = tuple(map(_message_key, prompt))  # type: ignore[arg-type]
-            found = [
+            candidates = [
                 r
                 for r in self._replies
                 if r.tools == tools and len(r.keys) < len(keys) and keys[: len(r.keys)] == r.keys
             ]
-        return max(found, key=lambda reply: len(reply.keys), default=None)
+        return max(candidates, key=lambda reply: len(reply.keys), default=None)
 
     def _restore_replies(self, messages: Sequence[Message], tools: str) -> tuple[Message, ...]:
         """Return a program's messages with the replies that it repeats as the policy wrote them."""
