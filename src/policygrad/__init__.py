@@ -45,6 +45,7 @@ _HOME = {
     "policygrad.utils.pictures": "Picture",
     "policygrad.environments.gymnasium": "GymnasiumText",
     "policygrad.environments.openenv": "OpenEnv",
+    "policygrad.environments.agent_program": "AgentProgram",
     "policygrad.environments.textarena": "TextArena",
     "policygrad.environments.verifiers": "Verifiers",
     "policygrad.errors": (

@@ -37,6 +37,9 @@ with interchangeable parts
                                           models, their differences
   policygrad serve --model M              a training server that speaks the
                                           Tinker API, for loops of your own
+  policygrad proxy --model M              serve a model with OpenAI's and
+                                          Anthropic's API, to try the program
+                                          of train --environment program:…
   policygrad engine ENGINE --model M      start a server that samples
                                           completions; --print shows the command
   policygrad engine install vllm --into DIR

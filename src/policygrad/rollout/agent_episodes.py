@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
-from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -19,10 +17,9 @@ from policygrad.environments.agent_program import AgentProgram, RunningProgram, 
 from policygrad.environments.base import CONTEXT, FAILED, TOKENS
 from policygrad.errors import EngineError, ModelError, PolicygradError
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.models.tool_calls import ToolCall
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
 from policygrad.proxy.server import Proxy
-from policygrad.rollout.conversation_tree import ConversationTree, Turn, cut_at_stop
+from policygrad.rollout.conversation_tree import ConversationTree, Turn
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.samplers.base import (
     CachesTexts,
@@ -218,26 +215,9 @@ class _Episode:
 
     def add(self, turn: Turn, generation: Generation) -> ChatChoice:
         """Add a completion to the episode; return it as the program receives it."""
-        encoder, request = self.rollout.encoder, turn.request
-        cut, text, stopped_by, length = cut_at_stop(encoder, generation, request.stop)
-        self.tokens_left -= len(cut.tokens)
-        self.truncated = cut.finish_reason == "length" and self.tokens_left < 1
-        calls = _read_calls(encoder, request, text)
-        reason = "tool_calls" if calls else cut.finish_reason
-        hf = encoder.hf
-        choice = ChatChoice(
-            text,
-            reason,
-            tuple(cut.tokens.tolist()),
-            tuple(cut.logp.tolist()),
-            tuple(hf.decode([token]) for token in cut.tokens.tolist()) if request.has_logprobs else (),
-            _text_before_calls(text) if calls else text,
-            calls,
-            tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
-            stopped_by,
-        )
-        has_end = not stopped_by and int(cut.tokens[-1]) in encoder.end_ids
-        self.tree.add_reply(turn, cut, choice, length, has_end)
+        choice = self.tree.add_reply(turn, generation)
+        self.tokens_left -= len(choice.token_ids)
+        self.truncated = choice.finish_reason == "length" and self.tokens_left < 1
         return choice
 
     def trajectory(self, prompt_length: int) -> Trajectory:
@@ -384,26 +364,3 @@ def _make_group(spec: EpisodeSpec, episodes: Sequence[_Episode], encoder: Tokeni
         length = int(differs[0]) if len(differs) else length
     prompt = texts[0][: max(length, 1)]
     return EpisodeGroup(spec, prompt, tuple(episode.trajectory(length) for episode in episodes))
-
-
-def _read_calls(encoder: Tokenizer, request: ChatRequest, text: str) -> tuple[ToolCall, ...]:
-    """Return a reply's tool calls. () = it has none, or one that cannot be read: the program then receives the text."""
-    if not request.parses_calls:
-        return ()
-    calls = encoder.tool_call_parser(text)
-    if any(call.error for call in calls):
-        return ()
-    functions = {tool["function"]["name"]: tool["function"] for tool in request.tools}
-    return tuple(_name_arguments(call, functions.get(call.name, {})) for call in calls)
-
-
-def _name_arguments(call: ToolCall, function: dict[str, Any]) -> ToolCall:
-    """Give a call's positional arguments the names of the schema."""
-    names = list((function.get("parameters") or {}).get("properties") or {})
-    named = dict(zip(names, call.positional, strict=False))
-    return ToolCall(call.name, {**named, **call.arguments})
-
-
-def _text_before_calls(text: str) -> str:
-    before, mark, _ = text.partition("<tool_call>")
-    return before.strip() if mark else ""

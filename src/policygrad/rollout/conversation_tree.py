@@ -13,13 +13,14 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from policygrad.models.chat_template import HistoryRewrittenError, Message
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.models.tool_calls import get_chat_template, supports_tools
+from policygrad.models.tool_calls import ToolCall, get_chat_template, supports_tools
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment
 from policygrad.samplers.base import Generation
@@ -140,14 +141,28 @@ class ConversationTree:
         ids = self.encoder.encode(messages, 1, self.source, request.tools or None).ids
         return Turn(ids, self._place(ids), request, messages, _canonical(prompt))
 
-    def add_reply(self, turn: Turn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
-        """Add what the policy sampled for a turn.
+    def add_reply(self, turn: Turn, generation: Generation) -> ChatChoice:
+        """Add what the policy sampled for a turn, up to a stop text. Return it as the program receives it."""
+        encoder, request = self.encoder, turn.request
+        generation, text, stopped_by, length = cut_at_stop(encoder, generation, request.stop)
+        calls = _read_calls(encoder, request, text)
+        ids = generation.tokens.tolist()
+        choice = ChatChoice(
+            text,
+            "tool_calls" if calls else generation.finish_reason,
+            tuple(ids),
+            tuple(generation.logp.tolist()),
+            tuple(encoder.hf.decode([token]) for token in ids) if request.has_logprobs else (),
+            _text_before_calls(text) if calls else text,
+            calls,
+            tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
+            stopped_by,
+        )
+        has_end = not stopped_by and ids[-1] in encoder.end_ids
+        self._remember(turn, generation, choice, length, has_end)
+        return choice
 
-        Args:
-            choice: As the program receives it.
-            length: Tokens that are part of the conversation: without a stop text.
-            has_end: The last token is the end token.
-        """
+    def _remember(self, turn: Turn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
         run = _Run(turn.run, turn.run.end, Segment.from_generation(generation), turn.state)
         turn.run.children.append(run)
         self.num_turns += 1
@@ -192,7 +207,7 @@ class ConversationTree:
             yield run
             children = [child for child in run.children if child.is_read()]
             # what branches off last is next, of several the first
-            waiting += reversed(sorted(children, key=lambda child: -child.start))
+            waiting += sorted(children, key=lambda child: -child.start)[::-1]
 
     def _place(self, ids: Tensor, new_tokens: Tensor | None = None) -> _Run:
         """Return a run that ends with a text, after the longest beginning that an earlier text has."""
@@ -305,3 +320,26 @@ def _message_key(message: Message) -> Hashable:
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _read_calls(encoder: Tokenizer, request: ChatRequest, text: str) -> tuple[ToolCall, ...]:
+    """Return a reply's tool calls. () = it has none, or one that cannot be read: the program then receives the text."""
+    if not request.parses_calls:
+        return ()
+    calls = encoder.tool_call_parser(text)
+    if any(call.error for call in calls):
+        return ()
+    functions = {tool["function"]["name"]: tool["function"] for tool in request.tools}
+    return tuple(_name_arguments(call, functions.get(call.name, {})) for call in calls)
+
+
+def _name_arguments(call: ToolCall, function: dict[str, Any]) -> ToolCall:
+    """Give a call's positional arguments the names of the schema."""
+    names = list((function.get("parameters") or {}).get("properties") or {})
+    named = dict(zip(names, call.positional, strict=False))
+    return ToolCall(call.name, {**named, **call.arguments})
+
+
+def _text_before_calls(text: str) -> str:
+    before, mark, _ = text.partition("<tool_call>")
+    return before.strip() if mark else ""
