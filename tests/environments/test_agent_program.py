@@ -1,0 +1,238 @@
+"""Programs that are trained as agents: what they receive, what they cost when they fail, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles import agents
+from policygrad.environments.agent_program import AgentProgram, list_episode_processes
+from policygrad.environments.registry import code_references, resolve_environment
+from policygrad.models.chat_template import render_ids
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.rollout.agent_episodes import run_agent_episodes
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
+from policygrad.samplers.base import Generation, Request
+
+FILE = Path(agents.__file__)
+EXAMPLE = pg.Example([{"role": "user", "content": "Solve for q: 7*q + 4 = 39"}], {"answer": "5"})
+
+
+@cache
+def loaded() -> tuple[Any, Tokenizer]:
+    from policygrad.models.loading import load_model
+
+    model = load_model("tiny")
+    return model, load_tokenizer("tiny", model)
+
+
+class Noting(pg.LocalSampler):
+    """A local sampler that notes its requests, and what it sampled for them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[tuple[tuple[Request, Generation], ...]] = []
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        generations = await super().generate(requests)
+        self.calls.append(tuple(zip(requests, generations, strict=True)))
+        return generations
+
+
+def play(
+    name: str = "", *, samples: int = 2, max_tokens: int = 64, example: pg.Example = EXAMPLE, **options: Any
+) -> tuple[EpisodeGroup, Noting]:
+    model, encoder = loaded()
+    sampler = Noting.from_tokenizer(model, encoder)
+    assert isinstance(sampler, Noting)
+    program = AgentProgram(function=f"{FILE}:{name}" if name else "", **options)
+    spec = EpisodeSpec(example, (0, TRAIN, 1, 0), max_tokens)
+    sampling = pg.SamplingParams(max_tokens=max_tokens)
+    try:
+        work = run_agent_episodes([spec], samples, sampling, sampler=sampler, encoder=encoder, program=program)
+        (group,) = asyncio.run(work)
+    finally:
+        program.close()
+    return group, sampler
+
+
+def test_what_was_sampled_is_what_the_template_made_of_the_messages_and_is_recorded_token_by_token() -> None:
+    group, sampler = play("two_turns", samples=3)
+    encoder = loaded()[1]
+    noted = {tuple(r.key): (r.prompt_ids, g) for call in sampler.calls for r, g in call}
+    for sample, trajectory in enumerate(group.trajectories):
+        first, second = (noted[(*group.spec.key, sample)], noted[(*group.spec.key, sample, 1)])
+        reply = encoder.decode(first[1].tokens)
+        messages = [
+            {"role": "user", "content": "Solve for q: 7*q + 4 = 39"},
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": "Are you sure?"},
+        ]
+        assert first[0].tolist() == render_ids(encoder, messages[:1], generation_prompt=True)
+        written = encoder.hf.decode(render_ids(encoder, messages, generation_prompt=True))
+        assert encoder.hf.decode(second[0]) == written
+        sampled = [s for s in trajectory.segments if s.is_sampled]
+        for segment, (_, generation) in zip(sampled, (first, second), strict=True):
+            assert torch.equal(segment.tokens, generation.tokens)
+            assert torch.equal(segment.logp, generation.logp)
+        assert trajectory.num_branches == 1
+        assert trajectory.stop_reason == "finished"
+        assert trajectory.metrics == {"calls": 2.0}
+
+
+def test_programs_that_wait_are_sampled_for_together() -> None:
+    """So that equal prompts are read once, and a run is the same again whoever asks first."""
+    group, sampler = play("two_turns", samples=4, batch_seconds=600)
+    assert [len(call) for call in sampler.calls] == [4, 4]
+    assert len({id(r.prompt_ids) for r, _ in sampler.calls[0]}) == 1
+    again, _ = play("two_turns", samples=4, batch_seconds=600)
+    for one, two in zip(group.trajectories, again.trajectories, strict=True):
+        assert torch.equal(one.tokens, two.tokens)
+        assert torch.equal(one.logp, two.logp)
+
+
+def test_a_sub_agent_of_another_client_is_a_branch() -> None:
+    group, _ = play("with_helper", samples=2)
+    for trajectory in group.trajectories:
+        assert trajectory.reward == 1.0
+        assert trajectory.metrics == {"calls": 3.0, "helped": 1.0}
+        assert trajectory.num_branches == 2
+        texts = [loaded()[1].decode(s.tokens) for s in trajectory.segments if s.is_sampled]
+        assert trajectory.text == texts[1]  # the main conversation's end is its second text
+
+
+def test_a_coroutine_and_an_answer_for_reward_functions() -> None:
+    group, sampler = play("in_a_coroutine", samples=1)
+    (trajectory,) = group.trajectories
+    assert trajectory.reward is None
+    assert trajectory.text == loaded()[1].decode(sampler.calls[0][0][1].tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "reason", "options"),
+    [
+        ("crash", "program_crashed", "ended with exit code 1: .*the agent is broken", {}),
+        ("hang", "program_slow", "exceeded 5 s of its own", {"max_seconds": 5.0}),
+        ("flood", "program_output", "printed more than 100000 bytes", {"max_output": 100_000}),
+        ("wrong_result", "program_result", "its reward is 'much'", {}),
+        ("call_for_ever", "program_crashed", "exit code 1", {"max_calls": 3}),
+    ],
+)
+def test_a_program_that_fails_costs_its_episode_and_is_counted(
+    name: str, metric: str, reason: str, options: Mapping[str, Any]
+) -> None:
+    if name == "call_for_ever":  # its error is that of its own limit, and ends the episode without a reward
+        group, sampler = play(name, samples=1, **options)
+        assert group.trajectories[0].metrics["calls"] == 3.0
+        assert group.trajectories[0].stop_reason == "calls"
+        return
+    group, _ = play(name, samples=2, **options)
+    for trajectory in group.trajectories:
+        assert trajectory.reward is None
+        assert trajectory.stop_reason == "failed"
+        assert trajectory.metrics[metric] == 1.0
+        assert re.search(reason, trajectory.failure)
+    punished, _ = play(name, samples=1, failure_reward=-1.0, **options)
+    assert punished.trajectories[0].reward == -1.0
+    assert punished.trajectories[0].failure == ""
+
+
+def test_tokens_of_all_turns_are_limited_together() -> None:
+    group, sampler = play("call_until_refused", samples=1, max_tokens=10, max_calls=100)
+    (trajectory,) = group.trajectories
+    assert trajectory.num_sampled_tokens == sum(len(g.tokens) for call in sampler.calls for _, g in call) <= 10
+    assert "sampled all of its 10 tokens" in trajectory.text
+    assert (trajectory.stop_reason, trajectory.truncated) == ("tokens", True)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_no_process_outlives_its_episode(tmp_path: Path) -> None:
+    group, _ = play("leave_a_process", samples=1, variables={"LEFT_BEHIND": str(tmp_path / "pid")})
+    assert group.trajectories[0].reward == 1.0
+    pid = int((tmp_path / "pid").read_text())
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not list_episode_processes()
+
+
+def test_a_rollout_in_which_no_program_asks_is_an_error() -> None:
+    with pytest.raises(pg.EngineError, match=r"no episode of .*say_nothing requested a completion.*policygrad proxy"):
+        play("say_nothing")
+
+
+def test_a_command_works_in_a_copy_of_a_folder_and_a_command_scores_it(tmp_path: Path) -> None:
+    template = tmp_path / "repository"
+    template.mkdir()
+    (template / "README").write_text("here")
+    command = [sys.executable, str(FILE), "silent"]
+    right = play(command=command, folder=str(template), reward_command="test -s answer.txt -a -f README", samples=1)[0]
+    wrong = play(command=command, folder=str(template), reward_command="test -f missing", samples=1)[0]
+    assert [g.trajectories[0].reward for g in (right, wrong)] == [1.0, 0.0]
+    assert sorted(path.name for path in template.iterdir()) == ["README"]
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_a_sandboxed_command_sees_its_folder_alone(tmp_path: Path) -> None:
+    probe = tmp_path / "outside"
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        f"#!/bin/sh\n{sys.executable} {FILE} || exit 1\n"
+        f"echo x > {probe} 2>/dev/null && exit 3\n[ -e {Path.home()}/.bashrc ] && exit 4\nexit 0\n"
+    )
+    script.chmod(0o755)
+    group, _ = play(command=[str(script), str(FILE)], sandbox=True, samples=1)
+    (trajectory,) = group.trajectories
+    assert trajectory.failure == ""
+    assert trajectory.reward == 0.5
+    assert not probe.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "needs either command or function"),
+        ({"command": "true", "function": "a.py:b"}, "needs either command or function"),
+        ({"command": "no-such-program-1"}, "'no-such-program-1', which is no program"),
+        ({"command": "true", "max_calls": 0}, "max_calls must be at least 1"),
+        ({"command": "true", "max_seconds": 0}, "max_seconds must be above 0"),
+        ({"command": "true", "folder": "/nowhere/at/all"}, "no folder"),
+        ({"function": "a.py:b", "sandbox": True}, "shares a process"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(pg.ConfigError, match=reason):
+        AgentProgram(**options)
+
+
+def test_a_function_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import no_such_package_1\n")
+    with pytest.raises(pg.EngineError, match="no_such_package_1"):
+        _ = AgentProgram(function=f"{file}:main").host
+
+
+def test_names_of_the_command_line_and_the_code_that_they_bring_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    program = resolve_environment("program:./run.sh --fast")
+    assert isinstance(program, AgentProgram)
+    assert program.command == "./run.sh --fast"
+    assert code_references("program:./run.sh --fast") == [str(tmp_path / "run.sh")]
+    function = resolve_environment("agent:mine.py:main")
+    assert isinstance(function, AgentProgram)
+    assert function.function == "mine.py:main"
+    assert code_references("agent:mine.py:main") == ["mine.py"]
