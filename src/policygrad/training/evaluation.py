@@ -101,7 +101,7 @@ def evaluate_benchmarks(
     longest = max((sampling.max_tokens for _, sampling, _ in benchmarks), default=1)
     options = replace(
         options,
-        task=[{"prompt": "-"}],  # which nobody asks
+        task=_NoTask(),
         eval_data=None,
         row_map=None,
         reward=(),
@@ -112,6 +112,23 @@ def evaluate_benchmarks(
     with _load(options, None, sampler, None, phase, has_rewards=False) as resources:
         prepared = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
         return [each.evaluate(resources.rollouter, make_pool, partial(progress, each.benchmark)) for each in prepared]
+
+
+@dataclass(frozen=True)
+class _NoTask:
+    """A task in the place of the benchmarks, whose prompts need the model's tokenizer."""
+
+    name: str = "benchmarks"
+    rewards: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    eval_on_train: bool = False
+    rows: Sequence[Example] = ()
+
+    def train_example(self, index: int) -> Example:
+        raise IndexError("benchmarks are not trained on")
+
+    def eval_examples(self, count: int) -> list[Example]:
+        return []
 
 
 def load_run_benchmarks(run: RunOptions) -> list[tuple[BenchmarkData, SamplingParams, int]]:
