@@ -43,6 +43,7 @@ from policygrad.core.ratios import Token
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
+from policygrad.tasks.benchmarks import Benchmark, load_benchmarks
 from policygrad.trackers.glossary import find_metric_doc
 from policygrad.training.config.run import optional_arg
 from policygrad.training.config.serialization import (
@@ -329,8 +330,31 @@ def show(args: list[str]) -> int:
         lines += wrap_styled((("Is     ", HEAD),), metric.text, width)
         lines += wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()
         print_lines(lines)
+    elif name in load_benchmarks():
+        print_lines(describe_benchmark(load_benchmarks()[name], width))
     else:
         hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
         hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
-        raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
+        raise ConfigError(f"there is no algorithm, part, metric or benchmark {name!r}: {hint}")
     return 0
+
+
+def describe_benchmark(benchmark: Benchmark, width: int) -> list[StyledLine]:
+    """Describe a known benchmark: its data, settings, prompt, and where each choice comes from."""
+    s = benchmark.sampling
+    data = f"{benchmark.repository}{f' ({benchmark.config})' * bool(benchmark.config)}, split {benchmark.split}, "
+    facts = {
+        "Is": f"{benchmark.title}, {benchmark.problems:,} problems",
+        "Data": f"{data}revision {benchmark.revision}; {', '.join(benchmark.columns)}",
+        "Licence": benchmark.licence,
+        "Sampling": f"{s.samples} per problem, temperature {s.temperature:g}, top-p {s.top_p:g}, up to {s.max_tokens} tokens",
+        "Grader": ", ".join([benchmark.reward, *(metric.reward for metric in benchmark.metrics)]),
+        "Differs": benchmark.differs,
+    }
+    lines: list[StyledLine] = [((benchmark.name, NAME), ("  a benchmark", QUIET)), ()]
+    for label, text in facts.items():
+        lines += wrap_styled(((f"{label:<10}", HEAD),), text, width)
+    lines += [(), (("Prompt", HEAD),), *(((f"  {line}", ""),) for line in benchmark.prompt.split("\n")), (), (("Sources", HEAD),)]
+    for name, source in benchmark.sources.items():
+        lines += wrap_styled(((f"  {name:<9}", QUIET),), source, width)
+    return lines
