@@ -208,7 +208,11 @@ CASES = (
         ("-m", "policygrad", "eval", "tiny", "--benchmark", "ifeval", "--benchmark-data", "data", "--max-tokens", "8"),
         files={
             "data/ifeval.jsonl": json.dumps(
-                {"prompt": "Say hi.", "instruction_id_list": ["language:response_language"], "kwargs": [{"language": "en"}]}
+                {
+                    "prompt": "Say hi.",
+                    "instruction_id_list": ["language:response_language"],
+                    "kwargs": [{"language": "en"}],
+                }
             )
             + "\n"
         },

@@ -1,4 +1,4 @@
-"""`policygrad eval --benchmark`: tables, JSON, files, several models, settings that the command line changes, and what is refused."""
+"""`policygrad eval --benchmark`: tables, JSON, files, several models, changed settings, and what is refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def test_a_run_gives_its_seed_and_precision_and_no_code(
         (("--benchmark", "gsm8k", "--task", "gcd"), "--task and --benchmark exclude each other"),
         (("--benchmark", "gsm8k", "--reward", "math"), "--reward and --benchmark exclude each other"),
         (("--benchmark", "gsm8k", "--problems", "-1"), "--problems must be at least 1"),
-        (("--benchmark", "aime24"), "aime24.jsonl is not there. Without network: write the rows of Maxwell-Jia/AIME_2024"),
+        (
+            ("--benchmark", "aime24"),
+            "aime24.jsonl is not there. Without network: write the rows of Maxwell-Jia/AIME_2024",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(

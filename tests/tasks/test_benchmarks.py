@@ -35,7 +35,9 @@ CALLS = [{"input": "[1, 2]", "output": "3", "testtype": "functional"}]
 # invented problems, each with the columns of its data set
 ROWS: dict[str, list[dict[str, Any]]] = {
     "gsm8k": [{"question": "Ann has 2 pens and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}],
-    "math500": [{"problem": "Halve $\\frac12$.", "answer": "\\frac{1}{4}", "solution": "s", "subject": "x", "level": 1}],
+    "math500": [
+        {"problem": "Halve $\\frac12$.", "answer": "\\frac{1}{4}", "solution": "s", "subject": "x", "level": 1}
+    ],
     "aime24": [{"ID": "1", "Problem": "How much is $6\\cdot7$?", "Answer": 42, "Solution": "s"}],
     "aime25": [{"problem": "How much is $6\\cdot8$?", "answer": "48", "id": "0"}],
     "amc23": [{"id": 0, "question": "How much is $3\\cdot9$?", "answer": 27.0, "url": "u"}],
@@ -50,7 +52,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"question": "Sky?", "options": ["red", "blue"], "answer": "B", "category": "physics", "cot_content": ""},
     ],
     "ifeval": [
-        {"key": 1, "prompt": "No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]}
+        {
+            "key": 1,
+            "prompt": "No commas.",
+            "instruction_id_list": ["punctuation:no_comma"],
+            "kwargs": [{"num_words": None}],
+        }
     ],
     "humaneval": [
         {
@@ -66,8 +73,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         | {"test_setup_code": "", "challenge_test_list": []}
     ],
     "livecodebench": [
-        {"question_id": name, "question_content": f"Problem {name}", "starter_code": code, "contest_date": f"{day}T00:00:00"}
-        | {"public_test_cases": json.dumps(tests), "private_test_cases": "[]", "metadata": json.dumps({"func_name": "add"})}
+        {
+            "question_id": name,
+            "question_content": f"Problem {name}",
+            "starter_code": code,
+            "contest_date": f"{day}T00:00:00",
+        }
+        | {
+            "public_test_cases": json.dumps(tests),
+            "private_test_cases": "[]",
+            "metadata": json.dumps({"func_name": "add"}),
+        }
         for name, code, day, tests in (
             ("a", "", "2024-03-01", CASES),
             ("b", "class Solution:\n    def add(self, x, y):", "2024-09-30", CALLS),
@@ -83,7 +99,12 @@ SHOTS = {
         for i in range(7)
     ],
     "mbpp": [
-        {"task_id": i, "text": f"Task {i}.", "code": f"def g{i}():\r\n  return {i}", "test_list": [f"assert g{i}() == {i}"]}
+        {
+            "task_id": i,
+            "text": f"Task {i}.",
+            "code": f"def g{i}():\r\n  return {i}",
+            "test_list": [f"assert g{i}() == {i}"],
+        }
         for i in range(1, 6)
     ],
 }
@@ -200,7 +221,11 @@ RIGHT = {
 def test_a_right_answer_scores_1_and_another_0(name: str, folder: str) -> None:
     example = load(name, folder)[0]
     assert score(KNOWN[name], example, RIGHT[name]) == 1.0
-    wrong = "```python\ndef twice(x):\n    return 5\ndef f(x):\n    return 5\nprint(5)\n```" if "```" in RIGHT[name] else "\\boxed{7}"
+    wrong = (
+        "```python\ndef twice(x):\n    return 5\ndef f(x):\n    return 5\nprint(5)\n```"
+        if "```" in RIGHT[name]
+        else "\\boxed{7}"
+    )
     assert score(KNOWN[name], example, wrong) == 0.0
 
 
@@ -285,12 +310,14 @@ def test_data_may_be_a_table_or_a_folder_of_datasets(tmp_path: Path) -> None:
 
 
 def test_missing_data_is_named_with_how_to_place_it(tmp_path: Path, folder: str) -> None:
-    with pytest.raises(ConfigError, match="is no folder; make one with gsm8k.jsonl in it"):
+    with pytest.raises(ConfigError, match=r"is no folder; make one with gsm8k\.jsonl in it"):
         load("gsm8k", str(tmp_path / "none"))
     with pytest.raises(DataError, match=r"mbpp.jsonl is not there.*google-research-datasets/mbpp.*mbpp-prompt.jsonl"):
         load("mbpp", str(tmp_path))
     write_rows(tmp_path / "gsm8k.jsonl", [{"prompt": "x", "answer": "1"}])
-    with pytest.raises(DataError, match=r"gsm8k.jsonl:1: no column 'question', which gsm8k needs; it has prompt, answer"):
+    with pytest.raises(
+        DataError, match=r"gsm8k.jsonl:1: no column 'question', which gsm8k needs; it has prompt, answer"
+    ):
         load("gsm8k", str(tmp_path))
 
 
@@ -320,7 +347,9 @@ def test_the_hub_is_asked_for_the_pinned_revision(tmp_path: Path, monkeypatch: p
     root = f"hf://datasets/livecodebench/code_generation_lite@{chosen.revision}"
     files = [f"{root}/test.jsonl", f"{root}/test2.jsonl"]
     assert requests[1] == ("json", None, {"data_files": files, "split": "train"})
-    with pytest.raises(DataError, match=r"gpqa_diamond: .*Couldn't reach it.*Ask for access.*Without network.*--benchmark-data"):
+    with pytest.raises(
+        DataError, match=r"gpqa_diamond: .*Couldn't reach it.*Ask for access.*Without network.*--benchmark-data"
+    ):
         load_benchmark_data(KNOWN["gpqa_diamond"])
     sources.load_dataset.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Known benchmarks during training: at the run's own evaluations, in the log, the summary and the report; resumed; refused early."""
+"""Known benchmarks during training: at the run's own evaluations, in log, summary and report; resumed; refused early."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def test_a_resumed_run_continues_bit_for_bit_and_may_name_other_benchmarks(run: 
     pg.train(halves, resume=str(tmp_path / "halves"), display=False)
 
     def values(folder: Path) -> list[list[float]]:
-        return [[row.get(name, -1.0) for name in (*NAMES, "eval/reward", "reward")] for row in rows(folder / "metrics.jsonl")]
+        return [
+            [row.get(name, -1.0) for name in (*NAMES, "eval/reward", "reward")]
+            for row in rows(folder / "metrics.jsonl")
+        ]
 
     assert values(complete) == values(tmp_path / "halves")
     write_rows(tmp_path / "amc23.jsonl", [{"question": "1?", "answer": 1.0}])
@@ -93,6 +96,8 @@ def test_the_configuration_keeps_the_benchmarks(run: pg.Run, tmp_path: Path) -> 
         ({"benchmark_data": "/nowhere"}, "/nowhere is no folder"),
     ],
 )
-def test_what_is_missing_is_refused_before_the_model_is_loaded(run: pg.Run, changes: dict[str, object], message: str) -> None:
+def test_what_is_missing_is_refused_before_the_model_is_loaded(
+    run: pg.Run, changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(pg.PolicygradError, match=message):
         pg.train(replace(run, model="/no/such/model", evaluation=replace(run.evaluation, **changes)), display=False)

@@ -80,7 +80,8 @@ _REQUIRED = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and 
 FLAG_VALUES = {
     **{flag: [*(["none"] if name not in _REQUIRED else []), *list_parts(name)] for name, flag in FIELD_FLAGS.items()},
     "--algorithm|--base": list(ALGORITHMS),
-    "--config|--resume|--output|--directory|--eval-data|--data|--benchmark-data|--evaluation.benchmark-data": [],  # files and folders, completed by the shell
+    "--config|--resume|--output|--directory|--eval-data|--data": [],  # files and folders, completed by the shell
+    "--benchmark-data|--evaluation.benchmark-data": [],
     "--experiment": [*EXPERIMENTS, "none"],
     "--ladder": list(LADDERS),
     "--gpus": list(DEVICES),

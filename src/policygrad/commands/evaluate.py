@@ -58,8 +58,8 @@ HELP = (
     "Measure models on evaluation problems: mean@k, unbiased pass@k, and maj@k, the score of the most frequent answer.",
     "For a run's folder, its own task, reward and lengths are the defaults. Several models use those of the first run, the same "
     "problems and the same random numbers, and the table shows their differences.",
-    "--benchmark gsm8k,aime24 measures known benchmarks instead, with their own prompts, sampling and graders; --benchmark list lists "
-    "them.",
+    "--benchmark gsm8k,aime24 measures known benchmarks instead, with their own prompts, sampling and graders; --benchmark list "
+    "shows all.",
 )
 _RUN_DEFAULT = "the run's, or "
 LIST = "list"  # the name that shows all benchmarks
@@ -338,9 +338,7 @@ def build_benchmark_report(results: Mapping[str, BenchmarkResult], threshold: fl
         outcome = result.result
         row["settings"] = asdict(result.settings)
         row["interval"] = _interval(outcome.mean_per_problem)
-        row["pass_interval"] = {
-            str(k): _interval(outcome.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)
-        }
+        row["pass_interval"] = {str(k): _interval(outcome.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)}
         row["majority_interval"] = _interval(outcome.majority_per_problem)
         row["figures"] = {name: {"value": value, "stderr": error} for name, (value, error) in result.figures.items()}
         row["reported"] = [

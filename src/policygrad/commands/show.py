@@ -354,7 +354,13 @@ def describe_benchmark(benchmark: Benchmark, width: int) -> list[StyledLine]:
     lines: list[StyledLine] = [((benchmark.name, NAME), ("  a benchmark", QUIET)), ()]
     for label, text in facts.items():
         lines += wrap_styled(((f"{label:<10}", HEAD),), text, width)
-    lines += [(), (("Prompt", HEAD),), *(((f"  {line}", ""),) for line in benchmark.prompt.split("\n")), (), (("Sources", HEAD),)]
+    lines += [
+        (),
+        (("Prompt", HEAD),),
+        *(((f"  {line}", ""),) for line in benchmark.prompt.split("\n")),
+        (),
+        (("Sources", HEAD),),
+    ]
     for name, source in benchmark.sources.items():
         lines += wrap_styled(((f"  {name:<9}", QUIET),), source, width)
     return lines

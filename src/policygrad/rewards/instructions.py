@@ -1,4 +1,4 @@
-"""The reward `ifeval`: whether a completion follows instructions that a program can check ("at least 3 bullet points", "no commas").
+"""The reward `ifeval`: does a completion follow instructions that a program can check ("at least 3 bullets", "no commas")?
 
 The 25 kinds of instructions, and strict and loose accuracy, are those of IFEval (Zhou et al. 2023, arXiv:2311.07911, table 1 and
 sec. 2), under the names and arguments of its data. A row has `instruction_id_list`, and `kwargs` with an object of arguments for
@@ -250,9 +250,7 @@ INSTRUCTIONS: dict[str, Check] = {
         len(re.findall(r"\[.*?\]", text)) >= a["num_placeholders"]
     ),
     "detectable_format:number_bullet_lists": lambda text, a: _count_bullets(text) == a["num_bullets"],
-    "detectable_format:title": lambda text, _: any(
-        part.strip("<> ") for part in re.findall(r"<<[^\n]+>>", text)
-    ),
+    "detectable_format:title": lambda text, _: any(part.strip("<> ") for part in re.findall(r"<<[^\n]+>>", text)),
     "detectable_format:constrained_response": lambda text, _: any(answer in text for answer in _ANSWERS),
     "detectable_format:number_highlighted_sections": lambda text, a: _count_highlights(text) >= a["num_highlights"],
     "detectable_format:multiple_sections": lambda text, a: _count_sections(text, a) >= a["num_sections"],

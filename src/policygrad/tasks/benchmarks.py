@@ -377,9 +377,13 @@ def _read_table() -> dict[str, Any]:
 
 
 def _parse(name: str, table: Mapping[str, Any]) -> Benchmark:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    values: dict[str, Any] = _make_tuples(table)
     values["sampling"] = BenchmarkSampling(**values["sampling"])
-    if shots := values.get("shots"):
-        values["shots"] = Shots(**{key: tuple(value) if isinstance(value, list) else value for key, value in shots.items()})
+    if "shots" in values:
+        values["shots"] = Shots(**_make_tuples(values["shots"]))
     values["metrics"] = tuple(ExtraMetric(**metric) for metric in values.get("metrics", ()))
     return Benchmark(name, **values)
+
+
+def _make_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}

@@ -1,4 +1,4 @@
-"""The two halves of the pipeline on their own: a rollout without training, and an evaluation, on held-out problems or benchmarks."""
+"""The two halves of the pipeline on their own: a rollout without training; an evaluation on held-out problems or benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.resolve import parse_reward, resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
-from policygrad.rollout.evaluation import EvaluationResult, standard_error, weighted_mean
+from policygrad.rollout.evaluation import EvaluationResult, weighted_mean
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest
 from policygrad.samplers.base import Sampler, SamplingParams
@@ -140,7 +140,9 @@ def load_run_benchmarks(run: RunOptions) -> list[tuple[BenchmarkData, SamplingPa
     for benchmark in benchmarks:
         settings = benchmark.sampling
         length = asked.benchmark_max_tokens or settings.max_tokens
-        sampling = replace(run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0, max_tokens=length)
+        sampling = replace(
+            run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0, max_tokens=length
+        )
         data = load_benchmark_data(benchmark, asked.benchmark_data, asked.benchmark_problems)
         loaded.append((data, sampling, asked.benchmark_samples or settings.samples))
     return loaded

@@ -164,7 +164,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     def build(self, stack: ExitStack) -> None:
         run = self.config
-        benchmarks = load_run_benchmarks(resolve_config_paths(run))  # what is missing is refused before the model is loaded
+        benchmarks = load_run_benchmarks(
+            resolve_config_paths(run)
+        )  # what is missing is refused before the model is loaded
         self.resources = resources = load_resources(
             stack,
             run,
@@ -478,9 +480,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         return {name: (history[0][1], history[-1][1]) for name, history in histories.items() if history}
 
     def result_values(self, progress: Progress, after: float | None) -> dict[str, Any]:
-        changes = {
-            name: {"before": first, "after": last} for name, (first, last) in self._benchmark_changes().items()
-        }
+        changes = {name: {"before": first, "after": last} for name, (first, last) in self._benchmark_changes().items()}
         return {
             "steps": progress.step,
             "tokens": progress.tokens,

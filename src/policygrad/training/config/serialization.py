@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
