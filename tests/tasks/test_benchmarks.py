@@ -164,10 +164,10 @@ def test_reported_values_belong_to_known_benchmarks_and_have_a_source() -> None:
         assert each.benchmark in KNOWN
         assert 0 < each.value < 1
         assert each.source.startswith("https://")
-    [found] = find_reported("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", KNOWN["aime24"])
-    assert found.value == 0.555
-    assert KNOWN["aime24"].sampling.list_differences(found.settings) == []
-    assert KNOWN["math500"].sampling.list_differences(found.settings) == ["samples per problem 4 instead of 64"]
+    [reported] = find_reported("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", KNOWN["aime24"])
+    assert reported.value == 0.555
+    assert KNOWN["aime24"].sampling.list_differences(reported.settings) == []
+    assert KNOWN["math500"].sampling.list_differences(reported.settings) == ["samples per problem 4 instead of 64"]
     assert find_reported("somebody/DeepSeek-R1-Distill-Qwen-7B", KNOWN["aime24"]) == ()
 
 

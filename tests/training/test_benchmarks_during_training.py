@@ -45,9 +45,9 @@ def test_benchmarks_are_measured_with_the_run_s_own_evaluations(run: pg.Run) -> 
     assert changes == {"gsm8k": {"before": log[0]["eval/gsm8k/mean"], "after": log[2]["eval/gsm8k/mean"]}}
     for name in log[2]:
         if name.startswith("eval/gsm8k/"):
-            found = find_metric_doc(name)
-            assert found is not None
-            assert found.name.startswith("eval/*/"), name
+            described = find_metric_doc(name)
+            assert described is not None
+            assert described.name.startswith("eval/*/"), name
     assert "eval/gsm8k/mean" in render_report([read_run(folder)])
 
 

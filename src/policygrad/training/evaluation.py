@@ -133,18 +133,18 @@ class _NoTask:
 
 def load_run_benchmarks(run: RunOptions) -> list[tuple[BenchmarkData, SamplingParams, int]]:
     """Read the data of the benchmarks that a run names, with how it samples them, after checking their graders."""
-    asked = run.evaluation
-    benchmarks = parse_benchmarks(asked.benchmarks)
+    config = run.evaluation
+    benchmarks = parse_benchmarks(config.benchmarks)
     check_benchmark_rewards(benchmarks)
     loaded = []
     for benchmark in benchmarks:
         settings = benchmark.sampling
-        length = asked.benchmark_max_tokens or settings.max_tokens
+        length = config.benchmark_max_tokens or settings.max_tokens
         sampling = replace(
             run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0, max_tokens=length
         )
-        data = load_benchmark_data(benchmark, asked.benchmark_data, asked.benchmark_problems)
-        loaded.append((data, sampling, asked.benchmark_samples or settings.samples))
+        data = load_benchmark_data(benchmark, config.benchmark_data, config.benchmark_problems)
+        loaded.append((data, sampling, config.benchmark_samples or settings.samples))
     return loaded
 
 
@@ -178,14 +178,13 @@ class BenchmarkResult:
     @property
     def metrics(self) -> dict[str, float]:
         """Its metrics for a run's log, under `eval/NAME/`."""
-        result, k = self.result, self.settings.samples
-        values = {"mean": result.mean, "stderr": result.standard_error()}
+        name, result, k = self.benchmark.metric_name, self.result, self.settings.samples
+        metrics = {f"eval/{name}/mean": result.mean, f"eval/{name}/stderr": result.standard_error()}
         if k > 1:
-            values |= {f"pass_at_{k}": result.pass_at(k), "majority": result.majority}
-        for name, (value, error) in self.figures.items():
-            values |= {name: value, f"{name}_stderr": error}
-        values["truncated_ratio"] = result.num_truncated / max(1, k * len(result.problems))
-        return {f"eval/{self.benchmark.metric_name}/{name}": value for name, value in values.items()}
+            metrics |= {f"eval/{name}/pass_at_{k}": result.pass_at(k), f"eval/{name}/majority": result.majority}
+        for figure, (value, error) in self.figures.items():
+            metrics |= {f"eval/{name}/{figure}": value, f"eval/{name}/{figure}_stderr": error}
+        return metrics | {f"eval/{name}/truncated_ratio": result.num_truncated / max(1, k * len(result.problems))}
 
 
 @dataclass(frozen=True)
