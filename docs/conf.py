@@ -34,6 +34,7 @@ NAV = {
         "planning",
         "extras",
         "evaluation",
+        "known-benchmarks",
         "compare",
         "report",
         "audit",

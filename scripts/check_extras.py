@@ -203,6 +203,21 @@ CASES = (
         setup=TABLES,
     ),
     Case(
+        "benchmarks",
+        "`eval --benchmark ifeval` of a local file",
+        ("-m", "policygrad", "eval", "tiny", "--benchmark", "ifeval", "--benchmark-data", "data", "--max-tokens", "8"),
+        files={
+            "data/ifeval.jsonl": json.dumps(
+                {
+                    "prompt": "Say hi.",
+                    "instruction_id_list": ["language:response_language"],
+                    "kwargs": [{"language": "en"}],
+                }
+            )
+            + "\n"
+        },
+    ),
+    Case(
         "serve",
         "`serve`, its SDK's first calls",
         ("serve_once.py",),

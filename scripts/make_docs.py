@@ -2,8 +2,8 @@
 
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
 docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
-docs/engines.md, docs/extras.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options), docs/primer.md (findings of
-the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md (results).
+docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options),
+docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md (results).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pages.architecture import layers_block, picture, tree
 from pages.blocks import (
     accuracy_block,
     architectures_block,
+    benchmarks_block,
     engines_block,
     extras_block,
     faults_block,
@@ -74,6 +75,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=gpu_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
+        DOCS / "known-benchmarks.md": fill_blocks(DOCS / "known-benchmarks.md", benchmarks=benchmarks_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "json.md": json_page(),

@@ -82,6 +82,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
         "compare",
         "policygrad",
         "shapes",
+        "tasks",
         "tiny",
         "trackers",
         "web",

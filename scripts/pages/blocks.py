@@ -15,11 +15,24 @@ from pages.markdown import Data, block, load, page, table
 from pages.measured import DARK, STYLE
 from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.commands.json_schemas import LINES, OUTPUTS, load_type, to_schema
+from policygrad.tasks.benchmarks import load_benchmarks
 from policygrad.trackers.glossary import load_glossary
 from stress_engines import KINDS
 
+BENCHMARKS_HEAD = ("name", "what it is", "problems", "data", "revision", "grader", "k", "temperature, top-p", "tokens")
 FAMILIES = Path(__file__).parents[2] / "tests" / "architectures.toml"
 HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "LoRA leaves out", "tested by")
+
+
+def benchmarks_block() -> str:
+    """Write the table of known benchmarks (docs/known-benchmarks.md)."""
+    rows = []
+    for b in load_benchmarks().values():
+        s, place = b.sampling, f"[{b.repository}](https://huggingface.co/datasets/{b.repository})"
+        numbers = (f"{s.samples}", f"{s.temperature:g}, {s.top_p:g}", f"{s.max_tokens:,}")
+        data = f"{place}{f' {b.config}' * bool(b.config)}, {b.split}"
+        rows.append((f"`{b.name}`", b.title, f"{b.problems:,}", data, f"`{b.revision[:8]}`", f"`{b.reward}`", *numbers))
+    return table(BENCHMARKS_HEAD, rows)
 
 
 def architectures_block() -> str:

@@ -133,7 +133,7 @@ def test_a_program_that_fails_costs_its_episode_and_is_counted(
     name: str, metric: str, reason: str, options: Mapping[str, Any]
 ) -> None:
     if name == "call_for_ever":  # its error is that of its own limit, and ends the episode without a reward
-        group, sampler = play(name, samples=1, **options)
+        group, _ = play(name, samples=1, **options)
         assert group.trajectories[0].metrics["calls"] == 3.0
         assert group.trajectories[0].stop_reason == "calls"
         return

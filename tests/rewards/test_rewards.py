@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -118,10 +119,12 @@ def test_an_answer_that_reasoning_gym_cannot_read_scores_zero():
 
 def test_built_in_rewards_resolve():
     assert list_rewards() == [
+        "choice",
         "code",
         "exact_match",
         "format",
         "gsm8k",
+        "ifeval",
         "math",
         "reasoning_gym",
         "reasoning_gym_partial",
@@ -129,6 +132,8 @@ def test_built_in_rewards_resolve():
         "worked_steps",
     ]
     for name in list_rewards():
+        if name == "ifeval" and find_spec("langdetect") is None:  # which it needs: see test_instructions.py
+            continue
         assert resolve_reward(name).name == name
         assert resolve_reward(name).weight == 1.0
 
@@ -152,7 +157,7 @@ def test_weights_in_names(text, name, weight):
     ("name", "error", "message"),
     [
         ("exact_mach", ConfigError, "did you mean 'exact_match'.*file.py:function"),
-        ("zzzzz", ConfigError, "the built-in ones are code, exact_match"),
+        ("zzzzz", ConfigError, "the built-in ones are choice, code, exact_match"),
         ("no_such_package.f", ConfigError, "no module 'no_such_package'"),
         ("json.no_such_module.f", ConfigError, "no module 'json.no_such_module'"),
         ("json.dump_s", ConfigError, "no function 'dump_s' in json; did you mean 'dumps'"),

@@ -91,7 +91,8 @@ def make_group(*recorders: Recorder) -> EpisodeGroup:
 
 
 def check(*recorders: Recorder) -> EpisodeGroup:
-    """Contexts put together from the segments are those sampled from, each once; a learner computes the sampler's log-probabilities."""
+    """Contexts put together from the segments are those sampled from, each once; a learner computes the log-probabilities that
+    were noted."""
     group = make_group(*recorders)
     for recorder, trajectory in zip(recorders, group.trajectories, strict=True):
         ids, seen = group.prompt_ids, []

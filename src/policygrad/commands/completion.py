@@ -33,6 +33,7 @@ from policygrad.rewards.resolve import list_rewards
 from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
 from policygrad.samplers.engines.registry import ENGINES
 from policygrad.tasks import EMBEDDED
+from policygrad.tasks.benchmarks import load_benchmarks
 from policygrad.trackers.services import SERVICES
 from policygrad.training.config.serialization import list_parts
 
@@ -80,11 +81,14 @@ FLAG_VALUES = {
     **{flag: [*(["none"] if name not in _REQUIRED else []), *list_parts(name)] for name, flag in FIELD_FLAGS.items()},
     "--algorithm|--base": list(ALGORITHMS),
     "--config|--resume|--output|--directory|--eval-data|--data": [],  # files and folders, completed by the shell
+    "--benchmark-data|--evaluation.benchmark-data": [],
     "--experiment": [*EXPERIMENTS, "none"],
     "--ladder": list(LADDERS),
     "--gpus": list(DEVICES),
     "--model": list(EMBEDDED_MODELS),
     "--task": [*EMBEDDED, VISION_MODEL],
+    "--benchmark": [*load_benchmarks(), "list"],
+    "--evaluation.benchmarks": list(load_benchmarks()),
     "--dtype": ["fp32", "bf16"],
     "--learner.dtype": ["auto", "fp32", "bf16"],
     "--reward": [*list_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
@@ -127,7 +131,7 @@ def generate_script(shell: str) -> str:
     part_flags = (flag for a in ALGORITHMS.values() for flag in list_part_flags(build_option_type(a)))
     options["train"] = list(dict.fromkeys([*options["train"], *FIELD_FLAGS.values(), *part_flags]))
     options["compare"] += ALGORITHMS
-    options["show"] = [*ALGORITHMS, *list_parts()]
+    options["show"] = [*ALGORITHMS, *list_parts(), *load_benchmarks()]
     arguments = {  # words that a command accepts as its first argument
         "train": list(ALGORITHMS),
         "plan": list(ALGORITHMS),

@@ -1,14 +1,14 @@
-"""`policygrad eval`: mean@k, unbiased pass@k and maj@k of models on the same evaluation problems."""
+"""`policygrad eval`: mean@k, unbiased pass@k and maj@k of models on the same evaluation problems, or on known benchmarks."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -30,6 +30,14 @@ from policygrad.rewards.resolve import resolve_reward
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import SamplerConfig
+from policygrad.tasks.benchmarks import (
+    Benchmark,
+    BenchmarkData,
+    find_reported,
+    load_benchmark_data,
+    load_benchmarks,
+    parse_benchmarks,
+)
 from policygrad.trackers.console import format_number, to_one_line
 from policygrad.trackers.jsonl import convert_write_errors
 from policygrad.training.config.run import (
@@ -44,12 +52,19 @@ from policygrad.training.config.run import (
 from policygrad.training.config.serialization import EVAL_OPTIONS, load_eval_options
 from policygrad.training.config.trust import RUN_FILE, CodePermissions, code_in_argv
 
+if TYPE_CHECKING:
+    from policygrad.training.evaluation import BenchmarkResult
+
 HELP = (
     "Measure models on evaluation problems: mean@k, unbiased pass@k, and maj@k, the score of the most frequent answer.",
     "For a run's folder, its own task, reward and lengths are the defaults. Several models use those of the first run, the same "
     "problems and the same random numbers, and the table shows their differences.",
+    "--benchmark gsm8k,aime24 measures known benchmarks instead, with their own prompts, sampling and graders; --benchmark list "
+    "shows all.",
 )
 _RUN_DEFAULT = "the run's, or "
+LIST = "list"  # the name that shows all benchmarks
+ALL_PROBLEMS = 0  # of a benchmark
 
 
 def _short(name: str, flag: str) -> object:
@@ -86,8 +101,15 @@ class EvalOptions:
     """Seconds allowed for one reset, step or close of the environment; a slower one fails its episode."""
     eval_data: Annotated[str | None, optional_arg("FILE", f"{_RUN_DEFAULT}a sixteenth of the task")] = None
     """Data with the evaluation problems, for a task that is data."""
+    benchmark: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
+    """Known benchmarks in place of a task: gsm8k,aime24; list = show all of them.
+    livecodebench:v5:2024-08-01..2025-01-31 chooses a release and days."""
+    benchmark_data: Annotated[
+        str | None, tyro.conf.arg(aliases=["--evaluation.benchmark-data"]), optional_arg("DIR", "the hub")
+    ] = None
+    """Folder with the benchmarks' data, NAME.jsonl or .parquet."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
-    """Number of evaluation problems."""
+    """Number of evaluation problems; of a benchmark all, unless given."""
     samples: Annotated[int, _short("evaluation.samples-per-prompt", "--samples")] = 8
     """k, completions per problem."""
     threshold: float = 1.0
@@ -114,7 +136,9 @@ class EvalOptions:
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
     def __post_init__(self) -> None:
-        check_at_least_1(self, "problems", "samples")
+        if not (self.benchmark and self.problems == ALL_PROBLEMS):
+            check_at_least_1(self, "problems")
+        check_at_least_1(self, "samples")
         check_completion_count("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.reward_timeout < math.inf:
             raise ConfigError(f"--timeout must be above 0 seconds and finite, not {self.reward_timeout}")
@@ -129,27 +153,19 @@ class EvalOptions:
 def evaluate(args: list[str]) -> int:
     """Run `policygrad eval MODEL [MODEL …] [options]`."""
     options = parse_options(args)
+    if options.benchmark == (LIST,):
+        print_benchmarks(as_json=options.json)
+        return 0
     from policygrad.training.evaluation import evaluate as measure
 
-    folder = None if options.output is None else Path(options.output)
-    if folder is not None:  # before any work is done
-        with convert_write_errors(folder, folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise ConfigError(f"{folder} is not empty; choose another --output")
+    folder = _make_folder(options)
+    if options.benchmark:
+        return evaluate_known(options, args, folder)
     outcomes = {}
     for model in options.model:
         display = ProgressLines(model if len(options.model) > 1 else "")
         outcomes[model] = outcome = measure(
-            RunOptions(
-                **{name: getattr(options, name) for name in (*EVAL_OPTIONS, "sampler")},
-                model=model,
-                learner=LearnerConfig(device=options.device, dtype=options.dtype),
-                rewards=RewardConfig(**asdict(options.rewards), timeout=options.reward_timeout),
-                evaluation=EvaluationConfig(problems=options.problems, samples_per_prompt=options.samples),
-            ),
-            progress=display.count,
-            phase=display.wait,
+            make_run_options(options, model), progress=display.count, phase=display.wait
         )
         if not outcome.has_scores:
             reason = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
@@ -163,6 +179,29 @@ def evaluate(args: list[str]) -> int:
     return 0
 
 
+def _make_folder(options: EvalOptions) -> Path | None:
+    """Make the folder of --output, before any work is done."""
+    if options.output is None:
+        return None
+    folder = Path(options.output)
+    with convert_write_errors(folder, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; choose another --output")
+    return folder
+
+
+def make_run_options(options: EvalOptions, model: str) -> RunOptions:
+    """Return the options with which a model is loaded, sampled and scored."""
+    return RunOptions(
+        **{name: getattr(options, name) for name in (*EVAL_OPTIONS, "sampler")},
+        model=model,
+        learner=LearnerConfig(device=options.device, dtype=options.dtype),
+        rewards=RewardConfig(**asdict(options.rewards), timeout=options.reward_timeout),
+        evaluation=EvaluationConfig(problems=max(1, options.problems), samples_per_prompt=options.samples),
+    )
+
+
 def parse_options(args: list[str]) -> EvalOptions:
     """Parse the arguments of `policygrad eval`. Precedence: defaults < the run's own options < flags."""
     reject_empty_values(args, "--reward", "--allow-code")
@@ -171,7 +210,12 @@ def parse_options(args: list[str]) -> EvalOptions:
     )
     plain = _parse(EvalOptions(), [word for word in args if word not in ("-h", "--help")])
     run = next((Path(model) for model in plain.model if (Path(model) / RUN_FILE).is_file()), None)
-    if run is None:
+    if plain.benchmark:
+        _check_benchmark_options(plain)
+        options = _parse(_benchmark_defaults(plain), args)
+        if plain.benchmark == (LIST,):
+            return options
+    elif run is None:
         options = _parse(EvalOptions(), args)
     else:
         allowed = CodePermissions((*plain.allow_code, *code_in_argv(args)), plain.trust_remote_code)
@@ -202,6 +246,27 @@ def parse_options(args: list[str]) -> EvalOptions:
     return replace(options, task=options.task or "embedded")
 
 
+def _check_benchmark_options(plain: EvalOptions) -> None:
+    """Raise ConfigError for an unknown benchmark, or an option that a benchmark decides."""
+    if plain.benchmark != (LIST,):
+        parse_benchmarks(plain.benchmark)
+    for name in ("task", "reward", "environment", "eval_data", "row_map"):
+        if getattr(plain, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} and --benchmark exclude each other: a benchmark has its own data, prompts and grader"
+            )
+
+
+def _benchmark_defaults(options: EvalOptions) -> EvalOptions:
+    """Return the options of benchmarks before the command line's: of a run its seed, precision and reward workers."""
+    run = next((Path(model) for model in options.model if (Path(model) / RUN_FILE).is_file()), None)
+    if run is None:
+        return EvalOptions(benchmark=options.benchmark, problems=ALL_PROBLEMS)
+    allowed = CodePermissions(options.allow_code, options.trust_remote_code)
+    own, _ = load_eval_options(run / RUN_FILE, allowed, ("seed", "trust_remote_code"))
+    return replace(options_from_run(own), benchmark=options.benchmark, problems=ALL_PROBLEMS)
+
+
 def options_from_run(run: UncheckedRun) -> EvalOptions:
     """Return the options with which the run evaluated itself."""
     asked = run.evaluation if run.evaluation.problems else UncheckedRun().evaluation
@@ -221,6 +286,132 @@ def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
     return parse_arguments(EvalOptions, drop_trust_flag(default, args), "eval", *HELP, default=default)
 
 
+# Known benchmarks.
+
+
+def evaluate_known(options: EvalOptions, args: list[str], folder: Path | None) -> int:
+    """Measure the models on the benchmarks, and print a table of each."""
+    from policygrad.training.evaluation import BenchmarkResult, check_benchmark_rewards, evaluate_benchmarks
+
+    benchmarks = parse_benchmarks(options.benchmark)
+    check_benchmark_rewards(benchmarks)
+    defaults, prepared = _benchmark_defaults(options), list[tuple[BenchmarkData, SamplingParams, int]]()
+    for benchmark in benchmarks:  # the command line changes what it names of a benchmark's own settings
+        settings = benchmark.sampling
+        sampling = SamplingParams(settings.temperature, settings.top_p, max_tokens=settings.max_tokens)
+        chosen = _parse(replace(defaults, samples=settings.samples, sampling=sampling), args)
+        data = load_benchmark_data(benchmark, options.benchmark_data, chosen.problems)
+        check_completion_count("the problems of", len(data.rows), "--samples", chosen.samples)
+        prepared.append((data, chosen.sampling, chosen.samples))
+    by_model = dict[str, list[BenchmarkResult]]()
+    for model in options.model:
+        display = ProgressLines(model if len(options.model) > 1 else "")
+        by_model[model] = evaluate_benchmarks(
+            make_run_options(options, model), prepared, progress=display.count_benchmark, phase=display.wait
+        )
+    reports = []
+    for i, benchmark in enumerate(benchmarks):
+        results = {model: each[i] for model, each in by_model.items()}
+        outcomes = {model: result.result for model, result in results.items()}
+        if all(not outcome.has_scores for outcome in outcomes.values()):
+            reason = next((text for outcome in outcomes.values() for text in outcome.messages), "no reward applies")
+            raise RewardError(f"benchmark {benchmark.key}: no completion could be scored: {reason}")
+        reports.append(build_benchmark_report(results, options.threshold))
+        if folder is not None:
+            save_results(folder / benchmark.metric_name, reports[-1], outcomes)
+        if not options.json:
+            print_benchmark(reports[-1], outcomes, options.show)
+    if options.json:
+        print(json.dumps({"benchmarks": reports}, ensure_ascii=False))
+    elif len(reports) > 1:
+        print_summary(reports)
+    return 0
+
+
+def build_benchmark_report(results: Mapping[str, BenchmarkResult], threshold: float) -> dict[str, Any]:
+    """Return the object that --json prints of one benchmark: what `build_report` returns, with the benchmark's settings, intervals
+    of all figures, and what model cards report."""
+    first = next(iter(results.values()))
+    benchmark, samples = first.benchmark, first.settings.samples
+    outcomes = {model: result.result for model, result in results.items()}
+    report = build_report(benchmark.key, None, samples, threshold, outcomes)
+    for row, (model, result) in zip(report.get("models", [report]), results.items(), strict=True):
+        outcome = result.result
+        row["settings"] = asdict(result.settings)
+        row["interval"] = _interval(outcome.mean_per_problem)
+        row["pass_interval"] = {str(k): _interval(outcome.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)}
+        row["majority_interval"] = _interval(outcome.majority_per_problem)
+        row["figures"] = {name: {"value": value, "stderr": error} for name, (value, error) in result.figures.items()}
+        row["reported"] = [
+            {
+                **asdict(each),
+                "difference": row["mean"] - each.value,
+                "settings_differ": [*result.settings.list_differences(each.settings), *filter(None, [each.note])]
+                + [f"{row['problems']} of {benchmark.problems} problems"] * (row["problems"] < benchmark.problems),
+            }
+            for each in find_reported(model, benchmark)
+        ]
+        row["notes"] = [*result.messages, *row["notes"]]
+    about = {name: getattr(benchmark, name) for name in ("title", "repository", "revision", "licence", "differs")}
+    return {"benchmark": benchmark.key, **about, "level": LEVEL, **report}
+
+
+def _interval(values: Sequence[float]) -> list[float]:
+    """Return the bootstrap interval of a mean over problems."""
+    estimate = paired_difference(values, [0.0] * len(values))
+    return [estimate.low, estimate.high]
+
+
+def print_benchmark(report: Mapping[str, Any], outcomes: Outcomes, show: int) -> None:
+    """Print a benchmark's table on standard output, and problems on standard error."""
+    print_table(report, outcomes, show, as_json=False)
+    for row in report.get("models", [report]):
+        name = row["model"]
+        low, high = row["interval"]
+        print(f"  {name}: mean {row['mean']:.4f} [{low:.4f}, {high:.4f}], {report['level']:.0%} bootstrap interval")
+        for figure, x in row["figures"].items():
+            print(f"  {name}: {figure} {x['value']:.4f} ± {x['stderr']:.4f}")
+        for each in row["reported"]:
+            differ = "; ".join(each["settings_differ"]) or "same settings"
+            print(
+                f"  {name}: its card reports {each['value']:.3f} ({row['mean'] - each['value']:+.3f} here; {differ}): "
+                f"{each['source']}"
+            )
+    print()
+
+
+def print_summary(reports: Sequence[Mapping[str, Any]]) -> None:
+    """Print the mean of every model on every benchmark, with its standard error over problems."""
+    models = [row["model"] for row in reports[0].get("models", [reports[0]])]
+    lines = [["mean ± standard error", *models]]
+    for report in reports:
+        rows = report.get("models", [report])
+        lines.append([report["benchmark"], *(f"{row['mean']:.4f} ± {row['stderr']:.4f}" for row in rows)])
+    _print_columns(lines)
+
+
+def _print_columns(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_benchmarks(*, as_json: bool) -> None:
+    """Print all benchmarks: their size, data, grader and sampling."""
+    known = load_benchmarks()
+    if as_json:
+        print(json.dumps({"benchmarks": [asdict(benchmark) for benchmark in known.values()]}, ensure_ascii=False))
+        return
+    rows = [("benchmark", "problems", "data", "grader", "samples", "temperature", "tokens")]
+    for benchmark in known.values():
+        s = benchmark.sampling
+        grader = benchmark.reward.partition(":")[0]
+        numbers = (f"{s.samples}", f"{s.temperature:g}", f"{s.max_tokens}")
+        rows.append((benchmark.name, f"{benchmark.problems}", benchmark.repository, grader, *numbers))
+    _print_columns(rows)
+    print("\npolicygrad show NAME tells the prompt, the settings and where each comes from.")
+
+
 class ProgressLines:
     """Show on standard error how many problems of a model are done, and once each what rewards are waiting for."""
 
@@ -231,6 +422,11 @@ class ProgressLines:
         if sys.stderr.isatty():
             end = "\n" if done == total else ""
             print(f"\r  {self.model} {done}/{total} problems", end=end, file=sys.stderr, flush=True)
+
+    def count_benchmark(self, benchmark: Benchmark, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            print(f"\r  {self.model} {benchmark.key} {done}/{total} problems", end=end, file=sys.stderr, flush=True)
 
     def wait(self, text: str, done: int, total: int) -> None:
         if text not in self.waits:
@@ -355,6 +551,7 @@ def _format_failures(row: Mapping[str, Any]) -> str:
 
 def save_results(folder: Path, report: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Write the report, and one JSON line per completion with its reward."""
+    folder.mkdir(parents=True, exist_ok=True)
     with convert_write_errors(folder / REPORT_FILE, folder):
         (folder / REPORT_FILE).write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         with (folder / SAMPLES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:

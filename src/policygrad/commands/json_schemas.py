@@ -370,6 +370,18 @@ class ShowMetric(TypedDict):
     interpretation: str
 
 
+class ShowBenchmark(TypedDict):
+    """A known benchmark: its data, prompt, sampling and graders, each with its source."""
+
+    kind: Literal["benchmark"]
+    name: str
+    title: str
+    repository: str
+    revision: str
+    sources: Mapping[str, str]
+    """Choice -> where it is written."""
+
+
 class LabRow(TypedDict):
     """An algorithm's estimator against the true gradient."""
 
@@ -462,7 +474,9 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "report": (f"{_THIS}:ReportOutput",),
     "audit": (f"{_THIS}:AuditOutput",),
     "algorithms": (f"{_THIS}:AlgorithmMatrix",),
-    "show": tuple(f"{_THIS}:{name}" for name in ("ShowList", "ShowAlgorithm", "ShowPart", "ShowMetric")),
+    "show": tuple(
+        f"{_THIS}:{name}" for name in ("ShowList", "ShowAlgorithm", "ShowPart", "ShowMetric", "ShowBenchmark")
+    ),
     "lab": (f"{_THIS}:LabOutput", f"{_THIS}:LabExperiments", f"{_THIS}:ControlOutput"),
     "skills": (f"{_THIS}:SkillsOutput",),
 }

@@ -43,6 +43,7 @@ from policygrad.core.ratios import Token
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
+from policygrad.tasks.benchmarks import Benchmark, load_benchmarks
 from policygrad.trackers.glossary import MetricDoc, find_metric_doc
 from policygrad.training.config.run import optional_arg
 from policygrad.training.config.serialization import (
@@ -315,9 +316,11 @@ def find_subject(name: str) -> Any:
         return get_algorithm(name)
     if (metric := find_metric_doc(name)) is not None:
         return metric
+    if name in load_benchmarks():
+        return load_benchmarks()[name]
     hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
     hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
-    raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
+    raise ConfigError(f"there is no algorithm, part, metric or benchmark {name!r}: {hint}")
 
 
 def describe_subject(subject: Any, name: str | None, width: int) -> list[StyledLine]:
@@ -334,6 +337,8 @@ def describe_subject(subject: Any, name: str | None, width: int) -> list[StyledL
         lines += wrap_styled((("Is     ", HEAD),), subject.text, width)
         lines += wrap_styled((("Moves  ", HEAD),), subject.interpretation, width) if subject.interpretation else ()
         return lines
+    if isinstance(subject, Benchmark):
+        return describe_benchmark(subject, width)
     return describe_part(subject, width)
 
 
@@ -353,6 +358,8 @@ def subject_to_dict(subject: Any, name: str | None) -> dict[str, Any]:
         }
     if isinstance(subject, MetricDoc):
         return {"kind": "metric", "name": name, **{k: v for k, v in asdict(subject).items() if k != "name"}}
+    if isinstance(subject, Benchmark):
+        return {"kind": "benchmark", **asdict(subject)}
     kind = subject if isinstance(subject, type) else type(subject)
     docs = read_field_docs(kind)
     return {
@@ -363,3 +370,30 @@ def subject_to_dict(subject: Any, name: str | None) -> dict[str, Any]:
         "settings": {f.name: docs.get(f.name, "") for f in fields(kind)},
         "used_by": [n for n, a in ALGORITHMS.items() if any(type(p) is kind for p in a.parts())],
     }
+
+
+def describe_benchmark(benchmark: Benchmark, width: int) -> list[StyledLine]:
+    """Describe a known benchmark: its data, settings, prompt, and where each choice comes from."""
+    s = benchmark.sampling
+    data = f"{benchmark.repository}{f' ({benchmark.config})' * bool(benchmark.config)}, split {benchmark.split}, "
+    facts = {
+        "Is": f"{benchmark.title}, {benchmark.problems:,} problems",
+        "Data": f"{data}revision {benchmark.revision}; {', '.join(benchmark.columns)}",
+        "Licence": benchmark.licence,
+        "Sampling": f"{s.samples} per problem, temperature {s.temperature:g}, top-p {s.top_p:g}, up to {s.max_tokens} tokens",
+        "Grader": ", ".join([benchmark.reward, *(metric.reward for metric in benchmark.metrics)]),
+        "Differs": benchmark.differs,
+    }
+    lines: list[StyledLine] = [((benchmark.name, NAME), ("  a benchmark", QUIET)), ()]
+    for label, text in facts.items():
+        lines += wrap_styled(((f"{label:<10}", HEAD),), text, width)
+    lines += [
+        (),
+        (("Prompt", HEAD),),
+        *(((f"  {line}", ""),) for line in benchmark.prompt.split("\n")),
+        (),
+        (("Sources", HEAD),),
+    ]
+    for name, source in benchmark.sources.items():
+        lines += wrap_styled(((f"  {name:<9}", QUIET),), source, width)
+    return lines

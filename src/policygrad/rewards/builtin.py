@@ -29,6 +29,39 @@ def exact_match(prompts: Any, completions: Sequence[str], answer: Sequence[Any],
     ]
 
 
+_CHOICE = re.compile(  # a box; or a mark with a letter that is no word ("the answer is A number")
+    r"\\boxed\{\s*(?:\\text(?:bf)?\{)?\s*\(?([A-Za-z])\)?\s*\}"
+    r"|\banswer\b[ \t*_]*(?::|\bis\b)[ \t*_:$]*(?:\\boxed\{\s*)?(?:\\text(?:bf)?\{\s*)?\(?(?![AI] [a-z])((?-i:[A-Z]))\b(?!['’])",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Score 1.0 if the letter that the completion answers with equals the column `answer`, else 0.0; None where `answer` is null.
+
+    The letter is that of the last "Answer: X", "the answer is (X)" or `\\boxed{X}`, or of the last `<answer>`, or a completion that
+    is a letter alone.
+    """
+
+    def __call__(self, prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
+        return [
+            None if right is None else float(self.extract_answer(text) == str(right).strip().upper())
+            for text, right in zip(completions, answer, strict=True)
+        ]
+
+    def extract_answer(self, completion: str) -> str | None:
+        """Return the letter in upper case; None = there is none."""
+        final = extract_final_answer(completion)
+        if re.fullmatch(r"\(?[A-Za-z]\)?\.?", final):
+            return final.strip("().").upper()
+        matches = _CHOICE.findall(completion)
+        return "".join(matches[-1]).upper() if matches else None
+
+
+choice = Choice()
+
+
 @dataclass(frozen=True)
 class Format:
     """Score 1.0 if the pattern occurs in the completion (`re.search`, `.` also matches newlines), else 0.0.

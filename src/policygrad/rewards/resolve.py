@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import builtin, code
+from policygrad.rewards import builtin, code, instructions
 from policygrad.rewards import math as math_rewards
 from policygrad.rewards.base import Reward, RewardFunction
 from policygrad.rewards.workers.messages import SampleResult, select_samples
@@ -27,7 +27,8 @@ def list_rewards() -> list[str]:
     """Return the names of the built-in rewards, sorted.
 
     `format:REGEX` takes a pattern, `gsm8k:POLICY,POLICY` and `math:…` choose where the answer is looked for,
-    `code:OPTION=VALUE,…` limits programs, `length_penalty:max_length=400` sets the length; `model:PATH` is a reward model,
+    `code:OPTION=VALUE,…` limits programs, `ifeval:OPTION=VALUE,…` chooses one of its accuracies,
+    `length_penalty:max_length=400` sets the length; `model:PATH` is a reward model,
     `judge:RUBRIC,model=NAME,url=…` a language model as judge; `verl:FILE` and `openrlhf:FILE` are functions written for these
     libraries.
     """
@@ -56,10 +57,12 @@ def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
 
 
 _BUILTIN: dict[str, RewardFunction] = {
+    "choice": builtin.choice,
     "code": code.code,
     "exact_match": builtin.exact_match,
     "format": builtin.Format(),
     "gsm8k": math_rewards.gsm8k,
+    "ifeval": instructions.ifeval,
     "math": math_rewards.math,
     "reasoning_gym": builtin.reasoning_gym,
     "reasoning_gym_partial": builtin.reasoning_gym_partial,
@@ -71,6 +74,7 @@ _PRESETS = {
     "code": "policygrad.rewards.code:Code.from_options",
     "format": "policygrad.rewards.builtin:Format",
     "gsm8k": "policygrad.rewards.math:Gsm8k.from_options",
+    "ifeval": "policygrad.rewards.instructions:IFEval.from_options",
     "judge": "policygrad.rewards.llm_judge:LLMJudge.from_options",
     "length_penalty": "policygrad.rewards.builtin:LengthPenalty.from_options",
     "math": "policygrad.rewards.math:Math.from_options",
@@ -92,6 +96,8 @@ def _load_function(name: str) -> RewardFunction:
     preset, colon, options = name.partition(":")
     if preset == "math":
         math_rewards.check_math_verify_installed()
+    if preset == "ifeval":
+        instructions.check_langdetect_installed()
     if preset == "code" or (preset in _PRESETS and (colon or name not in _BUILTIN)):
         function: RewardFunction = load_object(_PRESETS[preset], f"reward {name!r}")(options)
         if isinstance(function, code.Code):

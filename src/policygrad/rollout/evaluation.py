@@ -123,9 +123,30 @@ class EvaluationResult:
 
     def standard_error(self) -> float:
         """Standard error of the mean over problems (the samples of one problem are not independent)."""
-        means, n = self.mean_per_problem, len(self.problems)
-        centre = _mean(means)
-        return float((sum((m - centre) ** 2 for m in means) / (n - 1) / n) ** 0.5) if n > 1 else 0.0
+        return standard_error(self.mean_per_problem)
+
+    def reward_per_problem(self, name: str) -> tuple[float, ...]:
+        """Each problem's mean of one reward function, without its weight; a completion where it failed counts as 0."""
+        return tuple(_mean([dict(sample.rewards).get(name) or 0.0 for sample in row]) for row in self.problems)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean of values of independent problems; 0 for a single one."""
+    centre, n = _mean(values), len(values)
+    return float((sum((value - centre) ** 2 for value in values) / (n - 1) / n) ** 0.5) if n > 1 else 0.0
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return Σ wᵢ·xᵢ / Σ wᵢ over problems, and its standard error, clustered by problem.
+
+    The error is that of a ratio: of the mean of wᵢ·(xᵢ − ratio) / w̄ (Cochran 1977, Sampling Techniques, eq. 6.13).
+    """
+    total = sum(weights)
+    if not total:
+        return 0.0, 0.0
+    ratio = sum(w * x for w, x in zip(weights, values, strict=True)) / total
+    average = total / len(weights)
+    return ratio, standard_error([w * (x - ratio) / average for w, x in zip(weights, values, strict=True)])
 
 
 def summarise_evaluation(

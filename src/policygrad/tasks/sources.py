@@ -432,9 +432,9 @@ def is_dataset(data: object) -> bool:
 
 @lru_cache(maxsize=4)
 def load_dataset(name: str) -> Any:
-    """Load `hf:REPOSITORY[:CONFIG[:SPLIT]]` from the hub or its cache, or `FOLDER[:SPLIT]` written by `save_to_disk`.
+    """Load `hf:REPOSITORY[@REVISION][:CONFIG[:SPLIT]]` from the hub or its cache, or `FOLDER[:SPLIT]` written by `save_to_disk`.
 
-    The default split is train.
+    The default split is train, and the default revision the repository's latest.
 
     Raises:
         ConfigError: `datasets` is not installed.
@@ -450,7 +450,8 @@ def load_dataset(name: str) -> Any:
     try:
         if name.startswith(HUB_PREFIX):
             config, split = [*rest, "", ""][:2]
-            data = datasets.load_dataset(location, config or None)
+            repository, _, revision = location.partition("@")
+            data = datasets.load_dataset(repository, config or None, **({"revision": revision} if revision else {}))
         else:
             location, _, split = name.partition(":")
             data = datasets.load_from_disk(location)

@@ -30,7 +30,9 @@ from policygrad.models.loading import DTYPES, auto_class, read_config, resolve_m
 from policygrad.models.lora_config import adapter_base, read_lora
 from policygrad.planning.cost_model import AlgorithmCost, static_bytes
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
+from policygrad.rollout.rollouter import EVAL_CHUNK
 from policygrad.tasks import load_task
+from policygrad.tasks.benchmarks import parse_benchmarks
 from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.run import Run
 
@@ -187,10 +189,17 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         other = adapters * (frozen - has_reference_model) * 4 + parameters * has_reference_model * weight
         base = parameters // 2 + parameters // 16 if four_bits else parameters * weight  # NF4, with its scales
         fixed |= {"weights": base, "adapters": adapters * trained * 4, "other models": other}
+    sampled = [(rows, max(lengths) + completion)]  # rows at a time, and tokens of each
+    for benchmark in parse_benchmarks(run.evaluation.benchmarks):
+        settings, limit = benchmark.sampling, run.evaluation.benchmark_problems or benchmark.problems
+        number = min(limit, EVAL_CHUNK) * (run.evaluation.benchmark_samples or settings.samples)
+        tokens_each = max(lengths) + (run.evaluation.benchmark_max_tokens or settings.max_tokens)
+        positions = tokenizer.context_length or tokens_each
+        sampled.append((min(run.sampling.decode_rows, number), min(tokens_each, positions)))
     return MemoryEstimate(
         fixed,
         training=saved + logits,
-        sampling=rows * (max(lengths) + completion) * cache_bytes + rows * vocabulary * 24,
+        sampling=max(number * (length * cache_bytes + vocabulary * 24) for number, length in sampled),
         micro_tokens=tokens,
         releases_memory=device != "cpu",
     )

@@ -98,12 +98,14 @@ def load_resources(
     environment: EnvironmentFactory | AgentProgram | None = None,
     placement: Placement = LOCAL_PLACEMENT,
     phase: ProgressCallback = ignore_progress,
+    has_rewards: bool = True,
 ) -> Resources:
     """Load everything that training with `algorithm`, or an evaluation (None), needs.
 
     Args:
         stack: Closes the reward workers and the sampler.
         sampler, environment: Replace the configured ones.
+        has_rewards: False = the task is not scored.
         phase: Called with what rewards, servers or environments are being waited for.
 
     Raises:
@@ -148,7 +150,7 @@ def load_resources(
         )
     _check_task(task, environment, needs)
     environment_only = environment is not None and not reward_options
-    has_rewards = bool(
+    has_rewards = has_rewards and bool(
         algorithm is None or algorithm.reads_reward or environment is not None or reward_options or task.rewards
     )
     rewards: tuple[Reward, ...] = ()

@@ -27,6 +27,7 @@ from policygrad.models.adapters import describe_adapters
 from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
@@ -39,6 +40,7 @@ from policygrad.training.config.run_name import RunName, name_run
 from policygrad.training.config.serialization import algorithm_to_dict, load_config
 from policygrad.training.config.trust import CodePermissions, find_code_references, missing_permissions
 from policygrad.training.divergence_guard import has_constant_rewards
+from policygrad.training.evaluation import PreparedBenchmark, load_run_benchmarks, prepare_benchmark
 from policygrad.training.interrupts import StopRequested
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
 from policygrad.training.provenance import fingerprint_run
@@ -124,6 +126,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     learner: Learner
     eval_examples: Sequence[Example] = ()
     """The held-out problems; none if the run is not evaluated."""
+    benchmarks: Sequence[PreparedBenchmark] = ()
+    """Known benchmarks that are measured beside the held-out problems."""
     eval_is_binary = True
     """Whether every score so far is 0 or 1."""
     recorder: StepRecorder
@@ -161,6 +165,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     def build(self, stack: ExitStack) -> None:
         run = self.config
+        benchmarks = load_run_benchmarks(
+            resolve_config_paths(run)
+        )  # what is missing is refused before the model is loaded
         self.resources = resources = load_resources(
             stack,
             run,
@@ -194,6 +201,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
             resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
+        self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
 
     def _publish(self) -> None:
         """Publish the learner's weights to the sampler and to the saved model, of which a custom learner may have a copy."""
@@ -278,7 +286,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     def make_run_info(self, progress: Progress) -> RunInfo:
         run, resources = self.config, self.resources
-        for text in describe_idle_schedules(run):
+        for text in (*describe_idle_schedules(run), *(text for each in self.benchmarks for text in each.messages)):
             self.trackers.note(text)
         if objects := [*run.object_options, *self._python_arguments]:
             self.trackers.note(
@@ -388,7 +396,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     @property
     def has_eval(self) -> bool:
-        return bool(self.eval_examples)
+        return bool(self.eval_examples or self.benchmarks)
 
     def _is_eval_due(self, step: int) -> bool:
         """Return whether to evaluate after this step, which is not the last."""
@@ -396,9 +404,30 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         return self.has_eval and every > 0 and 0 < step < self.steps and step % every == 0
 
     def cached_measurement(self, step: int) -> float | None:
+        if any(step not in dict(self.files.history(name)) for name in self._benchmark_means.values()):
+            return None  # the run was resumed with further benchmarks
         return dict(self.files.history("eval/reward")).get(step)
 
+    @property
+    def _benchmark_means(self) -> dict[str, str]:
+        """The metric with each benchmark's mean, by the benchmark's name."""
+        return {each.benchmark.key: f"eval/{each.benchmark.metric_name}/mean" for each in self.benchmarks}
+
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[float | None, Mapping[str, float]]:
+        mean, metrics = self._evaluate_task(progress) if self.eval_examples else (None, dict[str, float]())
+        make_pool = self._placement.reward_pool or RewardPool.from_config
+        config, phase = self.config.rewards, self.trackers.phase
+        for each in self.benchmarks:
+            result = each.evaluate(
+                self.resources.rollouter, lambda rewards: make_pool(rewards, config, phase), progress
+            )
+            for text in result.result.messages:
+                self.note(f"{each.benchmark.key}: {text}", f"{each.benchmark.key} {text.partition(' (completion ')[0]}")
+            metrics |= result.metrics
+        return mean, metrics
+
+    def _evaluate_task(self, progress: Callable[[int, int], None]) -> tuple[float | None, dict[str, float]]:
+        """Evaluate on the held-out problems of the run's own task."""
         examples, samples = self.eval_examples, self.config.evaluation.samples_per_prompt
         try:
             result = self.resources.rollouter.evaluate(examples, samples, self.config.sampling, progress)
@@ -433,18 +462,26 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         return f"{self.resume_command} resumes once the reward works, or in any case with --rewards.max-failed-steps 0"
 
     def summarise(self, after: float | None) -> dict[str, str]:
-        if not self.has_eval:
-            return {}
+        benchmarks = {name: format_change(*values, 3) for name, values in self._benchmark_changes().items()}
+        if not self.eval_examples:
+            return benchmarks
         before = self.before
         if before is None and after is None:
-            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
+            text = "nothing could be scored, before or after: see the notes about the reward functions"
+            return {"held-out": text, **benchmarks}
         name = f"held-out {'accuracy' if self.eval_is_binary else 'reward'}"
         if before is None or after is None:
             first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
-            return {name: f"{first} -> {last}"}
-        return {name: format_change(before, after)}
+            return {name: f"{first} -> {last}", **benchmarks}
+        return {name: format_change(before, after), **benchmarks}
+
+    def _benchmark_changes(self) -> dict[str, tuple[float, float]]:
+        """The first and the last mean of each benchmark in the log."""
+        histories = {name: self.files.history(metric) for name, metric in self._benchmark_means.items()}
+        return {name: (history[0][1], history[-1][1]) for name, history in histories.items() if history}
 
     def result_values(self, progress: Progress, after: float | None) -> dict[str, Any]:
+        changes = {name: {"before": first, "after": last} for name, (first, last) in self._benchmark_changes().items()}
         return {
             "steps": progress.step,
             "tokens": progress.tokens,
@@ -452,6 +489,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             **measure_peak_memory(),
             "eval_reward_before": self.before,
             "eval_reward_after": after,
+            **({"benchmarks": changes} if changes else {}),
         }
 
     @property

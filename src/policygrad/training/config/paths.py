@@ -83,6 +83,8 @@ def resolve_config_paths(config: C) -> C:
     if reference is not None and reference.model is not None:
         reference = replace(reference, model=_model_path(reference.model, directory))
         changes["algorithm"] = replace(config.algorithm, reference=reference)
+    if folder := getattr(getattr(config, "evaluation", None), "benchmark_data", None):
+        changes["evaluation"] = replace(config.evaluation, benchmark_data=_path_in(folder, directory))
     return replace(config, **changes)
 
 

@@ -25,6 +25,7 @@ from policygrad.rewards.config import RewardConfig
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.samplers.engines.registry import load_engine_class
+from policygrad.tasks.benchmarks import parse_benchmarks
 from policygrad.trackers.services import check_services
 
 MAX_LR = 1e6  # beyond any useful rate; float32 overflows above 3e38, which torch does not explain
@@ -101,7 +102,7 @@ class SupervisedGuardConfig(_GuardOptions):
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on held-out problems, at the sampling temperature."""
+    """Evaluation on held-out problems, at the sampling temperature, and on known benchmarks, each with its own sampling."""
 
     problems: int = 256
     """Number of held-out problems; 0 = no evaluation."""
@@ -109,6 +110,17 @@ class EvaluationConfig:
     """Completions per problem."""
     every: int = 0
     """Also evaluate every this many steps; 0 = only before and after training."""
+    benchmarks: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
+    """Known benchmarks to measure at the same points: gsm8k,math500,aime24.
+    policygrad eval --benchmark list shows all of them."""
+    benchmark_data: Annotated[str | None, optional_arg("DIR", "the hub")] = None
+    """Folder with the benchmarks' data, NAME.jsonl or .parquet."""
+    benchmark_problems: int = 0
+    """Number of problems of each benchmark, spread over its data; 0 = all."""
+    benchmark_samples: Annotated[int | None, optional_arg("INT", "the benchmark's own")] = None
+    """Completions for each problem of a benchmark."""
+    benchmark_max_tokens: Annotated[int | None, optional_arg("INT", "the benchmark's own")] = None
+    """Maximum sampled tokens per completion of a benchmark."""
 
     def __post_init__(self) -> None:
         if self.problems < 0 or self.every < 0 or self.samples_per_prompt < 1:
@@ -116,6 +128,13 @@ class EvaluationConfig:
                 "evaluation.problems and evaluation.every must be at least 0 and evaluation.samples_per_prompt at least 1, not "
                 f"{self.problems}, {self.every}, {self.samples_per_prompt}"
             )
+        counts = (self.benchmark_samples, self.benchmark_max_tokens)
+        if self.benchmark_problems < 0 or any(count is not None and count < 1 for count in counts):
+            raise ConfigError(
+                "evaluation.benchmark_problems must be at least 0, and evaluation.benchmark_samples and "
+                "evaluation.benchmark_max_tokens at least 1"
+            )
+        parse_benchmarks(self.benchmarks)
 
 
 @dataclass(frozen=True)

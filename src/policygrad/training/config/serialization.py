@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -364,13 +364,15 @@ EVAL_OPTIONS = (
 """Options that mean the same in training and evaluation."""
 
 
-def load_eval_options(file: Path, permissions: CodePermissions) -> tuple[UncheckedRun, tuple[str, ...]]:
+def load_eval_options(
+    file: Path, permissions: CodePermissions, names: Sequence[str] = EVAL_OPTIONS
+) -> tuple[UncheckedRun, tuple[str, ...]]:
     """Return what an evaluation uses of a run's `run.toml`: its task, rewards and lengths, with full paths, and the names of
     options that were Python objects, which the file does not hold. Raises ConfigError if the file cannot be read, or names code
     without permission.
 
-    The algorithm is not read, so that its custom parts need no permission."""
-    names = (*EVAL_OPTIONS, "evaluation", "rewards", "learner", "directory")
+    The algorithm is not read, so that its custom parts need no permission. names: the options to read, of EVAL_OPTIONS."""
+    names = (*names, "evaluation", "rewards", "learner", "directory")
     data = {name: value for name, value in resolve_directory(read_config_file(file), file).items() if name in names}
     objects = tuple(
         name
