@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,6 +127,8 @@ def load_resources(
     environment = resolve_environment(options.environment, environment)
     if environment is not None and placement.environment is not None:
         environment = placement.environment(environment)
+    if isinstance(environment, AbstractContextManager):  # it tries its servers now rather than in the first episode
+        stack.enter_context(environment)
     needs = None if algorithm is None else algorithm.all_needs
     step_end = None if algorithm is None else options.step_end
     row_options = load_row_options(
