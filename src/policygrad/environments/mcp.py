@@ -1,8 +1,8 @@
 """Tools of servers that speak the Model Context Protocol (MCP), as tools of conversations.
 
 The protocol is spoken by the official package mcp. A server is a program, which is talked to over its standard input and output, or
-an address (Streamable HTTP, or the older transport with server-sent events). All connections live on one background loop, so that they
-outlive the loop of a rollout, and each in a task of its own: anyio requires that a scope is left by the task that entered it.
+an address (Streamable HTTP, or the older transport with server-sent events). All connections live on one background loop, so that
+they outlive the loop of a rollout, and each in a task of its own: anyio requires that a scope is left by the task that entered it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class McpTools:
     """
 
     server: str | Sequence[str]
-    """A command line, split as a shell does, or its words; or an address, http(s)://…. An address whose path ends in /sse is talked to
-    over the older transport with server-sent events."""
+    """A command line, split as a shell does, or its words; or an address, http(s)://…. An address whose path ends in /sse is talked
+    to over the older transport with server-sent events."""
     names: Sequence[str] = ()
     """The tools that are offered to the policy, in this order; () = all, in the server's."""
     shared: bool = False
@@ -92,8 +92,8 @@ class McpTools:
         self._state  # noqa: B018
         if not self._argv or not self.start_timeout > 0 or isinstance(self.names, str):
             raise ConfigError(
-                "McpTools needs a command such as 'python server.py' or an address such as http://localhost:8000/mcp, names that are "
-                f"a list, and a start_timeout above 0, not {self.server!r}, {self.names!r} and {self.start_timeout:g}"
+                "McpTools needs a command such as 'python server.py' or an address such as http://localhost:8000/mcp, names that "
+                f"are a list, and a start_timeout above 0, not {self.server!r}, {self.names!r} and {self.start_timeout:g}"
             )
         if self.is_address and (self.variables or self.folder):
             raise ConfigError(f"McpTools: variables and folder are those of a program, and {self.server} is an address")
@@ -122,8 +122,8 @@ class McpTools:
         """Try the server: list its tools."""
         try:
             _wait_for(self._list_once())
-        except _ServerError as error:
-            raise EngineError(str(error)) from error
+        except McpServerError as error:
+            raise EngineError(error.details) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -171,7 +171,7 @@ class McpTools:
                 f"McpTools: {session.server} has no tool {missing[0]!r}, it has {', '.join(tools) or 'none'}: correct names="
             )
         if not tools:
-            raise _ServerError(session.describe("lists no tools"))
+            raise session.make_error("lists no tools")
         return tuple(tools[name] for name in self.names or tools)
 
     async def _share_session(self) -> _Session:
@@ -228,8 +228,12 @@ class _Connection:
             self.session = session
 
 
-class _ServerError(Exception):
-    """A server that cannot be started or used."""
+class McpServerError(Exception):
+    """A server that cannot be started or used, in few words; `details` are for the error that ends a run."""
+
+    def __init__(self, text: str, details: str) -> None:
+        super().__init__(text)
+        self.details = details
 
 
 class _Session:
@@ -237,7 +241,7 @@ class _Session:
 
     def __init__(self, config: McpTools) -> None:
         self.config = config
-        self.server = f"the MCP server {config.server if config.is_address else shlex.join(config._argv)!r}"
+        self.server = f"the MCP server {config.server if config.is_address else repr(shlex.join(config._argv))}"
         self._program: _Program | None = None
         self._client: Any = None
         self._connected, self._closing = asyncio.Event(), asyncio.Event()
@@ -245,7 +249,7 @@ class _Session:
         self._is_doubtful = False  # a call has failed otherwise than by an error of the tool
 
     async def start(self) -> None:
-        """Connect, or raise _ServerError."""
+        """Connect, or raise McpServerError."""
         try:
             async with _START_SLOTS:
                 self._task = asyncio.create_task(self._run())
@@ -258,12 +262,12 @@ class _Session:
                 return
             if not self._task.done():
                 seconds = f"{self.config.start_timeout:g} seconds"
-                raise _ServerError(self.describe(f"did not answer within {seconds}: raise start_timeout="))
+                raise self.make_error(f"did not answer within {seconds}: raise start_timeout=")
             error = _first_leaf(self._task.exception() or RuntimeError("it was cancelled"))
             if isinstance(error, ConfigError):
                 raise error
             reason = "" if self._program is not None and self._program.ended else f": {_describe(error)}"
-            raise _ServerError(self.describe(f"could not be started{reason}")) from error
+            raise self.make_error(f"could not be started{reason}") from error
         except BaseException:
             await self.stop()
             raise
@@ -295,7 +299,7 @@ class _Session:
         return True
 
     async def list_tools(self) -> list[Any]:
-        """Return the descriptions of all tools, or raise _ServerError."""
+        """Return the descriptions of all tools, or raise McpServerError."""
         tools, cursor = list[Any](), None
         try:
             async with asyncio.timeout(self.config.start_timeout):
@@ -306,8 +310,8 @@ class _Session:
                     if cursor is None:
                         return tools
         except Exception as error:
-            raise _ServerError(self.describe(f"does not list its tools: {_describe(error)}")) from error
-        raise _ServerError(self.describe(f"lists more than {MAX_PAGES} pages of tools"))
+            raise self.make_error(f"does not list its tools: {_describe(error)}") from error
+        raise self.make_error(f"lists more than {MAX_PAGES} pages of tools")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return what a tool shows: text, or a list of texts and pictures. Raises ToolError."""
@@ -328,9 +332,12 @@ class _Session:
             raise ToolError(shown if isinstance(shown, str) else "\n".join(s for s in shown if isinstance(s, str)))
         return shown
 
-    def describe(self, what: str) -> str:
-        """Return a sentence about the server, with how its program ended and the last of what it printed."""
-        return f"{self.server} {what}" + ("" if self._program is None else self._program.describe_end())
+    def make_error(self, what: str) -> McpServerError:
+        """Return an error about the server, with how its program ended and the last of what it printed."""
+        if self._program is None:
+            return McpServerError(f"the MCP server {what}", f"{self.server} {what}")
+        last = "".join(f": {line}" for line in self._program.last_lines[-1:])
+        return McpServerError(f"the MCP server {what}{last}", f"{self.server} {what}{self._program.describe_end()}")
 
     async def _run(self) -> None:
         from mcp import Client, MCPError
@@ -366,9 +373,12 @@ async def _connect_http(url: str, headers: Mapping[str, str]) -> AsyncIterator[A
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
-    async with httpx2.AsyncClient(headers=dict(headers), timeout=httpx2.Timeout(30.0, read=300.0)) as http:
-        async with streamable_http_client(url, http_client=http) as streams:
-            yield streams
+    timeout = httpx2.Timeout(30.0, read=300.0)
+    async with (
+        httpx2.AsyncClient(headers=dict(headers), timeout=timeout) as http,
+        streamable_http_client(url, http_client=http) as streams,
+    ):
+        yield streams
 
 
 class _Program:
@@ -402,13 +412,18 @@ class _Program:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), EXIT_SECONDS)
 
+    @property
+    def last_lines(self) -> list[str]:
+        """The last lines on its standard error."""
+        lines = [line.strip() for line in self.printed.decode(errors="replace").splitlines()]
+        return [replace_control_characters(line[:300]) for line in lines if line][-_TAIL_LINES:]
+
     def describe_end(self) -> str:
         """Describe, after `the server …`, how it ended and the last of what it printed."""
         texts = [f". It has ended ({self.exit_status})" if self.ended else ""]
         if self.stray_line and not self.violation:
             texts.append(f". It writes what is no message to its standard output, such as {self.stray_line!r}")
-        lines = [line.strip() for line in self.printed.decode(errors="replace").splitlines()]
-        lines = [replace_control_characters(line[:300]) for line in lines if line][-_TAIL_LINES:]
+        lines = self.last_lines
         texts.append(
             ". The last lines of its standard error:" + "".join(f"\n  {line}" for line in lines)
             if lines

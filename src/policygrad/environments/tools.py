@@ -1,4 +1,4 @@
-"""Tools that the policy may call, functions or those of a server, and conversations with them. The policy is told of its own mistakes."""
+"""Tools: functions that the policy may call, or those of a server, and conversations with them. It is told of its own mistakes."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """A guard: a program that runs a command, and ends it with everything that it started.
 
-It stands between this process and a server or a tool. Such a command starts processes of its own, which outlive it when it is killed:
-vLLM's engine core keeps its GPU memory, `npx` the program that it was asked for. The guard ends all of them when the command ends,
-when it is told to (SIGTERM), or when the process that started it is gone, whatever ended that. It is run with the standard library
-alone; standard input and output are the command's.
+It stands between this process and a server. Servers start processes of their own, which outlive them when they are killed: vLLM's
+engine core keeps its GPU memory, and `npx` is only the parent of the program that it runs. The guard ends all of them when the
+command ends, when it is told to (SIGTERM), or when the process that started it is gone, whatever ended that. It is run with the
+standard library alone; standard input and output are the command's.
 
     python process_guard.py PARENT SECONDS FOLDER COMMAND...
 
-PARENT is the process id of who starts it. SECONDS is how long the command has to exit after SIGTERM, before it is killed. FOLDER holds
-files in shared memory, which the guard removes if its parent can no longer do it; "" = none.
+PARENT is the process id of who starts it. SECONDS is how long the command has to exit after SIGTERM, before it is killed. FOLDER
+holds files in shared memory, which the guard removes if its parent can no longer do it; "" = none.
 """
 
 from __future__ import annotations
