@@ -141,7 +141,7 @@ def test_schemas_are_those_of_the_server_and_names_choose_among_them() -> None:
         (call("show", kind="bytes"), "[resource file:///a.bin, bytes]", ""),
         (call("show", kind="structure"), '{"size": [8, 6]}', ""),
         (call("show", kind="broken"), "error: the result of a tool: the picture cannot be decoded", "raised"),
-        (call("fails"), "error: no such number", "raised"),
+        (call("fails"), "error: Error executing tool fails: no such number", "raised"),
         (call("add", a="1"), 'error: add: a is to be of type integer, not "1"', "arguments"),
         (call("add"), "error: add: missing a required argument: 'a'", "arguments"),
         (call("add", a=1, c=2), "error: add: got an unexpected keyword argument 'c'", "arguments"),
