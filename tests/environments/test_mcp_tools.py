@@ -208,6 +208,7 @@ def test_a_picture_is_shown_as_a_picture(shared: pg.ToolUse) -> None:
 
     step = asyncio.run(show())
     (message,) = step.observation.content
+    assert message["content"][0]["text"] != "a square:"  # it is shortened
     (picture,) = list_pictures(({**message, "content": message["content"][1:]},)) or [None]
     assert isinstance(picture, Picture)
     assert picture.size == (8, 6)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from policygrad.environments.registry import is_http_url
 from policygrad.environments.tools import Tool, ToolError, ToolUse
-from policygrad.errors import ConfigError, DataError, EngineError, import_optional
+from policygrad.errors import ConfigError, DataError, EngineError, import_optional, install_command
 from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.utils.async_runner import background_loop, run_on_background_loop
 from policygrad.utils.pictures import Picture
@@ -87,7 +87,10 @@ class McpTools:
     """Seconds for a start, from the program or the connection to the list of tools."""
 
     def __post_init__(self) -> None:
-        import_optional("mcp", "mcp:…", "mcp")
+        if not hasattr(import_optional("mcp", "mcp:…", "mcp"), "Client"):
+            raise ConfigError(
+                f"mcp:… needs version 2 of mcp, and an earlier one is installed: {install_command('mcp')}"
+            )
         _silence_logging()
         self._state  # noqa: B018
         if not self._argv or not self.start_timeout > 0 or isinstance(self.names, str):
@@ -223,9 +226,12 @@ class _Connection:
         if self.config.shared:
             self.session = await run_on_background_loop(self.config._share_session())
         elif self.session is None:
-            session = _Session(self.config)
-            await run_on_background_loop(session.start())
-            self.session = session
+            self.session = _Session(self.config)
+            try:
+                await run_on_background_loop(self.session.start())
+            except Exception:  # after a cancellation, closing the episode stops it
+                self.session = None
+                raise
 
 
 class McpServerError(Exception):

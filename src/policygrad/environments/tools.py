@@ -183,8 +183,8 @@ class Tool:
         parameters = inspect.signature(function).parameters.values()
         if unnamed := [p for p in parameters if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]:
             raise ConfigError(
-                f"the tool {name!r} has the parameter `{unnamed[0]}`, which a call cannot give by name: write one parameter for "
-                "each argument, without * and /"
+                f"the tool {name!r} has the parameter {unnamed[0].name!r}, which a call cannot give by name: write one parameter "
+                "for each argument, without * and /"
             )
         described = {key: value for key, value in schema["function"].items() if key != "return"}
         return cls(name, function, {**schema, "function": {**described, "name": name}})
