@@ -46,6 +46,7 @@ test-vllm: $(STAMP)
 
 # Others' packages want other versions of much that is pinned, and of one another: each has a virtual environment of its own.
 OTHERS := .environments
+REAL_mcp := mcp-server-time==2026.10.19 mcp-server-git==2026.10.19
 REAL_openenv := openenv-core==0.3.0
 REAL_textarena := textarena==0.7.4
 REAL_verifiers := verifiers==0.4.0
@@ -56,8 +57,8 @@ $(OTHERS)/%/.installed: pyproject.toml constraints.txt
 	$(OTHERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHERS)/$*/constraints.txt -e '.[$*]' $(REAL_$*) pytest
 	@touch $@
 
-test-environments: $(OTHERS)/openenv/.installed $(OTHERS)/textarena/.installed $(OTHERS)/verifiers/.installed
-	for name in openenv textarena verifiers; do \
+test-environments: $(OTHERS)/mcp/.installed $(OTHERS)/openenv/.installed $(OTHERS)/textarena/.installed $(OTHERS)/verifiers/.installed
+	for name in mcp openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
 
 # The cookbook's one dependency that the index does not have is for models of other kinds than these.

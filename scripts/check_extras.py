@@ -148,6 +148,26 @@ with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, t
     server.terminate()
 """
 
+MCP_SERVER = """
+from mcp.server import MCPServer
+
+server = MCPServer("arithmetic")
+
+
+@server.tool()
+def double(number: int) -> int:
+    return 2 * number
+
+
+server.run()
+"""
+MCP_TOOLS = """
+import sys
+
+import policygrad as pg
+
+TOOLS = pg.ToolUse((pg.McpTools([sys.executable, "server.py"]),), lambda answer, example: float(len(answer)))
+"""
 
 CASES = (
     Case(
@@ -176,6 +196,12 @@ CASES = (
         creates=("result.json",),
     ),
     Case("control", "`train --environment gymnasium:…`", (*TRAIN, "--environment", "gymnasium:FrozenLake-v1")),
+    Case(
+        "mcp",
+        "`train --environment tools.py:TOOLS`, the tools of an MCP server",
+        (*TRAIN, "--environment", "tools.py:TOOLS"),
+        files={"server.py": MCP_SERVER, "tools.py": MCP_TOOLS},
+    ),
     Case(
         "openenv",
         "`train --environment openenv:…`, with a stand-in server",

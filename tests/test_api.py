@@ -23,7 +23,7 @@ GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel Gate Generation Geo
 GreedyBaseline GroupInGroup GroupMean GroupStd GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError
 HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV
 LITE_PPO LUFFY LUSPO Learner LearnerConfig LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip
-LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError MovingLevel MultiTurnGAE NATURAL NStep
+LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep
 NoPositiveResampling NumericsError OPO Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO
 PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 PublishedWeights RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference RejectionSampling Request

@@ -234,7 +234,8 @@ PAGES = {
     "rollouts": (
         "Tasks, rewards, environments",
         "What is asked, what plays, what judges, and what comes of it.",
-        "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall GymnasiumText OpenEnv TextArena Verifiers "
+        "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall McpTools GymnasiumText "
+        "OpenEnv TextArena Verifiers "
         "Action Observation Picture Step Rollouter Rollout Trajectory Segment",
     ),
     "models": (

@@ -44,6 +44,7 @@ _HOME = {
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
     "policygrad.utils.pictures": "Picture",
     "policygrad.environments.gymnasium": "GymnasiumText",
+    "policygrad.environments.mcp": "McpTools",
     "policygrad.environments.openenv": "OpenEnv",
     "policygrad.environments.agent_program": "AgentProgram",
     "policygrad.environments.textarena": "TextArena",

@@ -110,6 +110,19 @@ def test_a_function_describes_itself() -> None:
     }
 
 
+def test_a_function_whose_parameters_have_no_names_is_refused() -> None:
+    def total(*numbers: int) -> int:
+        """Adds numbers.
+
+        Args:
+            numbers: as many as there are
+        """
+        return sum(numbers)
+
+    with pytest.raises(pg.ConfigError, match="'total' has the parameter 'numbers', which a call cannot give by name"):
+        Tool.from_function(total)
+
+
 def test_a_conversation_with_a_tool(tokenizer: Tokenizer) -> None:
     trajectory, sampler = played(tokenizer, f"I add. {call('add', a=1, b=2)}", "3")
     first, answer, second = trajectory.segments

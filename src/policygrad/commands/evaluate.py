@@ -96,7 +96,8 @@ class EvalOptions:
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[str | None, optional_arg("FILE:NAME", f"{_RUN_DEFAULT}the prompt and one answer")] = None
     """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
-    Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID."""
+    Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
+    The tools of an MCP server: mcp:COMMAND or mcp:http://host:port/mcp."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds allowed for one reset, step or close of the environment; a slower one fails its episode."""
     eval_data: Annotated[str | None, optional_arg("FILE", f"{_RUN_DEFAULT}a sixteenth of the task")] = None

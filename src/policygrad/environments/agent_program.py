@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from policygrad.environments.agent_host import kill_group
 from policygrad.environments.base import RESERVED_METRICS, STOP_METRIC_PREFIX, is_finite_number
@@ -112,6 +112,13 @@ class AgentProgram:
     def host(self) -> AgentHost:
         """The process that starts the programs. Raises EngineError if the function cannot be imported."""
         return AgentHost(self.function)
+
+    def __enter__(self) -> Self:
+        self.host  # noqa: B018  a function that cannot be imported is an error now
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the process that starts programs, and all of them. It is made anew when it is needed."""

@@ -148,7 +148,7 @@ EnvironmentFactory = Callable[..., Environment]
 """Creates the environment of one episode: `f(example)`, or `f(example, seed)` when the environment itself is random.
 
 The seed is derived from the run's seed, the step and the example: the episodes of a group begin in the same state, and a resumed
-run reproduces it.
+run reproduces it. A factory that is a context manager is entered when a run starts and left when it ends.
 """
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
 from policygrad.environments.base import Action, Environment, Observation, Step, is_finite_number
@@ -30,6 +29,7 @@ from policygrad.environments.registry import (
 )
 from policygrad.errors import ConfigError, EngineError, import_optional
 from policygrad.tasks.base import Example
+from policygrad.utils.async_runner import run_on_background_loop
 from policygrad.utils.filesystem import reject_constant
 from policygrad.utils.pictures import to_parts
 
@@ -400,17 +400,9 @@ class WebSocket:
 
 async def _run_on_websocket_loop(work: Coroutine[Any, Any, T]) -> T:
     try:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _websocket_loop()))
+        return await run_on_background_loop(work)
     except import_websockets().exceptions.WebSocketException as error:
         raise ConnectionError(str(error) or type(error).__name__) from error
-
-
-@cache
-def _websocket_loop() -> asyncio.AbstractEventLoop:
-    """Start the loop for all connections, which runs as long as the process."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="websockets").start()
-    return loop
 
 
 def import_websockets() -> Any:

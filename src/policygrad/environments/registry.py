@@ -14,9 +14,10 @@ from policygrad.tasks.base import Example, Prompt
 from policygrad.tasks.verifiers import taskset_module
 from policygrad.utils.user_code import load_object
 
-# The prefix of a name, as in `textarena:Wordle-v0`, and the class that takes the remainder.
+# The prefix of a name, as in `textarena:Wordle-v0`, and the class or function that takes the remainder.
 FAMILIES = {
     "gymnasium": "policygrad.environments.gymnasium:GymnasiumText",
+    "mcp": "policygrad.environments.mcp:use_mcp_tools",
     "openenv": "policygrad.environments.openenv:OpenEnv",
     "textarena": "policygrad.environments.textarena:TextArena",
     "verifiers": "policygrad.environments.verifiers:Verifiers",
@@ -78,7 +79,8 @@ def code_references(name: str) -> list[str]:
     """Return the modules, files and addresses that an environment's or a task's name refers to, which need permission.
 
     Games of TextArena and Gymnasium's own environments need none. `gymnasium:MODULE:ID` imports a module, `verifiers:ID` a
-    package, and an OpenEnv server sees the model's output.
+    package, a server of OpenEnv or of the Model Context Protocol sees the model's output, and `mcp:COMMAND` runs a program: the
+    complete name stands for that.
     """
     parts = split_environment_name(name)
     if parts is None:
@@ -90,6 +92,8 @@ def code_references(name: str) -> list[str]:
         return [target.rpartition(":")[0]]
     if family == "openenv":
         return [to_http_url(target)]
+    if family == "mcp":
+        return [target if is_http_url(target) else name]
     if family == "verifiers":
         return [taskset_module(target)]
     return [target.partition(":")[0]] if family == "gymnasium" and ":" in target else []
@@ -101,6 +105,11 @@ def to_http_url(address: str) -> str:
     if url.startswith(("ws://", "wss://")):
         return "http" + url.removeprefix("ws")
     return url if "://" in url else f"http://{url}"
+
+
+def is_http_url(text: str) -> bool:
+    """Return True for an address that begins with http:// or https://."""
+    return text.startswith(("http://", "https://"))
 
 
 Shown = str | tuple[Mapping[str, Any], ...]

@@ -1,14 +1,16 @@
-"""Tools: typed functions that the policy may call, and conversations with them. The policy is told of its own mistakes."""
+"""Tools: functions that the policy may call, or those of a server, and conversations with them. It is told of its own mistakes."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self, runtime_checkable
 
 from policygrad.environments.base import Action, Environment, Observation, Step, accepts_seed
 from policygrad.errors import ConfigError, PolicygradError
@@ -50,8 +52,9 @@ class ToolUse:
         ConfigError: A tool without types or docstring, two tools of one name, or a limit below its minimum.
     """
 
-    tools: Sequence[Callable[..., Any]] | Callable[..., Sequence[Callable[..., Any]]]
-    """Functions with types and a docstring, plain or async; or a function from an example (and `seed`) to those of its episode."""
+    tools: Sequence[Callable[..., Any] | ToolSource] | Callable[..., Sequence[Callable[..., Any] | ToolSource]]
+    """Functions with types and a docstring, plain or async, and the tools of servers (`pg.McpTools`); or a function from an example
+    (and `seed`) to those of its episode."""
     reward: Callable[[str, Example], Any] | None = None
     """Scores an episode from its answer ("" = none) and example, plain or async; None = the run's reward functions."""
     call_reward: Callable[[ToolCall, ToolResult], Any] | None = None
@@ -75,19 +78,36 @@ class ToolUse:
                 "ToolUse: max_turns, max_output_chars and max_calls must be at least 1, and timeout above 0, not "
                 f"{self.max_turns}, {self.max_output_chars}, {self.max_calls} and {self.timeout:g}"
             )
-        if not callable(self.tools):
-            self._fixed_tools  # noqa: B018  an invalid tool fails here, not in the first episode
+        self._fixed_tools  # noqa: B018  an invalid tool fails here, not in the first episode
 
     @cached_property
-    def _fixed_tools(self) -> dict[str, Tool]:
-        return {} if callable(self.tools) else make_tools(self.tools)
+    def _fixed_tools(self) -> tuple[Tool | ToolSource, ...]:
+        return () if callable(self.tools) else describe_tools(self.tools)
 
     def __call__(self, example: Example, seed: int = 0) -> Environment:
         tools = self.tools
         if not callable(tools):
             return _Conversation(self, example, self._fixed_tools)
-        functions = tools(example, seed=seed) if accepts_seed(tools) else tools(example)
-        return _Conversation(self, example, make_tools(functions))
+        chosen = tools(example, seed=seed) if accepts_seed(tools) else tools(example)
+        return _Conversation(self, example, describe_tools(chosen))
+
+    def __enter__(self) -> Self:
+        """Begin a run: servers whose tools are used are tried."""
+        with ExitStack() as stack:
+            for source in self._sources:
+                stack.enter_context(source)
+            stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End a run."""
+        with ExitStack() as stack:
+            for source in self._sources:
+                stack.push(source)
+
+    @property
+    def _sources(self) -> list[ToolSource]:
+        return [item for item in self._fixed_tools if isinstance(item, ToolSource)]
 
 
 @dataclass(frozen=True)
@@ -103,14 +123,42 @@ class ToolResult:
         """The content of a message."""
         return self.parts or self.text
 
+    def shorten(self, max_chars: int) -> ToolResult:
+        """Return it with texts of at most `max_chars` characters."""
+        parts = self.parts and tuple(
+            {**part, "text": truncate_middle(part["text"], max_chars)} if part["type"] == "text" else part
+            for part in self.parts
+        )
+        return replace(self, text=truncate_middle(self.text, max_chars), parts=parts)
+
+
+class ToolError(Exception):
+    """A failure of a tool that the policy reads as it is written: `error: …`."""
+
+
+@runtime_checkable
+class ToolSource(Protocol):
+    """Tools that are described elsewhere, such as by a server. It is entered when a run begins, and left when the run ends."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool | None: ...
+
+    def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
+        """Return the tools of one episode, which ends when the context is left."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tool:
-    """A function that the policy may call."""
+    """A function that the policy may call, with its arguments by name."""
 
     name: str
     function: Callable[..., Any]
     schema: Mapping[str, Any]  # the JSON schema for chat templates
+    prepare: Callable[[], Awaitable[object]] | None = None
+    """Awaited before each call, outside of its time limit: what it raises is not the call's failure but the episode's."""
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
@@ -132,6 +180,12 @@ class Tool:
                 f"the tool {name!r} cannot be described to a model: {error}. Give every parameter a type and the function a "
                 "docstring: what it does, then a line `Args:`, then a line `parameter: description` for each"
             ) from error
+        parameters = inspect.signature(function).parameters.values()
+        if unnamed := [p for p in parameters if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]:
+            raise ConfigError(
+                f"the tool {name!r} has the parameter {unnamed[0].name!r}, which a call cannot give by name: write one parameter "
+                "for each argument, without * and /"
+            )
         described = {key: value for key, value in schema["function"].items() if key != "return"}
         return cls(name, function, {**schema, "function": {**described, "name": name}})
 
@@ -143,12 +197,17 @@ class Tool:
         Raises:
             PolicygradError: An error that the policy cannot avoid, such as a missing sandbox.
         """
+        if self.prepare is not None:
+            await self.prepare()
+        parameters = self.schema["function"].get("parameters") or {}
+        properties = parameters.get("properties") or {}
         try:
-            bound = inspect.signature(self.function).bind(*call.positional, **call.arguments)
+            arguments = match_arguments(call, parameters)
         except TypeError as error:
             return ToolResult(f"error: {self.name}: {error}", ARGUMENTS)
-        for name, value in bound.arguments.items():
-            schema = self.schema["function"]["parameters"]["properties"].get(name, {})
+        for name, value in arguments.items():
+            schema = properties.get(name, {})
+            schema = schema if isinstance(schema, Mapping) else {}  # `true` stands for any value
             if value is None and schema.get("nullable"):
                 continue
             kinds = schema.get("type", ())
@@ -163,24 +222,26 @@ class Tool:
                 message = f"error: {self.name}: {name} is to be {required}, not {_to_text([value])[1:-1]}"
                 return ToolResult(message, ARGUMENTS)
         try:
-            value = await await_with_timeout(timeout, self._run(bound))
+            value = await await_with_timeout(timeout, self._run(arguments))
             parts = to_parts(value)
             return ToolResult(_to_text(value)) if parts is None else ToolResult(content_text(parts), parts=parts)
         except OverdueError:
             return ToolResult(f"error: {self.name} took longer than {timeout:g} seconds", SLOW)
+        except ToolError as error:
+            return ToolResult(f"error: {error}", RAISED)
         except PolicygradError:
             raise
         except Exception as error:
             return ToolResult(f"error: {type(error).__name__}: {error}", RAISED)
 
-    async def _run(self, bound: inspect.BoundArguments) -> Any:
+    async def _run(self, arguments: Mapping[str, Any]) -> Any:
         function = self.function if inspect.isroutine(self.function) else self.function.__call__  # type: ignore[operator]
         if inspect.iscoroutinefunction(function):
-            return await self.function(*bound.args, **bound.kwargs)
+            return await self.function(**arguments)
 
         def call() -> Any:
             try:
-                return self.function(*bound.args, **bound.kwargs)
+                return self.function(**arguments)
             except (StopIteration, SystemExit, asyncio.CancelledError) as error:  # these end the tool only
                 raise RuntimeError(repr(error)) from error
 
@@ -188,17 +249,54 @@ class Tool:
         return await result if isinstance(result, Awaitable) else result
 
 
-def make_tools(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
-    """Create tools by name.
+def describe_tools(tools: Sequence[Callable[..., Any] | ToolSource]) -> tuple[Tool | ToolSource, ...]:
+    """Make tools of functions; those of a source are known when it is opened.
 
     Raises:
-        ConfigError: Two functions of one name, or one that `Tool.from_function` refuses.
+        ConfigError: Two functions of one name, or one that `Tool.from_function` refuses; a source outside of a sequence.
     """
-    tools: dict[str, Tool] = {}
-    for tool in map(Tool.from_function, functions):
-        if tools.setdefault(tool.name, tool) is not tool:
+    if isinstance(tools, ToolSource):
+        raise ConfigError(
+            f"tools must be a sequence, such as ({type(tools).__name__}(…),), not one source of tools alone"
+        )
+    described = tuple(t if isinstance(t, Tool | ToolSource) else Tool.from_function(t) for t in tools)
+    index_tools(tool for tool in described if isinstance(tool, Tool))
+    return described
+
+
+def index_tools(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """Return tools by name. Raises ConfigError for two of one name."""
+    by_name: dict[str, Tool] = {}
+    for tool in tools:
+        if by_name.setdefault(tool.name, tool) is not tool:
             raise ConfigError(f"two tools are named {tool.name!r}, so a call would be ambiguous; rename one")
-    return tools
+    return by_name
+
+
+def match_arguments(call: ToolCall, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name.
+
+    Args:
+        parameters: The tool's JSON schema of an object. Other names than its properties are accepted only if it says so
+            (additionalProperties).
+
+    Raises:
+        TypeError: Arguments that do not match, in the words of a Python function.
+    """
+    names = tuple(parameters.get("properties") or {})
+    if len(call.positional) > len(names):
+        raise TypeError("too many positional arguments")
+    arguments = dict(zip(names, call.positional, strict=False))
+    for name, value in call.arguments.items():
+        if name in arguments:
+            raise TypeError(f"multiple values for argument {name!r}")
+        if name not in names and not parameters.get("additionalProperties"):
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+        arguments[name] = value
+    for name in parameters.get("required") or ():
+        if name not in arguments:
+            raise TypeError(f"missing a required argument: {name!r}")
+    return arguments
 
 
 def _to_text(value: Any) -> str:
@@ -206,11 +304,16 @@ def _to_text(value: Any) -> str:
 
 
 class _Conversation:
-    def __init__(self, config: ToolUse, example: Example, tools: dict[str, Tool]) -> None:
-        self.config, self.example, self.tools = config, example, tools
-        self.turns = 0
+    def __init__(self, config: ToolUse, example: Example, tools: Sequence[Tool | ToolSource]) -> None:
+        self.config, self.example, self.turns = config, example, 0
+        self._given, self._sources = tools, AsyncExitStack()
+        self.tools: dict[str, Tool] = {}
 
     async def reset(self) -> Observation:
+        tools = list[Tool]()
+        for item in self._given:
+            tools += [item] if isinstance(item, Tool) else await self._sources.enter_async_context(item.open())
+        self.tools = index_tools(tools)
         schemas = tuple(tool.schema for tool in self.tools.values()) if self.config.tools_in_prompt else ()
         return Observation(self.example.prompt, schemas)
 
@@ -233,7 +336,7 @@ class _Conversation:
                 result = ToolResult(f"error: there is no tool {call.name!r}, there are {names}", UNKNOWN)
             else:
                 result = await tool(call, self.config.timeout)
-                result = replace(result, text=truncate_middle(result.text, self.config.max_output_chars))
+                result = result.shorten(self.config.max_output_chars)
             results.append(result)
             if result.failure:
                 metrics[f"calls_{result.failure}"] += 1.0
@@ -258,6 +361,9 @@ class _Conversation:
 
     async def on_truncated(self) -> float | None:
         return await self._score("")
+
+    async def close(self) -> None:
+        await self._sources.aclose()
 
     async def _score(self, answer: str) -> float | None:
         if self.config.reward is None:

@@ -37,13 +37,13 @@ def replace_surrogates(value: Any) -> Any:
 def escape_special_tokens(
     hf: Any, messages: Sequence[Mapping[str, Any]], prefix: str
 ) -> tuple[list[Mapping[str, Any]], Placeholders]:
-    """Replace the text of every control token by a placeholder that begins with `prefix`."""
+    """Replace the text of every control token, in messages or schemas of tools, by a placeholder that begins with `prefix`."""
     tokens = sorted(_special_tokens(hf).values(), key=lambda token: len(token.content), reverse=True)
     placeholders: dict[str, str] = {}
 
     def escape(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: inner if key == "role" else escape(inner) for key, inner in value.items()}
+            return {escape(key): escape(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [escape(inner) for inner in value]
         if not isinstance(value, str):
@@ -54,7 +54,8 @@ def escape_special_tokens(
                 value = value.replace(token.content, f"{prefix}{number}X")
         return value
 
-    return [escape(message) for message in messages], placeholders
+    escaped = [escape(message) for message in messages]
+    return [e | {"role": m["role"]} if "role" in m else e for e, m in zip(escaped, messages, strict=True)], placeholders
 
 
 def encode_escaped(hf: Any, text: str, placeholders: Placeholders, source: str) -> list[int]:

@@ -20,7 +20,6 @@ from policygrad.models.chat_template import (
     HistoryRewrittenError,
     Message,
     Tools,
-    encode_text,
     expand_pictures,
     extend_ids,
     format_tools,
@@ -65,21 +64,28 @@ class Tokenizer:
     ) -> EncodedText:
         """Encode a prompt: text as it is, chat messages rendered by the tokenizer's template.
 
+        Control tokens that the descriptions of tools spell out are encoded letter by letter: a server may have written them.
+
         Raises:
             ModelError: No chat template, or one that refuses the messages; a prompt without tokens, or one that leaves no room
                 for max_tokens.
         """
         compact: list[int] | None = None
+        tools, placeholders = escape_special_tokens(self.hf, tools or (), _make_placeholder(repr((prompt, tools))))
+        encode = partial(encode_escaped, self.hf, placeholders=placeholders, source=source)
         if isinstance(prompt, str):
             text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
-            ids = list(self.hf(text, add_special_tokens=True)["input_ids"])
+            ids = list(
+                self.hf("" if placeholders else text, add_special_tokens=True)["input_ids"]
+            )  # "": what begins a text
+            ids = [*(i for i in ids if i not in self.end_ids), *encode(text)] if placeholders else ids
             if len(ids) > 1 and ids[-1] in self.end_ids:  # some tokenizers close every text; a prompt stays open
                 ids.pop()
         else:
-            rendered = render(self, prompt, generation_prompt=True, tools=tools, source=source)
-            ids = encode_text(self, expand_pictures(self, rendered, prompt, source))
+            rendered = render(self, prompt, generation_prompt=True, tools=tools or None, source=source)
+            ids = encode(expand_pictures(self, rendered, prompt, source))
             if any(list_pictures(prompt)):
-                compact = encode_text(self, rendered)
+                compact = encode(rendered)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context_length is not None and len(ids) + max_tokens > self.context_length:
@@ -172,8 +178,10 @@ class Tokenizer:
             ModelError: See `encode_continuation`.
         """
         prefix = _make_placeholder(repr((messages, tools)))
-        escaped, placeholders = escape_special_tokens(self.hf, messages[opening:], prefix)
-        conversation = [*messages[:opening], *escaped]
+        given_tools = tools or ()
+        escaped, placeholders = escape_special_tokens(self.hf, [*messages[opening:], *given_tools], prefix)
+        conversation = [*messages[:opening], *escaped[: len(messages) - opening]]
+        tools = escaped[len(messages) - opening :] or None
         earlier, new_messages = conversation[: -1 - new], conversation[len(conversation) - new :]
         rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
         text = rendered(conversation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,15 +128,15 @@ def load_resources(
     )
     engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, facts)
     environment = resolve_environment(options.environment, environment)
-    if isinstance(environment, AgentProgram):
-        if placement.environment is not None:
+    if environment is not None and placement.environment is not None:
+        if isinstance(environment, AgentProgram):
             raise ConfigError(
                 f"the program {environment.name} runs on the machine of the trainer, not in actors: leave out "
                 "--cluster.environments"
             )
-        stack.callback(environment.close)
-    elif environment is not None and placement.environment is not None:
         environment = placement.environment(environment)
+    if isinstance(environment, AbstractContextManager):  # it tries its servers now rather than in the first episode
+        stack.enter_context(environment)
     needs = None if algorithm is None else algorithm.all_needs
     step_end = None if algorithm is None else options.step_end
     row_options = load_row_options(

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -174,6 +175,22 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 def run_in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run blocking work in a thread that, once abandoned, prevents neither the loop nor the process from ending."""
     return asyncio.wrap_future(start_thread(work)[0])
+
+
+# Connections that outlive the loop that uses them, and must be served while that loop does something else.
+
+
+async def run_on_background_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the loop of all connections, and return its result; cancelling the caller cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background_loop()))
+
+
+@cache
+def background_loop() -> asyncio.AbstractEventLoop:
+    """Start the loop of all connections, in a thread that runs as long as the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="connections").start()
+    return loop
 
 
 # Work that may raise anything, or never end.

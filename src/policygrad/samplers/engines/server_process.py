@@ -1,34 +1,23 @@
 """Servers on this machine that are started here, restarted when they die, and gone when this process is, whatever ends it.
 
-Between this process and a server stands a guard: this file, run as a program with the standard library alone. A server starts
-processes of its own (vLLM's engine core, SGLang's schedulers), which outlive it when it is killed, and keep its GPU memory. The
-guard ends all of them when the server ends, when it is told to (SIGTERM), or when the process that started it is gone.
-
-    python server_process.py PARENT FOLDER COMMAND...
-
-FOLDER holds weights in shared memory, which the guard removes if its parent can no longer do it; "" = none.
+Each runs below a guard, `utils/process_guard.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import FrameType
 
-_POLL_SECONDS = 0.1  # seconds between the guard's looks at the server and at its parent
+from policygrad.utils.process_guard import guard_command
+
 _EXIT_SECONDS = 10.0  # seconds that a server has to exit after SIGTERM, before it is killed
-_MAX_ROUNDS = 50  # searches for processes that were forked while others were being killed
 _LOG_LINES, _LINE_WIDTH = 12, 300  # lines of the log, and characters of each, in an error message
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _HIDDEN_VARIABLES = (
     "PYTHONPATH",
     "PYTHONHOME",
@@ -106,7 +95,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)
             self.guard = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(os.getpid()), self._shared_folder, *argv],
+                guard_command(argv, _EXIT_SECONDS, self._shared_folder),
                 env=inherited | {"PYTHONSAFEPATH": "1", **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -138,101 +127,3 @@ def find_free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-# The guard.
-
-
-def guard(parent: int, shared_folder: str, argv: Sequence[str]) -> int:
-    """Run a command, and end it and everything it started when it ends, on SIGTERM, or when the process `parent` is gone.
-
-    Args:
-        shared_folder: Removed when the parent is gone.
-
-    Returns:
-        The command's exit code.
-    """
-    is_stopping = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal is_stopping
-        is_stopping = True
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, stop)
-    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become the guard's children
-    # runs in the server's process before its program starts
-    die_with_guard = partial(_call_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        server = subprocess.Popen(argv, preexec_fn=die_with_guard if sys.platform == "linux" else None)
-    except OSError as error:
-        print(f"{argv[0]} cannot be started: {error}", file=sys.stderr, flush=True)
-        return 127
-    code: int | None = None
-    deadline: float | None = None
-    while code is None:
-        code = _reap(server.pid)
-        if deadline is None and (is_stopping or os.getppid() != parent):
-            deadline = time.monotonic() + _EXIT_SECONDS
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(server.pid, signal.SIGTERM)
-        if code is None:
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_SECONDS)
-    _kill_descendants()
-    if shared_folder and os.getppid() != parent:
-        shutil.rmtree(shared_folder, ignore_errors=True)
-    return 1 if code is None else code if code >= 0 else 128 - code
-
-
-def _reap(server: int) -> int | None:
-    """Wait for ended children, adopted ones too. Returns the server's exit code, or minus its signal; None while it runs."""
-    code = None
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            if pid == server:
-                code = os.waitstatus_to_exitcode(status)
-    return code
-
-
-def _kill_descendants() -> None:
-    """Kill all descendants of this process; elsewhere than on Linux, all other processes of its group."""
-    if sys.platform != "linux":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(os.getpid(), signal.SIGTERM)
-        return
-    for _ in range(_MAX_ROUNDS):
-        descendants = _list_descendants(os.getpid())
-        if not descendants:
-            return
-        for pid in descendants:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS / 10)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-
-def _list_descendants(pid: int) -> list[int]:
-    pids = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended
-            for child in map(int, children.read_text().split()):
-                pids += [child, *_list_descendants(child)]
-    return pids
-
-
-def _call_prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-if __name__ == "__main__":
-    sys.exit(guard(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policygrad.environments.registry import code_references, split_environment_name
+from policygrad.environments.registry import code_references, is_http_url, split_environment_name
 from policygrad.errors import ConfigError
 from policygrad.rewards.resolve import find_code, is_local_url
 from policygrad.utils.user_code import add_cwd_to_path, is_user_reference
@@ -78,7 +78,7 @@ def require_permissions(missing: Sequence[str], remote_code: bool, file: Path, p
     if missing:
         raise ConfigError(
             f"{file} names code of its own, {missing[0]}, which the command line does not: a run folder with custom parts or "
-            f"rewards is a program. If it is yours, or you have read it, add --allow-code {' '.join(missing)} (in Python "
+            f"rewards is a program. If it is yours, or you have read it, add --allow-code {shlex.join(missing)} (in Python "
             f"allow_code={tuple(missing)}); a row map that is given again, --row-map FILE:NAME, needs nothing else"
         )
 
@@ -137,9 +137,11 @@ def code_in_argv(argv: Sequence[str]) -> list[str]:
             directory = value or directory
         if value and flag == "--reward":
             names |= set(find_code(value))
+        elif value and flag == "--environment":
+            names |= set(code_references(value)) if is_user_reference(value) else set()
         else:
             for item in value.split(",") if value else ():
-                if _is_address(item):
+                if is_http_url(item):
                     names |= set() if is_local_url(item) else {item}
                 elif is_user_reference(item):
                     names |= set(code_references(item))
@@ -182,15 +184,13 @@ def _code_of_parts(value: Any) -> Iterator[str]:
         yield from (code for item in value.values() if isinstance(item, Mapping) for code in _code_of_parts(item))
 
 
-def _is_address(code: str) -> bool:
-    return code.startswith(("http://", "https://"))
-
-
 def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, new_process: bool) -> bool:
     """Return whether code has permission, or needs none because of its location."""
     if code in permissions.names or code == "__main__":  # it is running
         return True
-    if _is_address(code):  # a judge there would see what the model writes, and a key
+    if is_http_url(code) or split_environment_name(
+        code
+    ):  # a server sees what the model writes, and a key; or it is a command
         return False
     spec, location = None, code if code.endswith(".py") else None
     if location is None:

@@ -1,0 +1,131 @@
+"""A guard: a program that runs a command, and ends it with everything that it started.
+
+It stands between this process and a server. Servers start processes of their own, which outlive them when they are killed: vLLM's
+engine core keeps its GPU memory, and `npx` is only the parent of the program that it runs. The guard ends all of them when the
+command ends, when it is told to (SIGTERM), or when the process that started it is gone, whatever ended that. It is run with the
+standard library alone; standard input and output are the command's.
+
+    python process_guard.py PARENT SECONDS FOLDER COMMAND...
+
+PARENT is the process id of who starts it. SECONDS is how long the command has to exit after SIGTERM, before it is killed. FOLDER
+holds files in shared memory, which the guard removes if its parent can no longer do it; "" = none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+_POLL_SECONDS = 0.1  # seconds between the guard's looks at the command and at its parent
+_MAX_ROUNDS = 50  # searches for processes that were forked while others were being killed
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
+
+def guard_command(argv: Sequence[str], exit_seconds: float, shared_folder: str = "") -> list[str]:
+    """Return the command line that runs `argv` below a guard of this process."""
+    return [sys.executable, "-P", __file__, str(os.getpid()), f"{exit_seconds:g}", shared_folder, *argv]
+
+
+def guard(parent: int, exit_seconds: float, shared_folder: str, argv: Sequence[str]) -> int:
+    """Run a command, and end it and everything it started when it ends, on SIGTERM, or when the process `parent` is gone.
+
+    Args:
+        exit_seconds: Time for the command between SIGTERM and SIGKILL.
+        shared_folder: Removed when the parent is gone.
+
+    Returns:
+        The command's exit code.
+    """
+    is_stopping = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        is_stopping = True
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become the guard's children
+    # runs in the command's process before its program starts
+    die_with_guard = partial(_call_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        command = subprocess.Popen(argv, preexec_fn=die_with_guard if sys.platform == "linux" else None)
+    except OSError as error:
+        print(f"{argv[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+        return 127  # a shell's exit code for it
+    code: int | None = None
+    deadline: float | None = None
+    while code is None:
+        code = _reap(command.pid)
+        if deadline is None and (is_stopping or os.getppid() != parent):
+            deadline = time.monotonic() + exit_seconds
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(command.pid, signal.SIGTERM)
+        if code is None:
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+    _kill_descendants()
+    if shared_folder and os.getppid() != parent:
+        shutil.rmtree(shared_folder, ignore_errors=True)
+    return 1 if code is None else code if code >= 0 else 128 - code
+
+
+def _reap(command: int) -> int | None:
+    """Wait for ended children, adopted ones too. Returns the command's exit code, or minus its signal; None while it runs."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == command:
+                code = os.waitstatus_to_exitcode(status)
+    return code
+
+
+def _kill_descendants() -> None:
+    """Kill all descendants of this process; elsewhere than on Linux, all other processes of its group."""
+    if sys.platform != "linux":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(os.getpid(), signal.SIGTERM)
+        return
+    for _ in range(_MAX_ROUNDS):
+        descendants = _list_descendants(os.getpid())
+        if not descendants:
+            return
+        for pid in descendants:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS / 10)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _list_descendants(pid: int) -> list[int]:
+    pids = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            for child in map(int, children.read_text().split()):
+                pids += [child, *_list_descendants(child)]
+    return pids
+
+
+def _call_prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]))
