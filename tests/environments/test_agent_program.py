@@ -123,7 +123,6 @@ def test_a_coroutine_and_an_answer_for_reward_functions() -> None:
     ("name", "metric", "reason", "options"),
     [
         ("crash", "program_crashed", "ended with exit code 1: .*the agent is broken", {}),
-        ("hang", "program_slow", "exceeded 5 s of its own", {"max_seconds": 5.0}),
         ("flood", "program_output", "printed more than 100000 bytes", {"max_output": 100_000}),
         ("wrong_result", "program_result", "its reward is 'much'", {}),
         ("call_for_ever", "program_crashed", "exit code 1", {"max_calls": 3}),
@@ -146,6 +145,31 @@ def test_a_program_that_fails_costs_its_episode_and_is_counted(
     punished, _ = play(name, samples=1, failure_reward=-1.0, **options)
     assert punished.trajectories[0].reward == -1.0
     assert punished.trajectories[0].failure == ""
+
+
+def test_a_program_that_hangs_is_killed_and_its_wait_for_completions_does_not_count() -> None:
+    model, encoder = loaded()
+    now = [0.0]
+
+    class Slow(pg.LocalSampler):
+        async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+            now[0] += 1000  # sampling takes longer than a program may
+            return await super().generate(requests)
+
+    def clock() -> float:
+        now[0] += 0.1 if now[0] >= 1000 else 0.0  # nothing that comes before the first completion counts
+        return now[0]
+
+    program = AgentProgram(function=f"{FILE}:hang", max_seconds=60)
+    spec = EpisodeSpec(EXAMPLE, (0, TRAIN, 1, 0), 8)
+    sampler = Slow.from_tokenizer(model, encoder)
+    sampling = pg.SamplingParams(max_tokens=8)
+    work = run_agent_episodes([spec], 1, sampling, sampler=sampler, encoder=encoder, program=program, clock=clock)
+    (group,) = asyncio.run(work)
+    program.close()
+    (trajectory,) = group.trajectories
+    assert "exceeded 60 s of its own (max_seconds)" in trajectory.failure
+    assert trajectory.metrics == {"calls": 1.0, "program_slow": 1.0}
 
 
 def test_tokens_of_all_turns_are_limited_together() -> None:

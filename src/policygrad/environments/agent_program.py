@@ -241,12 +241,12 @@ class RunningProgram:
                 raise ValueError(f"its metric {name!r} is reserved, or no finite number")
         return values
 
-    def close(self) -> None:
-        """Kill all its processes and delete its folder."""
+    def close(self, processes: Sequence[int]) -> None:
+        """Kill it and these processes, and delete its folder."""
         pid = self.config.host.pid(self._job)
         if pid is not None and self.poll() is None:
             kill_group(pid)
-        for process in list_episode_processes().get(self.key, ()):
+        for process in processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, 9)
         shutil.rmtree(self.base, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
@@ -47,20 +47,22 @@ async def run_agent_episodes(
     encoder: Tokenizer,
     program: AgentProgram,
     progress: ProgressCallback = ignore_progress,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[EpisodeGroup]:
     """Run a program `samples_per_prompt` times for each spec; one group per spec, in their order.
 
     Raises:
         EngineError: No program of this rollout has requested a completion.
     """
-    rollout = _Rollout(sampling, sampler, encoder, program)
+    rollout = _Rollout(sampling, sampler, encoder, program, clock)
     groups = [[_Episode(spec, sample, rollout) for sample in range(samples_per_prompt)] for spec in specs]
     episodes = [episode for group in groups for episode in group]
     try:
         await rollout.run(episodes, progress)
     finally:
+        processes = list_episode_processes()
         for episode in episodes:
-            episode.close()
+            episode.close(processes)
         if isinstance(sampler, CachesTexts):
             sampler.clear_texts()
     if episodes and not any(episode.tree.num_turns for episode in episodes):
@@ -80,11 +82,19 @@ def shared_proxy() -> Proxy:
 class _Rollout:
     """Collects the requests of all running programs and samples for them."""
 
-    def __init__(self, sampling: SamplingParams, sampler: Sampler, encoder: Tokenizer, program: AgentProgram) -> None:
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        sampler: Sampler,
+        encoder: Tokenizer,
+        program: AgentProgram,
+        clock: Callable[[], float],
+    ) -> None:
+        self.clock = clock
         self.sampling, self.sampler, self.encoder, self.program = sampling, sampler, encoder, program
         self.proxy, self.loop = shared_proxy(), asyncio.get_running_loop()
         self.waiting: list[_Call] = []
-        self.last_arrival = time.monotonic()
+        self.last_arrival = clock()
         self.contexts = dict[bytes, Tensor]()  # equal contexts as one tensor, which a sampler reads once
         self.samples_at_once = isinstance(sampler, SupportsConcurrentCalls) and sampler.serves_concurrently
         self._tasks = set[asyncio.Task[None]]()
@@ -92,18 +102,22 @@ class _Rollout:
     async def run(self, episodes: Sequence[_Episode], progress: ProgressCallback) -> None:
         """Run all episodes, at most `concurrency` at a time."""
         unstarted, running = list(reversed(episodes)), list[_Episode]()
-        since, next_scan = time.monotonic(), 0.0
+        since, next_scan = self.clock(), 0.0
         has_reported = False
         while unstarted or running:
             while unstarted and len(running) < self.program.concurrency:
                 running.append(unstarted.pop())
                 running[-1].start()
-            now = time.monotonic()
+            now = self.clock()
             processes = list_episode_processes() if now >= next_scan else None
             next_scan = now + PROCESS_SCAN_SECONDS if processes is not None else next_scan
             for episode in running:
                 episode.check(now, processes)
-            running = [episode for episode in running if not episode.is_over]
+            if ended := [episode for episode in running if episode.is_over]:
+                left = list_episode_processes()
+                for episode in ended:
+                    episode.close(left)
+                running = [episode for episode in running if not episode.is_over]
             if self.waiting and self._is_time(running, now):
                 calls, self.waiting = self.waiting, []
                 if self.samples_at_once:
@@ -181,7 +195,7 @@ class _Episode:
 
     def start(self) -> None:
         """Start the program."""
-        self._checked = time.monotonic()
+        self._checked = self.rollout.clock()
         self.rollout.proxy.add(self.key, self._receive)
         variables = self.rollout.proxy.environment(self.key)
         try:
@@ -206,12 +220,12 @@ class _Episode:
         elif processes is not None and len(processes.get(self.key, ())) > config.max_processes:
             self._fail("processes", f"had more than {config.max_processes} processes (max_processes)")
 
-    def close(self) -> None:
-        """End the program, whatever it does."""
+    def close(self, processes: Mapping[str, Sequence[int]]) -> None:
+        """End the program, whatever it does, and those of the `processes` that are the episode's."""
         self.rollout.proxy.remove(self.key)
         program, self.program = self.program, None
         if program is not None:
-            program.close()
+            program.close(processes.get(self.key, ()))
 
     def add(self, turn: Turn, generation: Generation) -> ChatChoice:
         """Add a completion to the episode; return it as the program receives it."""
@@ -261,7 +275,7 @@ class _Episode:
             future.set_exception(ApiError(str(error)))
         else:
             self.num_pending += 1
-            self.rollout.last_arrival = time.monotonic()
+            self.rollout.last_arrival = self.rollout.clock()
             self.rollout.waiting.append(_Call(self, turn, requests, future))
 
     def _prepare(self, request: ChatRequest) -> tuple[Turn, list[Request]]:
@@ -338,7 +352,6 @@ class _Episode:
             return
         self.stop_reason = self.stop_reason or FINISHED
         self.is_over = True
-        self.close()
 
     def _fail(self, kind: str, reason: str) -> None:
         """End the episode of a program that does not work. Its requests are refused from now on."""
@@ -349,7 +362,6 @@ class _Episode:
         for call in [call for call in self.rollout.waiting if call.episode is self]:
             self.rollout.waiting.remove(call)
             call.fail(ApiError("the episode is over", 403, "episode_over"))
-        self.close()
 
 
 def _make_group(spec: EpisodeSpec, episodes: Sequence[_Episode], encoder: Tokenizer) -> EpisodeGroup:

@@ -131,8 +131,8 @@ def load_resources(
     if environment is not None and placement.environment is not None:
         if isinstance(environment, AgentProgram):
             raise ConfigError(
-                f"the program {environment.name} runs on the machine of the trainer, not in actors: leave out "
-                "--cluster.environments"
+                f"the program {environment.name} runs on the machine of the trainer, not in actors: set "
+                "--cluster.environments 0"
             )
         environment = placement.environment(environment)
     if isinstance(environment, AbstractContextManager):  # it tries its servers now rather than in the first episode
