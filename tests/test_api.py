@@ -14,7 +14,7 @@ import torch
 import policygrad as pg
 
 PUBLIC = """
-A2C ALGORITHMS ASYMRE Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd BiLevelGAE CHORD
+A2C ALGORITHMS ASYMRE Action AdaptiveProblem Advantage AgentProgram Aggregation Algorithm Batch BatchMean BatchStd BiLevelGAE CHORD
 CISPO CLIP_COV CPGD Callback CheckpointConfig CheckpointError Clip ClipCov ClippedImportance ConfigError
 ConstantBaseline Correction Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL DivergenceClip
 DivideByGroupMean Downsample DriftPenalty DropZeroVariance DualClip DualDescent EngineError EngineSampler Entropy

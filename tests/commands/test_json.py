@@ -193,12 +193,14 @@ def test_engines(read_json: Callable[..., list[Any]], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["serve", "report"])
+@pytest.mark.parametrize("command", ["serve", "proxy", "report"])
 def test_servers_print_their_address_and_end(command: str, tmp_path: Path) -> None:
     if command == "serve":
         for name in ("tinker", "starlette", "uvicorn"):
             pytest.importorskip(name)
         argv = ["serve", "--model", "tiny", "--port", "0", "--folder", str(tmp_path / "served")]
+    elif command == "proxy":
+        argv = ["proxy", "--model", "tiny"]
     else:
         assert cli.main(["train", "grpo", *SHORT, "--evaluation.problems", "0", "--output", str(tmp_path / "run")]) == 0
         argv = ["report", str(tmp_path / "run"), "--watch"]
@@ -217,7 +219,7 @@ def test_servers_print_their_address_and_end(command: str, tmp_path: Path) -> No
     for value in values:
         jsonschema.validate(value, build_schema(command))
     assert values[0]["url"].startswith("http://127.0.0.1:")
-    assert [value["event"] for value in values[1:]] == (["stopped"] if command == "serve" else [])
+    assert [value["event"] for value in values[1:]] == ([] if command == "report" else ["stopped"])
 
 
 def test_an_error_is_an_object_beside_the_sentence(run_command: Command) -> None:
@@ -321,7 +323,7 @@ def test_nothing_in_the_source_asks() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_arguments_a_command_does_not_wait(command: str, run_command: Command, tmp_path: Path) -> None:
     """Those that would begin work or serve are only asked for their options."""
-    argv = [command, "--help"] if command in ("train", "serve", "lab", "doctor") else [command]
+    argv = [command, "--help"] if command in ("train", "serve", "proxy", "lab", "doctor") else [command]
     program = [sys.executable, "-m", "policygrad", *argv]
     done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode in (0, 2)

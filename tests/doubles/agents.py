@@ -91,7 +91,7 @@ def call_until_refused(example: dict) -> dict:
         while True:
             ask([{"role": "user", "content": question(example)}], max_tokens=4)
             count += 1
-    except openai.BadRequestError as error:
+    except openai.PermissionDeniedError as error:
         return {"reward": float(count), "answer": str(error)}
 
 

@@ -465,6 +465,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "reward-model": RUN_EVENTS,
     "eval": (f"{_THIS}:EvalRow", f"{_THIS}:EvalModels"),
     "serve": (f"{_THIS}:Serving", f"{_THIS}:ServerStopped"),
+    "proxy": (f"{_THIS}:Serving", f"{_THIS}:ServerStopped"),
     "engine": (f"{_THIS}:EngineCommand", f"{_THIS}:EngineInstalled", f"{_THIS}:EngineCheck"),
     "export": (f"{_THIS}:Exported",),
     "compare": ("policygrad.compare.report:ComparisonReport", f"{_THIS}:PlannedCommands", f"{_THIS}:Preregistered"),
@@ -481,7 +482,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "skills": (f"{_THIS}:SkillsOutput",),
 }
 """Command -> the types, as module:NAME, of what it prints. `completion` prints a script and has no --json."""
-LINES = ("train", "sft", "reward-model", "serve")
+LINES = ("train", "sft", "reward-model", "serve", "proxy")
 """Commands that print several lines, an event each; the other ones print one object."""
 
 

@@ -265,7 +265,7 @@ class _Episode:
         return future
 
     def _open_call(self, request: ChatRequest, future: Future[ChatReply]) -> None:
-        """Queue a request, or refuse it."""
+        """Queue a request, or refuse it: with status 403 where another one would be refused too, so that no client repeats it."""
         try:
             turn, requests = self._prepare(request)
         except ApiError as error:
@@ -292,7 +292,7 @@ class _Episode:
             self.stop_reason, self.truncated = TOKENS, True
             raise ApiError(
                 f"the episode has sampled all of its {self.spec.max_tokens} tokens (--max-tokens)",
-                400,
+                403,
                 "tokens_exhausted",
             )
         turn = self.tree.open_turn(request)

@@ -186,6 +186,7 @@ class RunOptions:
     """Environment of the episodes: calculator, or a class or ToolUse of your own, mine.py:NAME.
     From other libraries: gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
     The tools of an MCP server: mcp:COMMAND or mcp:http://host:port/mcp.
+    A program that talks to an API: program:COMMAND, or agent:FILE.py:FUNCTION.
     Without --reward only its own rewards count. In Python also the object."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds allowed for one reset, step or close of the environment; a call that exceeds it fails its episode.
