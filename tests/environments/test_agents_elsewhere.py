@@ -50,7 +50,9 @@ def mini_swe_agent(folder: Path, **options: Any) -> AgentProgram:
     """The agent in a copy of a folder, with its settings elsewhere than in the home folder."""
     folder.mkdir()
     (folder / "hello.py").write_text("print('helo')\n")
-    variables = {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": str(folder.parent / "settings")}
+    # it would request a refused completion ten times, for five minutes
+    variables = {"MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1", "MSWEA_SILENT_STARTUP": "1"}
+    variables |= {"MSWEA_GLOBAL_CONFIG_DIR": str(folder.parent / "settings")}
     return AgentProgram(
         function=f"{EXAMPLES / 'mini_swe_agent.py'}:main",
         python=python_of("mini-swe-agent"),
@@ -147,18 +149,29 @@ def test_a_model_is_shown_the_agents_text_and_trained_with_it(
     Path("environment.py").write_text(f"import policygrad as pg\n\nPRODUCTS = {program}\n")
     short = ("--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "64")
     evaluated = ("--evaluation.problems", "2", "--evaluation.samples-per-prompt", "1")
+    environment = ("--environment", "environment.py:PRODUCTS", "--output", "trained")
     shown = rows(Path("demonstrations.jsonl"))
     Path("few.jsonl").write_text("\n".join(Path("demonstrations.jsonl").read_text().splitlines()[:64]))
     for argv in (
         ("sft", "--model", "tiny", "--data", "few.jsonl", "--epochs", "1", "--output", "demonstrated"),
-        ("train", "grpo", "--model", "demonstrated/model", "--task", "products.jsonl", *short, *evaluated)
-        + ("--environment", "environment.py:PRODUCTS", "--output", "trained"),
+        (
+            "train",
+            "grpo",
+            "--model",
+            "demonstrated/model",
+            "--task",
+            "products.jsonl",
+            *short,
+            *evaluated,
+            *environment,
+        ),
     ):
         code, _, err = run_command(*argv)
         assert code == 0, err
     first = [r.prompt for r, _ in turns if len(r.prompt) == 2 and r.prompt[0]["content"]]  # type: ignore[index]
     prompts = [tuple(row["messages"][:2]) for row in shown]
-    assert first and all(prompt in prompts for prompt in first)
+    assert first
+    assert all(prompt in prompts for prompt in first)
     assert rows(Path("trained/metrics.jsonl"))[-1]["environment/calls"] >= 1
 
 

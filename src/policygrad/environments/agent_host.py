@@ -3,8 +3,8 @@
     python agent_host.py [FILE.py:NAME | MODULE:NAME]
 
 Any Python from 3.10 on runs it. It reads jobs as lines of JSON, {"id", "argv" or null, "env", "folder", "log"}, forks for each, and
-writes {"id", "pid"} and later {"id", "code"}. The file of a function is imported once, before any fork, so that an episode starts in
-milliseconds. When its input ends, because the run has ended in whatever way, it kills all that it has started.
+writes {"id", "pid"} and later {"id", "code"}. The file of a function is imported once, before any fork, so that an episode starts
+in milliseconds. When its input ends, because the run has ended in whatever way, it kills all that it has started.
 """
 
 from __future__ import annotations
