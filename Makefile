@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-tinker test-audit test-ray test-extras test-long test-vllm lint format fast control base-model shapes-model constraints clean help
+.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-ray test-extras test-long test-vllm lint format fast control base-model shapes-model constraints clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
+	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -60,6 +60,18 @@ $(OTHERS)/%/.installed: pyproject.toml constraints.txt
 test-environments: $(OTHERS)/mcp/.installed $(OTHERS)/openenv/.installed $(OTHERS)/textarena/.installed $(OTHERS)/verifiers/.installed
 	for name in mcp openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
+
+# Agents are programs: their environments have neither policygrad nor torch.
+AGENT_smolagents := 'smolagents[openai]==1.26.0'
+AGENT_mini-swe-agent := mini-swe-agent==2.4.6
+
+$(OTHERS)/agents/%/.installed: Makefile
+	$(PYTHON) -m venv $(OTHERS)/agents/$*
+	$(OTHERS)/agents/$*/bin/python -m pip install --quiet --disable-pip-version-check $(AGENT_$*)
+	@touch $@
+
+test-agents: $(STAMP) $(OTHERS)/agents/smolagents/.installed $(OTHERS)/agents/mini-swe-agent/.installed
+	POLICYGRAD_AGENTS=$(OTHERS)/agents $(BIN)/python -m pytest -m agents tests/environments/test_agents_elsewhere.py $(ARGS)
 
 # The cookbook's one dependency that the index does not have is for models of other kinds than these.
 $(OTHERS)/tinker/.installed: pyproject.toml constraints.txt

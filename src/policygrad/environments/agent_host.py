@@ -2,9 +2,9 @@
 
     python agent_host.py [FILE.py:NAME | MODULE:NAME]
 
-It reads jobs as lines of JSON, {"id", "argv" or null, "env", "folder", "log"}, forks for each, and writes {"id", "pid"} and later
-{"id", "code"}. The file of a function is imported once, before any fork, so that an episode starts in milliseconds. When its input
-ends, because the run has ended in whatever way, it kills all that it has started.
+Any Python from 3.10 on runs it. It reads jobs as lines of JSON, {"id", "argv" or null, "env", "folder", "log"}, forks for each, and
+writes {"id", "pid"} and later {"id", "code"}. The file of a function is imported once, before any fork, so that an episode starts
+in milliseconds. When its input ends, because the run has ended in whatever way, it kills all that it has started.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def iter_ended() -> Any:
 def load_function(name: str) -> Any:
     """Import FILE.py:NAME or MODULE:NAME."""
     place, _, attribute = name.rpartition(":")
-    sys.path.insert(0, os.getcwd())
+    sys.path[0] = (
+        os.getcwd()
+    )  # in place of this script's folder, whose gymnasium.py is not the package that an agent imports
     if place.endswith(".py"):
         sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
         spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)

@@ -54,6 +54,8 @@ class AgentProgram:
     function: str = ""
     """FILE.py:NAME or MODULE:NAME, called with the example as a dictionary. It may be async, and returns a reward, an answer as
     text, or a dictionary as in `POLICYGRAD_RESULT`. Its file is imported once for all episodes."""
+    python: str = ""
+    """The Python that imports function, such as `agent-venv/bin/python`; "" = the run's. It need not have policygrad."""
     folder: str = ""
     """A folder that each episode begins with a copy of, such as a repository to repair; "" = an empty one."""
     reward_command: str | Sequence[str] = ()
@@ -89,6 +91,10 @@ class AgentProgram:
             raise ConfigError("AgentProgram: max_seconds must be above 0, batch_seconds at least 0, and both finite")
         if self.function and not self.function.rpartition(":")[0]:
             raise ConfigError(f"AgentProgram: function {self.function!r} must be FILE.py:NAME or MODULE:NAME")
+        if self.python and not self.function:
+            raise ConfigError("AgentProgram: python is for function; a command begins with its own Python")
+        if self.python and shutil.which(self.python) is None:
+            raise ConfigError(f"AgentProgram: python names {self.python!r}, which is no program that can be run here")
         if self.folder and not Path(self.folder).is_dir():
             raise ConfigError(f"AgentProgram: there is no folder {self.folder!r}")
         if self.sandbox and (self.function or find_bwrap() is None):
@@ -111,7 +117,7 @@ class AgentProgram:
     @cached_property
     def host(self) -> AgentHost:
         """The process that starts the programs. Raises EngineError if the function cannot be imported."""
-        return AgentHost(self.function)
+        return AgentHost(self.function, self.python)
 
     def __enter__(self) -> Self:
         self.host  # noqa: B018  a function that cannot be imported is an error now
@@ -273,11 +279,11 @@ class AgentHost:
         EngineError: The function cannot be imported.
     """
 
-    def __init__(self, function: str = "") -> None:
+    def __init__(self, function: str = "", python: str = "") -> None:
         self._numbers, self._lock = count(), threading.Lock()
         self._pids, self._codes = dict[int, int](), dict[int, int]()
         self._process = subprocess.Popen(
-            [sys.executable, str(HOST), *([function] if function else [])],
+            [python or sys.executable, str(HOST), *([function] if function else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

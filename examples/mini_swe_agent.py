@@ -1,0 +1,18 @@
+"""mini-swe-agent as it is, for `pg.AgentProgram(function="mini_swe_agent.py:main", python="…", folder="repository")`."""
+
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models import get_model
+
+SYSTEM = "Use bash. When you are done, run `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`."
+
+
+def main(example):
+    """Run the agent in the episode's folder. AgentProgram's reward_command tells whether it solved its task."""
+    # LiteLLM: any name after openai/ is for the address in OPENAI_BASE_URL; it knows no price of the policy.
+    model = get_model("openai/policy", {"cost_tracking": "ignore_errors"})
+    agent = DefaultAgent(
+        model, LocalEnvironment(), system_template=SYSTEM, instance_template="{{task}}", step_limit=8, cost_limit=0
+    )
+    ended = agent.run(example["prompt"])["exit_status"]  # Submitted, LimitsExceeded, RepeatedFormatError
+    return {"metrics": {"steps": agent.n_calls, "submitted": float(ended == "Submitted")}}
