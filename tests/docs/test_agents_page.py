@@ -75,7 +75,8 @@ def test_a_model_alone_is_served_to_the_agent(folder: Path) -> None:
 def test_the_page_s_options_and_paths_are_those_of_the_code(folder: Path) -> None:
     Path("broken-repository").mkdir()
     namespace: dict[str, object] = {}
-    exec(BLOCKS["repair"], namespace)
+    for name in ("repair", "smolagents"):
+        exec(BLOCKS[name], namespace)
     assert isinstance(namespace["REPAIR"], AgentProgram)
     defaults = AgentProgram("true")
     for name in ("max_calls", "max_seconds"):
