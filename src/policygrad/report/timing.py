@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ PHASES = {
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
     "log": "logging",
+    "snapshot": "copies of the state",
+    "record": "records for `policygrad verify`",
     "load": "loading",
     "export": "writing the model",
 }
@@ -54,7 +57,9 @@ class TraceSummary:
         parts = [f"{what} {share:.0%}" for what, _, share in self.phases if share >= 0.005]
         lines = [f"Of {_seconds(self.seconds)}: {', '.join(parts)}. Neither sampling nor learning: {self.idle:.0%}."]
         if self.gaps:
-            gaps = (f"{_seconds(g.seconds)} at {_seconds(g.start)}{f' ({g.during})' if g.during else ''}" for g in self.gaps)
+            gaps = (
+                f"{_seconds(g.seconds)} at {_seconds(g.start)}{f' ({g.during})' if g.during else ''}" for g in self.gaps
+            )
             lines.append(f"Longest gaps: {'; '.join(gaps)}.")
         return lines
 
@@ -66,21 +71,25 @@ def summarise_traces(folder: Path) -> TraceSummary | None:
         RunError: A file cannot be read.
     """
     files = trace_files(folder)
-    return summarise_events([event for path in files for event in read_events(path)]) if files else None
+    return summarise_events(event for path in files for event in read_events(path))
 
 
 def summarise_events(events: Iterable[Mapping[str, Any]]) -> TraceSummary | None:
     """Summarise the events of a trace; None without any span of the trainer."""
-    spans = [e for e in events if e.get("ph") == "X" and e.get("pid") == 1 and {"name", "ts", "dur"} <= e.keys()]
-    if not spans:
-        return None
     by_name = dict[str, list[Interval]]()
-    for event in spans:
-        by_name.setdefault(str(event["name"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for event in events:
+        if event.get("ph") == "X" and event.get("pid") == 1 and (name := event.get("name")) in (*PHASES, "step"):
+            start, duration = event.get("ts"), event.get("dur")
+            if isinstance(start, int) and isinstance(duration, int):
+                by_name.setdefault(str(name), []).append((start, start + duration))
+    if not by_name:
+        return None
     merged = {name: merge_intervals(intervals) for name, intervals in by_name.items()}
     first = min(a for intervals in merged.values() for a, _ in intervals)
     alive = _length(merge_intervals([i for intervals in merged.values() for i in intervals])) or 1
-    phases = [(PHASES[name], _length(merged[name]) / 1e6, _length(merged[name]) / alive) for name in PHASES if name in merged]
+    phases = [
+        (PHASES[name], _length(merged[name]) / 1e6, _length(merged[name]) / alive) for name in PHASES if name in merged
+    ]
     working = merge_intervals([i for name in WORK for i in merged.get(name, ())])
     within = merge_intervals(merged.get("step", ()))  # the time between two processes of a run is no gap
     idle = sorted(_intersect(_gaps(working), within), key=lambda gap: gap[0] - gap[1])
@@ -104,7 +113,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _gaps(intervals: Sequence[Interval]) -> list[Interval]:
-    return [(a, b) for (_, a), (b, _) in zip(intervals, intervals[1:], strict=False)]
+    return [(a, b) for (_, a), (b, _) in pairwise(intervals)]
 
 
 def _intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:

@@ -31,8 +31,8 @@ class OpenTelemetry(SpanTracker):
         for variable in PROTOCOL_VARIABLES:
             if (protocol := os.environ.get(variable, "http/protobuf")) != "http/protobuf":
                 raise ConfigError(
-                    f"{variable} is {protocol!r}, and --track otel speaks http/protobuf alone: unset it, and let the endpoint be the "
-                    "collector's http port (4318 by default)"
+                    f"{variable} is {protocol!r}, and --track otel speaks http/protobuf alone: unset it, and let the endpoint be "
+                    "the collector's http port (4318 by default)"
                 )
         self._provider: Any = None
 
@@ -78,7 +78,9 @@ class OpenTelemetry(SpanTracker):
             self._ids.trace = trace_id = record.root << 64 | record.root
             context = None
             if record.parent:
-                parent = SpanContext(trace_id, record.parent, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+                parent = SpanContext(
+                    trace_id, record.parent, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+                )
                 context = set_span_in_context(NonRecordingSpan(parent))
             attributes = {"policygrad.process": record.process, "thread.name": record.track, **record.attributes}
             if "gen_ai.operation.name" in attributes:

@@ -137,7 +137,7 @@ def serve_metrics(collect: Callable[[], Iterator[Any]], address: str) -> tuple[i
             return collect()
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())  # type: ignore[arg-type]
+    registry.register(Collector())
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

@@ -162,7 +162,9 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             if (event := _parse_line(line)) is not None:
                 yield event
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}; delete it, or restore it from a copy") from error
+        raise RunError(
+            f"{path} cannot be read: {error.strerror or error}; delete it, or restore it from a copy"
+        ) from error
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
@@ -223,7 +225,15 @@ def _span_event(record: SpanRecord) -> dict[str, Any]:
 
 
 def _instant_event(text: str) -> dict[str, Any]:
-    return {"name": text[:MAX_ATTRIBUTE], "cat": "note", "ph": "i", "s": "g", "ts": time.time_ns() // 1000, "pid": 1, "tid": 1}
+    return {
+        "name": text[:MAX_ATTRIBUTE],
+        "cat": "note",
+        "ph": "i",
+        "s": "g",
+        "ts": time.time_ns() // 1000,
+        "pid": 1,
+        "tid": 1,
+    }
 
 
 def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:

@@ -131,7 +131,9 @@ def run_step(
                 producer.wait_idle()
         with span("publish", step=step) as publishing:
             published = rollouter.update_weights(learner.publish())
-    rollout_seconds = taking.seconds + lending.seconds + waiting.seconds  # includes waiting for the next rollout to finish
+    rollout_seconds = (
+        taking.seconds + lending.seconds + waiting.seconds
+    )  # includes waiting for the next rollout to finish
     update_seconds = learning.seconds + publishing.seconds
     clock: Metrics = {"time/rollout": Sum(rollout_seconds), "time/update": Sum(update_seconds)}
     if run.max_staleness:
