@@ -68,7 +68,7 @@ def test_every_metric_of_a_step_is_a_gauge_and_counters_go_on_after_a_resume(sma
         assert value(families, "policygrad_up") == 1
         assert value(families, "policygrad_last_step_timestamp_seconds") > 1e9
         assert value(families, "policygrad_steps_planned") == 3
-    labels = families["policygrad_run"].samples[0].labels
+    labels = families["policygrad_run_info"].samples[0].labels
     assert (labels["run"], labels["algorithm"], labels["model"]) == ("run", "dr_grpo", run.model)
     assert "reward [reward]: mean reward" in families["policygrad_reward"].documentation
     with pytest.raises(urllib.error.URLError):  # it ends with the run
@@ -94,7 +94,7 @@ def test_a_server_is_alive_before_the_first_step() -> None:
         families = scrape(tracker.port)
     assert value(families, "policygrad_up") == 1
     assert value(families, "policygrad_last_step_timestamp_seconds") == 0
-    assert "policygrad_run" not in families
+    assert "policygrad_run_info" not in families
 
 
 def test_a_port_in_use_is_refused_before_a_folder_is_made(small: pg.Run, tmp_path: Path) -> None:
