@@ -163,7 +163,9 @@ def test_trackio_resumes_the_same_run(
 def test_an_unknown_service_or_missing_library_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="'tensorbord' is unknown, use mlflow, otel, tensorboard, trace, trackio, wandb"):
+    with pytest.raises(
+        ConfigError, match="'tensorbord' is unknown, use mlflow, otel, tensorboard, trace, trackio, wandb"
+    ):
         pg.Run(track=("tensorbord",))
     with pytest.raises(ConfigError, match="separate names by spaces, not commas: wandb tensorboard"):
         pg.Run(track=("wandb,tensorboard",))

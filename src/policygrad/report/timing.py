@@ -30,7 +30,7 @@ PHASES = {
 }
 WORK = ("sample", "learn")
 """What the time of a run is for: a gap is time outside of these."""
-MAX_GAPS = 5
+MAX_GAPS, MIN_GAP = 5, 10_000  # gaps that are named, and microseconds of the shortest one
 Interval = tuple[int, int]  # microseconds
 
 
@@ -94,7 +94,8 @@ def summarise_events(events: Iterable[Mapping[str, Any]]) -> TraceSummary | None
     within = merge_intervals(merged.get("step", ()))  # the time between two processes of a run is no gap
     idle = sorted(_intersect(_gaps(working), within), key=lambda gap: gap[0] - gap[1])
     reasons = {name: x for name, x in merged.items() if name in PHASES and name not in WORK}
-    gaps = (Gap((b - a) / 1e6, (a - first) / 1e6, _explain(reasons, (a, b))) for a, b in idle[:MAX_GAPS])
+    longest = [(a, b) for a, b in idle[:MAX_GAPS] if b - a >= MIN_GAP]
+    gaps = (Gap((b - a) / 1e6, (a - first) / 1e6, _explain(reasons, (a, b))) for a, b in longest)
     total = _length(within) or 1
     return TraceSummary(
         alive / 1e6, tuple(sorted(phases, key=lambda phase: -phase[1])), _length(idle) / total, tuple(gaps)
