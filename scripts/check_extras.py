@@ -126,6 +126,27 @@ assert scores == [1.0, 0.0], scores
 """
 
 
+EXPORTED = """
+import os, sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+sizes = []
+
+class Collector(BaseHTTPRequestHandler):
+    def do_POST(self):
+        sizes.append(len(self.rfile.read(int(self.headers["content-length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+server = HTTPServer(("127.0.0.1", 0), Collector)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+from policygrad.cli import main
+code = main(sys.argv[1:])
+assert code or sum(sizes) > 1000, sizes
+sys.exit(code)
+"""
+
+
 def _tracked(name: str, creates: tuple[str, ...], check: str = "") -> Case:
     return Case(name, f"`train --track {name}`", (*TRAIN, "--track", name), creates=creates, check=check)
 
@@ -279,6 +300,18 @@ CASES = (
     _tracked("tensorboard", ("run/tensorboard/events*",), BOARD),
     _tracked("trackio", (), TRACKIO),
     _tracked("mlflow", ("run/tracked.json",), MLFLOW),
+    Case(
+        "trace",
+        "`train --track otel`, with a stand-in collector",
+        ("export.py", *TRAIN[2:], "--track", "otel"),
+        files={"export.py": EXPORTED},
+    ),
+    Case(
+        "prometheus",
+        "`train --metrics-port`",
+        (*TRAIN, "--metrics-port", "0"),
+        creates=("run/model/config.json",),
+    ),
     Case(
         "ray",
         "`train --cluster local`",

@@ -23,7 +23,7 @@ from policygrad.trackers.services import (
     MAX_COMPLETIONS,
     SERVICES,
     _has_key,
-    create_service_trackers,
+    create_trackers,
     flatten_config,
     load_run_id,
     save_run_id,
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tell(name: str, folder: Path, first: int, last: int, *, finish: bool = True) -> None:
     """A run from step `first` to `last`."""
-    (tracker,) = create_service_trackers([name])
+    (tracker,) = create_trackers([name])
     with tracker:
         tracker.start(RunInfo("dapo on embedded", steps=3, first_step=first, config=CONFIG, folder=folder))
         if first == 1:
@@ -163,7 +163,9 @@ def test_trackio_resumes_the_same_run(
 def test_an_unknown_service_or_missing_library_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="'tensorbord' is unknown, use mlflow, tensorboard, trackio, wandb"):
+    with pytest.raises(
+        ConfigError, match="'tensorbord' is unknown, use mlflow, otel, tensorboard, trace, trackio, wandb"
+    ):
         pg.Run(track=("tensorbord",))
     with pytest.raises(ConfigError, match="separate names by spaces, not commas: wandb tensorboard"):
         pg.Run(track=("wandb,tensorboard",))
@@ -171,7 +173,7 @@ def test_an_unknown_service_or_missing_library_is_refused_at_the_start(
         pg.SFTConfig(track=("wandb", "wandb"))
     monkeypatch.setitem(SERVICES, "no_such_library", "None")
     with pytest.raises(ConfigError, match=r"pip install '\.\[no_such_library\]' in a clone"):
-        create_service_trackers(["no_such_library"])
+        create_trackers(["no_such_library"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="needs a library that is not installed"):
         pg.train(pg.Run(track=("no_such_library",)), display=False)
@@ -189,7 +191,7 @@ def test_no_library_is_loaded_before_a_run_begins() -> None:
 def test_services_are_in_run_toml_and_in_shell_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["grpo", "--track", "tensorboard", "--dry-run"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["track"] == ["tensorboard"]
-    assert "--track) words='mlflow tensorboard trackio wandb'" in generate_script("bash")
+    assert "--track) words='mlflow otel tensorboard trace trackio wandb'" in generate_script("bash")
 
 
 @pytest.mark.slow

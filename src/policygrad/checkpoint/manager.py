@@ -18,6 +18,7 @@ from policygrad.checkpoint import format as checkpoints
 from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import CheckpointError, NumericsError
 from policygrad.utils.async_runner import start_thread
+from policygrad.utils.spans import span
 
 
 class HasStep(Protocol):
@@ -86,10 +87,11 @@ class Checkpointer(Generic[P]):
             self.wait_for_save()
         if final or progress.step % self.every == 0:
             try:
-                self.sync()
-                self._save(progress, None, torch.get_rng_state(), self.keep)
-                if final:
-                    self._wait_pending()
+                with span("checkpoint", step=progress.step):
+                    self.sync()
+                    self._save(progress, None, torch.get_rng_state(), self.keep)
+                    if final:
+                        self._wait_pending()
             except CheckpointError as error:
                 if final:
                     raise
@@ -131,7 +133,8 @@ class Checkpointer(Generic[P]):
         self.last, self._snapshot_version, self.random = progress, self.version(), torch.get_rng_state()
         self.snapshot: SavedState | None = None
         if self.max_snapshot_bytes:
-            tensors, values = self.pack(progress)
+            with span("snapshot"):
+                tensors, values = self.pack(progress)
             if sum(t.nbytes for t in tensors.values()) <= self.max_snapshot_bytes:
                 self.snapshot = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}, deepcopy(values)
 
@@ -162,7 +165,12 @@ class Checkpointer(Generic[P]):
         except BaseException:
             writer.abandon()
             raise
-        outcome, _ = start_thread(lambda: writer.finish(wait_for_shards), f"checkpoint {progress.step}")
+
+        def finish() -> Path:
+            with span("write checkpoint", step=progress.step):
+                return writer.finish(wait_for_shards)
+
+        outcome, _ = start_thread(finish, "checkpoint")
         self._pending = progress.step, outcome
 
     @contextmanager

@@ -34,7 +34,7 @@ from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
 from policygrad.samplers.engines.registry import ENGINES
 from policygrad.tasks import EMBEDDED
 from policygrad.tasks.benchmarks import load_benchmarks
-from policygrad.trackers.services import SERVICES
+from policygrad.trackers.services import TRACKERS
 from policygrad.training.config.serialization import list_parts
 
 BASH = """# tab completion of policygrad; written by `policygrad completion {shell}`
@@ -92,7 +92,7 @@ FLAG_VALUES = {
     "--dtype": ["fp32", "bf16"],
     "--learner.dtype": ["auto", "fp32", "bf16"],
     "--reward": [*list_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
-    "--track": list(SERVICES),
+    "--track": list(TRACKERS),
     "--optimizer.schedule": ["constant", "linear", "cosine"],
     "--sampler.engine": [LOCAL, *ENGINES],
     "--cluster": list(ADDRESSES),

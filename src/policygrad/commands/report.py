@@ -71,6 +71,7 @@ def report(args: list[str]) -> int:
         return 0
     from policygrad.report.data import read_run
     from policygrad.report.page import render_report
+    from policygrad.report.timing import summarise_traces
 
     runs = [read_run(folder, empty=len(folders) > 1) for folder in folders]
     if not any(run.metrics for run in runs):
@@ -82,6 +83,10 @@ def report(args: list[str]) -> int:
         print_json({"page": path, "url": None, "runs": folders})
     else:
         print(path)
+    for run in runs:
+        if (summary := summarise_traces(run.folder)) is not None:
+            for line in summary.describe():
+                print(f"{run.folder}: {line}" if len(runs) > 1 else line, file=sys.stderr)
     return 0
 
 

@@ -128,7 +128,14 @@ def _read_history(folder: Path) -> tuple[Mapping[str, str], tuple[str, ...]]:
 
 
 MAX_POINTS = 300  # maximum points of a curve; steps beyond it are merged
-PER_RUN_OPTIONS = ("seed", "output", "track", "overwrite")  # options in which runs of one configuration may differ
+PER_RUN_OPTIONS = (
+    "seed",
+    "output",
+    "track",
+    "trace_mib",
+    "metrics_port",
+    "overwrite",
+)  # options in which runs of one configuration may differ
 MAX_NAMED_OPTIONS = 3  # maximum number of differing options in a label
 
 

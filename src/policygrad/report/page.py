@@ -19,7 +19,9 @@ from policygrad.report.completions import (
     excerpt_completions,
 )
 from policygrad.report.data import MAX_POINTS, RunRecord, Series, build_curves, compute_cost, group_runs
+from policygrad.report.timing import summarise_traces
 from policygrad.trackers.glossary import find_metric_doc, load_glossary
+from policygrad.trackers.trace import trace_files
 from policygrad.training.config.serialization import format_option, format_parts
 
 # Metrics shown first.
@@ -77,7 +79,17 @@ def render_report(runs: Sequence[RunRecord], live: bool = False, folder: Path | 
             "whole": all(excerpt.is_complete for excerpt in excerpts),
         },
         steps=_steps(ordered),
+        traces=[] if live else [trace for run in ordered for trace in _describe_trace(run, folder, len(ordered) > 1)],
     )
+
+
+def _describe_trace(run: RunRecord, folder: Path | None, several: bool) -> list[dict[str, Any]]:
+    """Return the run's name if there are several, the links to its trace's files and what it says; nothing without a trace."""
+    if not (paths := trace_files(run.folder)):
+        return []
+    summary = summarise_traces(run.folder)
+    links = [] if folder is None else [os.path.relpath(path, folder) for path in paths]
+    return [{"run": str(run.folder) if several else "", "links": links, "lines": summary.describe() if summary else []}]
 
 
 def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcerpt]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import EpisodeGroup, RolloutRequest
 from policygrad.utils.async_runner import with_torch_threads
+from policygrad.utils.spans import span
 
 CollectFn = Callable[[RolloutRequest], Rollout]
 STOP_TIMEOUT = 1.0  # seconds to wait for the thread of a cancelled rollout
@@ -146,7 +147,8 @@ class RolloutProducer:
         with self._changed:
             request, self._since = self.queue.next_request, time.perf_counter()
         try:
-            rollout = collect(request)
+            with span("rollout", step=request.step):
+                rollout = collect(request)
         finally:
             with self._changed:
                 assert self._since is not None

@@ -36,6 +36,7 @@ from policygrad.utils.async_runner import (
 )
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.signals import SignalHandlers
+from policygrad.utils.spans import span
 
 REPORT_AFTER_SECONDS = 4.0  # age at which a pending call is reported
 REPORT_INTERVAL = 1.0  # seconds between two reports
@@ -120,7 +121,11 @@ class EnvironmentCalls:
             if not inspect.isawaitable(coroutine):
                 raise EngineError(f"{what} is not async: write `async def {method}`")
             waits = getattr(environment, "waits", True)
-            result = await (await_with_timeout(self.timeout, coroutine) if waits else contain_exit(coroutine))
+            if waits:
+                with span(what, where=where):
+                    result = await await_with_timeout(self.timeout, coroutine)
+            else:  # the span of all episodes' calls suffices
+                result = await contain_exit(coroutine)
             self._completed.add(what)
             return result
         except OverdueError:  # a method that never returned in time fails the run

@@ -39,6 +39,7 @@ from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, 
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
 from policygrad.utils.pictures import to_plain
+from policygrad.utils.spans import is_recording, span
 
 T = TypeVar("T")
 
@@ -61,16 +62,23 @@ async def run_episodes(
         ]
         episodes = active = [episode for group in groups for episode in group]
         try:
-            first = iter(await _gather(episodes, (episode.reset() for episode in episodes)))
+            with span("environment reset", episodes=len(episodes)):
+                first = iter(await _gather(episodes, (episode.reset() for episode in episodes)))
             prompts = [_encode_prompt(group, [next(first) for _ in group], encoder) for group in groups]
             while active := [episode for episode in active if not episode.done]:
-                generations = await sampler.generate([episode.request(sampling) for episode in active])
-                if len(generations) != len(active):
-                    raise EngineError(
-                        f"{type(sampler).__name__}.generate returned {len(generations)} generations for {len(active)} "
-                        "requests: return one for each"
-                    )
-                await _gather(active, (e.step(g, encoder, sampler) for e, g in zip(active, generations, strict=True)))
+                requests = [episode.request(sampling) for episode in active]
+                with span("sample", requests=len(requests)) as sampled:
+                    generations = await sampler.generate(requests)
+                    if len(generations) != len(active):
+                        raise EngineError(
+                            f"{type(sampler).__name__}.generate returned {len(generations)} generations for {len(active)} "
+                            "requests: return one for each"
+                        )
+                    if is_recording():
+                        sampled.set(**_describe_requests(requests, generations))
+                steps = (e.step(g, encoder, sampler) for e, g in zip(active, generations, strict=True))
+                with span("environment step", episodes=len(active)):
+                    await _gather(active, steps)
         finally:  # after an error or interruption, close all open environments together
             if isinstance(sampler, CachesTexts):
                 sampler.clear_texts()
@@ -79,6 +87,19 @@ async def run_episodes(
         EpisodeGroup(spec, prompt.ids, tuple(episode.trajectory(encoder) for episode in group), media=prompt.media)
         for spec, prompt, group in zip(specs, prompts, groups, strict=True)
     ]
+
+
+def _describe_requests(requests: Sequence[Request], generations: Sequence[Generation]) -> dict[str, Any]:
+    """Return attributes of a sampling span, with the names of OpenTelemetry's conventions for generative models
+    (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans)."""
+    return {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.temperature": requests[0].sampling.temperature,
+        "gen_ai.request.top_p": requests[0].sampling.top_p,
+        "gen_ai.request.max_tokens": max(request.max_tokens for request in requests),
+        "gen_ai.usage.input_tokens": sum(len(request.prompt_ids) for request in requests),
+        "gen_ai.usage.output_tokens": sum(len(generation.tokens) for generation in generations),
+    }
 
 
 class _Episode:

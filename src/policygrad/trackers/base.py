@@ -66,6 +66,8 @@ class Tracker:
 
     essential: ClassVar[bool] = False
     """True if an error of this tracker ends the run, as for the run's own files; False for services."""
+    records_spans: ClassVar[bool] = False
+    """True if this tracker needs the run's spans (`policygrad.utils.spans`), which are recorded only then."""
 
     def start(self, info: RunInfo) -> None:
         """Start a run, before its first step."""

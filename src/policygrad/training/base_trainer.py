@@ -26,7 +26,8 @@ from policygrad.learners.base import CloseableLearner, DistributedLearner, Snaps
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker, default_tracker
-from policygrad.trackers.services import create_service_trackers
+from policygrad.trackers.prometheus import PrometheusMetrics
+from policygrad.trackers.services import create_trackers
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision
@@ -37,6 +38,7 @@ from policygrad.training.provenance import Fingerprint, compare_fingerprints, li
 from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.garbage import paused_garbage_collection
+from policygrad.utils.spans import Recorder, is_recording, span, start_recording, stop_recording
 
 if TYPE_CHECKING:
     from policygrad.training.distributed import ShardedCheckpointIO
@@ -119,7 +121,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 raise ConfigError(f"{callback!r} is no callback: pass instances of subclasses of policygrad.Callback")
         self.config = config
         self._display = display if isinstance(display, Tracker) else default_tracker() if display else Tracker()
-        self._other_trackers = (*trackers, *create_service_trackers(config.track))
+        self._other_trackers = (*trackers, *create_trackers(config.track, config.trace_mib))
         self.callbacks = tuple(callbacks)
         self.guard = DivergenceGuard(config.guard, self.note)
         self.before: M | None = None
@@ -229,7 +231,13 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         if overwrite and resume is not None:
             raise ConfigError("resume continues a run and overwrite replaces it: leave one of them out")
         with ExitStack() as stack:
-            self.trackers = CompositeTracker([self._display, *self._other_trackers])
+            trackers = [self._display, *self._other_trackers]
+            if self.config.metrics_port is not None:  # refused before the model is loaded
+                trackers.append(stack.enter_context(PrometheusMetrics(self.config.metrics_port)))
+            self.trackers = CompositeTracker(trackers)
+            if any(tracker.records_spans for tracker in trackers):
+                start_recording(Recorder())
+                stack.callback(stop_recording)
             stack.enter_context(self.stopping)
             if resume is not None:
                 opened = open_run_folder(Path(resume), self.kind, self.trackers.note)
@@ -245,7 +253,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             torch.manual_seed(self.config.seed)  # for models and rewards; completions have their own random streams
             try:
                 check_files_exist(self.config)
-                with self.stopping.interruptible(), paused_garbage_collection():
+                with self.stopping.interruptible(), paused_garbage_collection(), span("load"):
                     self.build(stack)
             except StopRequested:
                 if folder.has_stash:
@@ -275,9 +283,12 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         if isinstance(learner, CloseableLearner):
             stack.callback(learner.close)
         if self.config.learner.world_size > 1:  # torch.distributed takes a while to import
-            from policygrad.training.distributed import ShardedCheckpointIO
+            from policygrad.training.distributed import ShardedCheckpointIO, gather_spans, start_rank_recording
 
             self.sharded_io = ShardedCheckpointIO(learner) if isinstance(learner, DistributedLearner) else None
+            if self.sharded_io is not None and is_recording():
+                learner.run_on_all(start_rank_recording)
+                stack.push(lambda kind, *_: learner.run_on_all(gather_spans) if kind is None else None)
 
     def _train(self, resumed: bool, stop_after: int | None) -> TrainingResult[M | None]:
         sharded: ShardedState[P] | None = None
@@ -342,7 +353,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self.option_changes,
             reads_pictures=self.tokenizer.pictures is not None,
         )
-        model = save_model(self.folder, self.write_weights, self.tokenizer, self.resume_command, card)
+        with span("export"):
+            model = save_model(self.folder, self.write_weights, self.tokenizer, self.resume_command, card)
         self.checkpointer.finish()
         write_atomically(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
         self.trackers.finish({**summary, "model": str(model), "run": str(self.folder)})
@@ -358,7 +370,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             return cached
         phase = f"evaluating {when}"
         self.trackers.phase(phase)
-        with self.stopping.interruptible() if interruptible else nullcontext():
+        with span("evaluation", step=step), self.stopping.interruptible() if interruptible else nullcontext():
             result, values = self.evaluate(lambda done, total: self.trackers.phase(phase, done, total))
         self.trackers.phase("")
         if values:
@@ -409,6 +421,10 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.stopping.step_done()
         active = progress.step < self.last_step and not self.is_finished(progress) and not self.stopping.requested
         self.checkpointer.on_step(progress, final=not active)
+        if self.sharded_io is not None and is_recording():
+            from policygrad.training.distributed import gather_spans
+
+            self.learner.run_on_all(gather_spans)
         return active
 
     def compare_with_checkpoint(self, saved: Checkpoint) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.setup import Resources
 from policygrad.utils.signals import defer_signals
+from policygrad.utils.spans import Recorder, current_recorder, span, start_recording
 from policygrad.weight_sync.base import PublishedWeights
 
 POLL_SECONDS = 0.02  # seconds between checks whether all processes have written their shards
@@ -153,7 +155,8 @@ def save_shard(learner: FsdpLearner, folder: Path, key: str) -> None:
 
     def write() -> None:
         try:
-            report = asdict(write_shard_file(folder / shard_name(workers.rank), shards))
+            with span("write checkpoint"):
+                report = asdict(write_shard_file(folder / shard_name(workers.rank), shards))
         except OSError as error:
             report = {"error": error.strerror or str(error), "errno": error.errno or 0}
         except Exception as error:  # nothing waits for this thread: rank 0 raises it
@@ -176,3 +179,22 @@ def restore_shard(learner: FsdpLearner, path: Path, tensors: Mapping[str, Tensor
     if problems := [text for text in learner.workers.all_gather(problem) if text]:
         raise CheckpointError(problems[0])
     learner.load_shards(shards, values)
+
+
+# Spans of the ranks above 0: they are collected there, and gathered by rank 0 after each step.
+
+
+def start_rank_recording(learner: FsdpLearner) -> None:
+    """In every rank: record spans, which rank 0 does already."""
+    if rank := learner.workers.rank:
+        start_recording(Recorder(f"rank {rank}"))
+
+
+def gather_spans(learner: FsdpLearner) -> None:
+    """In every rank: move the finished spans of the others to rank 0's recorder."""
+    recorder = current_recorder()
+    assert recorder is not None
+    is_first = learner.workers.rank == 0
+    gathered = learner.workers.all_gather([] if is_first else recorder.take())
+    if is_first:
+        recorder.add(chain.from_iterable(gathered))

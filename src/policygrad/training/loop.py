@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import EpisodeGroup, RolloutConfig
 from policygrad.training.config.run import Run
+from policygrad.utils.spans import span
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ def run_loop(
     producer, active = _make_producer(run, progress), True
     try:
         while active:
-            progress, rolled_back = run_step(run, rollouter, learner, progress, callbacks, producer, interruptible)
-            if rolled_back:  # queued rollouts and those in the making come from discarded weights
-                producer.stop(rollouter.cancel)
-                producer = _make_producer(run, progress)
-            active = callbacks.should_continue(progress)
+            with span("step", step=progress.step + 1):
+                progress, rolled_back = run_step(run, rollouter, learner, progress, callbacks, producer, interruptible)
+                if rolled_back:  # queued rollouts and those in the making come from discarded weights
+                    producer.stop(rollouter.cancel)
+                    producer = _make_producer(run, progress)
+                active = callbacks.should_continue(progress)
     finally:
         producer.stop(rollouter.cancel)
     return progress
@@ -115,30 +116,32 @@ def run_step(
         The new progress, and whether an earlier checkpoint was restored.
     """
     step, algorithm = progress.step + 1, run.algorithm.with_state(progress.state)
-    started, busy = time.perf_counter(), producer.busy_seconds
+    busy = producer.busy_seconds
     config = RolloutConfig(run.sampling, run.prompts_per_step, run.effective_samples_per_prompt)
     collect = partial(rollouter.collect, algorithm, config, evaluate=learner.evaluate)
-    with interruptible():
+    with interruptible(), span("take rollout", step=step) as taking:
         rollout = producer.take(1 if rollouter.in_flight else max(1, run.rollouts_ahead(step)), collect)
-    lent = rollouter.lend_memory()
-    sampled = time.perf_counter()
+    with span("lend memory") as lending:
+        lent = rollouter.lend_memory()
     with producer.produce_during(run.rollouts_ahead(step + 1), collect):
-        trained = train_on_rollout(rollout, algorithm, learner)
-        updated = time.perf_counter()
-        if not rollouter.in_flight:
-            producer.wait_idle()
-        waited = time.perf_counter()
-        published = rollouter.update_weights(learner.publish())
-    finished = time.perf_counter()
-    clock: Metrics = {
-        "time/rollout": Sum(sampled - started + waited - updated),  # includes waiting for the next rollout to finish
-        "time/update": Sum(updated - sampled + finished - waited),
-    }
+        with span("learn", step=step) as learning:
+            trained = train_on_rollout(rollout, algorithm, learner)
+        with span("wait for sampler") as waiting:
+            if not rollouter.in_flight:
+                producer.wait_idle()
+        with span("publish", step=step) as publishing:
+            published = rollouter.update_weights(learner.publish())
+    rollout_seconds = (
+        taking.seconds + lending.seconds + waiting.seconds
+    )  # includes waiting for the next rollout to finish
+    update_seconds = learning.seconds + publishing.seconds
+    clock: Metrics = {"time/rollout": Sum(rollout_seconds), "time/update": Sum(update_seconds)}
     if run.max_staleness:
-        clock["time/sampler_idle"] = Sum(max(0.0, finished - started - (producer.busy_seconds - busy)))
+        clock["time/sampler_idle"] = Sum(max(0.0, rollout_seconds + update_seconds - (producer.busy_seconds - busy)))
     metrics = merge(rollout.metrics, lent, trained.metrics, trained.update_metrics, published, clock)
     result = StepResult(step, trained.algorithm, rollout, trained.batch, trained.psi, metrics)
-    outcome = callbacks.on_step(result)
+    with span("log", step=step):
+        outcome = callbacks.on_step(result)
     if outcome.restored_state is not None:
         state = outcome.restored_state
     elif outcome.undone:
@@ -151,7 +154,7 @@ def run_step(
         step=step,
         position=queue.position,
         tokens=progress.tokens + rollout.num_sampled_tokens,
-        seconds=progress.seconds + finished - started,
+        seconds=progress.seconds + rollout_seconds + update_seconds,
         leftover_groups=() if rolled_back else queue.leftover_groups,
         queued_rollouts=() if rolled_back else queue.rollouts,
     )
@@ -189,10 +192,13 @@ def train_on_rollout(rollout: Rollout, algorithm: Algorithm, learner: Learner) -
     """Compute the advantages of a rollout and update the learner's weights on it."""
     algorithm, batch = resolve_old_policy(algorithm, rollout.batch, learner.version)
     age = staleness_metrics(batch, learner.version)
-    batch = learner.evaluate(batch, algorithm.needs)
-    shaped = algorithm.shape_rewards(batch)
-    psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
-    update_metrics = learner.update(batch, psi, algorithm)
+    with span("evaluate batch"):
+        batch = learner.evaluate(batch, algorithm.needs)
+    with span("advantages"):
+        shaped = algorithm.shape_rewards(batch)
+        psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
+    with span("update"):
+        update_metrics = learner.update(batch, psi, algorithm)
     metrics = merge(age, algorithm.report(batch))
     return TrainedRollout(algorithm, batch, shaped, psi, metrics, update_metrics)
 

@@ -34,7 +34,7 @@ EXCLUDED_OPTIONS = {
 """Options that are no settings: files and code, which are compared by content, locations, and repetitions of another option."""
 # Prefixes of options that do not affect what a step learns (`rewards.memory` does).
 NON_LEARNING_PREFIXES = (
-    *("steps", "track", "verify", "checkpoint.", "evaluation.", "rewards."),
+    *("steps", "track", "trace_mib", "metrics_port", "verify", "checkpoint.", "evaluation.", "rewards."),
     *("sampler.urls", "sampler.servers", "sampler.python", "sampler.gpus", "sampler.gpu_memory", "sampler.colocate"),
     *("sampler.timeout", "sampler.heartbeat", "sampler.start_timeout"),
 )

@@ -35,6 +35,7 @@ RUN_FILES = (
         "verify.*",
     ),
     *("model", "model-step-*", "merged", "model.gguf", "tracked.json*", "report.html", "stacks.txt", "tensorboard"),
+    *("trace.json", "trace-*.json"),
     *("wandb", ".tmp-*"),
 )
 NOT_COPIED = (

@@ -6,7 +6,6 @@ each calls it with its shard of the model and of the micro-batches.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,6 +44,7 @@ from policygrad.training.provenance import fingerprint_run
 from policygrad.training.run_folder import check_resumable, config_file
 from policygrad.training.setup import load_row_options
 from policygrad.training.trainer import describe_model, limit_torch_threads
+from policygrad.utils.spans import span
 from policygrad.weight_sync.base import copy_weights_
 
 if TYPE_CHECKING:
@@ -341,18 +341,21 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
     def run_steps(self, progress: SupervisedProgress) -> SupervisedProgress:
         active = True
         while active:
-            step, started = progress.step + 1, time.perf_counter()
-            values = self.objective.accumulate(self.learner, self.schedule[step - 1])
-            norm, lr = self.learner.run_on_all(step_optimizer)
-            seconds = time.perf_counter() - started
-            values |= {"lr": lr, "epoch": step * self.config.epochs / self.steps, "time/step": seconds}
-            values |= {} if norm is None else {"grad_norm": norm}
-            values |= {"tokens_per_second": values["tokens"] / seconds}
-            decision = self.guard.assess(step, values)
-            self.log(step, values | decision.metrics)
-            self.apply(decision)
-            progress = replace(progress, step=step)
-            active = self.should_continue(progress)
+            step = progress.step + 1
+            with span("step", step=step):
+                with span("learn", step=step) as learning:
+                    values = self.objective.accumulate(self.learner, self.schedule[step - 1])
+                    with span("optimizer step"):
+                        norm, lr = self.learner.run_on_all(step_optimizer)
+                values |= {"lr": lr, "epoch": step * self.config.epochs / self.steps, "time/step": learning.seconds}
+                values |= {} if norm is None else {"grad_norm": norm}
+                values |= {"tokens_per_second": values["tokens"] / learning.seconds}
+                with span("log", step=step):
+                    decision = self.guard.assess(step, values)
+                    self.log(step, values | decision.metrics)
+                    self.apply(decision)
+                progress = replace(progress, step=step)
+                active = self.should_continue(progress)
         self._gather_weights()
         return progress
 

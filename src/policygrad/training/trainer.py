@@ -57,6 +57,7 @@ from policygrad.training.setup import (
 )
 from policygrad.training.step_log import build_completion_rows, build_step_notes, compute_step_metrics, write_thumbnails
 from policygrad.training.step_records import StepRecorder, choose_steps
+from policygrad.utils.spans import span
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
 from policygrad.weight_sync.folder import save_lazy_model
 
@@ -360,10 +361,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def _record(self, progress: Progress) -> None:
         """Record the step that led to `progress`, or the state for the next one, if it is one to verify."""
         if self.recorder.is_due(progress.step):
-            state = self.checkpointer.snapshot
-            if state is None and self.sharded_io is None:
-                state = self.pack(progress, *self.learner.state())
-            self.recorder.after_step(progress, state)
+            with span("record", step=progress.step):
+                state = self.checkpointer.snapshot
+                if state is None and self.sharded_io is None:
+                    state = self.pack(progress, *self.learner.state())
+                self.recorder.after_step(progress, state)
         self._version_before = self.learner.version
 
     def on_step(self, result: StepResult) -> StepOutcome:

@@ -11,6 +11,7 @@ from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, exit_with_parent
 from policygrad.learners.fsdp.watchdog import HeartbeatThread
 from policygrad.utils.signals import ignore_signals
+from policygrad.utils.spans import span
 
 
 def main(port: int, rank: int, size: int) -> None:
@@ -44,7 +45,8 @@ def serve_controller(workers: WorkerGroup) -> int:
                     learner = FsdpLearner(workers, message)
                 else:
                     function, args = message
-                    function(learner, *args)
+                    with span(function.__name__.lstrip("_")):
+                        function(learner, *args)
     except RuntimeError as error:
         if not describe_lost_connection(error):
             raise

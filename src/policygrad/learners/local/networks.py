@@ -31,6 +31,7 @@ from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack, WorkDivision
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import ModelFactory, clone_model, enable_gradients
+from policygrad.utils.spans import span
 
 
 class ValueNetwork(nn.Module):
@@ -105,7 +106,8 @@ class ValueModel:
         """Return the batch with `values` [B, T], float32."""
         out, device = torch.zeros(batch.mask.shape), self._device
         for part in self._micro_batches(batch):
-            out[part.rows] = self.network(part.to(device)).cpu()
+            with span("critic forward", completions=part.completions):
+                out[part.rows] = self.network(part.to(device)).cpu()
         return replace(batch, values=self.division.all_reduce(out))
 
     def add_bootstrap(self, batch: Batch) -> Batch:
@@ -155,8 +157,9 @@ class ValueModel:
         for part in self._micro_batches(batch):
             share, c = bare.select(part.rows).to(device), move(coefficient[part.rows], device)
             assert share.returns is not None
-            loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
-            torch.autograd.backward(loss)
+            with span("critic forward and backward", completions=part.completions):
+                loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
+                torch.autograd.backward(loss)
             self.optimizer.accumulate_master_grads()
             metrics = merge(metrics, {"value_loss": Sum(widen(loss.detach()))})
         self.network.eval()
@@ -209,7 +212,7 @@ class ImplicitRewardModel:
                 backward_zero(self.evaluator(part))
 
         for part in self.division.micro_batches(batch, self.config, model, dummy_pass, rows=rows):
-            with backward_mode(model, recompute):
+            with span("reward model forward and backward"), backward_mode(model, recompute):
                 logp = self.evaluator(part.to(device))
                 loss = self.part.loss(logp, bare.select(part.rows).to(device)).sum() / len(rows)
                 torch.autograd.backward(loss)
@@ -270,7 +273,7 @@ class TrainedNetworks:
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         outputs = {name: empty.clone() for name in names}
         for part in self.micro_batches(batch, dummy_pass=self.dummy_pass(evaluator, needs)):
-            with self.compiled_blocks():
+            with span("forward", completions=part.completions), self.compiled_blocks():
                 out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
             for name in names:
                 outputs[name][part.rows] = getattr(out, name).cpu()

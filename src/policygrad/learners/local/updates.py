@@ -22,6 +22,7 @@ from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite
 from policygrad.learners.local.packing import Pack, find_contributing
 from policygrad.models.loading import at_least_float32
+from policygrad.utils.spans import span
 
 
 def average_objective(metrics: Metrics) -> Metrics:
@@ -91,7 +92,8 @@ class LocalGradientProblem:
         rows = contributing.nonzero().squeeze(1)
         metrics, needs = Metrics(), self.algorithm.forward_needs
         for part, share, psi, coef in self._micro_batches(batch, rows, coefficients):
-            with networks.backward_mode(), networks.compiled_blocks():
+            name = "forward and backward" if learning else "forward"
+            with span(name, completions=part.completions), networks.backward_mode(), networks.compiled_blocks():
                 # Known if it does not depend on log π_θ: ratios of 1 and no terms. A wrong guess would only cost time.
                 expected: Tensor | None = None
                 if learning and batch.logp_old is None and not self.algorithm.terms and not needs:
@@ -127,9 +129,10 @@ class LocalGradientProblem:
     def descend(self) -> Metrics:
         """Take one AdamW step; none, which is counted, if no completion had a gradient."""
         # first: if it refuses its gradient the critic must not have moved
-        norm, lr = self.networks.optimizer.step(self._find_faulty_part)
-        metrics = {} if self.networks.critic is None else self.networks.critic.descend()
-        metrics |= {} if self.networks.reward_model is None else self.networks.reward_model.descend()
+        with span("optimizer step"):
+            norm, lr = self.networks.optimizer.step(self._find_faulty_part)
+            metrics = {} if self.networks.critic is None else self.networks.critic.descend()
+            metrics |= {} if self.networks.reward_model is None else self.networks.reward_model.descend()
         if self.is_pretraining:
             return metrics | {"value_pretraining": Mean(1.0)}
         if norm is None:
@@ -190,7 +193,8 @@ class LocalProblem(LocalGradientProblem):
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
         """Return [P] F v, a mean over the sampled tokens; `Optimizer.not_finite` describes a bad one."""
-        product = self.curvature.fisher(self.batch, v, sampled)
+        with span("fisher product"):
+            product = self.curvature.fisher(self.batch, v, sampled)
         optimizer = self.networks.optimizer
         if not optimizer.not_finite and (where := self._describe_nonfinite(product)):
             optimizer.not_finite = f", in a product with the Fisher matrix{where}"
@@ -205,7 +209,8 @@ class LocalProblem(LocalGradientProblem):
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
         """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ + delta [P]."""
-        return self.curvature.evaluate(self.batch, self.psi, self.algorithm, delta)
+        with span("line search"):
+            return self.curvature.evaluate(self.batch, self.psi, self.algorithm, delta)
 
     def commit(self, delta: Tensor) -> None:
         """θ ← θ + delta [P]."""

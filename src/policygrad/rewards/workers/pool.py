@@ -37,6 +37,7 @@ from policygrad.rewards.workers.messages import (
 from policygrad.rewards.workers.process import NO_SANDBOX, WorkerLauncher, WorkerProcess, kill_workers
 from policygrad.rewards.workers.worker import RewardCaller, Signature
 from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.spans import span
 
 if TYPE_CHECKING:
     from policygrad.rewards.config import RewardConfig
@@ -78,7 +79,8 @@ class RewardScorer:
                 raised for what a function does with a sample.
         """
         samples = (prompts, completions, columns)
-        rewards, table = self.run_rewards(samples, process_rewards=False, incremental=incremental)
+        with span("score", completions=len(completions)):
+            rewards, table = self.run_rewards(samples, process_rewards=False, incremental=incremental)
         failures = _FailureLog()
         total: list[float | None] = []
         for place, completion in enumerate(completions):
@@ -102,7 +104,8 @@ class RewardScorer:
 
         Arguments and errors are those of `score`.
         """
-        rewards, table = self.run_rewards((prompts, completions, columns), process_rewards=True)
+        with span("score steps", completions=len(completions)):
+            rewards, table = self.run_rewards((prompts, completions, columns), process_rewards=True)
         failures = _FailureLog()
         steps: list[StepScores | None] = []
         for results in zip(*table, strict=True):

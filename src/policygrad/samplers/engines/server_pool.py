@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from policygrad.errors import EngineError
 from policygrad.samplers.engines.http import ServerStartingError, ServerUnavailableError
 from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.spans import span
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 10
@@ -92,7 +93,8 @@ class ServerPool:
             server = await self._acquire(is_continuation)
             ready_count = server.ready_count
             try:
-                return await send(server)
+                with span("request", **{"server.address": server.url}):
+                    return await send(server)
             except (ServerUnavailableError, EngineError) as error:
                 is_invalid = isinstance(error, EngineError)
                 num_attempts, num_invalid = num_attempts + 1, num_invalid + is_invalid

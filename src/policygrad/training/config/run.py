@@ -26,7 +26,8 @@ from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.tasks.benchmarks import parse_benchmarks
-from policygrad.trackers.services import check_services
+from policygrad.trackers.services import check_tracking
+from policygrad.trackers.trace import DEFAULT_TRACE_MIB
 
 MAX_LR = 1e6  # beyond any useful rate; float32 overflows above 3e38, which torch does not explain
 MAX_COMPLETIONS = 2**24
@@ -243,7 +244,13 @@ class RunOptions:
     verify: int = 2
     """Steps, spread over the run, of which everything is kept that `policygrad verify` needs to repeat and check them."""
     track: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
-    """Tracking services: wandb, tensorboard, trackio, mlflow. Each is an extra."""
+    """Tracking services: wandb, tensorboard, trackio, mlflow. Each is an extra.
+    Where the time goes: trace (a file for ui.perfetto.dev), otel (OpenTelemetry, an extra)."""
+    trace_mib: int = DEFAULT_TRACE_MIB
+    """MiB of disk that `--track trace` may take; beyond it the parts between the first and the newest are deleted."""
+    metrics_port: Annotated[str | None, optional_arg("PORT or HOST:PORT", "no metrics")] = None
+    """Serve metrics for Prometheus here: 9100 for this machine alone, 0.0.0.0:9100 for all.
+    Needs the extra `prometheus`."""
 
     @property
     def publishes_sharded(self) -> bool:
@@ -385,7 +392,7 @@ def check_run(run: Run) -> None:
     check_lr(run.lr)
     check_seed(run.seed)
     check_folders(run.output, run.directory)
-    check_services(run.track)
+    check_tracking(run.track, run.trace_mib, run.metrics_port)
     check_sampling(run.algorithm, run.effective_samples_per_prompt, run.sampling.temperature)
     check_rollout(run.algorithm)
     samples, evaluation = run.effective_samples_per_prompt, run.evaluation

@@ -12,7 +12,8 @@ from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
-from policygrad.trackers.services import check_services
+from policygrad.trackers.services import check_tracking
+from policygrad.trackers.trace import DEFAULT_TRACE_MIB
 from policygrad.training.config.run import (
     CheckpointConfig,
     SupervisedGuardConfig,
@@ -82,7 +83,13 @@ class SupervisedConfig:
     guard: SupervisedGuardConfig = field(default_factory=SupervisedGuardConfig)
     """Detection of divergence."""
     track: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
-    """Tracking services: wandb, tensorboard, trackio, mlflow. Each is an extra."""
+    """Tracking services: wandb, tensorboard, trackio, mlflow. Each is an extra.
+    Where the time goes: trace (a file for ui.perfetto.dev), otel (OpenTelemetry, an extra)."""
+    trace_mib: int = DEFAULT_TRACE_MIB
+    """MiB of disk that `--track trace` may take; beyond it the parts between the first and the newest are deleted."""
+    metrics_port: Annotated[str | None, optional_arg("PORT or HOST:PORT", "no metrics")] = None
+    """Serve metrics for Prometheus here: 9100 for this machine alone, 0.0.0.0:9100 for all.
+    Needs the extra `prometheus`."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -93,7 +100,7 @@ class SupervisedConfig:
         check_lr(self.lr)
         check_seed(self.seed)
         check_folders(self.output, self.directory)
-        check_services(self.track)
+        check_tracking(self.track, self.trace_mib, self.metrics_port)
         if self.learner.score_parameters:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} does not use it: leave it empty"
