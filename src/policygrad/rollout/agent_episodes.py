@@ -30,6 +30,7 @@ from policygrad.samplers.base import (
     SupportsConcurrentCalls,
 )
 from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.spans import span
 
 POLL_SECONDS = 0.02  # between looks at the programs
 PROCESS_SCAN_SECONDS = 2.0
@@ -145,7 +146,8 @@ class _Rollout:
         calls = sorted(calls, key=lambda call: call.order)  # as in any other run, whoever came first
         pairs = [(call, request) for call in calls for request in call.requests]
         try:
-            generations = iter(await self.sampler.generate([request for _, request in pairs]))
+            with span("sample", requests=len(pairs)):
+                generations = iter(await self.sampler.generate([request for _, request in pairs]))
             for call in calls:
                 call.answer([next(generations) for _ in call.requests])
         except PolicygradError as error:
