@@ -16,7 +16,7 @@ import pytest
 import policygrad as pg
 from policygrad.errors import ConfigError
 from policygrad.trackers import RunInfo
-from policygrad.trackers.prometheus import PrometheusMetrics, metric_name, parse_address
+from policygrad.trackers.prometheus import PrometheusMetrics, metric_name, parse_metrics_port
 
 pytest.importorskip("prometheus_client")
 
@@ -111,9 +111,9 @@ def test_a_port_in_use_is_refused_before_a_folder_is_made(small: pg.Run, tmp_pat
 
 
 def test_addresses() -> None:
-    assert parse_address("9100") == ("127.0.0.1", 9100)
-    assert parse_address("0.0.0.0:9100") == ("0.0.0.0", 9100)
-    assert parse_address("[::1]:9100") == ("::1", 9100)
+    assert parse_metrics_port("9100") == ("127.0.0.1", 9100)
+    assert parse_metrics_port("0.0.0.0:9100") == ("0.0.0.0", 9100)
+    assert parse_metrics_port("[::1]:9100") == ("::1", 9100)
     for wrong in ("", "http", "99999", "host:", "::1:9100", "-1"):
         with pytest.raises(ConfigError, match="give a port, 9100, or an address and a port"):
             pg.Run(metrics_port=wrong)

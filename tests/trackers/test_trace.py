@@ -24,7 +24,7 @@ from policygrad.samplers.base import Generation
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.trackers import RunInfo
 from policygrad.trackers.trace import TraceFile, read_events, trace_files
-from policygrad.utils.spans import Recorder, span, start_recording, stop_recording
+from policygrad.utils.spans import SpanRecorder, span, start_recording, stop_recording
 
 SPAN_KEYS = {"name", "cat", "ph", "ts", "dur", "pid", "tid"}
 
@@ -231,7 +231,7 @@ def test_an_error_is_marked_in_the_file(small: pg.Run, tmp_path: Path) -> None:
 
 
 def test_full_parts_are_closed_and_the_middle_ones_deleted(tmp_path: Path) -> None:
-    recorder = start_recording(Recorder())
+    recorder = start_recording(SpanRecorder())
     tracker = TraceFile(mib=4)
     tracker._part_bytes = 2000
     tracker.start(RunInfo("a run", folder=tmp_path))

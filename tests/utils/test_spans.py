@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from policygrad.utils import spans
-from policygrad.utils.spans import MAX_LANES, Recorder, SpanRecord, span, start_recording, stop_recording
+from policygrad.utils.spans import MAX_LANES, SpanRecord, SpanRecorder, span, start_recording, stop_recording
 
 
 class Ticking:
@@ -24,8 +24,8 @@ class Ticking:
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    yield start_recording(Recorder(clock=Ticking(), wall=lambda: 10**18))
+def recorder() -> Iterator[SpanRecorder]:
+    yield start_recording(SpanRecorder(clock=Ticking(), wall=lambda: 10**18))
     stop_recording()
 
 
@@ -33,7 +33,7 @@ def by_name(records: list[SpanRecord]) -> dict[str, SpanRecord]:
     return {record.name: record for record in records}
 
 
-def test_spans_nest_and_say_their_attributes(recorder: Recorder) -> None:
+def test_spans_nest_and_say_their_attributes(recorder: SpanRecorder) -> None:
     with span("step", step=3) as outer, span("learn") as inner:
         inner.set(tokens=5)
     records = by_name(recorder.take())
@@ -47,7 +47,7 @@ def test_spans_nest_and_say_their_attributes(recorder: Recorder) -> None:
 
 
 def test_a_span_begins_a_microsecond_after_its_parent_whatever_the_clock_shows() -> None:
-    recorder = start_recording(Recorder(clock=lambda: 5, wall=lambda: 5))
+    recorder = start_recording(SpanRecorder(clock=lambda: 5, wall=lambda: 5))
     with span("a"), span("b"), span("c"):
         pass
     stop_recording()
@@ -56,7 +56,7 @@ def test_a_span_begins_a_microsecond_after_its_parent_whatever_the_clock_shows()
     assert all(record.end >= record.start for record in records.values())
 
 
-def test_concurrent_tasks_get_rows_of_their_own_that_nest(recorder: Recorder) -> None:
+def test_concurrent_tasks_get_rows_of_their_own_that_nest(recorder: SpanRecorder) -> None:
     async def call(number: int) -> None:
         with span(f"call {number}"):
             await asyncio.sleep(0)
@@ -80,7 +80,7 @@ def test_concurrent_tasks_get_rows_of_their_own_that_nest(recorder: Recorder) ->
                 assert b.end <= a.end
 
 
-def test_a_thread_is_a_track_and_begins_outside_of_all_spans(recorder: Recorder) -> None:
+def test_a_thread_is_a_track_and_begins_outside_of_all_spans(recorder: SpanRecorder) -> None:
     def work() -> None:
         with span("sampled ahead"):
             pass
@@ -93,7 +93,7 @@ def test_a_thread_is_a_track_and_begins_outside_of_all_spans(recorder: Recorder)
     assert (record.track, record.parent, record.root) == ("rollout", 0, record.id)
 
 
-def test_an_error_marks_its_span_and_those_around_it(recorder: Recorder) -> None:
+def test_an_error_marks_its_span_and_those_around_it(recorder: SpanRecorder) -> None:
     def fail() -> None:
         with span("outer"):
             with span("fine"):
@@ -111,7 +111,7 @@ def test_an_error_marks_its_span_and_those_around_it(recorder: Recorder) -> None
     }
 
 
-def test_more_concurrent_spans_than_rows_are_counted_and_not_recorded(recorder: Recorder) -> None:
+def test_more_concurrent_spans_than_rows_are_counted_and_not_recorded(recorder: SpanRecorder) -> None:
     async def call(ready: asyncio.Event) -> None:
         with span("call"):
             await ready.wait()
@@ -140,7 +140,7 @@ def test_without_a_recorder_a_span_measures_and_leaves_nothing(monkeypatch: pyte
     assert spans._current.get() is None
 
 
-def test_a_sink_gets_everything_once_and_its_failure_waits_for_the_run(recorder: Recorder) -> None:
+def test_a_sink_gets_everything_once_and_its_failure_waits_for_the_run(recorder: SpanRecorder) -> None:
     received = list[str]()
 
     def sink(records: list[SpanRecord]) -> None:
@@ -166,7 +166,7 @@ def test_a_sink_gets_everything_once_and_its_failure_waits_for_the_run(recorder:
     recorder.raise_failure(sink)
 
 
-def test_spans_of_other_processes_belong_to_the_current_one(recorder: Recorder) -> None:
+def test_spans_of_other_processes_belong_to_the_current_one(recorder: SpanRecorder) -> None:
     remote = SpanRecord("update", 7, 0, 7, 1, 2, "rank 1", "main", 0, {})
     child = SpanRecord("forward", 8, 7, 7, 1, 2, "rank 1", "main", 0, {})
     with span("step"):

@@ -288,7 +288,7 @@ class ShowOptions:
 def show(args: list[str]) -> int:
     """Run `policygrad show [NAME] [--json]`."""
     options = parse_arguments(ShowOptions, args, "show")
-    subject = None if options.name is None else find_subject(options.name)
+    subject = None if options.name is None else resolve_subject(options.name)
     if options.json:
         print_json(subject_to_dict(subject, options.name))
     else:
@@ -296,7 +296,7 @@ def show(args: list[str]) -> int:
     return 0
 
 
-def find_subject(name: str) -> Any:
+def resolve_subject(name: str) -> Any:
     """Return the algorithm, the part or its class, or the metric of this name. Raises ConfigError without one."""
     if is_user_reference(name):
         custom = load_object(name, f"show {name}", (Algorithm, type))
@@ -324,7 +324,7 @@ def find_subject(name: str) -> Any:
 
 
 def describe_subject(subject: Any, name: str | None, width: int) -> list[StyledLine]:
-    """Describe what `find_subject` returned; None = list everything."""
+    """Describe what `resolve_subject` returned; None = list everything."""
     if name is None:
         return list_everything(width)
     if isinstance(subject, Algorithm):

@@ -35,9 +35,9 @@ def main() -> None:
         function = load_function(sys.argv[1]) if len(sys.argv) > 1 else None
     except BaseException as error:
         lines = traceback.format_exception_only(error)
-        report(reports, {"error": "".join(lines).strip()})
+        send(reports, {"error": "".join(lines).strip()})
         return
-    report(reports, {"ready": True})
+    send(reports, {"ready": True})
     wake, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -49,7 +49,7 @@ def main() -> None:
             if wake in readable:
                 os.read(wake, 4096)
                 for pid, code in iter_ended():
-                    report(reports, {"id": running.pop(pid), "code": code})
+                    send(reports, {"id": running.pop(pid), "code": code})
             if jobs in readable:
                 piece = os.read(jobs, 1 << 16)
                 if not piece:
@@ -59,13 +59,13 @@ def main() -> None:
                     job = json.loads(line)
                     pid = start(job, function, (jobs, reports.fileno(), wake, wakes))
                     running[pid] = job["id"]
-                    report(reports, {"id": job["id"], "pid": pid})
+                    send(reports, {"id": job["id"], "pid": pid})
     finally:
         for pid in running:
             kill_group(pid)
 
 
-def report(stream: Any, values: dict[str, Any]) -> None:
+def send(stream: Any, values: dict[str, Any]) -> None:
     stream.write(json.dumps(values) + "\n")
     stream.flush()
 

@@ -175,14 +175,14 @@ def _confine(argv: Sequence[str], base: Path) -> list[str]:
     """Return the command that runs another one in bubblewrap, with an episode's folder as the only place to write to."""
     home, readable = Path.home(), {*list_interpreter_paths(), sys.prefix}
     readable |= {str(Path(word).parent) for word in argv if os.path.isabs(word) and os.path.isfile(word)}
-    words = [find_bwrap() or "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
-    words += ["--tmpfs", str(home)] if home != Path("/") else []
+    confined = [find_bwrap() or "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    confined += ["--tmpfs", str(home)] if home != Path("/") else []
     for path in sorted(readable, key=len):
         if Path(path).exists() and (Path(path).is_relative_to(home) or Path(path).is_relative_to("/tmp")):
-            words += ["--ro-bind", path, path]
-    words += ["--bind", str(base), str(base), "--chdir", str(base / "work")]
-    words += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--"]
-    return [*words, *argv]
+            confined += ["--ro-bind", path, path]
+    confined += ["--bind", str(base), str(base), "--chdir", str(base / "work")]
+    confined += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--"]
+    return [*confined, *argv]
 
 
 class RunningProgram:

@@ -101,7 +101,7 @@ class ChatReply:
 
 
 @dataclass(frozen=True)
-class Format:
+class ApiFormat:
     """One of the request formats."""
 
     path: str
@@ -438,11 +438,11 @@ def render_completion(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
 
 def stream_completion(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
     """Yield the answer of `/v1/completions`, each choice as one chunk."""
-    whole = render_completion(request, reply)
-    for choice in whole["choices"]:
-        yield "", {**whole, "choices": [choice], "usage": None}
+    rendered = render_completion(request, reply)
+    for choice in rendered["choices"]:
+        yield "", {**rendered, "choices": [choice], "usage": None}
     if request.has_usage_event:
-        yield "", {**whole, "choices": []}
+        yield "", {**rendered, "choices": []}
 
 
 # OpenAI's responses.
@@ -576,8 +576,8 @@ def stream_response(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield event("response.function_call_arguments.done", **at, **done)
         yield event("response.output_item.done", output_index=index, item=item)
-    whole = render_response(request, reply)
-    yield event(f"response.{whole['status']}", response=whole)
+    rendered = render_response(request, reply)
+    yield event(f"response.{rendered['status']}", response=rendered)
 
 
 # Anthropic's messages.
@@ -649,17 +649,17 @@ def render_messages(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
 
 def stream_messages(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
     """Yield the answer of `/v1/messages` as its events."""
-    whole = render_messages(request, reply)
-    usage = whole["usage"]
+    rendered = render_messages(request, reply)
+    usage = rendered["usage"]
     opened = {
-        **whole,
+        **rendered,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
         "usage": {**usage, "output_tokens": 0},
     }
     yield "message_start", {"type": "message_start", "message": opened}
-    for index, block in enumerate(whole["content"]):
+    for index, block in enumerate(rendered["content"]):
         empty: dict[str, Any]
         if block["type"] == "text":
             empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -669,7 +669,7 @@ def stream_messages(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
         yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": empty}
         yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    end = {"stop_reason": rendered["stop_reason"], "stop_sequence": rendered["stop_sequence"]}
     yield "message_delta", {"type": "message_delta", "delta": end, "usage": {"output_tokens": usage["output_tokens"]}}
     yield "message_stop", {"type": "message_stop"}
 
@@ -680,8 +680,10 @@ def _anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-CHAT = Format("/v1/chat/completions", parse_chat, render_chat, stream_chat, _openai_error, "[DONE]")
-COMPLETIONS = Format("/v1/completions", parse_completion, render_completion, stream_completion, _openai_error, "[DONE]")
-RESPONSES = Format("/v1/responses", parse_response, render_response, stream_response, _openai_error)
-MESSAGES = Format("/v1/messages", parse_messages, render_messages, stream_messages, _anthropic_error)
+CHAT = ApiFormat("/v1/chat/completions", parse_chat, render_chat, stream_chat, _openai_error, "[DONE]")
+COMPLETIONS = ApiFormat(
+    "/v1/completions", parse_completion, render_completion, stream_completion, _openai_error, "[DONE]"
+)
+RESPONSES = ApiFormat("/v1/responses", parse_response, render_response, stream_response, _openai_error)
+MESSAGES = ApiFormat("/v1/messages", parse_messages, render_messages, stream_messages, _anthropic_error)
 FORMATS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from policygrad.errors import ConfigError, PolicygradError, import_optional
-from policygrad.proxy.formats import FORMATS, RESPONSES, ApiError, ChatReply, ChatRequest, Event, Format
+from policygrad.proxy.formats import FORMATS, RESPONSES, ApiError, ApiFormat, ChatReply, ChatRequest, Event
 
 Handler = Callable[[ChatRequest], "Future[ChatReply]"]
 """Answers a request, from any thread. The future may raise ApiError."""
@@ -116,7 +116,7 @@ class Proxy:
             model = {"id": self.model, "object": "model", "created": 0, "owned_by": "policygrad"}
             return JSONResponse({"object": "list", "data": [model]})
 
-        def make_route(api: Format) -> Route:
+        def make_route(api: ApiFormat) -> Route:
             async def answer(request: Request) -> Response:
                 try:
                     key, handler = self._authenticate(request.headers)
@@ -200,7 +200,7 @@ async def _read_body(request: Any) -> dict[str, Any]:
     return body
 
 
-def _stream(api: Format, request: ChatRequest, future: Future[ChatReply]) -> Any:
+def _stream(api: ApiFormat, request: ChatRequest, future: Future[ChatReply]) -> Any:
     """Return a response that sends a completion as server-sent events once it is sampled, and comments until then."""
     from starlette.responses import StreamingResponse
 

@@ -193,7 +193,7 @@ class _Episode:
         self.tokens_left = spec.max_tokens
         self.reward: float | None = None
         self.metrics = dict[str, float]()
-        self._own_seconds, self._checked = 0.0, 0.0
+        self._seconds, self._checked = 0.0, 0.0
 
     def start(self) -> None:
         """Start the program."""
@@ -210,12 +210,12 @@ class _Episode:
         if self.is_over or self.program is None:
             return
         config, program = self.rollout.program, self.program
-        self._own_seconds += 0.0 if self.num_pending else now - self._checked
+        self._seconds += 0.0 if self.num_pending else now - self._checked
         self._checked = now
         code = program.poll()
         if code is not None:
             self._end(code)
-        elif self._own_seconds > config.max_seconds:
+        elif self._seconds > config.max_seconds:
             self._fail("slow", f"exceeded {config.max_seconds:g} s of its own (max_seconds)")
         elif program.output_bytes > config.max_output:
             self._fail("output", f"printed more than {config.max_output} bytes (max_output)")
@@ -343,7 +343,7 @@ class _Episode:
         if values.get("reward") is not None:
             self.reward = float(values["reward"])
         if self.rollout.program.reward_command:
-            self.is_judging, self._own_seconds = True, 0.0
+            self.is_judging, self._seconds = True, 0.0
             self.program.start_reward_command()
             return
         self._finish()

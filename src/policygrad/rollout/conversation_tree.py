@@ -215,9 +215,9 @@ class ConversationTree:
         stack = list(self.roots)
         while stack:
             run = stack.pop()
-            own = run.segment.tokens
-            length = min(len(own), len(ids) - run.start)
-            differs = (own[:length] != ids[run.start : run.start + length]).nonzero()
+            tokens = run.segment.tokens
+            length = min(len(tokens), len(ids) - run.start)
+            differs = (tokens[:length] != ids[run.start : run.start + length]).nonzero()
             reached = run.start + (int(differs[0]) if len(differs) else length)
             if reached > shared:
                 best, shared = run, reached

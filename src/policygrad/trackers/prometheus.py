@@ -27,7 +27,7 @@ FIXED = {
 """Metrics beside those of the steps, without prefix and suffix, and their description."""
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_metrics_port(text: str) -> tuple[str, int]:
     """Return host and port of `9100`, `0.0.0.0:9100` or `[::]:9100`.
 
     Raises:
@@ -45,7 +45,7 @@ class PrometheusMetrics(Tracker):
     """Serves the newest value of every metric as a gauge at http://HOST:PORT/metrics, until it is closed.
 
     Args:
-        address: As `parse_address` reads it; port 0 = any free one, which `port` says.
+        address: As `parse_metrics_port` reads it; port 0 = any free one, which `port` says.
 
     Raises:
         ConfigError: prometheus_client is not installed, or the address is not available.
@@ -130,7 +130,7 @@ def serve_metrics(collect: Callable[[], Iterator[Any]], address: str) -> tuple[i
     """
     from prometheus_client import CollectorRegistry, start_http_server
 
-    host, port = parse_address(address)
+    host, port = parse_metrics_port(address)
 
     class Collector:
         def collect(self) -> Iterator[Any]:

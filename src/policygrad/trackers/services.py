@@ -19,7 +19,7 @@ from urllib.parse import urlparse
 from policygrad.errors import ConfigError, install_command
 from policygrad.trackers.base import RunInfo, Tracker, choose_sample, format_prompt
 from policygrad.trackers.opentelemetry import OpenTelemetry
-from policygrad.trackers.prometheus import parse_address
+from policygrad.trackers.prometheus import parse_metrics_port
 from policygrad.trackers.trace import DEFAULT_TRACE_MIB, MIN_TRACE_MIB, TraceFile
 
 SERVICES = {"mlflow": "MLflow", "tensorboard": "TensorBoard", "trackio": "Trackio", "wandb": "WandB"}
@@ -50,7 +50,7 @@ def check_tracking(names: Sequence[str], trace_mib: int, metrics_port: str | Non
     if trace_mib < MIN_TRACE_MIB:
         raise ConfigError(f"trace_mib must be at least {MIN_TRACE_MIB}, not {trace_mib}")
     if metrics_port is not None:
-        parse_address(metrics_port)
+        parse_metrics_port(metrics_port)
 
 
 def create_trackers(names: Sequence[str], trace_mib: int = DEFAULT_TRACE_MIB) -> list[Tracker]:

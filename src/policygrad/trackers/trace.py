@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from policygrad.errors import RunError
 from policygrad.trackers.base import RunInfo, Tracker
 from policygrad.utils.filesystem import read_lines
-from policygrad.utils.spans import MAX_LANES, Recorder, SpanRecord, current_recorder
+from policygrad.utils.spans import MAX_LANES, SpanRecord, SpanRecorder, current_recorder
 
 TRACE_FILE = "trace.json"
 DEFAULT_TRACE_MIB, MIN_TRACE_MIB = 256, 4
@@ -34,7 +34,7 @@ class SpanTracker(Tracker):
     """Base class of trackers that receive a run's spans: while a run has one, spans are recorded. Override `write`."""
 
     records_spans: ClassVar[bool] = True
-    _recorder: Recorder | None = None
+    _recorder: SpanRecorder | None = None
 
     def start(self, info: RunInfo) -> None:
         self._recorder = recorder = current_recorder()

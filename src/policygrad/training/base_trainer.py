@@ -38,7 +38,7 @@ from policygrad.training.provenance import Fingerprint, compare_fingerprints, li
 from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.garbage import paused_garbage_collection
-from policygrad.utils.spans import Recorder, is_recording, span, start_recording, stop_recording
+from policygrad.utils.spans import SpanRecorder, is_recording, span, start_recording, stop_recording
 
 if TYPE_CHECKING:
     from policygrad.training.distributed import ShardedCheckpointIO
@@ -236,7 +236,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 trackers.append(stack.enter_context(PrometheusMetrics(self.config.metrics_port)))
             self.trackers = CompositeTracker(trackers)
             if any(tracker.records_spans for tracker in trackers):
-                start_recording(Recorder())
+                start_recording(SpanRecorder())
                 stack.callback(stop_recording)
             stack.enter_context(self.stopping)
             if resume is not None:

@@ -33,7 +33,7 @@ from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.setup import Resources
 from policygrad.utils.signals import defer_signals
-from policygrad.utils.spans import Recorder, current_recorder, span, start_recording
+from policygrad.utils.spans import SpanRecorder, current_recorder, span, start_recording
 from policygrad.weight_sync.base import PublishedWeights
 
 POLL_SECONDS = 0.02  # seconds between checks whether all processes have written their shards
@@ -187,7 +187,7 @@ def restore_shard(learner: FsdpLearner, path: Path, tensors: Mapping[str, Tensor
 def start_rank_recording(learner: FsdpLearner) -> None:
     """In every rank: record spans, which rank 0 does already."""
     if rank := learner.workers.rank:
-        start_recording(Recorder(f"rank {rank}"))
+        start_recording(SpanRecorder(f"rank {rank}"))
 
 
 def gather_spans(learner: FsdpLearner) -> None:

@@ -1,6 +1,6 @@
 """Spans: where the time of a run goes. `with span("rollout", step=3):` measures a block, and records it while a trace is on.
 
-A `Recorder` is on between `start_recording` and `stop_recording`; without one a span reads a clock twice and does nothing else.
+A `SpanRecorder` is on between `start_recording` and `stop_recording`; without one a span reads a clock twice and does nothing else.
 Spans nest by context, so that those of threads and of asyncio tasks do not mix. Viewers require that the spans of one row nest
 too (https://perfetto.dev/docs/faq, "overlapping events"): concurrent ones of a track get rows, called lanes here, of their own.
 """
@@ -106,7 +106,7 @@ def is_recording() -> bool:
     return _recorder is not None
 
 
-class Recorder:
+class SpanRecorder:
     """Collects a process's finished spans and passes them on about once a second.
 
     Args:
@@ -214,7 +214,7 @@ class Recorder:
             raise error
 
 
-def start_recording(recorder: Recorder) -> Recorder:
+def start_recording(recorder: SpanRecorder) -> SpanRecorder:
     """Record the spans that begin from now on, of all threads."""
     global _recorder
     _recorder = recorder
@@ -227,7 +227,7 @@ def stop_recording() -> None:
     _recorder = None
 
 
-def current_recorder() -> Recorder | None:
+def current_recorder() -> SpanRecorder | None:
     """Return the recorder that is on."""
     return _recorder
 
@@ -252,7 +252,7 @@ class _Track:
         return len(self.lanes) - 1
 
 
-_recorder: Recorder | None = None
+_recorder: SpanRecorder | None = None
 _current: ContextVar[Span | None] = ContextVar("span", default=None)
 _ID_MASK = 2**64 - 1
 _ids = itertools.count(secrets.randbits(64), 0x9E3779B97F4A7C15)  # spread over 64 bits: neighbours share no prefix
