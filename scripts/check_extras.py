@@ -190,6 +190,17 @@ import policygrad as pg
 TOOLS = pg.ToolUse((pg.McpTools([sys.executable, "server.py"]),), lambda answer, example: float(len(answer)))
 """
 
+AGENT = """
+import json, os, urllib.request
+
+
+def main(example):
+    body = json.dumps({"prompt": example["prompt"], "max_tokens": 8}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, headers)
+    return float(len(json.load(urllib.request.urlopen(request))["choices"][0]["text"]) % 2)
+"""
+
 CASES = (
     Case(
         "math",
@@ -222,6 +233,12 @@ CASES = (
         "`train --environment tools.py:TOOLS`, the tools of an MCP server",
         (*TRAIN, "--environment", "tools.py:TOOLS"),
         files={"server.py": MCP_SERVER, "tools.py": MCP_TOOLS},
+    ),
+    Case(
+        "proxy",
+        "`train --environment agent:…`",
+        (*TRAIN, "--environment", "agent:agent.py:main"),
+        files={"agent.py": AGENT},
     ),
     Case(
         "openenv",
