@@ -48,6 +48,8 @@ def test_the_agent_is_trained_evaluated_and_resumed(
     steps = [row for row in rows(Path("runs/grpo-1/metrics.jsonl")) if "environment/calls" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(row["environment/calls"] == 1.0 for row in steps)
+    code, out, _ = run_command("verify", "runs/grpo-1")
+    assert code == 0, out
     code, _, err = run_command(*evaluate[1:], "--problems", "2", "--samples", "1")
     assert code == 0, err
 
