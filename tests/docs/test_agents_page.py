@@ -76,6 +76,8 @@ def test_a_model_alone_is_served_to_the_agent(folder: Path) -> None:
 
 def test_the_page_s_options_and_paths_are_those_of_the_code(folder: Path) -> None:
     Path("broken-repository").mkdir()
+    Path("agents/bin").mkdir(parents=True)
+    Path("agents/bin/python").symlink_to(sys.executable)
     namespace: dict[str, object] = {}
     for name in ("repair", "smolagents"):
         exec(BLOCKS[name], namespace)

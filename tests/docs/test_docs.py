@@ -68,6 +68,7 @@ def test_every_file_is_in_the_tree_and_every_room_in_the_picture() -> None:
         "pages",
         "papers",
         "planning",
+        "proxy",
         "sandbox",
         "serve",
         "utils",

@@ -323,7 +323,7 @@ def evaluate_known(options: EvalOptions, args: list[str], folder: Path | None) -
         if not options.json:
             print_benchmark(reports[-1], outcomes, options.show)
     if options.json:
-        print(json.dumps({"benchmarks": reports}, ensure_ascii=False))
+        print_json({"benchmarks": reports})
     elif len(reports) > 1:
         print_summary(reports)
     return 0
@@ -401,7 +401,7 @@ def print_benchmarks(*, as_json: bool) -> None:
     """Print all benchmarks: their size, data, grader and sampling."""
     known = load_benchmarks()
     if as_json:
-        print(json.dumps({"benchmarks": [asdict(benchmark) for benchmark in known.values()]}, ensure_ascii=False))
+        print_json({"benchmarks": [asdict(benchmark) for benchmark in known.values()]})
         return
     rows = [("benchmark", "problems", "data", "grader", "samples", "temperature", "tokens")]
     for benchmark in known.values():

@@ -143,6 +143,13 @@ class EvalRow(_EvalPass):
     notes: list[str]
 
 
+class EvalBenchmarks(TypedDict):
+    """With --benchmark: an object for each, or with `list` what is known of each."""
+
+    benchmarks: list[Mapping[str, Any]]
+    """docs/known-benchmarks.md lists the fields."""
+
+
 _DifferencePass = TypedDict("_DifferencePass", {"pass": Mapping[str, Estimate]})
 
 
@@ -463,7 +470,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "train": RUN_EVENTS,
     "sft": RUN_EVENTS,
     "reward-model": RUN_EVENTS,
-    "eval": (f"{_THIS}:EvalRow", f"{_THIS}:EvalModels"),
+    "eval": (f"{_THIS}:EvalRow", f"{_THIS}:EvalModels", f"{_THIS}:EvalBenchmarks"),
     "serve": (f"{_THIS}:Serving", f"{_THIS}:ServerStopped"),
     "proxy": (f"{_THIS}:Serving", f"{_THIS}:ServerStopped"),
     "engine": (f"{_THIS}:EngineCommand", f"{_THIS}:EngineInstalled", f"{_THIS}:EngineCheck"),
