@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import policygrad as pg
 from doubles.scripted_sampler import conversation
 from doubles.templates import ENDS, tokenizer
+from policygrad.environments.tools import Tool
 from policygrad.models.chat_template import render
 from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.trajectory import TRAIN, EpisodeSpec
@@ -137,11 +138,10 @@ def test_a_tool_is_called_and_answered_in_the_template_s_own_words(name: str) ->
     )
     before, after = (request.prompt_ids for request in sampler.asked)
     assert torch.equal(after, torch.cat([before, first.tokens, answer.tokens]))
-    schema = list(pg.ToolUse((add,))(ASKED).tools["add"].schema["function"]["parameters"]["properties"])  # type: ignore[attr-defined]
-    assert all(f'"{word}"' in own.hf.decode(before) for word in schema)
+    schema = Tool.from_function(add).schema
+    assert all(f'"{word}"' in own.hf.decode(before) for word in schema["function"]["parameters"]["properties"])
     messages = [*ASKED.prompt, {"role": "assistant", "content": call}, {"role": "tool", "content": "3"}]
-    tools = [tool.schema for tool in pg.ToolUse((add,))(ASKED).tools.values()]  # type: ignore[attr-defined]
-    assert own.hf.decode(after) == render(own, messages, generation_prompt=True, tools=tools)  # type: ignore[arg-type]
+    assert own.hf.decode(after) == render(own, messages, generation_prompt=True, tools=[schema])  # type: ignore[arg-type]
 
 
 def test_reasoning_stays_while_tools_are_called() -> None:
