@@ -83,7 +83,7 @@ def test_the_page_s_options_and_paths_are_those_of_the_code(folder: Path) -> Non
         exec(BLOCKS[name], namespace)
     assert isinstance(namespace["REPAIR"], AgentProgram)
     defaults = AgentProgram("true")
-    for name in ("max_calls", "max_seconds"):
+    for name in ("max_calls", "max_processes"):
         assert re.search(rf"^\| `{name}`.*\| {getattr(defaults, name):g} \|", PAGE, re.MULTILINE)
     assert all(f"`{api.path}`" in PAGE for api in FORMATS)
     assert f"`concurrency` programs ({defaults.concurrency})" in PAGE

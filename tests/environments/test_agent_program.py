@@ -17,13 +17,14 @@ import torch
 
 import policygrad as pg
 from doubles import agents
-from policygrad.environments.agent_program import AgentProgram, list_episode_processes
+from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import code_references, resolve_environment
 from policygrad.models.chat_template import render_ids
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
 from policygrad.samplers.base import Generation, Request
+from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
 
 FILE = Path(agents.__file__)
 EXAMPLE = pg.Example([{"role": "user", "content": "Solve for q: 7*q + 4 = 39"}], {"answer": "5"})
@@ -160,15 +161,17 @@ def test_a_program_that_hangs_is_killed_and_its_wait_for_completions_does_not_co
         now[0] += 0.1 if now[0] >= 1000 else 0.0  # nothing that comes before the first completion counts
         return now[0]
 
-    program = AgentProgram(function=f"{FILE}:hang", max_seconds=60)
+    program = AgentProgram(function=f"{FILE}:hang")
     spec = EpisodeSpec(EXAMPLE, (0, TRAIN, 1, 0), 8)
     sampler = Slow.from_tokenizer(model, encoder)
     sampling = pg.SamplingParams(max_tokens=8)
-    work = run_agent_episodes([spec], 1, sampling, sampler=sampler, encoder=encoder, program=program, clock=clock)
+    work = run_agent_episodes(
+        [spec], 1, sampling, sampler=sampler, encoder=encoder, program=program, timeout=60, clock=clock
+    )
     (group,) = asyncio.run(work)
     program.close()
     (trajectory,) = group.trajectories
-    assert "exceeded 60 s of its own (max_seconds)" in trajectory.failure
+    assert "exceeded 60 s of its own (--environment.timeout)" in trajectory.failure
     assert trajectory.metrics == {"calls": 1.0, "program_slow": 1.0}
 
 
@@ -187,7 +190,6 @@ def test_no_process_outlives_its_episode(tmp_path: Path) -> None:
     pid = int((tmp_path / "pid").read_text())
     status = Path(f"/proc/{pid}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
-    assert not list_episode_processes()
 
 
 def test_a_rollout_in_which_no_program_asks_is_an_error() -> None:
@@ -255,8 +257,42 @@ def test_names_of_the_command_line_and_the_code_that_they_bring_in(
     program = resolve_environment("program:./run.sh --fast")
     assert isinstance(program, AgentProgram)
     assert program.command == "./run.sh --fast"
-    assert code_references("program:./run.sh --fast") == [str(tmp_path / "run.sh")]
+    assert code_references("program:./run.sh --fast") == ["program:./run.sh --fast"]
     function = resolve_environment("agent:mine.py:main")
     assert isinstance(function, AgentProgram)
     assert function.function == "mine.py:main"
     assert code_references("agent:mine.py:main") == ["mine.py"]
+
+
+class Broken(pg.LocalSampler):
+    """A server that answers calls at once, and then with an error."""
+
+    serves_concurrently = True
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        raise pg.EngineError("the server is gone")
+
+
+def test_an_error_of_the_sampler_ends_the_rollout_even_where_calls_are_concurrent() -> None:
+    model, encoder = loaded()
+    program = AgentProgram(function=f"{FILE}:one_answer")
+    spec, sampling = EpisodeSpec(EXAMPLE, (0, TRAIN, 1, 0), 8), pg.SamplingParams(max_tokens=8)
+    sampler = Broken.from_tokenizer(model, encoder)
+    with pytest.raises(pg.EngineError, match="the server is gone"):
+        asyncio.run(run_agent_episodes([spec], 2, sampling, sampler=sampler, encoder=encoder, program=program))
+    program.close()
+
+
+def test_a_file_cannot_bring_in_a_program_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("program:sh -c id", "program:./run.sh"):
+        data, file = {"environment": name}, tmp_path / "runs" / "run.toml"
+        with pytest.raises(pg.ConfigError, match="--allow-code '?program:"):
+            check_permissions(data, file, NO_PERMISSIONS)
+        check_permissions(data, file, CodePermissions((name,)))
+    (tmp_path / "mine.py").write_text("def main(example): ...\n")
+    check_permissions({"environment": "agent:mine.py:main"}, tmp_path / "runs" / "run.toml", NO_PERMISSIONS)
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere.py"
+    elsewhere.write_text("def main(example): ...\n")
+    with pytest.raises(pg.ConfigError, match="--allow-code"):
+        check_permissions({"environment": f"agent:{elsewhere}:main"}, tmp_path / "runs" / "run.toml", NO_PERMISSIONS)

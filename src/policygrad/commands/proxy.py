@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
-from policygrad.errors import ConfigError, PolicygradError
+from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg
 
 HELP = (
@@ -24,6 +24,8 @@ HELP = (
     "seed. In training the run's temperature is used, here the request's.",
 )
 KEY = "policygrad"
+MAX_TURNS = 10_000
+"""Completions whose tokens are kept, so that later requests continue them."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,16 @@ class _Model:
             for request, future in waiting:
                 try:
                     future.set_result(self._answer(request))
-                except (PolicygradError, Exception) as error:  # the server answers with it, and goes on
+                except Exception as error:  # the server answers with it, and goes on
                     future.set_exception(error)
 
     def _answer(self, request: Any) -> Any:
         from policygrad.proxy.formats import ApiError, ChatReply
+        from policygrad.rollout.conversation_tree import ConversationTree
         from policygrad.samplers.base import Request, SamplingParams
 
+        if self.tree.num_turns >= MAX_TURNS:
+            self.tree = ConversationTree(self.encoder, "a request")
         turn = self.tree.open_turn(request)
         limit = request.max_tokens or self.options.max_tokens
         if self.encoder.context_length is not None:

@@ -62,8 +62,9 @@ class AgentProgram:
     """A command that runs in the episode's folder after the program: exit code 0 is the reward 1, any other 0."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
-    max_seconds: float = 300.0
-    """Seconds of an episode, not counting those in which the program waits for completions; likewise of the reward command."""
+    max_seconds: float | None = None
+    """Seconds of an episode, not counting those in which the program waits for completions; likewise of the reward command. None =
+    those of --environment.timeout."""
     max_calls: int = 64
     """Completions that an episode may request."""
     max_processes: int = 64
@@ -87,7 +88,10 @@ class AgentProgram:
         for name, minimum in (("max_calls", 1), ("max_processes", 1), ("max_output", 1), ("concurrency", 1)):
             if getattr(self, name) < minimum:
                 raise ConfigError(f"AgentProgram: {name} must be at least {minimum}, not {getattr(self, name)}")
-        if not 0 < self.max_seconds < math.inf or not 0 <= self.batch_seconds < math.inf:
+        if (
+            not 0 < (1.0 if self.max_seconds is None else self.max_seconds) < math.inf
+            or not 0 <= self.batch_seconds < math.inf
+        ):
             raise ConfigError("AgentProgram: max_seconds must be above 0, batch_seconds at least 0, and both finite")
         if self.function and not self.function.rpartition(":")[0]:
             raise ConfigError(f"AgentProgram: function {self.function!r} must be FILE.py:NAME or MODULE:NAME")

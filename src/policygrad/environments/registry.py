@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
-from policygrad.environments.agent_program import AgentProgram, split_command
+from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.base import Observation
 from policygrad.errors import ConfigError
 from policygrad.tasks.base import Example, Prompt
@@ -79,15 +79,15 @@ def code_references(name: str) -> list[str]:
     """Return the modules, files and addresses that an environment's or a task's name refers to, which need permission.
 
     Games of TextArena and Gymnasium's own environments need none. `gymnasium:MODULE:ID` imports a module, `verifiers:ID` a
-    package, a server of OpenEnv or of the Model Context Protocol sees the model's output, and `mcp:COMMAND` runs a program: the
-    complete name stands for that.
+    package, a server of OpenEnv or of the Model Context Protocol sees the model's output. `mcp:COMMAND` and `program:COMMAND` run a
+    program: the complete name stands for that.
     """
     parts = split_environment_name(name)
     if parts is None:
         return [name.rpartition(":")[0] or name]
     family, target = parts
     if family == PROGRAM:
-        return split_command(target)[:1]
+        return [name]
     if family == FUNCTION:
         return [target.rpartition(":")[0]]
     if family == "openenv":

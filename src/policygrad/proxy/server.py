@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -42,7 +43,7 @@ class Proxy:
     def __init__(self, host: str = "127.0.0.1", port: int = 0, model: str = "policy") -> None:
         self.model = model
         self._handlers: dict[str, Handler] = {}
-        self._pending: dict[str, int] = {}
+        self._pending, self._lock = Counter[str](), threading.Lock()
         self._responses: dict[tuple[str, str], list[Any]] = {}
         """By key and id: the input items of a response and its output, which a later request may continue by
         `previous_response_id`."""
@@ -124,7 +125,8 @@ class Proxy:
                     if api is RESPONSES:
                         body = self._with_earlier_items(key, body)
                     parsed = api.parse(body)
-                    future = self._submit(key, handler, replace(parsed, model=parsed.model or self.model))
+                    parsed = replace(parsed, model=parsed.model or self.model)
+                    future = self._submit(key, handler, parsed)
                     if parsed.stream:
                         return _stream(api, parsed, future)  # type: ignore[no-any-return]
                     reply = await asyncio.wrap_future(future)
@@ -154,19 +156,21 @@ class Proxy:
         )
 
     def _submit(self, key: str, handler: Handler, request: ChatRequest) -> Future[ChatReply]:
-        if self._pending.get(key, 0) >= MAX_PENDING:
-            raise ApiError(
-                f"{MAX_PENDING} requests of this key wait already: send fewer at once", 429, "rate_limit_exceeded"
-            )
-        self._pending[key] = self._pending.get(key, 0) + 1
+        with self._lock:
+            if self._pending[key] >= MAX_PENDING:
+                raise ApiError(
+                    f"{MAX_PENDING} requests of this key wait already: send fewer at once", 429, "rate_limit_exceeded"
+                )
+            self._pending[key] += 1
         future = handler(request)
         future.add_done_callback(lambda _: self._release(key))
         return future
 
     def _release(self, key: str) -> None:
-        self._pending[key] -= 1
-        if not self._pending[key]:
-            del self._pending[key]
+        with self._lock:  # a future may be done in another thread
+            self._pending[key] -= 1
+            if not self._pending[key]:
+                del self._pending[key]
 
     def _with_earlier_items(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
         """Put the items of the response that a request continues before its own."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from policygrad.environments.agent_program import AgentProgram, RunningProgram, list_episode_processes
-from policygrad.environments.base import CONTEXT, FAILED, TOKENS
-from policygrad.errors import EngineError, ModelError, PolicygradError
+from policygrad.environments.base import CONTEXT, DEFAULT_TIMEOUT, FAILED, TOKENS
+from policygrad.errors import EngineError, PolicygradError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
 from policygrad.proxy.server import Proxy
@@ -47,20 +47,25 @@ async def run_agent_episodes(
     sampler: Sampler,
     encoder: Tokenizer,
     program: AgentProgram,
+    timeout: float = DEFAULT_TIMEOUT,
     progress: ProgressCallback = ignore_progress,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[EpisodeGroup]:
     """Run a program `samples_per_prompt` times for each spec; one group per spec, in their order.
 
+    timeout: Seconds that an episode's program may take for itself, if it sets none.
+
     Raises:
         EngineError: No program of this rollout has requested a completion.
     """
-    rollout = _Rollout(sampling, sampler, encoder, program, clock)
+    rollout = _Rollout(sampling, sampler, encoder, program, timeout, clock)
     groups = [[_Episode(spec, sample, rollout) for sample in range(samples_per_prompt)] for spec in specs]
     episodes = [episode for group in groups for episode in group]
     try:
         await rollout.run(episodes, progress)
     finally:
+        for task in rollout.tasks:
+            task.cancel()
         processes = list_episode_processes()
         for episode in episodes:
             episode.close(processes)
@@ -89,16 +94,20 @@ class _Rollout:
         sampler: Sampler,
         encoder: Tokenizer,
         program: AgentProgram,
+        timeout: float,
         clock: Callable[[], float],
     ) -> None:
         self.clock = clock
+        self.max_seconds = timeout if program.max_seconds is None else program.max_seconds
         self.sampling, self.sampler, self.encoder, self.program = sampling, sampler, encoder, program
         self.proxy, self.loop = shared_proxy(), asyncio.get_running_loop()
         self.waiting: list[_Call] = []
         self.last_arrival = clock()
         self.contexts = dict[bytes, Tensor]()  # equal contexts as one tensor, which a sampler reads once
         self.samples_at_once = isinstance(sampler, SupportsConcurrentCalls) and sampler.serves_concurrently
-        self._tasks = set[asyncio.Task[None]]()
+        self.tasks = set[asyncio.Task[None]]()
+        self.error: Exception | None = None
+        """One that no program has caused, which ends the rollout."""
 
     async def run(self, episodes: Sequence[_Episode], progress: ProgressCallback) -> None:
         """Run all episodes, at most `concurrency` at a time."""
@@ -109,6 +118,8 @@ class _Rollout:
             while unstarted and len(running) < self.program.concurrency:
                 running.append(unstarted.pop())
                 running[-1].start()
+            if self.error is not None:
+                raise self.error
             now = self.clock()
             processes = list_episode_processes() if now >= next_scan else None
             next_scan = now + PROCESS_SCAN_SECONDS if processes is not None else next_scan
@@ -122,8 +133,8 @@ class _Rollout:
             if self.waiting and self._is_time(running, now):
                 calls, self.waiting = self.waiting, []
                 if self.samples_at_once:
-                    self._tasks.add(task := asyncio.create_task(self._sample(calls)))
-                    task.add_done_callback(self._tasks.discard)
+                    self.tasks.add(task := asyncio.create_task(self._sample(calls)))
+                    task.add_done_callback(self.tasks.discard)
                 else:
                     await self._sample(calls)
                 continue
@@ -142,7 +153,7 @@ class _Rollout:
         return all(episode.num_pending for episode in running)
 
     async def _sample(self, calls: Sequence[_Call]) -> None:
-        """Sample for some calls and answer them. A sampler's error ends the rollout."""
+        """Sample for some calls and answer them. An error ends the rollout."""
         calls = sorted(calls, key=lambda call: call.order)  # as in any other run, whoever came first
         pairs = [(call, request) for call in calls for request in call.requests]
         try:
@@ -150,10 +161,10 @@ class _Rollout:
                 generations = iter(await self.sampler.generate([request for _, request in pairs]))
             for call in calls:
                 call.answer([next(generations) for _ in call.requests])
-        except PolicygradError as error:
+        except Exception as error:
             for call in calls:
-                call.fail(ApiError(str(error), 500, "server_error"))
-            raise
+                call.fail(ApiError(str(error), 403, "server_error"))
+            self.error = error
 
     def share(self, ids: Tensor) -> Tensor:
         """Return one tensor for all equal contexts."""
@@ -168,15 +179,19 @@ class _Call:
         self.order = requests[0].key
 
     def answer(self, generations: Sequence[Generation]) -> None:
-        """Add the completions to the episode and send them."""
+        """Add the completions to the episode and send them, unless its program has ended in the meantime."""
         self.episode.num_pending -= 1
+        if self.episode.is_over:
+            self.future.set_exception(ApiError("the episode is over", 403, "episode_over"))
+            return
         choices = tuple(self.episode.add(self.turn, generation) for generation in generations)
         self.future.set_result(ChatReply(choices, tuple(self.turn.context_ids.tolist())))
 
     def fail(self, error: ApiError) -> None:
-        """Send an error instead."""
-        self.episode.num_pending -= 1
-        self.future.set_exception(error)
+        """Send an error instead, unless it is answered."""
+        if not self.future.done():
+            self.episode.num_pending -= 1
+            self.future.set_exception(error)
 
 
 class _Episode:
@@ -215,8 +230,8 @@ class _Episode:
         code = program.poll()
         if code is not None:
             self._end(code)
-        elif self._seconds > config.max_seconds:
-            self._fail("slow", f"exceeded {config.max_seconds:g} s of its own (max_seconds)")
+        elif self._seconds > self.rollout.max_seconds:
+            self._fail("slow", f"exceeded {self.rollout.max_seconds:g} s of its own (--environment.timeout)")
         elif program.output_bytes > config.max_output:
             self._fail("output", f"printed more than {config.max_output} bytes (max_output)")
         elif processes is not None and len(processes.get(self.key, ())) > config.max_processes:
@@ -224,7 +239,11 @@ class _Episode:
 
     def close(self, processes: Mapping[str, Sequence[int]]) -> None:
         """End the program, whatever it does, and those of the `processes` that are the episode's."""
+        self.is_over = True
         self.rollout.proxy.remove(self.key)
+        for call in [call for call in self.rollout.waiting if call.episode is self]:
+            self.rollout.waiting.remove(call)
+            call.fail(ApiError("the episode is over", 403, "episode_over"))
         program, self.program = self.program, None
         if program is not None:
             program.close(processes.get(self.key, ()))
@@ -244,7 +263,7 @@ class _Episode:
             torch.cat([torch.empty(0, dtype=torch.int64), *(s.visible_tokens for s in segments)])
         )
         turns: list[float | None] = [None] * self.tree.num_turns
-        if turns:
+        if turns:  # the episode's reward stands at the end of its last text
             turns[-1] = self.reward
         failed = bool(self.failure) and self.reward is None
         return Trajectory(
@@ -272,9 +291,12 @@ class _Episode:
             turn, requests = self._prepare(request)
         except ApiError as error:
             future.set_exception(error)
-        except (ModelError, PolicygradError) as error:
+        except PolicygradError as error:  # the chat template refuses the messages
             self._count("refused")
             future.set_exception(ApiError(str(error)))
+        except Exception as error:
+            self.rollout.error = error
+            future.set_exception(ApiError(str(error), 403, "server_error"))
         else:
             self.num_pending += 1
             self.rollout.last_arrival = self.rollout.clock()
@@ -288,7 +310,7 @@ class _Episode:
         if self.num_calls + count > config.max_calls:
             self.stop_reason = CALLS
             raise ApiError(
-                f"the episode may request {config.max_calls} completions (max_calls)", 400, "calls_exhausted"
+                f"the episode may request {config.max_calls} completions (max_calls)", 403, "calls_exhausted"
             )
         if self.tokens_left < count:
             self.stop_reason, self.truncated = TOKENS, True
@@ -361,9 +383,6 @@ class _Episode:
         self._count(f"program_{kind}")
         self.reward = self.rollout.program.failure_reward if self.tree.num_turns else None
         self.stop_reason, self.is_over = FAILED, True
-        for call in [call for call in self.rollout.waiting if call.episode is self]:
-            self.rollout.waiting.remove(call)
-            call.fail(ApiError("the episode is over", 403, "episode_over"))
 
 
 def _make_group(spec: EpisodeSpec, episodes: Sequence[_Episode], encoder: Tokenizer) -> EpisodeGroup:

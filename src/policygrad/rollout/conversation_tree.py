@@ -115,11 +115,14 @@ class ConversationTree:
                 raise ApiError(f"the prompt has the token id {int(ids.max())}, and the vocabulary has {size}")
             return Turn(ids, self._place(ids), request, "", tuple(request.prompt))
         prompt: Any = request.prompt
-        tools, last = _canonical(request.tools), self._find_reply(request)
+        messages: Any
+        last = self._find_reply(request)
         if last is not None:
             new = prompt[len(last.keys) :]
             before = last.messages
-            messages = f"{before}{last.text}{new}" if isinstance(before, str) else (*before, _reply_message(last), *new)
+            messages = f"{before}{last.text}{new}"
+            if not isinstance(before, str):
+                messages = (*before, {"role": "assistant", "content": last.text}, *new)
             context = last.run.text(last.run.start + last.length)
             state = new if isinstance(new, str) else _canonical(new)
             try:
@@ -134,7 +137,7 @@ class ConversationTree:
         if isinstance(prompt, str):
             ids = self.encoder.encode(prompt, 1, self.source).ids
             return Turn(ids, self._place(ids), request, prompt, prompt)
-        messages = self._restore_replies(prompt, tools)
+        messages = self._restore_replies(prompt)
         replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if replies:
             return self._rewrite(messages, len(messages) - 1 - replies[-1], request, _canonical(prompt))
@@ -262,7 +265,7 @@ class ConversationTree:
             ]
         return max(candidates, key=lambda reply: len(reply.keys), default=None)
 
-    def _restore_replies(self, messages: Sequence[Message], tools: str) -> tuple[Message, ...]:
+    def _restore_replies(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return a program's messages with the replies that it repeats as the policy wrote them."""
         texts = {r.keys[-1]: r.text for r in self._replies if not isinstance(r.keys, str)}
         reads_calls = supports_tools(get_chat_template(self.encoder.hf))
@@ -304,10 +307,6 @@ def cut_at_stop(encoder: Tokenizer, generation: Generation, stop: Sequence[str])
         None if mask is None else mask.select(chosen),
     )
     return cut, text[:place], word, before
-
-
-def _reply_message(reply: _Reply) -> Message:
-    return {"role": "assistant", "content": reply.text}
 
 
 def _message_key(message: Message) -> Hashable:

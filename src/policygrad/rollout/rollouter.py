@@ -158,6 +158,7 @@ class Rollouter:
                     sampler=self.sampler,
                     encoder=self.tokenizer,
                     program=self.environment,
+                    timeout=self.timeout,
                     progress=self.progress,
                 )
             )

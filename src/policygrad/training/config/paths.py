@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from policygrad.environments.registry import FUNCTION, code_references
 from policygrad.errors import ConfigError, RunError
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.rewards.resolve import find_code, resolve_with_paths
@@ -119,8 +120,8 @@ def check_files_exist(config: C) -> None:
             files += [(option, p) for p in parts if p.endswith(_DATA_SUFFIXES) and not p.startswith(HUB_PREFIX)]
     for option in ("row_map", "environment"):
         name = getattr(resolved, option, None)
-        if isinstance(name, str) and (path := name.rpartition(":")[0]).endswith(".py"):
-            files.append((option, path))
+        if isinstance(name, str) and (path := code_references(name)[:1]) and path[0].endswith(".py"):
+            files.append((option, path[0]))
     for name in getattr(resolved, "reward", ()):
         if isinstance(name, str):
             files += [("reward", code) for code in find_code(name) if code.endswith(".py")]
@@ -161,8 +162,9 @@ def _model_path(name: str, directory: Path) -> str:
 
 
 def _code_path(name: str, directory: Path) -> str:
+    agent, name = (f"{FUNCTION}:", name.removeprefix(f"{FUNCTION}:")) if name.startswith(f"{FUNCTION}:") else ("", name)
     file, _, attribute = name.rpartition(":")
-    return f"{_path_in(file, directory)}:{attribute}" if file.endswith(".py") else name
+    return agent + (f"{_path_in(file, directory)}:{attribute}" if file.endswith(".py") else name)
 
 
 def _data_path(name: str, directory: Path) -> str:

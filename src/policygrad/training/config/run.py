@@ -191,6 +191,7 @@ class RunOptions:
     Without --reward only its own rewards count. In Python also the object."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds allowed for one reset, step or close of the environment; a call that exceeds it fails its episode.
+    For a program, seconds of an episode in which it does not wait for completions.
     If the first four calls of a method all exceed it, the run stops, resumably."""
     step_end: Annotated[str | None, optional_arg("REGEX", "the task's own")] = None
     """End of a reasoning step, for an algorithm that needs only that (VinePPO): the end of every match; '\\n' = every line."""

@@ -188,9 +188,7 @@ def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, n
     """Return whether code has permission, or needs none because of its location."""
     if code in permissions.names or code == "__main__":  # it is running
         return True
-    if is_http_url(code) or split_environment_name(
-        code
-    ):  # a server sees what the model writes, and a key; or it is a command
+    if is_http_url(code) or split_environment_name(code):  # it sees what the model writes, or runs a command
         return False
     spec, location = None, code if code.endswith(".py") else None
     if location is None:
