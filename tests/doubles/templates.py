@@ -7,6 +7,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from policygrad.models.loading import resolve_model
 from policygrad.models.tokenizer import Tokenizer
 
@@ -62,3 +65,26 @@ def tokenizer(name: str) -> Tokenizer:
     hf.add_special_tokens({"additional_special_tokens": [*MARKS, *(set(ENDS.values()) - {"<eos>"})]})
     hf.chat_template = template(name)
     return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids((ENDS | REWRITING)[name])]), name, None)
+
+
+@cache
+def random_model() -> LlamaForCausalLM:
+    """A random model of all tokens of every template, which often ends its turns."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=max(len(tokenizer(name).hf) for name in (*ENDS, *REWRITING)),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def logp_of(ids: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the random model's log-probabilities of the last tokens, in float64."""
+    with torch.no_grad():
+        result = random_model()(ids[None]).logits[0, :-1].double().log_softmax(-1)
+    return result.gather(1, ids[1:, None])[-count:, 0]

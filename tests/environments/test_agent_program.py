@@ -287,7 +287,7 @@ def test_a_file_cannot_bring_in_a_program_by_itself(monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for name in ("program:sh -c id", "program:./run.sh"):
         data, file = {"environment": name}, tmp_path / "runs" / "run.toml"
-        with pytest.raises(pg.ConfigError, match="--allow-code '?program:"):
+        with pytest.raises(pg.ConfigError, match=r"--allow-code '?program:"):
             check_permissions(data, file, NO_PERMISSIONS)
         check_permissions(data, file, CodePermissions((name,)))
     (tmp_path / "mine.py").write_text("def main(example): ...\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from random import Random
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import policygrad as pg
-from doubles.templates import tokenizer
+from doubles.templates import logp_of, random_model, tokenizer
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.chat_template import render_ids
@@ -31,28 +29,6 @@ TOOL = {
 TEMPLATES = ("chatml", "qwen3", "llama3", "gemma", "shouting")
 
 
-@cache
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    size = max(len(tokenizer(name).hf) for name in TEMPLATES)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def logp_of(ids: torch.Tensor, count: int) -> torch.Tensor:
-    """The model's log-probabilities of the last tokens."""
-    with torch.no_grad():
-        result = model()(ids[None]).logits[0, :-1].double().log_softmax(-1)
-    return result.gather(1, ids[1:, None])[-count:, 0].float()
-
-
 class Recorder:
     """Answers requests with given texts, and notes the context of each sampled token sequence."""
 
@@ -65,7 +41,7 @@ class Recorder:
         turn = self.tree.open_turn(request)
         ids = self.encoder.hf(reply, add_special_tokens=False)["input_ids"] + [min(self.encoder.end_ids)] * has_end
         tokens = torch.tensor(ids)
-        logp = logp_of(torch.cat([turn.context_ids, tokens]), len(tokens))
+        logp = logp_of(torch.cat([turn.context_ids, tokens]), len(tokens)).float()
         choice = self.tree.add_reply(turn, Generation(tokens, logp, "stop" if has_end else "length", 0))
         self.sampled.append((turn.context_ids, tokens[: len(choice.token_ids)]))
         return choice
@@ -104,7 +80,7 @@ def check(*recorders: Recorder) -> EpisodeGroup:
         expected = [(tuple(context.tolist()), tuple(tokens.tolist())) for context, tokens in recorder.sampled]
         assert sorted(seen) == sorted(expected)
     batch = batch_groups([group])
-    learner = LocalLearner(model(), LearnerSpec(pg.DR_GRPO, lr=0.0, steps=1))
+    learner = LocalLearner(random_model(), LearnerSpec(pg.DR_GRPO, lr=0.0, steps=1))
     recomputed = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     assert recomputed is not None
     assert batch.logp_sampler is not None

@@ -6,18 +6,16 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import policygrad as pg
 from doubles.scripted_sampler import ScriptedSampler
-from doubles.templates import ENDS, REWRITING, tokenizer
+from doubles.templates import ENDS, logp_of, random_model, tokenizer
 from policygrad.checkpoint.manifest import decode_json, encode_json
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
@@ -33,28 +31,6 @@ WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=12).map(str.strip).f
 THOUGHT = "<think>\nhm {}\n</think>\n\n{}"
 SCHEMA = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}, "required": []}}
 TOOLS = [{"type": "function", "function": SCHEMA}]
-
-
-@cache
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=max(len(tokenizer(name).hf) for name in (*ENDS, *REWRITING)),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def logp_of(ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Of the last tokens."""
-    with torch.no_grad():
-        result = model()(ids[None]).logits[0, :-1].double().log_softmax(-1)
-    return result.gather(1, ids[1:, None])[-count:, 0]
 
 
 class Says:
@@ -125,7 +101,7 @@ def check(group: EpisodeGroup, asked: Sequence[Request]) -> None:
             assert segment.prefix_length is None or not segment.is_sampled
     batch = batch_groups([group])
     assert (batch.positions is None) == all(t.num_branches == 1 for t in group.trajectories)
-    learner = LocalLearner(model(), LearnerSpec(pg.DR_GRPO, lr=0.0, steps=1))
+    learner = LocalLearner(random_model(), LearnerSpec(pg.DR_GRPO, lr=0.0, steps=1))
     recomputed = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     assert recomputed is not None
     assert batch.logp_sampler is not None
@@ -139,7 +115,7 @@ def test_log_probabilities_are_those_while_it_was_sampled(first: str, said: list
     """A random model's words, in capitals once they are earlier turns."""
     own = tokenizer("shouting")
     encoder = replace(own, end_ids=own.end_ids | frozenset(range(40, 120)), context_length=2048)
-    sampler = Listening.from_tokenizer(model(), encoder)
+    sampler = Listening.from_tokenizer(random_model(), encoder)
     group = played(encoder, sampler, first, [("user", text) for text in said], samples=3, key=key, max_tokens=40)
     check(group, sampler.asked)
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import policygrad as pg
 from doubles.scripted_sampler import conversation
-from doubles.templates import ENDS, tokenizer
+from doubles.templates import ENDS, random_model, tokenizer
 from policygrad.environments.tools import Tool
 from policygrad.models.chat_template import render
 from policygrad.rollout.episodes import run_episodes
@@ -44,23 +42,6 @@ CALLS = {
 }
 """As the models of these templates write one; all others are asked for the tags."""
 ASKED = pg.Example(({"role": "user", "content": "1 + 2 =?"},), {"answer": "3"})
-
-
-@cache
-def model() -> LlamaForCausalLM:
-    """A random model of all tokens of every template, which often ends its turns."""
-    torch.manual_seed(0)
-    size = max(len(tokenizer(name).hf) for name in ENDS)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 class Says:
@@ -95,7 +76,7 @@ def test_log_probabilities_of_the_whole_are_those_while_it_was_sampled(
     name: str, first: str, said: list[str], key: int, chat: bool
 ) -> None:
     encoder = replace(tokenizer(name), end_ids=tokens_that_end(name), context_length=1024)
-    sampler = pg.LocalSampler.from_tokenizer(model(), encoder)
+    sampler = pg.LocalSampler.from_tokenizer(random_model(), encoder)
     environment = lambda example: Says(first, [("user", text) for text in said], chat)  # noqa: E731
     start = EpisodeSpec(pg.Example(first), (key, TRAIN, 1, 0), 40)
     work = run_episodes(
@@ -105,7 +86,7 @@ def test_log_probabilities_of_the_whole_are_those_while_it_was_sampled(
     for trajectory in group.trajectories:
         ids = torch.cat([group.prompt_ids, trajectory.tokens])
         with torch.no_grad():
-            logits = model()(ids[None]).logits[0].double()
+            logits = random_model()(ids[None]).logits[0].double()
         recomputed = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0][len(group.prompt_ids) - 1 :]
         mask = trajectory.mask
         assert torch.allclose(recomputed[mask], trajectory.logp[mask].double(), atol=2e-4)
