@@ -103,6 +103,12 @@ def leave_a_process(example: dict) -> float:
     return 1.0
 
 
+def tell_columns(example: dict) -> dict:
+    """The names of what it was given."""
+    ask_plainly()
+    return {"reward": 1, "answer": " ".join(sorted(example))}
+
+
 def say_nothing(example: dict) -> float:
     return 1.0
 

@@ -175,6 +175,11 @@ def test_a_program_that_hangs_is_killed_and_its_wait_for_completions_does_not_co
     assert trajectory.metrics == {"calls": 1.0, "program_slow": 1.0}
 
 
+def test_a_program_is_given_the_columns_that_it_may_see() -> None:
+    assert play("tell_columns", samples=1)[0].trajectories[0].text == "answer prompt"
+    assert play("tell_columns", samples=1, columns=())[0].trajectories[0].text == "prompt"
+
+
 def test_tokens_of_all_turns_are_limited_together() -> None:
     group, sampler = play("call_until_refused", samples=1, max_tokens=10, max_calls=100)
     (trajectory,) = group.trajectories

@@ -66,13 +66,15 @@ def proxy(args: list[str]) -> int:
         server = Proxy(options.host, options.port, options.model)
         server.add(ANY_KEY, model.submit)
         variables = server.environment(KEY)
-        if options.json:
-            print_json({"event": "serving", "url": server.url, "models": [options.model], "api_key": KEY})
-        else:
-            print(f"serving {options.model} at {server.url}", flush=True)
-            print("programs: export " + " ".join(f"{name}={value}" for name, value in variables.items()), flush=True)
         threading.Thread(target=model.run, name="sampling", daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
+            if options.json:
+                print_json({"event": "serving", "url": server.url, "models": [options.model], "api_key": KEY})
+            else:
+                print(f"serving {options.model} at {server.url}", flush=True)
+                print(
+                    "programs: export " + " ".join(f"{name}={value}" for name, value in variables.items()), flush=True
+                )
             server.wait()
         server.close()
     if options.json:

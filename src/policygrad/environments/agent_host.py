@@ -90,9 +90,8 @@ def iter_ended() -> Any:
 def load_function(name: str) -> Any:
     """Import FILE.py:NAME or MODULE:NAME."""
     place, _, attribute = name.rpartition(":")
-    sys.path[0] = (
-        os.getcwd()
-    )  # in place of this script's folder, whose gymnasium.py is not the package that an agent imports
+    # in place of this script's folder, whose gymnasium.py is not the package that an agent imports
+    sys.path[0] = os.getcwd()
     if place.endswith(".py"):
         sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
         spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)

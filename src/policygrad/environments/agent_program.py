@@ -60,6 +60,8 @@ class AgentProgram:
     """A folder that each episode begins with a copy of, such as a repository to repair; "" = an empty one."""
     reward_command: str | Sequence[str] = ()
     """A command that runs in the episode's folder after the program: exit code 0 is the reward 1, any other 0."""
+    columns: Sequence[str] | None = None
+    """The example's columns that the program is given beside the prompt; None = all, the right answer included."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
     max_seconds: float | None = None
@@ -88,10 +90,8 @@ class AgentProgram:
         for name, minimum in (("max_calls", 1), ("max_processes", 1), ("max_output", 1), ("concurrency", 1)):
             if getattr(self, name) < minimum:
                 raise ConfigError(f"AgentProgram: {name} must be at least {minimum}, not {getattr(self, name)}")
-        if (
-            not 0 < (1.0 if self.max_seconds is None else self.max_seconds) < math.inf
-            or not 0 <= self.batch_seconds < math.inf
-        ):
+        seconds = 1.0 if self.max_seconds is None else self.max_seconds
+        if not 0 < seconds < math.inf or not 0 <= self.batch_seconds < math.inf:
             raise ConfigError("AgentProgram: max_seconds must be above 0, batch_seconds at least 0, and both finite")
         if self.function and not self.function.rpartition(":")[0]:
             raise ConfigError(f"AgentProgram: function {self.function!r} must be FILE.py:NAME or MODULE:NAME")
@@ -150,7 +150,9 @@ class AgentProgram:
         else:
             folder.mkdir()
         file = base / "example.json"
-        file.write_text(json.dumps({"prompt": to_plain(example.prompt), **example.columns}, default=str))
+        names = example.columns if self.columns is None else self.columns
+        columns = {name: example.columns.get(name) for name in names}
+        file.write_text(json.dumps({"prompt": to_plain(example.prompt), **columns}, default=str))
         inherited = (
             {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"} if self.sandbox else dict(os.environ)
         )

@@ -35,17 +35,14 @@ MAX_STRAY_LINES = 1000  # lines on a program's standard output that are no messa
 EXIT_SECONDS = 1.0  # time for a program to exit after its input has ended, and then again after SIGTERM
 STOP_SECONDS = 10.0  # time for a connection to end, before its task is cancelled
 MAX_PAGES = 100  # pages of a server's list of tools
-_START_SLOTS = asyncio.Semaphore(
-    os.cpu_count() or 1
-)  # of the background loop: if all started at once, all would time out
+_START_SLOTS = asyncio.Semaphore(os.cpu_count() or 1)
+"""Of the background loop. If all servers started at once, all would exceed their time."""
 _TAIL_BYTES, _TAIL_LINES = 4096, 6  # end of what a program prints, for error messages
 _HANDSHAKES = ("legacy", "auto")
 """Modes of mcp.Client, in the order in which they are tried. Sessions, in which a server at an address can keep an episode's state,
 exist in protocol versions up to 2025-11-25 only, which the first mode negotiates."""
-_UNSUPPORTED_HANDSHAKE = (
-    -32022,
-    -32601,
-)  # error codes of a server without the first mode: unsupported version, unknown method
+_UNSUPPORTED_HANDSHAKE = (-32022, -32601)
+"""Error codes of a server without the first mode: unsupported version, unknown method."""
 T = TypeVar("T")
 
 
@@ -394,10 +391,8 @@ class _Program:
         self.config = config
         self.process: asyncio.subprocess.Process | None = None
         self.printed = b""  # the last bytes on its standard error
-        self.stray_lines, self.stray_line = (
-            0,
-            "",
-        )  # lines on its standard output that are no messages, and the first of them
+        self.stray_lines = 0  # lines on its standard output that are no messages
+        self.stray_line = ""  # the first of them
         self.violation = ""  # why it was ended
         self._output_ended = False
 

@@ -75,9 +75,8 @@ class Tokenizer:
         encode = partial(encode_escaped, self.hf, placeholders=placeholders, source=source)
         if isinstance(prompt, str):
             text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
-            ids = list(
-                self.hf("" if placeholders else text, add_special_tokens=True)["input_ids"]
-            )  # "": what begins a text
+            # with placeholders only what begins a text
+            ids = list(self.hf("" if placeholders else text, add_special_tokens=True)["input_ids"])
             ids = [*(i for i in ids if i not in self.end_ids), *encode(text)] if placeholders else ids
             if len(ids) > 1 and ids[-1] in self.end_ids:  # some tokenizers close every text; a prompt stays open
                 ids.pop()

@@ -131,9 +131,8 @@ def run_step(
                 producer.wait_idle()
         with span("publish", step=step) as publishing:
             published = rollouter.update_weights(learner.publish())
-    rollout_seconds = (
-        taking.seconds + lending.seconds + waiting.seconds
-    )  # includes waiting for the next rollout to finish
+    # the wait for the next rollout to finish included
+    rollout_seconds = taking.seconds + lending.seconds + waiting.seconds
     update_seconds = learning.seconds + publishing.seconds
     clock: Metrics = {"time/rollout": Sum(rollout_seconds), "time/update": Sum(update_seconds)}
     if run.max_staleness:

@@ -168,7 +168,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         run = self.config
         benchmarks = load_run_benchmarks(
             resolve_config_paths(run)
-        )  # what is missing is refused before the model is loaded
+        )  # refuses what is missing before the model is loaded
         self.resources = resources = load_resources(
             stack,
             run,

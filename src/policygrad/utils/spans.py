@@ -204,7 +204,7 @@ class SpanRecorder:
             for sink in tuple(self._sinks) if records else ():
                 try:
                     sink(records)
-                except Exception as error:  # whoever ends a span is not to blame for a full disk
+                except Exception as error:  # the code that ends a span must not fail because of a full disk
                     self._failures[sink] = error
                     self._sinks.remove(sink)
 
