@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from policygrad.core.advantages import (
     BatchStd,
+    ClassLabels,
     ConstantBaseline,
     DivideByGroupMean,
     GreedyBaseline,
@@ -26,10 +27,12 @@ from policygrad.core.auxiliary import Critic, ImplicitReward, Reference
 from policygrad.core.filters import DropZeroVariance, MaskTruncated, NoPositiveResampling, SeparateDemonstrations
 from policygrad.core.gae import GAE, LengthAdaptiveGAE, NStep, Whiten
 from policygrad.core.gates import (
+    ClassificationWeight,
     Clip,
     ClipCov,
     ClippedImportance,
     DivergenceClip,
+    FutureKL,
     GammaKernel,
     GeometricMean,
     Importance,
@@ -42,9 +45,9 @@ from policygrad.core.gates import (
     UnitWeight,
 )
 from policygrad.core.process import ImplicitProcess, PrefixValue, ProcessReward
-from policygrad.core.ratios import HighEntropy, Sequence, SequenceProduct, Token
+from policygrad.core.ratios import HighEntropy, OffPolicySequenceMask, Sequence, SequenceProduct, Token
 from policygrad.core.shaping import KLInReward, SoftOverlong
-from policygrad.core.terms import DemonstrationNLL, DriftPenalty, Entropy, KLCov, KLToOld, KLToReference, PositiveNLL
+from policygrad.core.terms import DemonstrationNLL, DriftPenalty, Entropy, ExactEntropy, KLCov, KLToOld, KLToReference, PositiveNLL
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.turns import GroupInGroup
 from policygrad.core.updates import GradientSteps
@@ -196,6 +199,7 @@ RAFT = Algorithm(
     update_rule=GradientSteps(minibatches=4),
     old_policy="sampler",
 )
+RAFT_PP = replace(RAFT, name="raft_pp", gate=Clip(0.2, 0.2), old_policy="learner")
 MAXRL = replace(GRPO, name="maxrl", advantage=(GroupMean(), DivideByGroupMean()), aggregation=TokenMean(), terms=())
 PASSK = replace(GRPO, name="passk", advantage=(PassAtK(2),), terms=())
 TOPR = Algorithm(
@@ -207,6 +211,7 @@ TOPR = Algorithm(
     old_policy="sampler",
 )
 ASYMRE = replace(TOPR, name="asymre", advantage=(GroupMean(), ConstantBaseline(-0.1)), ratio=Token(), gate=UnitWeight())
+DRO = replace(ASYMRE, name="dro", advantage=(GroupMean(),), terms=(KLToOld(0.05, "k2"),))
 SCALE_RL = replace(
     GRPO,
     name="scale_rl",
@@ -229,6 +234,24 @@ DPPO = replace(
     name="dppo",
     gate=DivergenceClip("tv", 0.15),
     update_rule=GradientSteps(minibatches=8),
+    old_policy="sampler",
+)
+PRIME_RL = replace(
+    DPPO,
+    name="prime_rl",
+    gate=DivergenceClip("tv", 0.2),
+    aggregation=TokenMean(),
+    terms=(KLToOld(2e-3, "k2"),),
+    filters=(DropZeroVariance("drop"),),
+    update_rule=GradientSteps(),
+)
+DEEPSEEK_V32 = replace(
+    GRPO,
+    name="deepseek_v32",
+    advantage=(GroupMean(),),
+    corrections=(OffPolicySequenceMask(0.5),),
+    terms=(KLToReference(0.001, "r*k3"),),
+    update_rule=GradientSteps(minibatches=4),
     old_policy="sampler",
 )
 M2PO = replace(
@@ -262,6 +285,23 @@ CLIP_COV = replace(
     update_rule=GradientSteps(minibatches=8),
 )
 KL_COV = replace(CLIP_COV, name="kl_cov", gate=Importance(), terms=(KLCov(1.0, fraction=2e-3),))
+REAL = replace(
+    GRPO,
+    name="real",
+    advantage=(ClassLabels(),),
+    ratio=Sequence(),
+    gate=ClassificationWeight(),
+    terms=(),
+    update_rule=GradientSteps(minibatches=4),
+)
+FIPO = replace(DAPO, name="fipo", gate=FutureKL(0.2, 0.28))
+SKYWORK_OR1 = replace(
+    GRPO,
+    name="skywork_or1",
+    aggregation=TokenMean(),
+    terms=(ExactEntropy(0.0, target=0.2),),
+    filters=(DropZeroVariance("drop"),),
+)
 HIGH_ENTROPY = replace(DAPO, name="high_entropy", corrections=(HighEntropy(0.2),))
 
 # Several rewards, turns, or demonstrations.

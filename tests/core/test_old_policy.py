@@ -58,7 +58,7 @@ def test_stale_samples_are_corrected(name: str) -> None:
     assert "logp_old" in algorithm.needs
     batch = chosen_from(scored(batch, logp, algorithm.needs), logp, algorithm)
     weight, ratio = gate_weight(pg.Forward(logp), batch, pulled(batch), algorithm)
-    effective = algorithm.apply_corrections(weight, batch, pulled(batch))[batch.mask]
+    effective = algorithm.apply_corrections(weight, pg.Forward(logp), batch, pulled(batch))[batch.mask]
     rho = (batch.logp_old - batch.logp_sampler).exp()[batch.mask].clamp(max=2)  # type: ignore[operator]
     assert (ratio[batch.mask] == 1).all()  # π_old is the learner's policy, and nothing has moved yet
     if algorithm.token_selector is not None:  # a choice leaves some out
@@ -113,7 +113,7 @@ def test_sampler_as_old_policy_reaches_every_gate(name: str) -> None:
     if not isinstance(algorithm.gate, pg.LogClip):  # which weighs 1 or 0
         assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
     if not algorithm.corrections:  # a mask is one
-        torch.testing.assert_close(algorithm.apply_corrections(weight, batch, psi), weight, rtol=0, atol=0)
+        torch.testing.assert_close(algorithm.apply_corrections(weight, pg.Forward(logp), batch, psi), weight, rtol=0, atol=0)
     result = measure_forward(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
     gate = algorithm.gate
     if isinstance(gate, pg.Clip):

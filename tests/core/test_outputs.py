@@ -97,7 +97,7 @@ class FlatLoss(pg.LossTerm):
 class FlatCorrection(pg.Correction):
     """One factor per completion."""
 
-    def __call__(self, batch: pg.Batch, psi: Tensor) -> Tensor:
+    def __call__(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
         return torch.ones_like(batch.reward)
 
 

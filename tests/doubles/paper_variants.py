@@ -52,8 +52,8 @@ def dapo_filter(prompts: Prompts) -> Prompts:
     return without_truncated(without_constant_groups(prompts))
 
 
-PAPER_FILTERS = dict.fromkeys(("dapo", "prorl", "high_entropy"), dapo_filter) | dict.fromkeys(
-    ("magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime"), without_constant_groups
+PAPER_FILTERS = dict.fromkeys(("dapo", "fipo", "prorl", "high_entropy"), dapo_filter) | dict.fromkeys(
+    ("magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime", "prime_rl", "skywork_or1"), without_constant_groups
 )
 
 
@@ -443,7 +443,7 @@ FILLED_BY = {
     "token_reward": ("gspo_token, token rewards", "token rewards"),
     "steps": ("grpo_process", "vineppo", "process rewards alone"),
     "successes": ("maxrl",),
-    "entropy": ("high_entropy", "high entropy, half of them", "high entropy, of π_old"),
+    "entropy": ("skywork_or1", "high_entropy", "high entropy, half of them", "high entropy, of π_old"),
     "rewards": ("gdpo",),
     "turns": ("gigpo", *TURNS),
     "demonstrations": ("luffy", "chord", "CHORD-μ, at first"),

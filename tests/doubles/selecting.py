@@ -24,7 +24,7 @@ class Loudest(pg.Correction):
         loud = torch.where(batch.mask, (psi * out.logp).abs(), -1.0)
         return loud >= torch.where(batch.mask, loud, torch.nan).nanmedian()
 
-    def __call__(self, batch: pg.Batch, psi: Tensor) -> Tensor:
+    def __call__(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
         assert batch.selected is not None
         return 1.0 + batch.selected.to(psi)
 

@@ -579,7 +579,7 @@ def compare_with_row(batch: AuditBatch, algorithm: Algorithm, best: LossMatch | 
         return [*findings, not_checked(stage, f"not checked: {error}")]
     if best is not None:
         name, tokens = f"weights ({name_part(algorithm.gate)})", batch.mask & (masked.apply_mask(psi, batch.mask) != 0)
-        expected = algorithm.apply_corrections(weight, data, psi)
+        expected = algorithm.apply_corrections(weight, out, data, psi)
         findings.append(_compare_tensors(f"{stage}, w", name, best.weight.score / psi, expected, tokens, batch))
         name, c = f"coefficients ({name_part(algorithm.aggregation)})", algorithm.coefficients(data)
         theirs = best.factor * best.average.coefficients

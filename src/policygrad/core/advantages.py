@@ -374,6 +374,35 @@ class RejectionSampling(Advantage):
         return masked.apply_mask(((total >= minimum) & counted).to(total.dtype)[:, None], batch.mask)
 
 
+@dataclass(frozen=True)
+class ClassLabels(Advantage):
+    """Ψ = ±G/(1 + n_±): the rewards as labels, + for R ≥ threshold and − below it, n_± the group's samples with the same label.
+
+    A group with one label only gives Ψ = 0, as in the authors' code. With `ClassificationWeight` it is the gradient of τ times the
+    in-group classification loss. G is the group's size, which makes `SequenceMean` a mean over prompts.
+    Source: Zhai et al. 2026 (REAL), arXiv:2602.05630.
+    """
+
+    threshold: float = 1.0
+    starts_chain: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        return f"G/(1 + n_+) where R ≥ {self.threshold:g}, else −G/(1 + n_−);  0 where a group has one of the two only"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        total, counted = total_rewards(batch), batch.counted
+        positive = total >= self.threshold
+        groups = Groups(batch.group, counted)
+        num_positive = groups.sum(positive)
+        num_negative = groups.size - num_positive
+        same_label = torch.where(positive, num_positive, num_negative).to(total.dtype)
+        label = torch.where(positive, 1.0, -1.0).to(total.dtype) * groups.size / (1 + same_label)
+        both = (num_positive > 0) & (num_negative > 0) & counted
+        return masked.apply_mask(label[:, None].expand(batch.mask.shape), batch.mask & both[:, None])
+
+
 # Several reward functions: each is normalised within its group before they are summed.
 
 

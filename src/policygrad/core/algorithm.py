@@ -27,7 +27,7 @@ from policygrad.core.base import (
     Term,
     UpdateRule,
 )
-from policygrad.core.batch import Batch, Coefficients
+from policygrad.core.batch import Batch, Coefficients, Forward
 from policygrad.core.filters import apply_filter, reweight_kept
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
@@ -204,10 +204,10 @@ class Algorithm:
             return batch
         return replace(batch, returns=self.critic.targets(shaped or self.shape_rewards(batch)))
 
-    def apply_corrections(self, weight: Tensor, batch: Batch, psi: Tensor) -> Tensor:
+    def apply_corrections(self, weight: Tensor, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """Multiply w [B, T] by the corrections."""
         for correction in self.corrections:
-            weight = weight * check_per_token(correction(batch, psi), correction, batch.mask)
+            weight = weight * check_per_token(correction(out, batch, psi), correction, batch.mask)
         return weight
 
     def coefficients(self, batch: Batch) -> Tensor:

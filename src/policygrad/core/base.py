@@ -133,7 +133,7 @@ class Correction(Part):
     """True if the factor accounts for μ ≠ π_old, so that stale samples need no other correction. False for a mask."""
 
     @abstractmethod
-    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
+    def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]."""
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Gate
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.masked import Groups
 from policygrad.core.precision import widen, widest_dtype
 from policygrad.core.ratios import (
     SELECTED,
@@ -239,6 +240,7 @@ class PolicyShaping(Clip):
 
 # Gates that bound the policy's change by another measure than a token's ratio: its divergence, its log, a completion's mean.
 
+_SAFE_INFLUENCE = (0.8, 1.0)  # bounds of `FutureKL`'s influence where an unlikely token must not be pushed down further
 _EPS = 1e-8  # added to 1 − π in the binary KL, as in the authors' code: 1 − π is 0 for a certain token
 
 
@@ -384,6 +386,87 @@ class LogClip(Gate):
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         change = ratio.log()
         return torch.minimum(psi * change, psi * change.clamp(math.log1p(-self.low), math.log1p(self.high))) + psi
+
+
+@dataclass(frozen=True)
+class FutureKL(DualClip):
+    """Dual clip times f, the influence of a token on what follows: f_t = clip(exp(Σ_{s≥t} γ^{s−t} log r_s), f_low, f_high).
+
+    Tokens with r > c are left out of the sum, whose half-life is `half_life` tokens (γ = 2^(−1/half_life)). Where Ψ < 0 and r exceeds
+    `safe_ratio`, f is at most 1 and at least 0.8. f is under stop-gradient.
+    Source: Ma et al. 2026 (FIPO), arXiv:2603.19835; the settings are those of the authors' 32B script as ms-swift reports them.
+    """
+
+    c: float = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0")
+    half_life: float = setting(32.0, "above 0 and finite")
+    """Tokens after which a later token's change counts half."""
+    f_low: float = setting(1.0, "in [0, 1]")
+    f_high: float = setting(1.2, "at least 1")
+    safe_ratio: float = setting(4.0, "at least 1")
+    """Ratio above which tokens with Ψ < 0 are not amplified."""
+    requires_token_ratio: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        influence = f"clip(exp(Σ_{{s≥t}} 2^{{−(s−t)/{self.half_life:g}}} log r_s), {self.f_low:g}, {self.f_high:g})"
+        return f"({super().formula}) × f_t,  f_t = {influence},  in [0.8, 1] where Ψ<0 and r>{self.safe_ratio:g}"
+
+    def _influence(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        change = masked.apply_mask(ratio.detach().log(), batch.mask & (ratio <= self.c))
+        future = masked.discounted_reverse_cumsum(change, batch.mask, 2 ** (-1 / self.half_life))
+        influence = bounded_exp(future).clamp(self.f_low, self.f_high)
+        return torch.where((psi < 0) & (ratio > self.safe_ratio), influence.clamp(*_SAFE_INFLUENCE), influence)
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return self._influence(ratio, psi, batch) * super().weight(ratio, psi, batch)
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        return self._influence(ratio, psi, batch) * super().value(ratio, psi, batch)
+
+
+# Gates that weigh a completion among those of its group.
+
+
+@dataclass(frozen=True)
+class ClassificationWeight(Gate):
+    """w = (1 + n)·e^{−s/τ}/(1 + Σ_j e^{−s_j/τ}) where Ψ > 0, with s = log r; e^{s/τ} where Ψ < 0. j runs over the n samples of the
+    group with the same sign.
+
+    Bounded, and largest for the samples that are classified worst: successes that have become less likely, failures that have
+    become more likely. The 1 is an anchor logit of 0. With the ratio of `Sequence` and Ψ of `ClassLabels`, the objective is −τ times
+    log(1 + Σ_+ e^{−s/τ}) + log(1 + Σ_− e^{s/τ}) per prompt. Source: Zhai et al. 2026 (REAL), arXiv:2602.05630.
+    """
+
+    tau: float = setting(0.5, "above 0 and finite")
+    """τ: temperature of the logits s/τ."""
+    requires_full_groups: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        return f"(1 + n)·e^{{∓s/τ}}/(1 + Σ_j e^{{∓s_j/τ}}),  s = log r, τ = {self.tau:g}, j of Ψ's sign"
+
+    def _classify(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits −s/τ or s/τ, log(1 + Σ_j e^{logit_j}), and n, each [B, 1]."""
+        sign = masked.first_valid(psi, batch.mask).sign()
+        logit = -sign * masked.first_valid(ratio.log(), batch.mask) / self.tau
+        normaliser, number = torch.zeros_like(logit), torch.zeros_like(logit)
+        for side in (1, -1):
+            same = sign == side
+            groups = Groups(batch.group, same)
+            largest = groups.max(logit).clamp(min=0)
+            total = torch.exp(-largest) + groups.sum(torch.exp(logit - largest))
+            normaliser = torch.where(same, largest + total.log(), normaliser)
+            number = torch.where(same, groups.size.to(logit.dtype), number)
+        return logit[:, None], normaliser[:, None], number[:, None]
+
+    def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        logit, normaliser, number = self._classify(ratio, psi, batch)
+        return ((1 + number) * torch.exp(logit - normaliser)).expand(ratio.shape)
+
+    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
+        """The group's −τ·log(1 + Σ_j …), shared equally by its n samples of one sign, in units of |Ψ|/(1 + n)."""
+        _, normaliser, number = self._classify(ratio, psi, batch)
+        return -self.tau * psi.abs() * normaliser * (1 + number) / number.clamp(min=1)
 
 
 # Gates that drop some of an update's tokens, chosen among all of them (`select_tokens`).

@@ -141,7 +141,7 @@ def surrogate(
     batch, (policy, *per_term) = _prepare_update(out, batch, psi, algorithm, coef)
     with torch.no_grad():
         weight, _ = gate_weight(out, batch, psi, algorithm)
-        score = policy * algorithm.apply_corrections(weight, batch, psi) * psi
+        score = policy * algorithm.apply_corrections(weight, out, batch, psi) * psi
         for term, c in zip(algorithm.terms, per_term, strict=True):
             if not isinstance(term, LossTerm):
                 score = score + c * _score(term, out, batch, psi)
@@ -163,7 +163,7 @@ def objective(
     batch, (policy, *per_term) = _prepare_update(out, batch, psi, algorithm, coef)
     ratio, gate = _compute_ratio(out, batch, algorithm), algorithm.gate
     gate_value = check_per_token(gate.value(ratio, psi, batch), gate, batch.mask, "value")
-    value = algorithm.apply_corrections(gate_value, batch, psi)
+    value = algorithm.apply_corrections(gate_value, out, batch, psi)
     if algorithm.ratio is not None and algorithm.ratio.joint:  # each token holds 1/|o| of the completion's value
         value = value / batch.lengths.clamp(min=1)[:, None]
     total = masked.apply_mask(policy * value, batch.mask).sum()
@@ -186,7 +186,7 @@ def find_nonfinite_factors(
     outputs = out.tensors()
     factors = {"logp": [*outputs.values()], "psi": [psi], "ratio": [ratio], "gate": [weight], "aggregation": [coef[0]]}
     for i, correction in enumerate(algorithm.corrections):
-        factors[f"corrections.{i}"] = [correction(batch, psi)]
+        factors[f"corrections.{i}"] = [correction(out, batch, psi)]
     for i, (term, c) in enumerate(zip(algorithm.terms, coef[1:], strict=True)):
         if not isinstance(term, LossTerm):
             factors[f"terms.{i}"] = [c, _score(term, out, batch, psi)]
@@ -209,6 +209,7 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
     - objective; ratio/max; clip_ratio/low and /high; beta/…, each adaptive β
     - kl: KL(π_θ‖π_ref), nats per token (r·k3, unbiased under samples of π_old)
     - kl_old: KL(π_old‖π_θ), nats per token (k3, or exact with `out.kl_old`)
+    - entropy/exact: entropy of π_θ over the vocabulary, nats per token, with `out.entropy`
     - mismatch/logp_max and /logp_mean: largest and mean |log π_old − log μ|, nats per token; mismatch/ess: effective sample size of
       π_old/μ as a fraction of the tokens. Absent with old_policy='sampler', where μ is π_old.
 
@@ -237,6 +238,8 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
         metrics["kl_old"] = masked_mean(bounded_expm1(change) - change, policy_tokens)
     if out.kl_old is not None:
         metrics["kl_old"] = masked_mean(out.kl_old, policy_tokens)
+    if out.entropy is not None:
+        metrics["entropy/exact"] = masked_mean(out.entropy.detach(), policy_tokens)
     if batch.logp_sampler is not None and algorithm.old_policy != "sampler":
         old = logp if batch.logp_old is None else masked.apply_mask(batch.logp_old, mask)
         gap = masked.apply_mask(old - masked.apply_mask(batch.logp_sampler, mask), policy_tokens)

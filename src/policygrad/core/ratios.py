@@ -99,7 +99,7 @@ class TruncatedIS(Correction):
     def formula(self) -> str:
         return f"× min(ρ, {self.cap:g}),  ρ = π_old/μ per {self.level}"
 
-    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
+    def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return sampler_ratio(batch, self, self.level).clamp(max=self.cap)
 
 
@@ -121,9 +121,34 @@ class MaskedIS(Correction):
     def formula(self) -> str:
         return f"× ρ if {self.low:g} ≤ ρ ≤ {self.high:g} else 0,  ρ = π_old/μ per {self.level}"
 
-    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
+    def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         rho = sampler_ratio(batch, self, self.level)
         return torch.where((rho >= self.low) & (rho <= self.high), rho, torch.zeros_like(rho))
+
+
+@dataclass(frozen=True)
+class OffPolicySequenceMask(Correction):
+    """× 0 for completions with Ψ < 0 whose mean_t log(μ/π_θ) exceeds δ, else × 1; denominators count all tokens.
+
+    μ is the policy that sampled, as the engine reports it, so that the mask sees both an older version of the weights and a
+    difference between engines. Failures far from the policy teach little and disturb most; successes are never masked.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 8 and 9.
+    """
+
+    delta: float = setting(0.5, "above 0")
+    """δ: mean over a completion's sampled tokens, in nats."""
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_sampler"})
+    corrects_sampler: ClassVar[bool] = False
+
+    @property
+    def formula(self) -> str:
+        return f"× 0 where Ψ<0 and mean_t log(μ/π_θ)>{self.delta:g}, else 1"
+
+    def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        sampled = batch.policy_tokens
+        change = masked.apply_mask(batch.require("logp_sampler", self) - out.logp.detach(), sampled)
+        far = change.sum(1) / sampled.sum(1).clamp(min=1) > self.delta
+        return (~(far[:, None] & (psi < 0))).to(psi.dtype)
 
 
 # Helpers of the parts that choose among all tokens of an update (`select_tokens`). The choice is made once per update and stored
@@ -187,5 +212,5 @@ class HighEntropy(Correction):
             return batch.mask
         return batch.mask & (entropy >= sampled.topk(1 + int(self.fraction * (len(sampled) - 1))).values[-1])
 
-    def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
+    def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return batch.require("selected", self).to(psi.dtype)

@@ -122,12 +122,20 @@ class Entropy(Term):
 
 @dataclass(frozen=True)
 class KLToOld(PenaltyOnOld, Term):
-    """−β·KL(π_old‖π_θ) from the sampled tokens: k = β(1 − r), the derivative of −β(r − 1 − log r).
+    """−β·KL(π_old‖π_θ) from the sampled tokens.
 
-    `ExactKLToOld` computes it over the full vocabulary. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
+    form   objective −β·…    k
+    k3     r − 1 − log r     β(1 − r)
+    k2     (log r)²/2        −β·log r: bounded where a token's probability has multiplied, unlike k3
+
+    With π_old = μ (`old_policy="sampler"`), k2 is the squared log-ratio penalty of prime-rl's default loss (its kl_tau is β/2) and of
+    direct reward optimisation. `ExactKLToOld` computes the KL over the full vocabulary.
+    Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4; Schulman 2020 (approximating KL); Richemond et al. 2024 (DRO),
+    arXiv:2405.19107, for k2.
     """
 
     beta: float = setting(1.0, "at least 0")
+    form: Literal["k3", "k2"] = choice(k3="r − 1 − log r", k2="(log r)²/2")
     target: float | None = setting(None, "above 0", "nats per token, or None")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
@@ -137,14 +145,16 @@ class KLToOld(PenaltyOnOld, Term):
 
     @property
     def formula(self) -> str:
-        return f"{self.beta:g}·(1 − r){self.describe_target()}"
+        k = f"{self.beta:g}·(1 − r)" if self.form == "k3" else f"−{self.beta:g}·log r"
+        return k + self.describe_target()
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return -self.beta * bounded_expm1(log_ratio(out.logp, batch.logp_old, batch.mask))
+        change = log_ratio(out.logp, batch.logp_old, batch.mask)
+        return -self.beta * (bounded_expm1(change) if self.form == "k3" else change)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
-        return -self.beta * (bounded_expm1(change) - change)
+        return -self.beta * (bounded_expm1(change) - change if self.form == "k3" else change * change / 2)
 
 
 @dataclass(frozen=True)
@@ -182,15 +192,50 @@ class ExactEntropy(LossTerm):
     """Entropy bonus η·H with the exact gradient: H is the entropy of π_θ over the full vocabulary at the sampling temperature.
 
     Unlike `Entropy`, it has no variance from the sampled token. Source: Williams & Peng 1991; Mnih et al. 2016 (A3C), sec. 4.
+
+    With a `target`, η adapts: after each rollout η + step if the entropy measured in its updates is below the target, else
+    η − step, within [0, max_eta]; and the bonus acts only while the last measured entropy is below the target.
+    Source: He et al. 2025 (Skywork-OR1), arXiv:2505.22312, adaptive entropy control, as in the authors' code.
     """
 
     eta: float = 0.01
     aggregation: Aggregation | None = None
+    target: float | None = setting(None, "above 0", "nats per token, or None")
+    """Entropy below which the bonus acts, in nats per sampled token; None: η is constant."""
+    step: float = setting(1e-4, "above 0")
+    """Change of η after each rollout."""
+    max_eta: float = setting(0.005, "above 0")
+    """Largest η that adaptation can reach."""
     forward_needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target is not None:
+            requirement = f"from 0 to max_eta = {self.max_eta:g} with a target"
+            check_setting(self, "eta", 0 <= self.eta <= self.max_eta, requirement, "adaptation keeps it in this range")
 
     @property
     def formula(self) -> str:
-        return f"{self.eta:g}·∇H,  H = −Σ_a π_θ(a)·log π_θ(a)"
+        adapted = "" if self.target is None else f",  η ± {self.step:g} towards H = {self.target:g}, 0 above it"
+        return f"{self.eta:g}·∇H,  H = −Σ_a π_θ(a)·log π_θ(a){adapted}"
+
+    def init_state(self) -> State | None:
+        return None if self.target is None else {"eta": self.eta, "active": True}
+
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        """Adapt η to the entropy that the updates measured (`entropy/exact`)."""
+        if "entropy/exact" not in metrics or self.target is None:
+            return state
+        is_low = metrics["entropy/exact"].value < self.target
+        eta = state["eta"] + self.step if is_low else state["eta"] - self.step
+        return {"eta": min(max(eta, 0.0), self.max_eta), "active": is_low}
+
+    def with_state(self, state: State) -> Self:
+        return replace(self, eta=state["eta"] if state["active"] else 0.0)
+
+    def report(self, batch: Batch) -> Metrics:
+        """entropy/eta, the bonus's coefficient in this rollout, if it adapts."""
+        return {} if self.target is None else {"entropy/eta": Mean(self.eta)}
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self.eta * out.require("entropy", self)

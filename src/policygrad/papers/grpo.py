@@ -66,6 +66,34 @@ def dr_grpo(prompts: Prompts, max_tokens: int) -> Tensor:
     return J / (count(prompts) * max_tokens)
 
 
+def deepseek_v32(prompts: Prompts, max_tokens: int, beta: float = 0.001, delta: float = 0.5) -> Tensor:
+    """1/B Σ_i 1/|o_i| Σ_t [M min(r Â, clip(r) Â) − β r k3], Â = R − mean_g, M = 0 where Â < 0 and 1/|o| Σ log μ/π_θ > δ, else 1.
+
+    DeepSeek-AI 2025 (DeepSeek-V3.2), eq. 5 to 9.
+    """
+    J = total([])
+    for outputs in prompts:
+        for o in outputs:
+            A = centered(o, outputs)
+            divergence = average([mu - float(logp.detach()) for mu, logp in zip(o.sampler, o.logp, strict=True)])
+            M = 0.0 if A < 0 and divergence > delta else 1.0
+            J = J + total(M * clipped_surrogate(o, t, A) - beta * o.r(t) * k3(o, t) for t in range(len(o))) / len(o)
+    return J / count(prompts)
+
+
+def skywork_or1(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/Σ|o| Σ min(r Â, clip(r) Â) + α H, Â the z-score, stated for α = 0: the entropy bonus is off until entropy is low.
+
+    Prompts whose rewards are all equal are dropped before. He et al. 2025 (Skywork-OR1).
+    """
+    J = total([])
+    for outputs in prompts:
+        for o in outputs:
+            A = group_z_score(o, outputs)
+            J = J + total(clipped_surrogate(o, t, A) for t in range(len(o)))
+    return J / count_tokens(prompts)
+
+
 def with_overlong_penalty(prompts: Prompts, max_tokens: int, scale: float = 1.0) -> Prompts:
     """The completions with R + scale·R_length as their reward."""
     return [[replace(o, reward=penalized(o, max_tokens, scale)) for o in outputs] for outputs in prompts]

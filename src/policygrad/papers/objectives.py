@@ -48,20 +48,27 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "reinforce_pp_baseline": reinforce.reinforce_pp_baseline,
     "gpg": reinforce.gpg,
     "raft": reinforce.raft,
+    "raft_pp": reinforce.raft_pp,
     "maxrl": grpo.maxrl,
     "passk": grpo.passk,
     "topr": reinforce.topr,
     "asymre": reinforce.asymre,
+    "dro": reinforce.dro,
     "scale_rl": grpo.scale_rl,
     "lite_ppo": grpo.lite_ppo,
     "gmpo": trust_regions.gmpo,
     "dppo": trust_regions.dppo,
+    "prime_rl": trust_regions.prime_rl,
+    "deepseek_v32": grpo.deepseek_v32,
     "m2po": trust_regions.m2po,
     "luspo": trust_regions.luspo,
     "vespo": trust_regions.vespo,
     "cpgd": trust_regions.cpgd,
     "clip_cov": trust_regions.clip_cov,
     "kl_cov": trust_regions.kl_cov,
+    "real": trust_regions.real,
+    "fipo": trust_regions.fipo,
+    "skywork_or1": grpo.skywork_or1,
     "high_entropy": trust_regions.high_entropy,
     "gdpo": signals.gdpo,
     "gigpo": signals.gigpo,
@@ -78,7 +85,7 @@ READ_TOKEN_REWARDS = frozenset(
     {"reinforce", "a2c", "trpo", "natural", "ppo", "ppo_penalty", "vapo", "vineppo", "grpo_process", "gigpo"}
 )
 READ_WEIGHTS = frozenset(
-    {"dapo", "prorl", "magistral", "cispo", "clip_cov", "kl_cov", "high_entropy", "prime", "gpg", "trpo_vine"}
+    {"dapo", "fipo", "prorl", "magistral", "cispo", "clip_cov", "kl_cov", "high_entropy", "prime", "gpg", "trpo_vine"}
 )
 
 

@@ -114,6 +114,23 @@ def raft(prompts: Prompts, max_tokens: int) -> Tensor:
     return total(log_pi(o, t) for o, t in tokens(right)) / count_tokens(prompts)
 
 
+def raft_pp(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/Σ|o| Σ min(r, clip(r)) over the right completions. Xiong et al. 2025 (RAFT++)."""
+    A = {id(o): [1.0 if o.reward >= 1 else 0.0] * len(o) for o in completions(prompts)}
+    return clipped_token_mean(prompts, A)
+
+
+def dro(prompts: Prompts, max_tokens: int, beta: float = 0.05) -> Tensor:
+    """1/N Σ_i Σ_t [Â log π_θ − β/2 (log π_θ/π_old)²], Â = R − mean_g. Richemond et al. 2024, by tokens."""
+    J = total([])
+    for outputs in prompts:
+        for o in outputs:
+            A = centered(o, outputs)
+            for t in range(len(o)):
+                J = J + A * log_pi(o, t) - beta / 2 * (o.logp[t] - o.old[t]) ** 2
+    return J / count(prompts)
+
+
 def topr(prompts: Prompts, max_tokens: int) -> Tensor:
     """R log π(τ) where R ≥ 0, and where R < 0 the function whose derivative is [π/μ]_0^1 R ∇log π. Le Roux et al. 2025, eq. 8.
 

@@ -66,6 +66,23 @@ def dppo(
     return J / (count(prompts) * max_tokens)
 
 
+def prime_rl(prompts: Prompts, max_tokens: int, bound: float = 0.2, kl_tau: float = 1e-3) -> Tensor:
+    """1/Σ|o| Σ [M r Â − τ (log r)²], Â = R − mean_g, M = 0 where π_θ − μ > 0.2 and Â > 0, or < −0.2 and Â < 0, else 1.
+
+    The default loss of prime-rl, `default_loss_fn` of its trainer.
+    """
+    J = total([])
+    for outputs in prompts:
+        for o in outputs:
+            A = centered(o, outputs)
+            for t in range(len(o)):
+                change = math.exp(float(o.logp[t].detach())) - math.exp(o.old[t])
+                is_masked = change > bound if A > 0 else change < -bound
+                policy = 0.0 if is_masked else o.r(t) * A
+                J = J + policy - kl_tau * (o.logp[t] - o.old[t]) ** 2
+    return J / count_tokens(prompts)
+
+
 def m2po(prompts: Prompts, max_tokens: int, bound: float = 0.04) -> Tensor:
     """Σ M r Â/Σ|o|: of the tokens whose r has moved the way Â pushes, those with the largest (log r)² are masked until the mean of
     (log r)² over the others is at most τ. Zheng et al. 2025, algorithm 1."""
@@ -124,6 +141,45 @@ def cpgd(prompts: Prompts, max_tokens: int, beta: float = 0.001, cap: float = 2.
                 clipped = torch.minimum(A * u, A * clip(u, math.log(1 - 0.2), math.log(1 + 0.2)))
                 drift = torch.exp(u) - 1 - u if u < bend else cap - bend + cap * (u - bend)
                 J = J + clipped + A - beta * drift
+    return J / count_tokens(prompts)
+
+
+def real(prompts: Prompts, max_tokens: int, tau: float = 0.5) -> Tensor:
+    """−τ/P Σ_prompts [log(1 + Σ_+ e^{−s̄/τ}) + log(1 + Σ_− e^{s̄/τ})], s̄ the mean of a completion's log r. Zhai et al. 2026.
+
+    Prompts with right or wrong completions only count in P and add nothing. P is Σ_prompts G over the completions' number, as where
+    all prompts have equally many. The paper's loss has no factor τ.
+    """
+    J = total([])
+    for outputs in prompts:
+        s = {id(o): total(o.logp[t] - o.old[t] for t in range(len(o))) / len(o) for o in outputs}
+        right, wrong = ([s[id(o)] for o in outputs if (o.reward >= 1) is label] for label in (True, False))
+        if right and wrong:
+            loss = torch.log(1 + total(torch.exp(-x / tau) for x in right))
+            loss = loss + torch.log(1 + total(torch.exp(x / tau) for x in wrong))
+            J = J - tau * loss * len(outputs)
+    return J / count(prompts)
+
+
+def fipo(prompts: Prompts, max_tokens: int, half_life: float = 32.0, c: float = 10.0) -> Tensor:
+    """DAPO's objective with dual clip at c, each token × f_t = clip(exp(Σ_{k≥t} γ^{k−t} M_k log r_k), 1, 1.2). Ma et al. 2026 (FIPO).
+
+    γ = 2^{−1/32}; M_k = 0 where r_k > c. f_t is in [0.8, 1] where Â < 0 and r_t > 4.
+    """
+    J = total([])
+    for outputs in with_overlong_penalty(prompts, max_tokens):
+        for o in outputs:
+            A = group_z_score(o, outputs)
+            ratios = [math.exp(float(o.logp[t].detach()) - o.old[t]) for t in range(len(o))]
+            for t in range(len(o)):
+                change = [2 ** (-(k - t) / half_life) * math.log(ratios[k]) for k in range(t, len(o)) if ratios[k] <= c]
+                f = min(max(math.exp(math.fsum(change)), 1.0), 1.2)
+                if A < 0 and ratios[t] > 4:
+                    f = min(max(f, 0.8), 1.0)
+                surrogate = clipped_surrogate(o, t, A, 0.2, 0.28)
+                if A < 0:
+                    surrogate = torch.maximum(surrogate, torch.tensor(c * A, dtype=torch.float64))
+                J = J + o.weight[t] * f * surrogate
     return J / count_tokens(prompts)
 
 

@@ -332,12 +332,12 @@ API_LOSSES: Mapping[str, Callable[[dict[str, Any], Sequence[Datum], torch.dtype]
         "gspo",
         lambda config: Algorithm("gspo", ratio=SequenceRatio(), gate=_clip(config, 1 - 3e-4, 1 + 4e-4)),
     ),
-    # −Σ (A·log π − β/2·(log π/q)²): k2 with q for the reference
+    # −Σ (A·log π − β/2·(log π/q)²)
     "dro": partial(
         _policy_loss,
         "dro",
         lambda config: Algorithm(
-            "dro", ratio=Token(), gate=UnitWeight(), terms=(KLToReference(_number(config, "beta", 0.05), "k2"),)
+            "dro", ratio=Token(), gate=UnitWeight(), terms=(KLToOld(_number(config, "beta", 0.05), "k2"),)
         ),
         is_likelihood=True,
     ),
