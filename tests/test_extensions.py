@@ -120,7 +120,9 @@ def test_a_sampler_that_lags_is_not_taken_for_on_policy(tmp_path: Path, spies: l
             assert batch.logp_old is None  # drawn with the learner's own weights: no second forward pass
             continue
         assert algorithm.corrections == (pg.TruncatedIS(),)
-        weight = algorithm.apply_corrections(torch.ones(batch.mask.shape), pg.Forward(batch.logp_old), batch, psi)[batch.mask]
+        weight = algorithm.apply_corrections(torch.ones(batch.mask.shape), pg.Forward(batch.logp_old), batch, psi)[
+            batch.mask
+        ]
         assert float((weight - 1).abs().max()) > 1e-4
 
 

@@ -47,7 +47,16 @@ from policygrad.core.gates import (
 from policygrad.core.process import ImplicitProcess, PrefixValue, ProcessReward
 from policygrad.core.ratios import HighEntropy, OffPolicySequenceMask, Sequence, SequenceProduct, Token
 from policygrad.core.shaping import KLInReward, SoftOverlong
-from policygrad.core.terms import DemonstrationNLL, DriftPenalty, Entropy, ExactEntropy, KLCov, KLToOld, KLToReference, PositiveNLL
+from policygrad.core.terms import (
+    DemonstrationNLL,
+    DriftPenalty,
+    Entropy,
+    ExactEntropy,
+    KLCov,
+    KLToOld,
+    KLToReference,
+    PositiveNLL,
+)
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.turns import GroupInGroup
 from policygrad.core.updates import GradientSteps

@@ -234,9 +234,10 @@ def test_ppo_penalty_adapts_beta_by_ppos_rule() -> None:
 
 def test_masked_correction_drops_what_lies_outside_its_band() -> None:
     batch = row(1.0, [0.0] * 3, logp_old=torch.tensor([[0.0, 1.0, -3.0]]), logp_sampler=torch.zeros(1, 3))
-    assert pg.MaskedIS(0.5, 5.0)(batch, batch.mask)[0].tolist() == pytest.approx([1.0, math.e, 0.0])
-    assert pg.MaskedIS(0.1, 5.0, "sequence")(batch, batch.mask)[0].tolist() == pytest.approx([math.exp(-2)] * 3)
-    assert pg.TruncatedIS(2.0)(batch, batch.mask)[0].tolist() == pytest.approx([1.0, 2.0, math.exp(-3)])
+    out = pg.Forward(torch.zeros(1, 3))
+    assert pg.MaskedIS(0.5, 5.0)(out, batch, batch.mask)[0].tolist() == pytest.approx([1.0, math.e, 0.0])
+    assert pg.MaskedIS(0.1, 5.0, "sequence")(out, batch, batch.mask)[0].tolist() == pytest.approx([math.exp(-2)] * 3)
+    assert pg.TruncatedIS(2.0)(out, batch, batch.mask)[0].tolist() == pytest.approx([1.0, 2.0, math.exp(-3)])
 
 
 @pytest.mark.parametrize(

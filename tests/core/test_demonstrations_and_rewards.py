@@ -291,7 +291,7 @@ def test_demonstrations_are_left_out_of_metrics_and_corrections() -> None:
     )
     for name in ("kl", "kl_old", "mismatch/logp_max", "mismatch/logp_mean", "mismatch/ess"):
         assert result[name].value == pytest.approx(expected[name].value, rel=1e-12), name
-    rho = pg.TruncatedIS()(batch, psi)
+    rho = pg.TruncatedIS()(out, batch, psi)
     assert (rho[batch.demonstration] == 1).all()
     assert (rho[batch.policy_tokens] != 1).any()
 

@@ -74,6 +74,26 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no rounds": (lambda: pg.DropZeroVariance(max_rounds=0), ["max_rounds", "at least 1"]),
     "a mean that never moves": (lambda: pg.RunningMean(decay=1.0), ["RunningMean.decay", "[0, 1)"]),
     "no epoch": (lambda: pg.GradientSteps(epochs=0), ["GradientSteps.epochs", "at least 1"]),
+    "a mask at no distance": (lambda: pg.OffPolicySequenceMask(0.0), ["OffPolicySequenceMask.delta", "above 0", "0.0"]),
+    "an unknown form of the penalty": (lambda: pg.KLToOld(form="k1"), ["KLToOld.form", "'k3'", "'k2'", "k1"]),  # type: ignore[arg-type]
+    "an entropy target without a range": (
+        lambda: pg.ExactEntropy(0.01, target=0.2),
+        ["ExactEntropy.eta", "from 0 to max_eta = 0.005", "0.01"],
+    ),
+    "no temperature of labels": (lambda: pg.ClassificationWeight(0.0), ["ClassificationWeight.tau", "above 0"]),
+    "labels without classes": (
+        lambda: replace(pg.REAL, advantage=(pg.GroupMean(),)),
+        ["ClassificationWeight", "advantage is GroupMean", "ClassLabels()"],
+    ),
+    "labels and another link": (
+        lambda: replace(pg.REAL, advantage=(pg.ClassLabels(), pg.GroupStd())),
+        ["ClassificationWeight", "ClassLabels, GroupStd"],
+    ),
+    "labels of single tokens": (
+        lambda: replace(pg.REAL, ratio=pg.Token()),
+        ["ClassificationWeight", "ratio is Token", "ratio=Sequence()"],
+    ),
+    "influence without a future": (lambda: pg.FutureKL(half_life=0.0), ["FutureKL.half_life", "above 0"]),
     "no such algorithm": (lambda: pg.get_algorithm("grop"), ["'grop'", "did you mean 'grpo'"]),
     "letters that changed places": (lambda: pg.get_algorithm("gpro"), ["did you mean 'grpo'"]),
     "a letter too many": (lambda: pg.get_algorithm("Dr-GRRPO"), ["did you mean 'dr_grpo'"]),

@@ -53,7 +53,8 @@ def dapo_filter(prompts: Prompts) -> Prompts:
 
 
 PAPER_FILTERS = dict.fromkeys(("dapo", "fipo", "prorl", "high_entropy"), dapo_filter) | dict.fromkeys(
-    ("magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime", "prime_rl", "skywork_or1"), without_constant_groups
+    ("magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime", "prime_rl", "skywork_or1"),
+    without_constant_groups,
 )
 
 

@@ -114,7 +114,7 @@ def extra_of(algorithm: pg.Algorithm) -> str | None:
         return "steps"
     if any(isinstance(link, pg.DivideByGroupMean) for link in algorithm.advantage):
         return "successes"
-    if algorithm.selection_needs:
+    if "entropy" in algorithm.selection_needs | algorithm.forward_needs:
         return "entropy"
     return next((extra for field, extra in READ_BY.items() if field in algorithm.all_needs), None)
 

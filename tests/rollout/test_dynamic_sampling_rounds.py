@@ -208,7 +208,9 @@ def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
             gap = torch.where(mask, batch.logp_old - batch.logp_sampler, 0)
             assert float(gap[:n].abs().max()) > 0.01  # the weights have moved
             assert float(gap[n:].abs().max()) < 1e-6
-            weight = now.algorithm.apply_corrections(torch.ones_like(batch.logp_old), pg.Forward(batch.logp_old), batch, now.psi)
+            weight = now.algorithm.apply_corrections(
+                torch.ones_like(batch.logp_old), pg.Forward(batch.logp_old), batch, now.psi
+            )
             torch.testing.assert_close(weight[:n][mask[:n]], gap.exp().clamp(max=2.0)[:n][mask[:n]])
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from policygrad.core import masked
-from policygrad.core.advantages import DivideByGroupMean, PassAtK, TeacherLogRatio
+from policygrad.core.advantages import ClassLabels, DivideByGroupMean, PassAtK, TeacherLogRatio
 from policygrad.core.aggregation import SequenceMean
 from policygrad.core.auxiliary import Critic, ImplicitReward, Reference
 from policygrad.core.base import (
@@ -27,9 +27,10 @@ from policygrad.core.base import (
 )
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.filters import Curriculum, Downsample, DropZeroVariance, MaskTruncated
+from policygrad.core.gates import ClassificationWeight
 from policygrad.core.kl_controllers import find_kl_penalties
 from policygrad.core.process import ProcessReward
-from policygrad.core.ratios import Token
+from policygrad.core.ratios import Sequence, Token
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import DemonstrationNLL, policy_share
 from policygrad.core.trust_region import TrustRegion
@@ -206,6 +207,13 @@ def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
     correcting = [type(part).__name__ for part in algorithm.corrections if part.corrects_sampler]
     if algorithm.old_policy == "sampler" and correcting:
         yield f"{correcting[0]} corrects for π_old/μ, which old_policy='sampler' makes 1: set corrections=(), or use 'learner'"
+    if isinstance(gate, ClassificationWeight):
+        labels = _instances(ClassLabels, algorithm.advantage)
+        if len(labels) != len(algorithm.advantage) or not labels:
+            chain = ", ".join(type(link).__name__ for link in algorithm.advantage) or "empty"
+            yield f"ClassificationWeight classifies samples by a label, and advantage is {chain}: set advantage=(ClassLabels(),)"
+        if ratio is not None and not isinstance(ratio, Sequence):
+            yield f"ClassificationWeight takes a completion's mean log-ratio, and ratio is {type(ratio).__name__}: set ratio=Sequence()"
     normalised, derivatives = isinstance(gate, SelfNormalised), _instances(SelfNormalisation, algorithm.terms)
     if normalised and not derivatives:
         yield "SelfNormalised divides by a sum over the group, and no term has its derivative: set terms=(SelfNormalisation(),)"
@@ -415,11 +423,12 @@ def check_rollout(algorithm: Algorithm) -> None:
             "reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing"
         )
     rule = algorithm.update_rule
+    is_old_at_update = algorithm.old_policy == "learner" and isinstance(rule, GradientSteps) and rule.updates == 1
     for term in algorithm.terms:
-        if term.constrained_kl == "kl_old" and isinstance(rule, GradientSteps) and rule.updates == 1:
+        if term.constrained_kl == "kl_old" and is_old_at_update:
             raise ConfigError(
                 f"{type(term).__name__} keeps π_θ near π_old, and they are equal at a rollout's only gradient step: set "
-                "update_rule=GradientSteps(epochs=4), or remove it"
+                "update_rule=GradientSteps(epochs=4), old_policy='sampler' if samples may be stale, or remove it"
             )
 
 
