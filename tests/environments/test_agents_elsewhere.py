@@ -30,6 +30,7 @@ from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
 
 HOME = os.environ.get("POLICYGRAD_AGENTS", "")
 """The folder of the virtual environments `smolagents` and `mini-swe-agent`."""
+FOLDER = Path(HOME).resolve()  # before a test changes the working directory
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRODUCTS = EXAMPLES / "smolagents_products.py"
 pytestmark = [
@@ -39,7 +40,7 @@ pytestmark = [
 
 
 def python_of(agent: str) -> str:
-    return str(Path(HOME).resolve() / agent / "bin" / "python")
+    return str(FOLDER / agent / "bin" / "python")
 
 
 def smolagents(**options: Any) -> AgentProgram:

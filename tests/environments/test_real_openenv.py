@@ -106,7 +106,7 @@ def test_unreadable_and_refused_actions_are_reported_to_the_policy(address: str)
 def test_a_full_server_is_reported_with_a_remedy() -> None:
     with (
         serving(sessions=2) as address,
-        pytest.raises(pg.EngineError, match=r"no room for another session.*max_concurrent_envs"),
+        pytest.raises(pg.EngineError, match=r"no capacity for another session.*max_concurrent_envs"),
     ):
         episodes(pg.OpenEnv(address), [1, 2, 3], upwards)
 
