@@ -17,8 +17,8 @@ PUBLIC = """
 A2C ALGORITHMS ASYMRE Action AdaptiveProblem Advantage AgentProgram Aggregation Algorithm Batch BatchMean BatchStd
 BiLevelGAE CHORD CISPO CLIP_COV CPGD Callback CheckpointConfig CheckpointError ClassLabels ClassificationWeight Clip
 ClipCov ClippedImportance ConfigError ConstantBaseline Correction Critic CurvatureProblem DAPO DEEPSEEK_V32 DISTILL DPPO
-DRO DR_GRPO DataError DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DriftPenalty DropZeroVariance
-DualClip DualDescent EngineError EngineSampler Entropy Environment EvaluationConfig ExactEntropy ExactKLToOld
+DRO DR_GRPO DataError DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DropZeroVariance
+DualDescent EngineError EngineSampler Entropy Environment EvaluationConfig ExactEntropy ExactKLToOld
 ExactKLToReference Example FIPO Filter FixedLength Forward FutureKL GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
 GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GradientSteps GreedyBaseline GroupInGroup GroupMean
 GroupStd GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess

@@ -7,10 +7,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO GMPO GPG GRPO "
-        "GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL "
-        "NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX "
-        "RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO get_algorithm"
+        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO GMPO GPG "
+        "GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL "
+        "NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE "
+        "REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO get_algorithm"
     ),
     "policygrad.core.advantages": (
         "RejectionSampling BatchMean BatchStd ClassLabels ConstantBaseline GreedyBaseline GroupMean GroupStd LeaveOneOut "
@@ -26,7 +26,7 @@ _HOME = {
     ),
     "policygrad.core.gae": "GAE LengthAdaptiveGAE NStep Whiten",
     "policygrad.core.gates": (
-        "Clip ClipCov DivergenceClip DualClip GammaKernel GeometricMean Importance LogClip OnPolicy PolicyShaping "
+        "Clip ClipCov DivergenceClip GammaKernel GeometricMean Importance LogClip OnPolicy PolicyShaping "
         "SecondMomentFilter SigmoidGate TaperedImportance UnitWeight ClippedImportance FutureKL ClassificationWeight"
     ),
     "policygrad.core.objective": "gate_weight objective surrogate",
@@ -34,8 +34,7 @@ _HOME = {
     "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.terms": (
-        "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference "
-        "DriftPenalty PositiveNLL"
+        "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference PositiveNLL"
     ),
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.turns": "BiLevelGAE GroupInGroup MultiTurnGAE TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn",

@@ -49,7 +49,6 @@ from policygrad.core.ratios import HighEntropy, OffPolicySequenceMask, Sequence,
 from policygrad.core.shaping import KLInReward, SoftOverlong
 from policygrad.core.terms import (
     DemonstrationNLL,
-    DriftPenalty,
     Entropy,
     ExactEntropy,
     KLCov,
@@ -281,7 +280,7 @@ CPGD = replace(
     name="cpgd",
     gate=LogClip(0.2, 0.2),
     aggregation=TokenMean(),
-    terms=(DriftPenalty(0.001),),
+    terms=(KLToOld(0.001, cap=2.0),),
     update_rule=GradientSteps(minibatches=2),
 )
 CLIP_COV = replace(

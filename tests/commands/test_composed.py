@@ -79,7 +79,7 @@ def test_long_names_are_valid_folder_names() -> None:
         filters=(),
         shaping=(),
         ratio=pg.Sequence(),
-        gate=pg.DualClip(),
+        gate=pg.Clip(c=3.0),
         advantage=(pg.LeaveOneOut(), pg.BatchStd()),
     )
     assert len(name_run(a).name) <= 70

@@ -110,7 +110,7 @@ def dual_clip_as_bound() -> None:
         a, plain = PSI[i, t], clipped(ratio(logp, i, t), PSI[i, t], 0.2, 0.2)
         return -torch.maximum(plain, 1.5 * a) if a < 0 else -plain
 
-    agree(ours(f"{BARE} --algorithm.gate DualClip --algorithm.gate.c 1.5"), theirs(token_mean(value)))
+    agree(ours(f"{BARE} --algorithm.gate.c 1.5"), theirs(token_mean(value)))
 
 
 def dual_clip_as_cap() -> None:
@@ -120,7 +120,7 @@ def dual_clip_as_cap() -> None:
         r, a = ratio(logp, i, t), PSI[i, t]
         return -torch.minimum(r.clamp(max=1.5) * a, r.clamp(0.8, 1.2) * a)
 
-    agree(ours(f"{BARE} --algorithm.gate DualClip --algorithm.gate.c 1.5"), theirs(token_mean(value)))
+    agree(ours(f"{BARE} --algorithm.gate.c 1.5"), theirs(token_mean(value)))
 
 
 def value_loss(factor: float, argv: str) -> Callable[[], None]:

@@ -122,7 +122,7 @@ def test_drift_penalty_is_capped() -> None:
     """k is the derivative of the value, also where it bends, at r = 3."""
     change = torch.linspace(-3, 3, 61, dtype=torch.float64)[None]
     batch = batch_of(torch.full_like(change, -1.0), [1.0])
-    term, h = pg.DriftPenalty(0.5, 2.0), 1e-6
+    term, h = pg.KLToOld(0.5, cap=2.0), 1e-6
     k = term.score(pg.Forward(change - 1), batch, change)
     ahead, behind = (term.value(pg.Forward(change - 1 + d), batch, change) for d in (h, -h))
     torch.testing.assert_close(k, (ahead - behind) / (2 * h), rtol=0, atol=1e-6)
@@ -270,7 +270,8 @@ REFUSED = [
     (lambda: pg.DivergenceClip("js"), "DivergenceClip.measure must be 'tv'"),  # type: ignore[arg-type]
     (lambda: pg.GammaKernel(k_pos=-1.0), "GammaKernel.k_pos must be above 0"),
     (lambda: pg.LogClip(low=1.0), "LogClip.low must be between 0 and 1"),
-    (lambda: pg.DriftPenalty(cap=0.0), "DriftPenalty.cap must be above 0"),
+    (lambda: pg.KLToOld(cap=0.0), "KLToOld.cap must be above 0"),
+    (lambda: pg.KLToOld(form="k2", cap=2.0), "KLToOld.cap must be None with form 'k2'"),
     (lambda: pg.SecondMomentFilter(-1.0), "SecondMomentFilter.threshold must be at least 0"),
     (lambda: pg.ClipCov(fraction=0.0), "ClipCov.fraction must be above 0"),
     (lambda: pg.ClipCov(cov_low=5.0, cov_high=5.0), "ClipCov.cov_low must be below ClipCov.cov_high"),

@@ -53,7 +53,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "cap, low negative": (lambda: pg.ClippedImportance(-0.2, 5.0), ["absolute", "low = -0.2"]),
     "cap, NaN": (lambda: pg.ClippedImportance(0.0, float("nan")), ["high = nan"]),
     "a negative clip range": (lambda: pg.Clip(0.2, -0.1), ["Clip.high", "-0.1"]),
-    "dual clip's c": (lambda: pg.DualClip(c=1.0), ["DualClip.c", "above 1"]),
+    "dual clip's c": (lambda: pg.Clip(c=1.0), ["Clip.c", "above 1"]),
     "a soft gate's temperature": (
         lambda: pg.SigmoidGate(tau_neg=0.0),
         ["SigmoidGate.tau_neg must be above 0 and finite, not 0.0"],

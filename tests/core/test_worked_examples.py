@@ -20,7 +20,7 @@ GATES = (
     pg.OnPolicy(),
     pg.Importance(),
     pg.Clip(0.2, 0.28),
-    pg.DualClip(0.2, 0.28, 3.0),
+    pg.Clip(0.2, 0.28, 3.0),
     pg.ClippedImportance(0.5, 2.0),
     pg.SigmoidGate(1.0, 1.05),
     pg.SigmoidGate(2.0, 5.0),
@@ -219,7 +219,7 @@ def test_the_clip_cases(r: float, psi: float, value: float, weight: float) -> No
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     ratio, psi = torch.tensor([[2.0, 4.0, 0.5, 4.0]]), torch.tensor([[-1.0, -1.0, -1.0, 1.0]])
-    gate = pg.DualClip(0.25, 0.25, 3.0)
+    gate = pg.Clip(0.25, 0.25, 3.0)
     assert gate.value(ratio, psi, plain(ratio)).tolist() == [[-2.0, -3.0, -0.75, 1.25]]
     assert gate.weight(ratio, psi, plain(ratio)).tolist() == [[2.0, 0.0, 0.0, 0.0]]
 
@@ -252,7 +252,7 @@ GRPO = replace(pg.GRPO, terms=())
     [
         (replace(GRPO, gate=pg.Clip(math.inf, math.inf)), replace(GRPO, gate=pg.Importance())),
         (replace(pg.CISPO, gate=pg.ClippedImportance(0, math.inf)), replace(pg.CISPO, gate=pg.Importance())),
-        (replace(GRPO, gate=pg.DualClip(0.2, 0.2, math.inf)), GRPO),
+        (replace(GRPO, gate=pg.Clip(0.2, 0.2, math.inf)), GRPO),
     ],
     ids=["infinite clip = importance", "infinite cap = off-policy REINFORCE", "infinite dual clip = clip"],
 )

@@ -226,7 +226,7 @@ PARTS: dict[str, Variant] = {
         replace(GRPO, gate=pg.Importance()),
         lambda p, w: mean_over_completions(p, lambda o, t, A: o.r(t) * A),
     ),
-    "dual clip": (replace(GRPO, gate=pg.DualClip(0.2, 0.2, 3.0)), dual_clip),
+    "dual clip": (replace(GRPO, gate=pg.Clip(0.2, 0.2, 3.0)), dual_clip),
     "weight cap, low": (
         replace(pg.CISPO, gate=pg.ClippedImportance(0.9, 1.1)),
         filtered(without_constant_groups, lambda p, w: cispo(p, w, 0.9, 1.1)),

@@ -385,9 +385,9 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
     if isinstance(weight.part, Clip) and result.by == "gradient":
         text += _describe_bounds(weight.ratios, weight.score, best.tokens, batch)
     if isinstance(weight.part, Clip):
-        names = [name for name in names if not name.startswith("Clip")]
+        names = [name for name in names if not name.startswith("Clip") or "c=" in name]  # a dual clip is another gate
     elif weight.gate == "Importance":
-        clips = [name for name in names if name.startswith(("Clip ", "DualClip ", "clip("))]
+        clips = [name for name in names if name.startswith(("Clip ", "clip("))]
         if clips:
             up, down = _reach(weight, best.tokens)
             text += f": no token is clipped, so a clip with low ≥ {down:.3g} and high ≥ {up:.3g} is the same"
@@ -398,9 +398,10 @@ def _report_gate(batch: AuditBatch, result: LossResult) -> Finding:
 def _without_bounds(name: str) -> str:
     """Leave out the settings of a part that differ between candidates with the same numbers."""
     head, opened, tail = name.partition("(")
-    if not opened or head not in ("Clip", "DualClip", "ClippedImportance"):
+    if not opened or head not in ("Clip", "ClippedImportance"):
         return name
-    return f"{head} with other bounds{tail.partition(')')[2]}"
+    dual = " and a dual bound" if "c=" in tail else ""
+    return f"{head} with other bounds{dual}{tail.partition(')')[2]}"
 
 
 def _reach(weight: Any, tokens: Tensor) -> tuple[float, float]:

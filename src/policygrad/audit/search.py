@@ -24,7 +24,6 @@ from policygrad.core.gates import (
     Clip,
     ClippedImportance,
     DivergenceClip,
-    DualClip,
     GammaKernel,
     GeometricMean,
     Importance,
@@ -36,7 +35,7 @@ from policygrad.core.gates import (
 )
 from policygrad.core.ratios import MaskedIS, SequenceProduct, Token, TruncatedIS
 from policygrad.core.ratios import Sequence as SequenceRatio
-from policygrad.core.terms import DriftPenalty, KLForm, KLToOld, KLToReference, log_ratio
+from policygrad.core.terms import KLForm, KLToOld, KLToReference, log_ratio
 from policygrad.findings import least_squares, relative_error
 
 CLIP_BOUNDS = (
@@ -154,7 +153,9 @@ class LossResult:
 def name_part(part: object) -> str:
     """Return a part's name with its settings, as in Python."""
     settings = [
-        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in vars(part).items()
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in vars(part).items()
+        if value is not None
     ]
     return f"{type(part).__name__}({', '.join(settings)})"
 
@@ -303,7 +304,7 @@ def _gates(
         text = "the clip is not one-sided: r is cut outside the bounds whatever the sign of Ψ (clip(r)·Ψ without the minimum)"
         yield f"clip(r, {1 - low:g}, {1 + high:g}) without the minimum", None, masked.apply_mask(ratio, inside), text
         for c in _dual_bounds(recording, ratio, psi, mask):
-            dual = DualClip(low, high, c)
+            dual = Clip(low, high, c)
             yield name_part(dual), dual, dual.weight(ratio, psi, None), ""  # type: ignore[arg-type]
     one = torch.ones_like(ratio)
     yield "OnPolicy", OnPolicy(), one, ""
@@ -476,7 +477,8 @@ def _weights(
         corrections = [(name, part) for name, part in _corrections(recording) if (part is not None) is corrected]
         factors = list[tuple[str, Tensor | None]]()
         for name, part in corrections:
-            rho = None if part is None else part(replace(batch, logp_old=recording.logp_old), psi)
+            old_batch = replace(batch, logp_old=recording.logp_old)
+            rho = None if part is None else part(Forward(recording.logp), old_batch, psi)
             factors.append((name, None if rho is None else masked.apply_mask(rho, mask)))
         for level in levels if bool(change.any()) else levels[:1]:
             ratio = level(change, mask)
@@ -510,7 +512,7 @@ def _penalties(recording: AuditBatch, mask: Tensor, old: str) -> list[Penalty | 
         forms: tuple[KLForm, ...] = ("k3", "k2", "r*k3", "r*k1")
         parts += [(form, KLToReference(1.0, form)) for form in forms]
     if old_logp is not None and recording.gradient is not None:
-        parts += [("KLToOld", KLToOld(1.0)), ("DriftPenalty", DriftPenalty(1.0))]
+        parts += [("KLToOld", KLToOld(1.0)), ("KLToOld with a cap", KLToOld(1.0, cap=2.0))]
     for name, part in parts:
         score, value = (
             masked.apply_mask(x, mask) for x in (part.score(out, batch, zero), part.value(out, batch, zero))

@@ -71,44 +71,32 @@ class Importance(Gate):
 class Clip(Gate):
     """w = r, or 0 once r has left [1 − low, 1 + high] in the direction that Ψ pushes: min(rΨ, clip(r)Ψ).
 
-    Source: Schulman et al. 2017 (PPO), eq. 7; `high` > `low` is clip-higher, Yu et al. 2025 (DAPO), eq. 10.
+    With `c`, the dual clip, w = 0 also where Ψ < 0 and r > c: there the value is max(min(rΨ, clip(r)Ψ), cΨ).
+    Source: Schulman et al. 2017 (PPO), eq. 7; for `high` > `low`, clip-higher, Yu et al. 2025 (DAPO), eq. 10; for `c`, Ye et al.
+    2020, eq. 5.
     """
 
     low: float = setting(0.2, "at least 0")
     high: float = setting(0.2, "at least 0")
+    c: float | None = setting(None, "above 1", hint="it bounds r from above where Ψ < 0")
+    """Bound on r where Ψ < 0 (dual clip); None: no bound."""
 
     @property
     def formula(self) -> str:
-        return f"r, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}"
+        dual = "" if self.c is None else f", or Ψ<0 and r>{self.c:g}"
+        return f"r, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}{dual}"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
+        below, above = (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
+        return below, above if self.c is None else above | ((psi < 0) & (ratio > self.c))
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         below, above = self.clipped(ratio, psi, batch)
         return torch.where(below | above, torch.zeros_like(ratio), ratio)
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return torch.minimum(ratio * psi, ratio.clamp(1 - self.low, 1 + self.high) * psi)
-
-
-@dataclass(frozen=True)
-class DualClip(Clip):
-    """Clip, with w = 0 also where Ψ < 0 and r > c: there the value is max(min(rΨ, clip(r)Ψ), cΨ). Source: Ye et al. 2020, eq. 5."""
-
-    c: float = setting(3.0, "above 1", hint="it bounds r from above where Ψ < 0")
-
-    @property
-    def formula(self) -> str:
-        return f"{super().formula}, or Ψ<0 and r>{self.c:g}"
-
-    def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        below, above = super().clipped(ratio, psi, batch)
-        return below, above | ((psi < 0) & (ratio > self.c))
-
-    def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        value = super().value(ratio, psi, batch)
-        return torch.where(psi < 0, torch.maximum(value, self.c * psi), value)
+        value = torch.minimum(ratio * psi, ratio.clamp(1 - self.low, 1 + self.high) * psi)
+        return value if self.c is None else torch.where(psi < 0, torch.maximum(value, self.c * psi), value)
 
 
 @dataclass(frozen=True)
@@ -389,15 +377,15 @@ class LogClip(Gate):
 
 
 @dataclass(frozen=True)
-class FutureKL(DualClip):
-    """Dual clip times f, the influence of a token on what follows: f_t = clip(exp(Σ_{s≥t} γ^{s−t} log r_s), f_low, f_high).
+class FutureKL(Clip):
+    """Clip times f, the influence of a token on what follows: f_t = clip(exp(Σ_{s≥t} γ^{s−t} log r_s), f_low, f_high).
 
-    Tokens with r > c are left out of the sum, whose half-life is `half_life` tokens (γ = 2^(−1/half_life)). Where Ψ < 0 and r exceeds
-    `safe_ratio`, f is at most 1 and at least 0.8. f is under stop-gradient.
+    Tokens with r > c, the dual clip's bound, are left out of the sum, whose half-life is `half_life` tokens (γ = 2^(−1/half_life)).
+    Where Ψ < 0 and r exceeds `safe_ratio`, f is at most 1 and at least 0.8. f is under stop-gradient.
     Source: Ma et al. 2026 (FIPO), arXiv:2603.19835; the settings are those of the authors' 32B script as ms-swift reports them.
     """
 
-    c: float = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0")
+    c: float | None = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0")
     half_life: float = setting(32.0, "above 0 and finite")
     """Tokens after which a later token's change counts half."""
     f_low: float = setting(1.0, "in [0, 1]")
@@ -412,7 +400,8 @@ class FutureKL(DualClip):
         return f"({super().formula}) × f_t,  f_t = {influence},  in [0.8, 1] where Ψ<0 and r>{self.safe_ratio:g}"
 
     def _influence(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        change = masked.apply_mask(ratio.detach().log(), batch.mask & (ratio <= self.c))
+        counted = batch.mask if self.c is None else batch.mask & (ratio <= self.c)
+        change = masked.apply_mask(ratio.detach().log(), counted)
         future = masked.discounted_reverse_cumsum(change, batch.mask, 2 ** (-1 / self.half_life))
         influence = bounded_exp(future).clamp(self.f_low, self.f_high)
         return torch.where((psi < 0) & (ratio > self.safe_ratio), influence.clamp(*_SAFE_INFLUENCE), influence)
@@ -433,8 +422,8 @@ class ClassificationWeight(Gate):
     group with the same sign.
 
     Bounded, and largest for the samples that are classified worst: successes that have become less likely, failures that have
-    become more likely. The 1 is an anchor logit of 0. With the ratio of `Sequence` and Ψ of `ClassLabels`, the objective is −τ times
-    log(1 + Σ_+ e^{−s/τ}) + log(1 + Σ_− e^{s/τ}) per prompt. Source: Zhai et al. 2026 (REAL), arXiv:2602.05630.
+    become more likely. The 1 is an anchor logit of 0. With the ratio of `Sequence` and Ψ of `ClassLabels`, the objective is −τ
+    times log(1 + Σ_+ e^{−s/τ}) + log(1 + Σ_− e^{s/τ}) per prompt. Source: Zhai et al. 2026 (REAL), arXiv:2602.05630.
     """
 
     tau: float = setting(0.5, "above 0 and finite")

@@ -126,16 +126,20 @@ class KLToOld(PenaltyOnOld, Term):
 
     form   objective −β·…    k
     k3     r − 1 − log r     β(1 − r)
-    k2     (log r)²/2        −β·log r: bounded where a token's probability has multiplied, unlike k3
+    k2     (log r)²/2        −β·log r: slow where a token's probability has multiplied
 
-    With π_old = μ (`old_policy="sampler"`), k2 is the squared log-ratio penalty of prime-rl's default loss (its kl_tau is β/2) and of
-    direct reward optimisation. `ExactKLToOld` computes the KL over the full vocabulary.
+    With a `cap`, k3's gradient is bounded, k = −β·min(r − 1, cap): beyond r = 1 + cap the objective continues with constant
+    slope, so that a token whose probability has multiplied does not dominate the update. With π_old = μ (`old_policy="sampler"`),
+    k2 is the squared log-ratio penalty of direct reward optimisation, and of prime-rl's default loss, whose kl_tau is β/2.
+    `ExactKLToOld` computes the KL over the full vocabulary.
     Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4; Schulman 2020 (approximating KL); Richemond et al. 2024 (DRO),
-    arXiv:2405.19107, for k2.
+    arXiv:2405.19107, for k2; Liu et al. 2025 (CPGD), arXiv:2505.12504, for the cap.
     """
 
     beta: float = setting(1.0, "at least 0")
     form: Literal["k3", "k2"] = choice(k3="r − 1 − log r", k2="(log r)²/2")
+    cap: float | None = setting(None, "above 0", hint="it bounds r − 1 from above")
+    """Upper bound of r − 1 in k3's gradient; None: no bound."""
     target: float | None = setting(None, "above 0", "nats per token, or None")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
@@ -143,18 +147,30 @@ class KLToOld(PenaltyOnOld, Term):
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        possible = self.cap is None or self.form == "k3"
+        check_setting(self, "cap", possible, "None with form 'k2'", "the gradient of k2 grows only with log r")
+
     @property
     def formula(self) -> str:
-        k = f"{self.beta:g}·(1 − r)" if self.form == "k3" else f"−{self.beta:g}·log r"
-        return k + self.describe_target()
+        k3 = f"{self.beta:g}·(1 − r)" if self.cap is None else f"−{self.beta:g}·min(r − 1, {self.cap:g})"
+        return (k3 if self.form == "k3" else f"−{self.beta:g}·log r") + self.describe_target()
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
-        return -self.beta * (bounded_expm1(change) if self.form == "k3" else change)
+        if self.form == "k2":
+            return -self.beta * change
+        return -self.beta * bounded_expm1(change).clamp(max=math.inf if self.cap is None else self.cap)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
-        return -self.beta * (bounded_expm1(change) - change if self.form == "k3" else change * change / 2)
+        if self.form == "k2":
+            return -self.beta * change * change / 2
+        if self.cap is None:
+            return -self.beta * (bounded_expm1(change) - change)
+        near = change.clamp(max=math.log1p(self.cap))
+        return -self.beta * (bounded_expm1(near) - near + self.cap * (change - near))
 
 
 @dataclass(frozen=True)
@@ -284,37 +300,6 @@ class ExactKLToReference(LossTerm):
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * out.require("kl_ref", self)
-
-
-# Penalties on the policy's drift from π_old: with a bounded gradient, or on few tokens.
-
-
-@dataclass(frozen=True)
-class DriftPenalty(Term):
-    """−β·KL(π_old‖π_θ) from the sampled tokens with a bounded gradient: k = −β·min(r − 1, cap).
-
-    Up to r = 1 + cap it is `KLToOld`, −β(r − 1 − log r). Beyond that the objective continues with constant slope, so that a token
-    whose probability has multiplied does not dominate the update. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
-    """
-
-    beta: float = 0.001
-    cap: float = setting(2.0, "above 0", hint="it bounds r − 1 from above")
-    aggregation: Aggregation | None = None
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
-    constrained_kl: ClassVar[str | None] = "kl_old"
-
-    @property
-    def formula(self) -> str:
-        return f"−{self.beta:g}·min(r − 1, {self.cap:g})"
-
-    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        change = log_ratio(out.logp, batch.logp_old, batch.mask)
-        return -self.beta * bounded_expm1(change).clamp(max=self.cap)
-
-    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        change = log_ratio(out.logp, batch.logp_old, batch.mask)
-        near = change.clamp(max=math.log1p(self.cap))
-        return -self.beta * (bounded_expm1(near) - near + self.cap * (change - near))
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,8 @@ def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
             chain = ", ".join(type(link).__name__ for link in algorithm.advantage) or "empty"
             yield f"ClassificationWeight classifies samples by a label, and advantage is {chain}: set advantage=(ClassLabels(),)"
         if ratio is not None and not isinstance(ratio, Sequence):
-            yield f"ClassificationWeight takes a completion's mean log-ratio, and ratio is {type(ratio).__name__}: set ratio=Sequence()"
+            name = type(ratio).__name__
+            yield f"ClassificationWeight takes a completion's mean log-ratio, and ratio is {name}: set ratio=Sequence()"
     normalised, derivatives = isinstance(gate, SelfNormalised), _instances(SelfNormalisation, algorithm.terms)
     if normalised and not derivatives:
         yield "SelfNormalised divides by a sum over the group, and no term has its derivative: set terms=(SelfNormalisation(),)"

@@ -223,8 +223,9 @@ class _Episode:
         reason, code = str(result.get("message", result)), result.get("code")
         if code == "CAPACITY_REACHED":
             raise EngineError(
-                f"{self._server} has no capacity for another session: {str(reason).rstrip('.')}. A rollout opens prompts × samples sessions, an "
-                "evaluation at most 64 × samples: start the server with max_concurrent_envs as large, or lower --prompts-per-step"
+                f"{self._server} has no capacity for another session: {reason.rstrip('.')}. A rollout opens prompts × samples "
+                "sessions, an evaluation at most 64 × samples: start the server with max_concurrent_envs as large, or lower "
+                "--prompts-per-step"
             )
         if code in ("FACTORY_ERROR", "SESSION_ERROR"):
             raise EngineError(f"{self._server} cannot start a session: {reason}")

@@ -162,9 +162,9 @@ def real(prompts: Prompts, max_tokens: int, tau: float = 0.5) -> Tensor:
 
 
 def fipo(prompts: Prompts, max_tokens: int, half_life: float = 32.0, c: float = 10.0) -> Tensor:
-    """DAPO's objective with dual clip at c, each token × f_t = clip(exp(Σ_{k≥t} γ^{k−t} M_k log r_k), 1, 1.2). Ma et al. 2026 (FIPO).
+    """DAPO's objective with dual clip at c, each token × f_t = clip(exp(Σ_{k≥t} γ^{k−t} M_k log r_k), 1, 1.2).
 
-    γ = 2^{−1/32}; M_k = 0 where r_k > c. f_t is in [0.8, 1] where Â < 0 and r_t > 4.
+    Ma et al. 2026 (FIPO). γ = 2^{−1/32}; M_k = 0 where r_k > c. f_t is in [0.8, 1] where Â < 0 and r_t > 4.
     """
     J = total([])
     for outputs in with_overlong_penalty(prompts, max_tokens):

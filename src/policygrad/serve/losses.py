@@ -24,7 +24,7 @@ from policygrad.core.media import TextMedia, distinguish_media
 from policygrad.core.objective import objective, surrogate, with_selected_tokens
 from policygrad.core.ratios import Sequence as SequenceRatio
 from policygrad.core.ratios import Token
-from policygrad.core.terms import KLToReference
+from policygrad.core.terms import KLToOld
 from policygrad.errors import ConfigError
 from policygrad.serve.custom_loss import CustomLoss
 from policygrad.serve.model_input import ModelInputParts
@@ -256,9 +256,7 @@ def _sum_loss(
     """Return the loss whose coefficients are all 1. Ψ off the mask is an error of the client's."""
     if bool((psi[~mask] != 0).any()):
         raise ConfigError(f"advantages must be 0 where {RATIO_MASK} is 0")
-    batch = Batch(
-        mask=mask, group=torch.arange(len(mask)), reward=psi.new_zeros(len(mask)), logp_old=logp_old, logp_ref=logp_old
-    )
+    batch = Batch(mask=mask, group=torch.arange(len(mask)), reward=psi.new_zeros(len(mask)), logp_old=logp_old)
     ones = mask.to(psi.dtype)
     return EquationLoss(algorithm, batch, psi, (ones,) * (1 + len(algorithm.terms)), is_likelihood)
 

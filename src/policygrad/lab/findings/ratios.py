@@ -12,7 +12,7 @@ from torch import Tensor
 from policygrad.core.advantages import RunningMean
 from policygrad.core.base import Gate, Ratio
 from policygrad.core.batch import Batch
-from policygrad.core.gates import Clip, ClippedImportance, DualClip, Importance, OnPolicy, SigmoidGate
+from policygrad.core.gates import Clip, ClippedImportance, Importance, OnPolicy, SigmoidGate
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.lab.findings.advantages import EXACT, exact_figures, with_advantage
 from policygrad.lab.measurement import Figures, MeasuredClaim, compute_figures, format_percent, join_numbers
@@ -349,11 +349,11 @@ SHAPE_GATES: dict[str, Gate] = {
     "Importance": Importance(),
     "Clip(0.2, 0.2)": Clip(0.2, 0.2),
     "Clip(0.2, 0.28)": Clip(0.2, 0.28),
-    "DualClip(c=3)": DualClip(),
+    "Clip(c=3)": Clip(c=3.0),
     "SigmoidGate": SigmoidGate(),
     "ClippedImportance(0, 5)": ClippedImportance(),
 }
-"""The gates of the matrix, and DualClip. GSPO's clip has the same shape, on a ratio of the complete sequence, 3e-4 wide."""
+"""The gates of the matrix, and the dual clip. GSPO's clip has the same shape, on a ratio of the complete sequence, 3e-4 wide."""
 FAR = 2.0
 
 
