@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "stopping": (
         "@vf.stop\n    async def enough(self, trace: vf.Trace) -> bool: return True",
-        "hooks in verifiers' own rollouts .enough.",
+        "hooks into verifiers' rollouts .enough.",
     ),
 }
 
