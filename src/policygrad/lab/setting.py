@@ -122,6 +122,10 @@ class LabSetting:
             filled["implicit_reward"] = torch.where(world.mask, after - value, 0)
         if "rewards" in needs:  # the world has a single reward
             filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
+        if "role" in needs:  # there is one
+            filled |= {"role": torch.zeros(len(world.mask), dtype=torch.int64), "role_names": ("",)}
+        if "peers" in needs:  # all completions of a prompt
+            filled["peers"] = torch.zeros(len(world.mask), dtype=torch.int64)
         if "demonstration" in needs:  # there are samples only
             filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)
