@@ -43,6 +43,7 @@ _HOME = {
     "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
     "policygrad.utils.pictures": "Picture",
+    "policygrad.environments.games": "Game GameStep SelfPlay Turn",
     "policygrad.environments.gymnasium": "GymnasiumText",
     "policygrad.environments.mcp": "McpTools",
     "policygrad.environments.openenv": "OpenEnv",

@@ -41,9 +41,7 @@ def reinforce(prompts: Prompts, max_tokens: int, baseline: float = 0.0) -> Tenso
     return total(map(of_completion, completions(prompts))) / count(prompts)
 
 
-def spiral(
-    prompts: Prompts, max_tokens: int, means: Mapping[str, float] | None = None, decay: float = 0.95
-) -> Tensor:
+def spiral(prompts: Prompts, max_tokens: int, means: Mapping[str, float] | None = None, decay: float = 0.95) -> Tensor:
     """1/(B·L) Σ_i Σ_t min(r Â, clip(r) Â), Â = R − b_role, and then b_role ← α b_role + (1 − α) R, one completion after the other.
 
     Liu et al. 2025 (SPIRAL), eq. 2 and 3, with the authors' code's order, PPO clip and constant denominator L.

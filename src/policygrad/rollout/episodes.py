@@ -188,7 +188,7 @@ class Conversation:
             shared = min(len(so_far), len(rendered.ids) - 1)
             earlier = distinguish_media(so_far, self.context_media)[:shared]
             differs = (earlier != distinguish_media(rendered.ids, rendered.media)[:shared]).nonzero()
-            prefix_length = _before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
+            prefix_length = before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
             media = select_media(rendered.media, prefix_length, len(rendered.ids))
             segment = Segment(rendered.ids[prefix_length:], media=media)
             self.compact_ids = rendered.ids if rendered.compact_ids is None else rendered.compact_ids
@@ -276,7 +276,7 @@ class _Episode(Conversation):
         """Close the environment, if that was not done."""
         close, self._close = self._close, None
         if close is not None:
-            await await_with_timeout(CLOSE_TIMEOUT, _call_close(close))
+            await await_with_timeout(CLOSE_TIMEOUT, call_close(close))
 
     def trajectory(self, encoder: Tokenizer) -> Trajectory:
         prefix = () if self.spec.prefix is None else (self.spec.prefix,)
@@ -308,7 +308,7 @@ class _Episode(Conversation):
         close, self._close = self._close, None
         if close is not None:
             await self.calls.call(
-                SimpleNamespace(close=partial(_call_close, close)), self.name, "close", self.spec.location
+                SimpleNamespace(close=partial(call_close, close)), self.name, "close", self.spec.location
             )
 
     async def _truncate(self) -> None:
@@ -324,12 +324,12 @@ class _Episode(Conversation):
                 self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
 
 
-def _before_picture(length: int, media: TextMedia) -> int:
+def before_picture(length: int, media: TextMedia) -> int:
     """Return a prefix's length without the picture that it ends in the middle of."""
     return next((int(m.slots[0]) for m in media if m.slots[0] < length <= m.slots[-1]), length)
 
 
-async def _call_close(close: Callable[[], Any]) -> None:
+async def call_close(close: Callable[[], Any]) -> None:
     """Call a `close` that may or may not be async."""
     result = close()
     if inspect.isawaitable(result):
