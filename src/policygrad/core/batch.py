@@ -216,8 +216,8 @@ class Batch(_Tensors):
             )
         if self.role is not None and len(self.role) and int(self.role.max()) >= len(self.role_names):
             raise ConfigError(
-                f"Batch.role has the number {int(self.role.max())}, and Batch.role_names has {len(self.role_names)} names: name every "
-                "role"
+                f"Batch.role has the number {int(self.role.max())}, and Batch.role_names has {len(self.role_names)} names: name "
+                "every role"
             )
         if self.rewards is not None:
             num_names, num_weights = len(self.reward_names), len(self.reward_weights)

@@ -466,9 +466,9 @@ def find_mixed_roles(algorithm: Algorithm) -> str:
     if not names:
         return ""
     return (
-        f"{' and '.join(names)} of {algorithm.name} would compare all players of a prompt's games with each other, and in a zero-sum "
-        "game their rewards add up to 0 whatever the policy does: use algorithm spiral, which compares each role with its own past, "
-        "or compare the players of one role, --algorithm.advantage GroupMean --algorithm.advantage.group-mean.within peers "
+        f"{' and '.join(names)} of {algorithm.name} would compare all players of a prompt's games with each other, and the rewards "
+        "of a zero-sum game add up to 0 whatever the policy does: use algorithm spiral, which compares each role with its own "
+        "past, or compare players of one role, --algorithm.advantage GroupMean --algorithm.advantage.group-mean.within peers "
         "(LeaveOneOut and GroupStd have it too; --algorithm.filters none removes filters)"
     )
 

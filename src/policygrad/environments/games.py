@@ -34,7 +34,7 @@ class GameStep:
     """
 
     observations: Mapping[int, Observation] = field(default_factory=dict)
-    """The players that move next, and what each has read since its last move; {} = the game is over. Several move at the same time."""
+    """The players that move next, at the same time, and what each has read since its last move; {} = the game is over."""
     rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of players for this step; they are added up. Every player needs one by the end of the game, such as 1, 0 or −1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class GameStep:
 class Game(Protocol):
     """One game. Players have numbers from 0 on.
 
-    What a player reads is what its observations hold: its own moves are in its context as it sampled them, and those of others only
-    if an observation tells of them. As with an `Environment`, a game that never awaits may set `waits = False`, and one that holds a
-    resource may have a method `close`.
+    A player reads its observations and its own moves, as it sampled them; of another's moves it reads what an observation tells.
+    As with an `Environment`, a game that never awaits may set `waits = False`, and one that holds a resource may have a method
+    `close`.
     """
 
     roles: Sequence[str]
@@ -129,7 +129,7 @@ class SelfPlay:
 
     A player whose tokens (the run's `max_tokens`, for all its moves in a game) or context end before its move is complete
     forfeits: it gets `forfeit_reward`, and the others share the opposite, unless the game has a method `forfeit`. A player that
-    never moved has a reward, but no tokens to train. An error of the game or of an opponent ends the game without rewards, and it is
+    never moved has a reward, but no tokens to train. An error of the game or of an opponent ends the game without rewards; it is
     not trained on.
 
     Raises:
@@ -139,8 +139,8 @@ class SelfPlay:
     game: Callable[..., Game]
     """Creates one game: `f(example)`, or `f(example, seed)` when it is random; a class with those arguments does."""
     opponent: Opponent | str | None = None
-    """Who plays the other roles in training; None = the policy. The policy's role then changes from game to game, and the opponent's
-    moves are never trained. `random`, `initial`, a model's folder or hub id, or a function of a `Turn`."""
+    """Who plays the other roles in training; None = the policy. Against an opponent, whose moves are never trained, the policy's
+    role changes from game to game. `random`, `initial`, a model's folder or hub id, or a function of a `Turn`."""
     eval_opponent: Opponent | str | None = RANDOM
     """The same in evaluations. Against itself (None) the mean reward of a zero-sum game is 0 whatever the policy has learned."""
     compared_within_game: tuple[str, ...] = ()
@@ -157,8 +157,8 @@ class SelfPlay:
             value = getattr(self, name)
             if value is not None and not callable(value) and (not isinstance(value, str) or not value):
                 raise ConfigError(
-                    f"SelfPlay: {name} is {value!r}: pass a function of a policygrad.Turn, 'random', 'initial', a model's folder or "
-                    "hub id, or None for the policy itself"
+                    f"SelfPlay: {name} is {value!r}: pass a function of a policygrad.Turn, 'random', 'initial', a model's folder "
+                    "or hub id, or None for the policy itself"
                 )
         if isinstance(self.compared_within_game, str):
             raise ConfigError(

@@ -60,7 +60,7 @@ async def run_games(
     environment: SelfPlay,
     calls: EnvironmentCalls | None = None,
 ) -> list[EpisodeGroup]:
-    """Play `samples_per_prompt` games for each spec; one group per spec, in their order, with a row per trained player of each game.
+    """Play `samples_per_prompt` games for each spec; one group per spec, in their order, with a row for each trained player.
 
     Raises:
         EngineError: a game that is not one (no roles, a player that it does not have), or a sampler whose answers do not fit.

@@ -139,7 +139,8 @@ def load_resources(
             )
         if isinstance(environment, SelfPlay):
             raise ConfigError(
-                f"games such as {environment.__name__} run in the process of the trainer, not in actors: set --cluster.environments 0"
+                f"games such as {environment.__name__} run in the process of the trainer, not in actors: set "
+                "--cluster.environments 0"
             )
         environment = placement.environment(environment)
     if isinstance(environment, AbstractContextManager):  # it tries its servers now rather than in the first episode
@@ -155,9 +156,9 @@ def load_resources(
             "the algorithm uses the reasoning steps of a completion, and an environment's episodes consist of turns: use a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
-    if isinstance(environment, SelfPlay) and environment.opponent is None and algorithm is not None:
-        if reason := find_mixed_roles(algorithm):
-            raise ConfigError(reason)
+    plays_itself = isinstance(environment, SelfPlay) and environment.opponent is None
+    if plays_itself and algorithm is not None and (reason := find_mixed_roles(algorithm)):
+        raise ConfigError(reason)
     _check_task(task, environment, needs)
     environment_only = environment is not None and not reward_options
     has_rewards = has_rewards and bool(
