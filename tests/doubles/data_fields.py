@@ -83,7 +83,13 @@ FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "weights": with_weights,
     "roles": with_roles,
 }
-READ_BY = {"rewards": "rewards", "turn_state": "turns", "demonstration": "demonstrations", "role": "roles", "peers": "roles"}
+READ_BY = {
+    "rewards": "rewards",
+    "turn_state": "turns",
+    "demonstration": "demonstrations",
+    "role": "roles",
+    "peers": "roles",
+}
 """A field that an algorithm declares -> what to fill."""
 
 

@@ -63,7 +63,7 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
 
     lengths = torch.tensor([sum(len(s.tokens) for s in t.segments) for t in rows])
     within = torch.arange(int(lengths.max())) < lengths[:, None]
-    one_turn = all(len(t.segments) == 1 for t in rows)
+    one_turn = all(len(t.segments) == 1 and t.segments[0].is_sampled for t in rows)
     branched = any(t.num_branches > 1 for t in rows)
     scored = torch.tensor([t.reward is not None for t in rows], dtype=torch.bool)
     sizes = torch.tensor([len(g.trajectories) for g in groups], dtype=torch.int64)
