@@ -20,7 +20,7 @@ FAMILIES = {
     "gymnasium": "policygrad.environments.gymnasium:GymnasiumText",
     "mcp": "policygrad.environments.mcp:use_mcp_tools",
     "openenv": "policygrad.environments.openenv:OpenEnv",
-    "textarena": "policygrad.environments.textarena:TextArena",
+    "textarena": "policygrad.environments.textarena:use_textarena",
     "verifiers": "policygrad.environments.verifiers:Verifiers",
 }
 PROGRAM, FUNCTION = "program", "agent"
