@@ -281,7 +281,7 @@ def test_two_players_draw() -> None:
 
 def test_who_answers_wrongly_twice_loses() -> None:
     game = pg.TextArena("TicTacToe-v0", players=2)(TEXT, seed=1)
-    read, step = moves_of(game, "I do not know")
+    _, step = moves_of(game, "I do not know")
     ((player, observation),) = step.observations.items()
     assert (player, step.metrics["invalid"]) == (0, 1.0)
     assert "invalid move" in str(observation.content)

@@ -56,8 +56,7 @@ def play(
 
 @dataclass
 class Secrets:
-    """Two players take turns; each reads a word of its own, and that the other has moved. The game's word for player p's k-th turn is
-    `words[p][k]`."""
+    """Two players take turns; each reads a word of its own, player p before its k-th turn `words[p][k]`."""
 
     example: pg.Example
     words: tuple[tuple[str, ...], tuple[str, ...]] = (("alpha", "beta"), ("gamma", "delta"))
@@ -211,16 +210,16 @@ def test_a_game_may_say_what_a_forfeit_is_worth() -> None:
 
 
 def test_an_opponent_s_moves_are_in_no_row() -> None:
-    """The policy's role changes from game to game; the opponent, a function, reads what a player reads."""
+    """The policy's role changes from prompt to prompt; the opponent, a function, reads what a player reads."""
     turns: list[pg.Turn] = []
 
-    async def take_all(turn: pg.Turn) -> str:
+    async def take_one(turn: pg.Turn) -> str:
         turns.append(turn)
         return f"{turn.legal_moves[0]}, says the opponent"
 
-    group = play(pg.SelfPlay(Nim, opponent=take_all), lambda key, context: "1", samples=4)
-    assert [t.role for t in group.trajectories] == ["first", "second", "first", "second"]
-    assert not any("opponent" in t.text for t in group.trajectories)
+    groups = [play(pg.SelfPlay(Nim, opponent=take_one), lambda key, context: "1", samples=2, index=i) for i in (0, 1)]
+    assert [t.role for group in groups for t in group.trajectories] == ["first", "first", "second", "second"]
+    assert not any("opponent" in t.text for group in groups for t in group.trajectories)
     assert {turn.role for turn in turns} == {"first", "second"}
     assert all("Take 1, 2 or 3 of" in str(turn.observation) for turn in turns)
     later = next(turn for turn in turns if turn.earlier)
@@ -229,7 +228,7 @@ def test_an_opponent_s_moves_are_in_no_row() -> None:
 
 def test_an_evaluation_is_against_another_opponent_than_training() -> None:
     group = play(NIM, lambda key, context: "1", stream=EVALUATE, samples=6, index=1)
-    assert [t.role for t in group.trajectories] == ["second", "first"] * 3
+    assert [t.role for t in group.trajectories] == ["second"] * 6
     again = play(NIM, lambda key, context: "1", stream=EVALUATE, samples=6, index=1)
     assert [t.reward for t in group.trajectories] == [t.reward for t in again.trajectories]
     assert len({t.metrics["moves"] for t in group.trajectories}) > 1  # the opponent moves at random
@@ -240,7 +239,7 @@ def test_a_model_s_moves_are_sampled_with_its_own_weights_and_tokenizer() -> Non
     other = ScriptedSampler(encoder, lambda key, context: "2")
     environment = pg.SelfPlay(Nim, opponent=ModelOpponent(other, encoder))
     group = play(environment, lambda key, context: "1", samples=2)
-    assert [t.role for t in group.trajectories] == ["first", "second"]
+    assert [t.role for t in group.trajectories] == ["first", "first"]
     assert other.asked
     for t in group.trajectories:
         assert tokenizer(NAME).decode(t.tokens[t.mask]).replace(" ", "").strip("1") == ""

@@ -140,7 +140,7 @@ class SelfPlay:
     """Creates one game: `f(example)`, or `f(example, seed)` when it is random; a class with those arguments does."""
     opponent: Opponent | str | None = None
     """Who plays the other roles in training; None = the policy. Against an opponent, whose moves are never trained, the policy's
-    role changes from game to game. `random`, `initial`, a model's folder or hub id, or a function of a `Turn`."""
+    role changes from prompt to prompt. `random`, `initial`, a model's folder or hub id, or a function of a `Turn`."""
     eval_opponent: Opponent | str | None = RANDOM
     """The same in evaluations. Against itself (None) the mean reward of a zero-sum game is 0 whatever the policy has learned."""
     compared_within_game: tuple[str, ...] = ()

@@ -176,10 +176,11 @@ def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> M
             -torch.cat([torch.empty(0), *(s.logp for t in rows for s in t.segments if s.logp is not None)])
         ],
     }
-    for _, batch in rounds:
+    for round_groups, batch in rounds:
+        rewards = [t.reward for g in round_groups for t in g.trajectories if t.reward is not None]
         counted, per_group = batch.counted, Groups(batch.group, batch.counted)
         for name, value in {
-            "reward": batch.reward[counted],
+            "reward": torch.tensor(rewards),  # also of a player that never moved
             "reward_std": per_group.std(batch.reward, 1)[counted],
             "frac_reward_zero_std": per_group.is_constant(batch.reward)[counted],
         }.items():

@@ -240,7 +240,7 @@ class _Table:
         opponent = choose_random_move if opponent == RANDOM else opponent
         if isinstance(opponent, str):
             raise EngineError(f"the opponent {opponent!r} has not been loaded: pass it to pg.train or pg.evaluate")
-        mine = (self.spec.key[3] + self.sample) % len(roles)
+        mine = self.spec.key[3] % len(roles)  # one role in a group, so that its games can be compared
         for number, role in enumerate(roles):
             player = self.policy if opponent is None or number == mine else opponent
             self.seats.append(_Seat(self.spec, self.name, number, role, player, self.key))
