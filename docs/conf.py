@@ -24,6 +24,7 @@ NAV = {
         "sandbox",
         "rewards-isolation",
         "environments",
+        "self-play",
         "rlhf",
         "distillation",
         "engines",

@@ -17,11 +17,11 @@ PUBLIC = """
 A2C ALGORITHMS ASYMRE Action AdaptiveProblem Advantage AgentProgram Aggregation Algorithm Batch BatchMean BatchStd
 BiLevelGAE CHORD CISPO CLIP_COV CPGD Callback CheckpointConfig CheckpointError ClassLabels ClassificationWeight Clip
 ClipCov ClippedImportance ConfigError ConstantBaseline Correction Critic CurvatureProblem DAPO DEEPSEEK_V32 DISTILL DPPO
-DRO DR_GRPO DataError DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DropZeroVariance
-DualDescent EngineError EngineSampler Entropy Environment EvaluationConfig ExactEntropy ExactKLToOld
-ExactKLToReference Example FIPO Filter FixedLength Forward FutureKL GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
-GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GradientSteps GreedyBaseline GroupInGroup GroupMean
-GroupStd GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess
+DRO DR_GRPO DataError DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DropZeroVariance DualDescent
+EngineError EngineSampler Entropy Environment EvaluationConfig ExactEntropy ExactKLToOld ExactKLToReference Example FIPO
+Filter FixedLength Forward FutureKL GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN Game GameStep GammaKernel
+Gate Generation GeometricMean GradientProblem GradientSteps GreedyBaseline GroupInGroup GroupMean GroupStd
+GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess
 ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig
 LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated
 MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling NumericsError OPO Observation
@@ -29,13 +29,13 @@ OffPolicySequenceMask OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO
 PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward PublishedWeights RAFT
 RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference RejectionSampling Request
 RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run RunError RunInfo RunOptions
-RunningMean SAPO SCALE_RL SFTConfig SKYWORK_OR1 Sampler SamplerConfig SamplingMask SamplingParams SecondMomentFilter
-Segment SelfNormalisation SelfNormalised SeparateDemonstrations Sequence SequenceMean SequenceProduct SequenceSum
-Shaping SigmoidGate SingleTurn SoftOverlong Step SupervisedGuardConfig TOPR TRPO TRPO_VINE TaperedImportance
-TeacherLogRatio Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion
-TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO VESPO VINEPPO Verifiers Vine Whiten
-clone_model collect evaluate gate_weight get_algorithm load_reference load_task make_local_learner objective reward
-surrogate train train_reward_model train_sft
+RunningMean SAPO SCALE_RL SFTConfig SKYWORK_OR1 SPIRAL Sampler SamplerConfig SamplingMask SamplingParams
+SecondMomentFilter Segment SelfNormalisation SelfNormalised SelfPlay SeparateDemonstrations Sequence SequenceMean
+SequenceProduct SequenceSum Shaping SigmoidGate SingleTurn SoftOverlong Step SupervisedGuardConfig TOPR TRPO TRPO_VINE
+TaperedImportance TeacherLogRatio Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS
+TrustRegion Turn TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO VESPO VINEPPO Verifiers Vine
+Whiten clone_model collect evaluate gate_weight get_algorithm load_reference load_task make_local_learner objective
+reward surrogate train train_reward_model train_sft
 """
 
 

@@ -235,7 +235,7 @@ PAGES = {
         "Tasks, rewards, environments",
         "What is asked, what plays, what judges, and what comes of it.",
         "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall McpTools AgentProgram GymnasiumText "
-        "OpenEnv TextArena Verifiers "
+        "OpenEnv TextArena Verifiers Game GameStep SelfPlay Turn "
         "Action Observation Picture Step Rollouter Rollout Trajectory Segment",
     ),
     "models": (

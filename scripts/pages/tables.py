@@ -40,9 +40,11 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
     fields |= {name: fields[name] > 0.5 for name in ("selected", "truncated", "demonstration") if name in fields}
     fields |= {
         name: (2 * fields[name]).long()
-        for name in ("version", "turn_state", "example_id", "level", "levels")
+        for name in ("version", "turn_state", "example_id", "level", "levels", "role", "peers")
         if name in fields
     }
+    if "role" in reads:
+        fields["role_names"] = ("first", "second")
     if "rewards" in reads:
         fields |= {"rewards": random(4, 2), "reward_names": ("a", "b"), "reward_weights": (1.0, 1.0)}
     if "step_end" in reads:

@@ -346,6 +346,15 @@ CHORD = replace(
     filters=(SeparateDemonstrations(),),
 )
 
+# Several players.
+SPIRAL = replace(
+    DR_GRPO,
+    name="spiral",
+    advantage=(RunningMean(0.95, by="role", per="sample"),),
+    update_rule=GradientSteps(epochs=2),
+    samples_per_prompt=1,
+)
+
 # A teacher, or a reward model beside the policy.
 DISTILL = Algorithm(
     "distill",

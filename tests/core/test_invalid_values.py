@@ -132,7 +132,7 @@ BUILT |= {
     "a ratio as a gate": (lambda: replace(pg.GRPO, gate=pg.Token()), ["is not a gate but a ratio: put it into ratio"]),
     "an advantage as a term": (
         lambda: replace(pg.GRPO, terms=(pg.GroupMean(),)),
-        ["GroupMean()", "is not a term but an advantage"],
+        ["GroupMean(within='group')", "is not a term but an advantage"],
     ),
     "a number as an advantage": (
         lambda: pg.Algorithm(advantage=(3,)),

@@ -78,7 +78,11 @@ def test_shares_of_any_split_add_up(name: str, shape: Shape, parts: int) -> None
     torch.testing.assert_close(torch.stack([v for _, v in shares]).sum(), value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+IN_ORDER = {"spiral"}
+"""Rows that compare a completion with those before it in the batch: the order is part of the data."""
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - IN_ORDER))
 @settings(max_examples=8, derandomize=True)
 @given(shape=shapes())
 def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> None:
@@ -94,7 +98,9 @@ def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> Non
     close(gradients(loss, logits)[0], expected, scale=by_token)
 
 
-@pytest.mark.parametrize("name", [name for name, a in ALGORITHMS.items() if not a.gate.requires_full_groups])
+@pytest.mark.parametrize(
+    "name", [name for name, a in ALGORITHMS.items() if not a.gate.requires_full_groups and name not in IN_ORDER]
+)
 def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
     """Equal completions of one prompt are computed once."""
     algorithm, batch, logits, *_ = whole(name, Shape((3, 4), 5, seed=5, binary=False))

@@ -165,7 +165,7 @@ OWN_SIGNAL = {
         "vapo",
         "vineppo",
     ),
-    *("prime", "distill", "trpo_vine"),
+    *("prime", "distill", "trpo_vine", "spiral"),
 }
 """Rows whose Ψ is not of rewards compared with each other: a baseline of the past or a constant, values, another model."""
 

@@ -67,14 +67,29 @@ def with_weights(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, weight=torch.where(batch.mask, weight, NAN))
 
 
+def with_roles(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """Two roles, the completions in a random order; the second is compared within one of two episodes."""
+    rows = len(batch.mask)
+    role = random.integers(2, rows)
+    peers = role * (1 + random.integers(2, rows))
+    return replace(batch, role=role, role_names=("proposer", "solver"), peers=peers)
+
+
 FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "rewards": with_rewards,
     "turns": with_turns,
     "demonstrations": with_demonstrations,
     "successes": with_successes,
     "weights": with_weights,
+    "roles": with_roles,
 }
-READ_BY = {"rewards": "rewards", "turn_state": "turns", "demonstration": "demonstrations"}
+READ_BY = {
+    "rewards": "rewards",
+    "turn_state": "turns",
+    "demonstration": "demonstrations",
+    "role": "roles",
+    "peers": "roles",
+}
 """A field that an algorithm declares -> what to fill."""
 
 
@@ -87,6 +102,9 @@ def blank(like: Tensor) -> dict[str, Any]:
         "reward_weights": (1.0,),
         "turn_state": torch.zeros(like.shape, dtype=torch.int64),
         "demonstration": torch.zeros(rows, dtype=torch.bool),
+        "role": torch.zeros(rows, dtype=torch.int64),
+        "role_names": ("",),
+        "peers": torch.zeros(rows, dtype=torch.int64),
     }
 
 
@@ -105,6 +123,9 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
             shown[:, None], 0.0, torch.zeros(batch.mask.shape) if batch.logp_old is None else batch.logp_old
         )
         batch = replace(batch, demonstration=shown, logp_sampler=output)
+    if {"role", "peers"} & declared:
+        kind = tokens[:, 0] % 2
+        batch = replace(batch, role=kind, role_names=("first", "second"), peers=kind)
     if "baseline" in declared:
         batch = replace(batch, baseline=(batch.group % 2).to(batch.reward.dtype))
     if "example_id" in declared:

@@ -32,9 +32,9 @@ from policygrad.papers.completions import (
     without_constant_groups,
 )
 from policygrad.papers.critics import n_step, over_q, rewards, trpo_vine
-from policygrad.papers.grpo import cispo, magistral, mean_over_completions, passk
+from policygrad.papers.grpo import cispo, dr_grpo, magistral, mean_over_completions, passk
 from policygrad.papers.objectives import PAPER_OBJECTIVES, Objective
-from policygrad.papers.reinforce import clipped_token_mean, reinforce, rloo
+from policygrad.papers.reinforce import clipped_token_mean, reinforce, rloo, spiral
 from policygrad.papers.signals import chord, distill, grpo_process, prime, turn_rewards, turns
 from policygrad.papers.trust_regions import clip_cov, dppo, high_entropy, kl_cov, m2po
 
@@ -60,6 +60,29 @@ PAPER_FILTERS = dict.fromkeys(("dapo", "fipo", "prorl", "high_entropy"), dapo_fi
 
 def filtered(take_part: Callable[[Prompts], Prompts], objective: Objective) -> Objective:
     return lambda prompts, max_tokens: objective(take_part(prompts), max_tokens)
+
+
+def among_peers(prompts: Prompts) -> Prompts:
+    """Split each prompt's completions into those that can be compared."""
+    return [[o for o in outputs if o.peers == n] for outputs in prompts for n in sorted({o.peers for o in outputs})]
+
+
+def running_mean_of_all(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/(B·L) Σ min(r Â, clip(r) Â), Â = R − b, then b ← 0.5 b + 0.5 R, from 0.25 and in the order of the batch."""
+    b, J = 0.25, total([])
+    for o in sorted(completions(prompts), key=lambda o: o.row):
+        J = J + total(clipped_surrogate(o, t, o.reward - b) for t in range(len(o)))
+        b = 0.5 * b + 0.5 * o.reward
+    return J / (count(prompts) * max_tokens)
+
+
+def running_mean_of_roles(prompts: Prompts, max_tokens: int) -> Tensor:
+    """1/B Σ_i (R_i − b_role) log π(o_i), b 0.25 for proposers and 0 for solvers."""
+    J = total([])
+    for o in completions(prompts):
+        A = o.reward - (0.25 if o.role == "proposer" else 0.0)
+        J = J + total(A * unit_log_pi(o, t) for t in range(len(o)))
+    return J / count(prompts)
 
 
 ROWS: dict[str, Variant] = {
@@ -270,6 +293,35 @@ PARTS: dict[str, Variant] = {
         replace(pg.REINFORCE, advantage=(FrozenRunningMean(baseline=0.4),)),
         lambda p, w: reinforce(p, w, 0.4),
     ),
+    **{
+        f"SPIRAL, {len(means)} known means": (
+            replace(
+                pg.SPIRAL, advantage=(FrozenRunningMean(0.7, "role", "sample", means=tuple(sorted(means.items()))),)
+            ),
+            lambda p, w, means=means: spiral(p, w, means, 0.7),
+        )
+        for means in ({}, {"solver": -0.5}, {"proposer": 0.3, "solver": 0.8})
+    },
+    "one running mean, completion by completion": (
+        replace(pg.SPIRAL, advantage=(FrozenRunningMean(0.5, "all", "sample", 0.25),)),
+        running_mean_of_all,
+    ),
+    "a running mean per role, rollout by rollout": (
+        replace(pg.REINFORCE, advantage=(FrozenRunningMean(0.5, "role", means=(("proposer", 0.25),)),)),
+        running_mean_of_roles,
+    ),
+    "dr_grpo among peers": (
+        replace(pg.DR_GRPO, advantage=(pg.GroupMean(within="peers"),)),
+        lambda p, w: dr_grpo(among_peers(p), w),
+    ),
+    "grpo among peers": (
+        replace(GRPO, advantage=(pg.GroupMean(within="peers"), pg.GroupStd(within="peers"))),
+        lambda p, w: mean_over_completions(among_peers(p)),
+    ),
+    "rloo among peers": (
+        replace(pg.RLOO, advantage=(pg.LeaveOneOut(within="peers"),)),
+        lambda p, w: rloo(among_peers(p), w),
+    ),
     "batch mean": (replace(pg.REINFORCE, advantage=(pg.BatchMean(),)), batch_mean),
     "optimal baseline, length": (replace(pg.REINFORCE, advantage=(pg.OptimalBaseline("length"),)), optimal_length),
     "token rewards": (pg.REINFORCE, reinforce),
@@ -448,6 +500,11 @@ FILLED_BY = {
     "rewards": ("gdpo",),
     "turns": ("gigpo", *TURNS),
     "demonstrations": ("luffy", "chord", "CHORD-μ, at first"),
+    "roles": (
+        "spiral",
+        *(name for name in TABLE if name.startswith("SPIRAL") or name.endswith("among peers")),
+        "a running mean per role, rollout by rollout",
+    ),
     "weights": ("vine, weighted", "vine, first order"),
 }
 EXTRA_FIELDS = {name: extra for extra, names in FILLED_BY.items() for name in names}

@@ -244,3 +244,95 @@ def test_a_run_resumes_bitwise(tmp_path: Path) -> None:
     pg.train(resume=pieces, display=False)
     assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+
+
+# Games of two players.
+
+
+def moves_of(game: Any, *moves: str) -> tuple[list[tuple[int, str]], pg.GameStep]:
+    """What each player reads before its moves, and the last step."""
+    read, step = list[tuple[int, str]](), pg.GameStep(asyncio.run(game.reset()))
+    for move in moves:
+        ((player, observation),) = step.observations.items()
+        read.append((player, str(observation.content)))
+        step = asyncio.run(game.step({player: pg.Action(move)}))
+    return read, step
+
+
+def test_a_game_of_two_is_self_play() -> None:
+    environment = resolve_environment("textarena:TicTacToe-v0")
+    assert isinstance(environment, pg.SelfPlay)
+    assert environment.eval_opponent == "initial"
+    game = environment(TEXT, seed=1)
+    read, step = moves_of(game, "[0]", "[3]", "[1]", "I think aloud [8] </think> [4]", "[2]")
+    assert [player for player, _ in read] == [0, 1, 0, 1, 0]
+    assert "You are Player 0" in read[0][1]
+    assert "You are Player 1" in read[1][1]
+    assert "You are Player" not in read[2][1]
+    assert "think aloud" not in read[4][1]
+    assert (dict(step.rewards), step.stop_reason) == ({0: 1, 1: -1}, "terminated")
+
+
+def test_two_players_draw() -> None:
+    game = pg.TextArena("TicTacToe-v0", players=2)(TEXT, seed=1)
+    _, step = moves_of(game, "[0]", "[1]", "[2]", "[4]", "[3]", "[5]", "[7]", "[6]", "[8]")
+    assert set(step.rewards.values()) == {0.0}
+
+
+def test_who_answers_wrongly_twice_loses() -> None:
+    game = pg.TextArena("TicTacToe-v0", players=2)(TEXT, seed=1)
+    _, step = moves_of(game, "I do not know")
+    ((player, observation),) = step.observations.items()
+    assert (player, step.metrics["invalid"]) == (0, 1.0)
+    assert "invalid move" in str(observation.content)
+    step = asyncio.run(game.step({0: pg.Action("still not")}))
+    assert dict(step.rewards) == {0: -1, 1: 1}
+
+
+def test_a_hidden_card_is_read_by_its_player_alone() -> None:
+    game = pg.TextArena("KuhnPoker-v0", players=2)(TEXT, seed=4)
+    read, _ = moves_of(game, "[check]", "[bet]", "[call]")
+    cards = {player: {line[-3:] for line in text.splitlines() if "Your card is" in line} for player, text in read[:2]}
+    assert len(cards[0]) == len(cards[1]) == 1
+    assert cards[0] != cards[1]
+
+
+def test_turns_end_a_game_of_two_at_0_and_a_failing_game_is_lost() -> None:
+    short = pg.TextArena("TicTacToe-v0", players=2, max_turns=1)(TEXT, seed=1)
+    _, step = moves_of(short, "[0]", "[1]")
+    assert (dict(step.rewards), step.stop_reason) == ({0: 0.0, 1: 0.0}, "turns")
+
+    game = pg.TextArena("TicTacToe-v0", players=2)(TEXT, seed=1)
+    moves_of(game)
+
+    def step_that_raises(action: str) -> Any:
+        raise KeyError(action)
+
+    game.env.step = step_that_raises
+    result = asyncio.run(game.step({0: pg.Action("[0]")}))
+    assert (dict(result.rewards), result.stop_reason, result.metrics["failed"]) == ({0: -1.0, 1: 1.0}, "failed", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "players", "says"),
+    [("GuessTheNumber-v0", 2, "not for 2 players"), ("TicTacToe-v0", 0, "must be at least 1")],
+)
+def test_another_number_of_players_is_refused(name: str, players: int, says: str) -> None:
+    with pytest.raises(pg.ConfigError, match=says):
+        pg.TextArena(name, players=players)
+
+
+def test_a_run_of_self_play(tmp_path: Path) -> None:
+    run = pg.Run(
+        algorithm=pg.SPIRAL,
+        environment="textarena:TicTacToe-v0",
+        steps=2,
+        prompts_per_step=4,
+        sampling=pg.SamplingParams(max_tokens=24),
+        evaluation=pg.EvaluationConfig(problems=4, samples_per_prompt=2),
+        output=str(tmp_path / "run"),
+    )
+    pg.train(run)
+    steps = rows(tmp_path / "run" / "metrics.jsonl")
+    assert any("reward/role/player0" in row for row in steps)
+    assert any("eval/reward" in row for row in steps)

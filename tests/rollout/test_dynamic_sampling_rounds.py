@@ -261,6 +261,8 @@ def test_every_field_of_a_group_comes_back() -> None:
         demonstration=True,
         stop_reason="turns",
         failure="the environment's Guess.step raised",
+        role="solver",
+        peers="solver/1",
     )
     changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
     assert changed == [f.name for f in fields(Trajectory)], "a new field: does it come back?"

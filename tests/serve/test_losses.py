@@ -103,6 +103,9 @@ def algorithm_data(name: str, generator: torch.Generator) -> list[Datum]:
             inputs["demonstration"] = torch.tensor([float(i % 4 == 0)])
         if "example_id" in needs:
             inputs["example_id"] = group.clone()
+        for field in ("role", "peers"):
+            if field in needs:
+                inputs[field] = torch.tensor([float(i % 2)])
         if "truncated" in needs:
             inputs["truncated"] = torch.tensor([0.0])
         data.append(Datum(ids[:-1], inputs))
@@ -136,6 +139,9 @@ def batch_of(data: list[Datum], dtype: torch.dtype) -> Batch:
         demonstration=one("demonstration", torch.bool),
         truncated=one("truncated", torch.bool),
         example_id=one("example_id", torch.int64),
+        role=(roles := one("role", torch.int64)),
+        role_names=() if roles is None else ("0", "1"),
+        peers=one("peers", torch.int64),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import comb
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from policygrad.core import masked
 from policygrad.core.base import Advantage, State
 from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
-from policygrad.core.metrics import Metric, Metrics, masked_mean
+from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
 from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
 
@@ -45,53 +45,154 @@ def is_constant_group(batch: Batch) -> Tensor:
     return Groups(batch.group, batch.counted).is_constant(total_rewards(batch))
 
 
-def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
+Within = Literal["group", "peers"]
+"""With which completions a part compares one."""
+
+
+def choose_within() -> Any:
+    """Declare the setting `within` of a part that compares completions."""
+    return choice(group="all completions of the prompt", peers="those of the prompt with equal `Batch.peers`")
+
+
+def needs_of(within: Within) -> frozenset[str]:
+    """Return the batch fields that a comparison reads."""
+    return frozenset({"peers"} if within == "peers" else ())
+
+
+def compared_groups(batch: Batch, within: Within, part: object) -> Groups:
+    """Return the sets of completions that are compared with each other: the groups, or the peers in each group."""
+    if within == "group" or not len(batch.group):
+        return Groups(batch.group, batch.counted)
+    pairs = torch.stack([batch.group.long(), batch.require("peers", part)], 1)
+    return Groups(torch.unique(pairs, dim=0, return_inverse=True)[1], batch.counted)
+
+
+def _subtract(psi: Tensor, baseline: Tensor, batch: Batch, groups: Groups | None = None) -> Tensor:
     """Return Ψ − b, with b = R_i in groups of equal rewards, so that Ψ is exactly 0 there.
 
     A completion without a counted sibling has nothing to be compared with and gets Ψ = 0 at every token.
+
+    Args:
+        groups: the completions that were compared; None: those of each prompt.
     """
-    exact = torch.where(is_constant_group(batch) & batch.counted, total_rewards(batch), baseline)
-    siblings = Groups(batch.group, batch.counted).size - batch.counted.long()
+    groups, total = groups or Groups(batch.group, batch.counted), total_rewards(batch)
+    exact = torch.where(groups.is_constant(total) & batch.counted, total, baseline)
+    siblings = groups.size - batch.counted.long()
     return masked.apply_mask(psi - exact[:, None], batch.mask & (siblings > 0)[:, None])
+
+
+_NO_MEANS: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class RunningMean(Advantage):
-    """Ψ = R_i − b, b an exponential mean of past batches' rewards. It does not depend on this batch, so Ψ is unbiased.
+    """Ψ = R_i − b, b an exponential mean of earlier rewards. It does not depend on completion i, so Ψ is unbiased.
 
-    Its state is {"mean": b, "count": rollouts seen}, with b = 0 before the first rollout.
-    Source: Williams 1992, REINFORCE with a reinforcement baseline.
+    per='rollout': b is the mean up to the rollout before, without start-up bias. per='sample': each completion is compared with the
+    mean of those before it, also of its rollout, in the order of the batch, and then enters it: b ← decay·b + (1 − decay)·R_i, from
+    b = 0. With by='role', that is role-conditioned advantage estimation. Completions that do not count (`Batch.counted`) change
+    nothing. The state is {"mean": b, "count": rollouts seen}, or by role {"means": {role: b}, "counts": {role: rollouts}}.
+    Source: Williams 1992, REINFORCE with a reinforcement baseline; by role, Liu et al. 2025 (SPIRAL), arXiv:2506.24119, eq. 2, in
+    the order of the authors' code. Algorithm 1 updates b first, and its Ψ is `decay` times this one.
     """
 
     decay: float = setting(0.9, "in [0, 1)", hint="at 1 the mean never changes")
+    by: Literal["all", "role"] = choice(all="one mean", role="a mean for each role of a game")
+    per: Literal["rollout", "sample"] = choice(rollout="changes after each rollout", sample="after each completion")
     baseline = 0.0  # of the state; a field only of `FrozenRunningMean`
+    means = _NO_MEANS  # likewise
 
-    formula = "R − b,  b = running mean of past rewards"
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"role"} if self.by == "role" else ())
+
+    @property
+    def formula(self) -> str:
+        b, of = ("b_role", " of its role") if self.by == "role" else ("b", "")
+        return f"R − {b},  {b} = running mean of past rewards{of}"
 
     def init_state(self) -> State:
-        return {"mean": 0.0, "count": 0}
+        return {"means": {}, "counts": {}} if self.by == "role" else {"mean": 0.0, "count": 0}
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """b ← b + (mean R − b)·(1 − decay)/(1 − decay^n): the exponential mean without start-up bias."""
-        if not bool(batch.counted.any()):
-            return state
-        mean, count = state["mean"], state["count"] + 1
-        new = float(masked.mean(total_rewards(batch), batch.counted))
-        rate = (1 - self.decay) / (1 - self.decay**count)
-        return {"mean": mean + rate * (new - mean), "count": count}
+        """Return the means after a rollout: b ← b + (mean R − b)·(1 − decay)/(1 − decay^n) per rollout, the exponential mean
+        without start-up bias; or each completion's update, one after the other."""
+        means, counts = _read_means(state)
+        roles = self._roles(batch)
+        if self.per == "sample":
+            means = self._walk(batch, means)[1]
+        for role in dict.fromkeys(roles):
+            rows = batch.counted & torch.tensor([name == role for name in roles], device=batch.mask.device)
+            if not bool(rows.any()):
+                continue
+            counts[role] = counts.get(role, 0) + 1
+            if self.per == "rollout":
+                mean, new = means.get(role, 0.0), float(masked.mean(total_rewards(batch), rows))
+                rate = (1 - self.decay) / (1 - self.decay ** counts[role])
+                means[role] = mean + rate * (new - mean)
+        if self.by == "role":
+            return {"means": means, "counts": counts}
+        return {"mean": means.get("", 0.0), "count": counts.get("", 0)}
 
     def with_state(self, state: State) -> FrozenRunningMean:
-        return FrozenRunningMean(self.decay, state["mean"])
+        means = _read_means(state)[0]
+        if self.by == "role":
+            return FrozenRunningMean(self.decay, self.by, self.per, means=tuple(sorted(means.items())))
+        return FrozenRunningMean(self.decay, self.by, self.per, means[""])
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.apply_mask(psi - self.baseline, batch.mask)
+        return masked.apply_mask(psi - self._baselines(batch)[:, None].to(psi.dtype), batch.mask)
+
+    def report(self, batch: Batch) -> Metrics:
+        """baseline/ROLE: the mean that a role's completions are compared with, averaged over the rollout."""
+        if self.by == "all":
+            return {}
+        values = zip(self._roles(batch), self._baselines(batch).tolist(), batch.counted.tolist(), strict=True)
+        by_role: dict[str, list[float]] = {}
+        for role, value, counted in values:
+            if counted and role:
+                by_role.setdefault(role, []).append(value)
+        return list_means({f"baseline/{role}": values for role, values in by_role.items()})
+
+    def _roles(self, batch: Batch) -> list[str]:
+        """Return the name of the mean that each completion is compared with."""
+        if self.by == "all":
+            return [""] * len(batch.mask)
+        return [batch.role_names[i] for i in batch.require("role", self).tolist()]
+
+    def _baselines(self, batch: Batch) -> Tensor:
+        """Return b for each completion, [B] float64."""
+        means = dict(self.means) if self.by == "role" else {"": self.baseline}
+        values = [means.get(role, 0.0) for role in self._roles(batch)]
+        if self.per == "sample":
+            values = self._walk(batch, means)[0]
+        return torch.tensor(values, dtype=torch.float64, device=batch.mask.device)
+
+    def _walk(self, batch: Batch, means: Mapping[str, float]) -> tuple[list[float], dict[str, float]]:
+        """Return each completion's mean before it, and the means after all of them."""
+        current, before = dict(means), list[float]()
+        rows = zip(self._roles(batch), total_rewards(batch).tolist(), batch.counted.tolist(), strict=True)
+        for role, reward, counted in rows:
+            before.append(current.get(role, 0.0))
+            if counted:
+                current[role] = self.decay * before[-1] + (1 - self.decay) * reward
+        return before, current
+
+
+def _read_means(state: State) -> tuple[dict[str, float], dict[str, int]]:
+    """Return a running mean's means and numbers of rollouts by role; "" where there are no roles."""
+    if "means" in state:
+        return dict(state["means"]), dict(state["counts"])
+    return {"": state["mean"]}, {"": state["count"]}
 
 
 @dataclass(frozen=True)
 class FrozenRunningMean(RunningMean):
-    """A `RunningMean` under a state: Ψ = R_i − baseline."""
+    """A `RunningMean` under a state: Ψ = R_i − baseline, or the mean of each role."""
 
     baseline: float = 0.0
+    means: tuple[tuple[str, float], ...] = ()
+    """The means by role."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +211,22 @@ class BatchMean(Advantage):
 class LeaveOneOut(Advantage):
     """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline excludes R_i. Source: Ahmadian et al. 2024."""
 
+    within: Within = choose_within()
     uses_group_statistics: ClassVar[bool] = True
 
-    formula = "R_i − mean_{j≠i} R_j"
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return needs_of(self.within)
+
+    @property
+    def formula(self) -> str:
+        return "R_i − mean_{j≠i} R_j" if self.within == "group" else "R_i − mean_{j≠i, peers} R_j"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        groups, total = Groups(batch.group, batch.counted), total_rewards(batch)
+        groups, total = compared_groups(batch, self.within, self), total_rewards(batch)
         # A completion that counts in the statistics but is masked from the gradient has all counted ones as siblings.
         num_siblings = (groups.size - batch.counted.long()).clamp(min=1)
-        return _subtract(psi, (groups.sum(total) - total) / num_siblings, batch)
+        return _subtract(psi, (groups.sum(total) - total) / num_siblings, batch, groups)
 
 
 @dataclass(frozen=True)
@@ -167,14 +275,26 @@ class OptimalBaseline(Advantage):
 
 @dataclass(frozen=True)
 class GroupMean(Advantage):
-    """Ψ = R_i − mean_g, which is (G−1)/G times leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2."""
+    """Ψ = R_i − mean_g, which is (G−1)/G times leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2.
 
+    within='peers' takes the mean over the comparable completions of the prompt: those of one role, or the attempts at one
+    proposed problem. Source: prime-rl's hierarchical_grpo, https://github.com/PrimeIntellect-ai/prime-rl, docs/algorithms.md.
+    """
+
+    within: Within = choose_within()
     uses_group_statistics: ClassVar[bool] = True
 
-    formula = "R_i − mean_g"
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return needs_of(self.within)
+
+    @property
+    def formula(self) -> str:
+        return "R_i − mean_g" if self.within == "group" else "R_i − mean_peers"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return _subtract(psi, Groups(batch.group, batch.counted).mean(total_rewards(batch)), batch)
+        groups = compared_groups(batch, self.within, self)
+        return _subtract(psi, groups.mean(total_rewards(batch)), batch, groups)
 
 
 @dataclass(frozen=True)
@@ -187,15 +307,21 @@ class GroupStd(Advantage):
 
     eps: float = setting(1e-4, "at least 0 and finite")
     ddof: int = 1
+    within: Within = choose_within()
     uses_group_statistics: ClassVar[bool] = True
 
     @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return needs_of(self.within)
+
+    @property
     def formula(self) -> str:
-        return f"/(std_g + {self.eps:g})"
+        return f"/({'std_g' if self.within == 'group' else 'std_peers'} + {self.eps:g})"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        scale = Groups(batch.group, batch.counted).std(total_rewards(batch), self.ddof) + self.eps
-        scale = torch.where(is_constant_group(batch), torch.ones_like(scale), scale)  # ignore rounding
+        groups, total = compared_groups(batch, self.within, self), total_rewards(batch)
+        scale = groups.std(total, self.ddof) + self.eps
+        scale = torch.where(groups.is_constant(total), torch.ones_like(scale), scale)  # ignore rounding
         return masked.apply_mask(psi / scale[:, None], batch.mask)
 
 

@@ -34,7 +34,13 @@ from policygrad.core.metrics import Metric, Metrics, merge
 from policygrad.core.outputs import check_per_token, check_same_batch, explain_nonfinite, is_finite
 from policygrad.core.terms import describe_policy_share, policy_share
 from policygrad.core.updates import GradientSteps
-from policygrad.core.validation import ROLES, check_rewards, reject_unread_demonstrations, validate_algorithm
+from policygrad.core.validation import (
+    ROLES,
+    check_rewards,
+    reject_mixed_roles,
+    reject_unread_demonstrations,
+    validate_algorithm,
+)
 from policygrad.errors import ConfigError, NumericsError
 
 
@@ -173,6 +179,7 @@ class Algorithm:
         """
         check_rewards(batch)
         reject_unread_demonstrations(self, batch)
+        reject_mixed_roles(self, batch)
         psi = reward_to_go(shaped := shaped or self.shape_rewards(batch))
         for link in self.advantage:
             psi = check_per_token(link(psi, shaped), link, shaped.mask)

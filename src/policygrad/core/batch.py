@@ -16,12 +16,13 @@ from policygrad.errors import ConfigError
 _SHAPES = {
     "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
     "weight version entropy turn_state selected sampling_mask_counts",
-    "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration",
+    "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration "
+    "role peers",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
 _DTYPES = (
     ("step_end selected truncated in_statistics demonstration", torch.bool, "bool() converts 0/1"),
-    ("positions version turn_state example_id level levels", torch.int64, "long() converts it"),
+    ("positions version turn_state example_id level levels role peers", torch.int64, "long() converts it"),
 )
 
 
@@ -153,6 +154,12 @@ class Batch(_Tensors):
     demonstration: Tensor | None = None
     """[B] bool; True for completions that the policy did not sample in this run. Their `logp_sampler` is the author's
     log-probability, or 0 if unknown. None: all are samples of the policy."""
+    role: Tensor | None = None
+    """[B] int64; the role that the policy played in a game of several players, an index into `role_names`."""
+    role_names: tuple[str, ...] = ()
+    """Names of the roles, with `role`."""
+    peers: Tensor | None = None
+    """[B] int64; the completions of a group that can be compared with each other have equal numbers, such as those of one role."""
     routed_experts: Tensor | None = None
     """[B, T, layers, k] integers; experts that a mixture-of-experts sampler routed each token to, -1 where not recorded."""
     prompt_routed_experts: tuple[Tensor, ...] = ()
@@ -206,6 +213,11 @@ class Batch(_Tensors):
             raise ConfigError(
                 f"Batch.sampling_mask_ids has {len(self.sampling_mask_ids)} entries, expected one for each of the "
                 f"{len(self.mask)} completions"
+            )
+        if self.role is not None and len(self.role) and int(self.role.max()) >= len(self.role_names):
+            raise ConfigError(
+                f"Batch.role has the number {int(self.role.max())}, and Batch.role_names has {len(self.role_names)} names: name "
+                "every role"
             )
         if self.rewards is not None:
             num_names, num_weights = len(self.reward_names), len(self.reward_weights)

@@ -29,6 +29,7 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.core.filters import Curriculum, Downsample, DropZeroVariance, MaskTruncated
 from policygrad.core.gates import ClassificationWeight
 from policygrad.core.kl_controllers import find_kl_penalties
+from policygrad.core.masked import Groups
 from policygrad.core.process import ProcessReward
 from policygrad.core.ratios import Sequence, Token
 from policygrad.core.shaping import KLInReward
@@ -463,6 +464,34 @@ def check_sampling(algorithm: Algorithm, samples_per_prompt: int, temperature: f
                 f"PassAtK(k={link.k}) compares {link.k}-subsets of a prompt's samples, and {samples_per_prompt} samples have at "
                 f"most one: set samples_per_prompt to {link.k + 1} or more, or a smaller k"
             )
+
+
+def find_mixed_roles(algorithm: Algorithm) -> str:
+    """Return why an algorithm does not fit batches of several roles, with a remedy; "" if it does."""
+    names = [
+        type(part).__name__
+        for part in algorithm.parts()
+        if ("baseline" in part.needs or part.uses_group_statistics) and "peers" not in part.needs
+    ]
+    if not names:
+        return ""
+    return (
+        f"{' and '.join(names)} of {algorithm.name} would compare all players of a prompt's games with each other, and the rewards "
+        "of a zero-sum game add up to 0 whatever the policy does: use algorithm spiral, which compares each role with its own "
+        "past, or compare players of one role, --algorithm.advantage GroupMean --algorithm.advantage.group-mean.within peers "
+        "(LeaveOneOut and GroupStd have it too; --algorithm.filters none removes filters)"
+    )
+
+
+def reject_mixed_roles(algorithm: Algorithm, batch: Batch) -> None:
+    """Raise ConfigError for a part that compares the completions of a group, where these are of several roles."""
+    if batch.role is None or len(batch.role_names) < 2:
+        return
+    roles = Groups(batch.group, batch.counted)
+    if bool((~roles.is_constant(batch.role.to(batch.reward.dtype)) & batch.counted).any()) and (
+        reason := find_mixed_roles(algorithm)
+    ):
+        raise ConfigError(reason)
 
 
 def reject_unread_demonstrations(algorithm: Algorithm, batch: Batch) -> None:

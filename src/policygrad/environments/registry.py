@@ -9,6 +9,7 @@ from typing import Any
 from policygrad.environments import EnvironmentFactory
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.base import Observation
+from policygrad.environments.games import SelfPlay
 from policygrad.errors import ConfigError
 from policygrad.tasks.base import Example, Prompt
 from policygrad.tasks.verifiers import taskset_module
@@ -19,12 +20,15 @@ FAMILIES = {
     "gymnasium": "policygrad.environments.gymnasium:GymnasiumText",
     "mcp": "policygrad.environments.mcp:use_mcp_tools",
     "openenv": "policygrad.environments.openenv:OpenEnv",
-    "textarena": "policygrad.environments.textarena:TextArena",
+    "textarena": "policygrad.environments.textarena:use_textarena",
     "verifiers": "policygrad.environments.verifiers:Verifiers",
 }
 PROGRAM, FUNCTION = "program", "agent"
 """Prefixes of agents: `program:COMMAND` and `agent:FILE.py:NAME`."""
-BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
+BUILT_IN = {
+    "calculator": "policygrad.environments.calculator:CALCULATOR",
+    "nim": "policygrad.environments.nim:NIM",
+}
 TERMINATED, TURNS = "terminated", "turns"
 """Further reasons for an episode's end: the environment's terminal state, the limit on turns."""
 
@@ -52,7 +56,7 @@ def resolve_environment(
         return environment
     path = BUILT_IN.get(option, option) if isinstance(option, str) else None
     factory = load_object(path, "--environment") if path is not None else argument if option is None else option
-    if isinstance(factory, AgentProgram):
+    if isinstance(factory, AgentProgram | SelfPlay):
         return factory
     if factory is not None and not callable(factory):
         raise ConfigError(

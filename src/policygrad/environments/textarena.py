@@ -1,4 +1,4 @@
-"""Single-player games of TextArena. This module alone imports textarena, when a game is played."""
+"""Games of TextArena, for one player or for several. This module alone imports textarena, when a game is played."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from policygrad.environments.base import FAILED, Action, Environment, Observation, Step, is_finite_number
+from policygrad.environments.base import FAILED, Action, Observation, Step, is_finite_number
+from policygrad.environments.games import INITIAL, GameStep, SelfPlay
 from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, join_texts, reply_observation
 from policygrad.errors import ConfigError, EngineError, import_optional
 from policygrad.tasks.base import Example, IsolatedRandom
 
+END_OF_THOUGHT = "</think>"
 SHARED_FROM = 1000
 """Collections with more elements, such as word lists, are shared by all episodes: games only read them, and copying one takes
 longer than a turn."""
@@ -28,13 +30,18 @@ class TextArena:
     The policy reads what the game has said since its last turn, without its own words, and answers as the game requests, mostly
     in square brackets. The reward is the game's, at its end. It is 0 when turns or tokens end the game first, or when the
     game's code fails on an answer, which is counted (`environment/failed`). Answers that the game finds invalid are counted too
-    (`environment/invalid`); most games allow one in a row. Two-player games are refused, since they define no opponent.
+    (`environment/invalid`); most games allow one in a row.
+
+    With several `players` it makes games for self-play, `pg.SelfPlay(pg.TextArena("TicTacToe-v0", players=2), eval_opponent=…)`;
+    `--environment textarena:TicTacToe-v0` is that, evaluated against the run's model before training. Each player reads what the
+    game shows to it, which in most games includes what the others wrote, except their thoughts up to `</think>`. When turns end the
+    game, all rewards are 0; a player on whose answer the game's code fails loses.
 
     Games use Python's and numpy's global generators. Each episode has its own states for both, which are active only during its
     calls: other code is not affected, and an episode does not depend on what runs concurrently.
 
     Raises:
-        ConfigError: No such game, or one that cannot be created here or has several players, with the reason.
+        ConfigError: No such game, or one that cannot be created here or has another number of players, with the reason.
     """
 
     name: str
@@ -45,10 +52,14 @@ class TextArena:
     """Maximum turns of the policy. The run's `max_tokens` limits the tokens of all turns together."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The game's options, overriding those of its id, such as max_turns of GuessTheNumber."""
+    players: int = 1
+    """Number of players; more than 1 is for `SelfPlay`."""
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise ConfigError(f"TextArena: max_turns must be at least 1, not {self.max_turns}")
+        if self.max_turns < 1 or self.players < 1:
+            raise ConfigError(
+                f"TextArena: max_turns and players must be at least 1, not {self.max_turns} and {self.players}"
+            )
         self._game  # noqa: B018  fails here, not in the first episode, if the game cannot be played
 
     @cached_property
@@ -65,19 +76,37 @@ class TextArena:
             with IsolatedRandom(0)(), _suppress_output():
                 game = _Game.from_env(arena.make(self.name, **self.options))
                 trial = game.copy()
-                trial.reset(num_players=1, seed=0)
+                trial.reset(num_players=self.players, seed=0)
         except AssertionError as error:  # raised by a state that refuses the number of players
-            raise ConfigError(f"{title} is not for one player ({error}): choose a single-player game") from error
+            raise ConfigError(f"{title} is not for {self._count} ({error}): {self._other_number}") from error
         except Exception as error:  # a game's code may need anything: word lists, a key, a package
             lines = [line.strip() for line in str(error).splitlines() if line.strip(" *")]  # nltk's errors fill pages
             reason = f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"
             raise ConfigError(f"{title} cannot be played here: {reason}") from error
-        if getattr(trial.state, "num_players", 1) != 1:
-            raise ConfigError(f"{title} has {trial.state.num_players} players: choose a single-player game")
+        if (number := getattr(trial.state, "num_players", 1)) != self.players:
+            raise ConfigError(f"{title} has {number} players: {self._other_number}")
         return game
 
-    def __call__(self, example: Example, seed: int = 0) -> Environment:
-        return _Episode(self, self._game, example, seed)
+    @property
+    def _count(self) -> str:
+        return "one player" if self.players == 1 else f"{self.players} players"
+
+    @property
+    def _other_number(self) -> str:
+        return (
+            f"choose a single-player game, or let the policy play itself, SelfPlay(TextArena({self.name!r}, players=2))"
+            if self.players == 1
+            else "set players to their number"
+        )
+
+    @property
+    def __name__(self) -> str:
+        """Name in messages."""
+        return self.name
+
+    def __call__(self, example: Example, seed: int = 0) -> Any:
+        """Return an episode of one player, or a game of several."""
+        return (_Episode if self.players == 1 else _Match)(self, self._game, example, seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +186,83 @@ class _Episode:
         _, messages = self.env.get_observation()
         new = [(text, kind) for _, text, kind in messages if kind != kinds.PLAYER_ACTION]
         return join_texts(text for text, _ in new), any(kind == kinds.GAME_ADMIN for _, kind in new)
+
+
+class _Match:
+    """A game of several players."""
+
+    waits: ClassVar[bool] = False
+
+    def __init__(self, config: TextArena, game: _Game, example: Example, seed: int) -> None:
+        self.config, self.game, self.example, self.seed = config, game, example, seed
+        self.roles = [f"player{number}" for number in range(config.players)]
+        self.env = game.copy()
+        self.random = IsolatedRandom(seed)
+        self.turns = 0
+        self.has_read: set[int] = set()
+
+    async def reset(self) -> Mapping[int, Observation]:
+        with self.random(), _suppress_output():
+            self.env.reset(num_players=self.config.players, seed=self.seed)
+        return self._observe()[0]
+
+    async def step(self, moves: Mapping[int, Action]) -> GameStep:
+        [(player, action)] = moves.items()
+        self.turns += 1
+        text = action.text.rpartition(END_OF_THOUGHT)[2].strip()
+        for wrapper in self.game.wrappers:
+            text = wrapper(text)
+        metrics = {"invalid": 0.0, "failed": 0.0}
+        try:
+            with self.random(), _suppress_output():
+                done, _ = self.env.step(action=text)
+        except Exception:  # the game's code fails on unforeseen words: the player loses, the run continues
+            others = self.config.players - 1
+            rewards = {number: -1.0 if number == player else 1.0 / others for number in range(self.config.players)}
+            return GameStep(rewards=rewards, metrics=metrics | {"failed": 1.0}, stop_reason=FAILED)
+        if done:
+            rewards, info = self.env.close()
+            metrics["invalid"] = float(any(each.get("invalid_move") for each in (info or {}).values()))
+            if len(rewards or {}) != self.config.players or not all(map(is_finite_number, rewards.values())):
+                raise EngineError(
+                    f"TextArena's {self.config.name} is over without a reward for each player: {rewards!r}"
+                )
+            final = {int(number): float(reward) for number, reward in rewards.items()}
+            return GameStep(rewards=final, metrics=metrics, stop_reason=TERMINATED)
+        if self.turns >= self.config.max_turns * self.config.players:
+            return GameStep(rewards=dict.fromkeys(range(self.config.players), 0.0), metrics=metrics, stop_reason=TURNS)
+        observations, invalid = self._observe()
+        metrics["invalid"] = float(invalid)
+        return GameStep(observations, metrics=metrics)
+
+    def _observe(self) -> tuple[Mapping[int, Observation], bool]:
+        """Return what the next player reads, and whether the game found its last answer invalid."""
+        kinds = _import_textarena().ObservationType
+        player, messages = self.env.get_observation()
+        new = [(text, kind) for sender, text, kind in messages if kind != kinds.PLAYER_ACTION or sender != player]
+        text = join_texts(text for text, _ in new)
+        if player in self.has_read:
+            observation = reply_observation(self.example, text)
+        else:
+            observation = initial_observation(self.example, text, self.config.instructions)
+        self.has_read.add(player)
+        return {player: observation}, any(kind == kinds.GAME_ADMIN for _, kind in new)
+
+
+def use_textarena(name: str) -> TextArena | SelfPlay:
+    """Return a game of one player, or self-play of a game of two.
+
+    Raises:
+        ConfigError: see `TextArena`; the reason for one player where neither number fits.
+    """
+    try:
+        return TextArena(name)
+    except ConfigError as reason:
+        try:
+            game = TextArena(name, players=2)
+        except ConfigError:
+            raise reason from None
+        return SelfPlay(game, eval_opponent=INITIAL)
 
 
 def _suppress_output() -> contextlib.redirect_stdout[io.StringIO]:

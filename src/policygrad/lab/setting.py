@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.advantages import TeacherLogRatio, reward_to_go, total_rewards
+from policygrad.core.advantages import RunningMean, TeacherLogRatio, reward_to_go, total_rewards
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.shaping import KLInReward
@@ -28,6 +28,11 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
         return (
             f"{algorithm.name} trains on single tokens sampled within answers (Vine), but the lab's steps are groups of complete "
             "completions: use trpo, its single-path variant"
+        )
+    if any(isinstance(link, RunningMean) and link.per == "sample" for link in algorithm.advantage):
+        return (
+            f"{algorithm.name} compares a completion with those before it (RunningMean, per='sample'), but the lab's steps have no "
+            "order: use per='rollout', as in reinforce"
         )
     try:
         check_sampling(algorithm, group_size, 1.0)
@@ -77,7 +82,8 @@ class LabSetting:
             raise ConfigError(reason)
         zero, mean_reward = torch.zeros(1, 1).double(), self.world.objective(self.sampling_theta.detach())[None]
         batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=mean_reward, logp_old=zero, logp_ref=zero)
-        batch = replace(batch, example_id=torch.zeros(1).long())
+        one = torch.zeros(1).long()
+        batch = replace(batch, example_id=one, role=one, role_names=("",), peers=one)
         algorithm = algorithm.with_max_tokens(self.world.tree.length + (not self.truncates))
         return algorithm.with_state(algorithm.update_state(algorithm.init_state(), batch))
 
@@ -122,6 +128,10 @@ class LabSetting:
             filled["implicit_reward"] = torch.where(world.mask, after - value, 0)
         if "rewards" in needs:  # the world has a single reward
             filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
+        if "role" in needs:  # there is one
+            filled |= {"role": torch.zeros(len(world.mask), dtype=torch.int64), "role_names": ("",)}
+        if "peers" in needs:  # all completions of a prompt
+            filled["peers"] = torch.zeros(len(world.mask), dtype=torch.int64)
         if "demonstration" in needs:  # there are samples only
             filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)

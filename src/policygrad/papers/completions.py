@@ -52,6 +52,12 @@ class Completion:
     rewards: list[float]
     """Each reward function's result; NaN where it failed."""
     reward_weights: tuple[float, ...]
+    row: int = 0
+    """Index of its row in the batch."""
+    role: str = ""
+    """The role that it played in a game; "" where there are none."""
+    peers: int = 0
+    """Equal for the completions of a prompt that can be compared; 0 where the batch has no such field."""
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -109,6 +115,9 @@ def read_batch(batch: Batch, logp: Tensor) -> Prompts:
             greedy_reward=rows["baseline"][i] if "baseline" in rows else math.nan,
             rewards=rows["rewards"][i] if "rewards" in rows else [],
             reward_weights=batch.reward_weights,
+            row=i,
+            role=batch.role_names[rows["role"][i]] if "role" in rows else "",
+            peers=rows["peers"][i] if "peers" in rows else 0,
         )
         prompts[rows["group"][i]].append(completion)
     return list(prompts.values())

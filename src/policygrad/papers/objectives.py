@@ -74,6 +74,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "gigpo": signals.gigpo,
     "luffy": signals.luffy,
     "chord": signals.chord,
+    "spiral": reinforce.spiral,
     "distill": signals.distill,
     "prime": signals.prime,
     "trpo_vine": critics.trpo_vine,
@@ -119,6 +120,9 @@ def paper_objective(algorithm: Algorithm, batch: Batch, logp: Tensor, max_tokens
         return graph + reinforce.reinforce(
             prompts, max_tokens, baseline=_find(algorithm.advantage, RunningMean).baseline
         )
+    if name == "spiral":
+        link = _find(algorithm.advantage, RunningMean)
+        return graph + reinforce.spiral(prompts, max_tokens, dict(link.means), link.decay)
     if name == "ppo_penalty":
         return graph + critics.ppo_penalty(prompts, max_tokens, beta=_find(algorithm.terms, KLToOld).beta)
     return graph + PAPER_OBJECTIVES[name](prompts, max_tokens)
@@ -160,7 +164,7 @@ FORMULA_FIELDS = (
     "old_policy",
 )
 WITHOUT_EFFECT: Mapping[type[Part], frozenset[str]] = {
-    RunningMean: frozenset({"decay", "baseline"}),  # the objective reads the current mean
+    RunningMean: frozenset({"decay", "baseline", "means"}),  # the objective reads the current mean
     DropZeroVariance: frozenset({"max_rounds", "keep_leftovers"}),
 }
 ADAPTIVE = frozenset({"beta", "target", "rule"})  # of `KLToOld` in ppo_penalty: the objective reads the current β

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import Tensor, exp
 
@@ -38,6 +39,22 @@ def reinforce(prompts: Prompts, max_tokens: int, baseline: float = 0.0) -> Tenso
         return total((o.reward + later[t] - baseline) * unit_log_pi(o, t) for t in range(len(o)))
 
     return total(map(of_completion, completions(prompts))) / count(prompts)
+
+
+def spiral(prompts: Prompts, max_tokens: int, means: Mapping[str, float] | None = None, decay: float = 0.95) -> Tensor:
+    """1/(B·L) Σ_i Σ_t min(r Â, clip(r) Â), Â = R − b_role, and then b_role ← α b_role + (1 − α) R, one completion after the other.
+
+    Liu et al. 2025 (SPIRAL), eq. 2 and 3, with the authors' code's order, PPO clip and constant denominator L.
+
+    Args:
+        means: b of each role before the rollout; 0 for a role without one.
+    """
+    b, J = dict(means or {}), total([])
+    for o in sorted(completions(prompts), key=lambda o: o.row):
+        A = o.reward - b.get(o.role, 0.0)
+        b[o.role] = decay * b.get(o.role, 0.0) + (1 - decay) * o.reward
+        J = J + total(clipped_surrogate(o, t, A) for t in range(len(o)))
+    return J / (count(prompts) * max_tokens)
 
 
 def rloo(prompts: Prompts, max_tokens: int, beta: float = 0.05) -> Tensor:

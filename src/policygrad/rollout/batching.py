@@ -63,7 +63,7 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
 
     lengths = torch.tensor([sum(len(s.tokens) for s in t.segments) for t in rows])
     within = torch.arange(int(lengths.max())) < lengths[:, None]
-    one_turn = all(len(t.segments) == 1 for t in rows)
+    one_turn = all(len(t.segments) == 1 and t.segments[0].is_sampled for t in rows)
     branched = any(t.num_branches > 1 for t in rows)
     scored = torch.tensor([t.reward is not None for t in rows], dtype=torch.bool)
     sizes = torch.tensor([len(g.trajectories) for g in groups], dtype=torch.int64)
@@ -100,6 +100,12 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
         fields["completion_media"] = tuple(t.media for t in rows)
     for name in {"level", "levels"} & needs:  # columns of a task with levels
         fields[name] = per_episode([g.spec.example.columns[name] for g in groups])
+    if "role" in needs or any(t.role for t in rows):
+        names = tuple(sorted({t.role for t in rows}))
+        fields |= {"role": torch.tensor([names.index(t.role) for t in rows]), "role_names": names}
+    if "peers" in needs or any(t.peers for t in rows):
+        numbers: dict[str, int] = {}
+        fields["peers"] = torch.tensor([numbers.setdefault(t.peers, len(numbers)) for t in rows])
     if "rewards" in needs:
         weights = dict(pair for g in groups for pair in g.reward_weights)
         column = {name: k for k, name in enumerate(weights)}
@@ -165,17 +171,18 @@ def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> M
     values: dict[str, list[Tensor]] = {
         "completions/mean_length": [lengths],
         "completions/truncated_ratio": [torch.tensor([float(t.truncated) for t in rows])],
+        "completions/failed_ratio": [torch.tensor([float(t.reward is None) for t in rows])],
         "entropy": [  # −log μ at the samples: an unbiased estimate of the policy's entropy
             -torch.cat([torch.empty(0), *(s.logp for t in rows for s in t.segments if s.logp is not None)])
         ],
     }
-    for _, batch in rounds:
+    for round_groups, batch in rounds:
+        rewards = [t.reward for g in round_groups for t in g.trajectories if t.reward is not None]
         counted, per_group = batch.counted, Groups(batch.group, batch.counted)
         for name, value in {
-            "reward": batch.reward[counted],
+            "reward": torch.tensor(rewards),  # also of a player that never moved
             "reward_std": per_group.std(batch.reward, 1)[counted],
             "frac_reward_zero_std": per_group.is_constant(batch.reward)[counted],
-            "completions/failed_ratio": ~counted,
         }.items():
             values.setdefault(name, []).append(value)
     flat = {name: torch.cat(parts).double() for name, parts in values.items()}
@@ -187,6 +194,10 @@ def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> M
         if source := getattr(group.spec.example, "part", ""):
             rewards = [t.reward for t in group.trajectories if t.reward is not None]
             sources.append(list_means({f"reward/from/{source}": rewards}))
+    roles: dict[str, list[float]] = {}
+    for row in rows:
+        if row.role and row.reward is not None:
+            roles.setdefault(f"reward/role/{row.role}", []).append(row.reward)
     turns: Metrics = {}
     if is_multi_turn(rows):
         branches = [row.num_branches for row in rows]
@@ -199,7 +210,7 @@ def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> M
                 "environment/branched_ratio": [n > 1 for n in branches],
             }
         )
-    return merge(metrics, *environment, *sources, turns)
+    return merge(metrics, *environment, *sources, list_means(roles), turns)
 
 
 def count_trained(num_sampled: int, batch: Batch) -> Metrics:

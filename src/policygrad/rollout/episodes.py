@@ -102,14 +102,12 @@ def _describe_requests(requests: Sequence[Request], generations: Sequence[Genera
     }
 
 
-class _Episode:
-    """The state of one running episode."""
+class Conversation:
+    """What the policy has read and sampled in an episode, token by token."""
 
-    def __init__(self, factory: EnvironmentFactory, spec: EpisodeSpec, sample: int, calls: EnvironmentCalls) -> None:
-        self.spec, self.sample, self.calls = spec, sample, calls
-        self.environment: Environment | None = None
-        self.failure = ""  # error of the environment
-        self.name = str(getattr(factory, "__name__", type(factory).__name__))
+    def __init__(self, spec: EpisodeSpec, name: str) -> None:
+        self.spec = spec
+        self.name = name
         """Name of the environment in messages: its class, or the factory if the class is private or unknown."""
         self.context_ids, self.context_media = torch.empty(0, dtype=torch.int64), TextMedia()
         self.compact_ids = self.context_ids  # `context_ids` with one mark for each picture
@@ -117,14 +115,111 @@ class _Episode:
         self.num_opening_messages = 0  # messages of the conversation that the episode began with
         self.tools: Tools | None = None
         self.segments: list[Segment] = []
-        self.rewards: list[float | None] = []
         self.turn_states: list[Hashable] = []  # at the start of each turn, the next one included
-        self.metrics: Counter[str] = Counter()
         self.text = ""  # text of the last turn
         self.token_budget = self.turn_budget = spec.max_tokens
         """Tokens the episode, and the next turn, may still sample."""
-        self.done = self.truncated = self.needs_mask = False
-        self.budget_reason, self.stop_reason = TOKENS, ""
+        self.needs_mask = False
+        self.budget_reason = TOKENS
+
+    def open(self, first: Observation, prompt: EncodedText) -> None:
+        """Begin with the first observation, encoded."""
+        self.context_ids = prompt.ids
+        self.compact_ids = prompt.ids if prompt.compact_ids is None else prompt.compact_ids
+        self.context_media, self.conversation, self.tools = prompt.media, first.content, first.tools or None
+        self.num_opening_messages = len(first.content)
+        self.turn_states.append(_state(first, self.name))
+
+    def make_request(self, key: tuple[int, ...], sampling: SamplingParams, *, continues: bool) -> Request:
+        """Return the request for the next turn."""
+        self.needs_mask = sampling.is_truncated and self.spec.key[1] == TRAIN
+        return Request(
+            self.context_ids,
+            key,
+            sampling,
+            self.turn_budget,
+            continues,
+            self.needs_mask,
+            media=self.context_media,
+            compact_ids=self.compact_ids if self.context_media else None,
+        )
+
+    def add_turn(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> str:
+        """Add a sampled turn; return its text. Raises EngineError for a generation that does not fit its request."""
+        n, num_logps = len(generation.tokens), len(generation.logp)
+        versions = n if isinstance(generation.version, int) else len(generation.version)
+        if not n == num_logps == versions or not 1 <= n <= self.turn_budget:
+            raise EngineError(
+                f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for "
+                f"a request of at most {self.turn_budget} tokens: return one of each per token, and at least one token"
+            )
+        left = generation.sampling_mask
+        if self.needs_mask and (left is None or len(left.counts) != n):
+            raise EngineError(
+                f"{type(sampler).__name__}.generate does not return the tokens that top-k and top-p left "
+                "(Generation.sampling_mask), which training needs: leave --top-p 1 and --top-k 0"
+            )
+        self.text = encoder.decode(generation.tokens)
+        self.segments.append(Segment.from_generation(generation))
+        self.token_budget -= n
+        return self.text
+
+    def append_observation(self, observation: Observation, text: str, encoder: Tokenizer, sampled_ids: Tensor) -> bool:
+        """Extend the context by the sampled ids and the observation; return False if no room is left for a turn."""
+        content = observation.content
+        so_far, before = torch.cat([self.context_ids, sampled_ids]), self.conversation
+        if isinstance(before, str):
+            self.conversation = f"{before}{text}{content}"
+        else:
+            messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
+            self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
+        try:
+            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
+            segment = Segment(new.ids, media=new.media)
+            compact_ids = new.ids if new.compact_ids is None else new.compact_ids
+            self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
+        except HistoryRewrittenError:
+            # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
+            # sampled tokens stay in the context in which they were sampled
+            assert not isinstance(self.conversation, str)
+            rendered, new_tokens = encoder.encode_rewritten(
+                self.conversation, self.num_opening_messages, len(content), self.spec.location, self.tools
+            )
+            shared = min(len(so_far), len(rendered.ids) - 1)
+            earlier = distinguish_media(so_far, self.context_media)[:shared]
+            differs = (earlier != distinguish_media(rendered.ids, rendered.media)[:shared]).nonzero()
+            prefix_length = before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
+            media = select_media(rendered.media, prefix_length, len(rendered.ids))
+            segment = Segment(rendered.ids[prefix_length:], media=media)
+            self.compact_ids = rendered.ids if rendered.compact_ids is None else rendered.compact_ids
+            if prefix_length < len(so_far):  # otherwise it is another text with the same tokens
+                segment = replace(segment, prefix_length=prefix_length, new_tokens=new_tokens)
+        prefix_length = len(so_far) if segment.prefix_length is None else segment.prefix_length
+        self.context_ids = torch.cat([so_far[:prefix_length], segment.tokens])
+        earlier_media = select_media(self.context_media, 0, prefix_length)
+        self.context_media = (*earlier_media, *shift_media(segment.media, prefix_length))
+        limit = encoder.context_length
+        self.turn_budget = self.token_budget if limit is None else min(self.token_budget, limit - len(self.context_ids))
+        if self.turn_budget < 1:
+            return False
+        self.budget_reason = CONTEXT if self.turn_budget < self.token_budget else TOKENS
+        self.segments.append(segment)
+        self.turn_states.append(_state(observation, self.name))
+        return True
+
+
+class _Episode(Conversation):
+    """The state of one running episode."""
+
+    def __init__(self, factory: EnvironmentFactory, spec: EpisodeSpec, sample: int, calls: EnvironmentCalls) -> None:
+        super().__init__(spec, str(getattr(factory, "__name__", type(factory).__name__)))
+        self.sample, self.calls = sample, calls
+        self.environment: Environment | None = None
+        self.failure = ""  # error of the environment
+        self.rewards: list[float | None] = []
+        self.metrics: Counter[str] = Counter()
+        self.done = self.truncated = False
+        self.stop_reason = ""
         self._close: Callable[[], Any] | None = None
         try:
             self.environment = calls.create_environment(factory, spec.example, spec.seed, self.name, spec.location)
@@ -153,38 +248,12 @@ class _Episode:
     def request(self, sampling: SamplingParams) -> Request:
         turn = len(self.rewards)
         key = (*self.spec.key, self.sample, turn) if turn else (*self.spec.key, self.sample)
-        continues = not isinstance(self.environment, SingleTurn)
-        self.needs_mask = sampling.is_truncated and self.spec.key[1] == TRAIN
-        return Request(
-            self.context_ids,
-            key,
-            sampling,
-            self.turn_budget,
-            continues,
-            self.needs_mask,
-            media=self.context_media,
-            compact_ids=self.compact_ids if self.context_media else None,
-        )
+        return self.make_request(key, sampling, continues=not isinstance(self.environment, SingleTurn))
 
     async def step(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> None:
         """Add a sampled turn and pass it to the environment."""
-        n, num_logps = len(generation.tokens), len(generation.logp)
-        versions = n if isinstance(generation.version, int) else len(generation.version)
-        if not n == num_logps == versions or not 1 <= n <= self.turn_budget:
-            raise EngineError(
-                f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for "
-                f"a request of at most {self.turn_budget} tokens: return one of each per token, and at least one token"
-            )
-        left = generation.sampling_mask
-        if self.needs_mask and (left is None or len(left.counts) != n):
-            raise EngineError(
-                f"{type(sampler).__name__}.generate does not return the tokens that top-k and top-p left "
-                "(Generation.sampling_mask), which training needs: leave --top-p 1 and --top-k 0"
-            )
+        text = self.add_turn(generation, encoder, sampler)
         self.truncated = cut = generation.finish_reason == "length"
-        self.text = text = encoder.decode(generation.tokens)
-        self.segments.append(Segment.from_generation(generation))
-        self.token_budget -= n
         try:
             step = await self._call("step", Action(text, cut, encoder.tool_call_parser))
             if not isinstance(step, Step):
@@ -194,7 +263,7 @@ class _Episode:
             self.done = cut or step.observation is None
             self.stop_reason = self.budget_reason if cut else step.stop_reason
             observation = None if cut else step.observation
-            if observation and not self._append_observation(observation, text, encoder, generation.tokens):
+            if observation and not self.append_observation(observation, text, encoder, generation.tokens):
                 await self._truncate()
             if self.done:
                 await self._close_environment()
@@ -207,7 +276,7 @@ class _Episode:
         """Close the environment, if that was not done."""
         close, self._close = self._close, None
         if close is not None:
-            await await_with_timeout(CLOSE_TIMEOUT, _call_close(close))
+            await await_with_timeout(CLOSE_TIMEOUT, call_close(close))
 
     def trajectory(self, encoder: Tokenizer) -> Trajectory:
         prefix = () if self.spec.prefix is None else (self.spec.prefix,)
@@ -239,7 +308,7 @@ class _Episode:
         close, self._close = self._close, None
         if close is not None:
             await self.calls.call(
-                SimpleNamespace(close=partial(_call_close, close)), self.name, "close", self.spec.location
+                SimpleNamespace(close=partial(call_close, close)), self.name, "close", self.spec.location
             )
 
     async def _truncate(self) -> None:
@@ -254,56 +323,13 @@ class _Episode:
             if last.reward is not None:
                 self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
 
-    def _append_observation(self, observation: Observation, text: str, encoder: Tokenizer, sampled_ids: Tensor) -> bool:
-        """Extend the context by the sampled ids and the observation; return False if no room is left for a turn."""
-        content = observation.content
-        so_far, before = torch.cat([self.context_ids, sampled_ids]), self.conversation
-        if isinstance(before, str):
-            self.conversation = f"{before}{text}{content}"
-        else:
-            messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
-            self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
-        try:
-            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
-            segment = Segment(new.ids, media=new.media)
-            compact_ids = new.ids if new.compact_ids is None else new.compact_ids
-            self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
-        except HistoryRewrittenError:
-            # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
-            # sampled tokens stay in the context in which they were sampled
-            assert not isinstance(self.conversation, str)
-            rendered, new_tokens = encoder.encode_rewritten(
-                self.conversation, self.num_opening_messages, len(content), self.spec.location, self.tools
-            )
-            shared = min(len(so_far), len(rendered.ids) - 1)
-            earlier = distinguish_media(so_far, self.context_media)[:shared]
-            differs = (earlier != distinguish_media(rendered.ids, rendered.media)[:shared]).nonzero()
-            prefix_length = _before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
-            media = select_media(rendered.media, prefix_length, len(rendered.ids))
-            segment = Segment(rendered.ids[prefix_length:], media=media)
-            self.compact_ids = rendered.ids if rendered.compact_ids is None else rendered.compact_ids
-            if prefix_length < len(so_far):  # otherwise it is another text with the same tokens
-                segment = replace(segment, prefix_length=prefix_length, new_tokens=new_tokens)
-        prefix_length = len(so_far) if segment.prefix_length is None else segment.prefix_length
-        self.context_ids = torch.cat([so_far[:prefix_length], segment.tokens])
-        earlier_media = select_media(self.context_media, 0, prefix_length)
-        self.context_media = (*earlier_media, *shift_media(segment.media, prefix_length))
-        limit = encoder.context_length
-        self.turn_budget = self.token_budget if limit is None else min(self.token_budget, limit - len(self.context_ids))
-        if self.turn_budget < 1:
-            return False
-        self.budget_reason = CONTEXT if self.turn_budget < self.token_budget else TOKENS
-        self.segments.append(segment)
-        self.turn_states.append(_state(observation, self.name))
-        return True
 
-
-def _before_picture(length: int, media: TextMedia) -> int:
+def before_picture(length: int, media: TextMedia) -> int:
     """Return a prefix's length without the picture that it ends in the middle of."""
     return next((int(m.slots[0]) for m in media if m.slots[0] < length <= m.slots[-1]), length)
 
 
-async def _call_close(close: Callable[[], Any]) -> None:
+async def call_close(close: Callable[[], Any]) -> None:
     """Call a `close` that may or may not be async."""
     result = close()
     if inspect.isawaitable(result):
@@ -336,14 +362,14 @@ def _encode_prompt(
     is_single_turn = isinstance(pairs[0][0].environment, SingleTurn)
     source = spec.location if is_single_turn else f"the first observation of {name} ({spec.location})"
     prompt = encoder.encode(first.content, max_tokens, source, tools)
-    context_ids = prompt.ids if spec.prefix is None else torch.cat([prompt.ids, spec.prefix])
-    for episode, observation in pairs:
-        episode.context_ids, episode.conversation, episode.tools = context_ids, first.content, tools
-        episode.context_media = prompt.media
+    start = prompt  # one tensor for all episodes, which a sampler reads once
+    if spec.prefix is not None:
         compact_ids = prompt.ids if prompt.compact_ids is None else prompt.compact_ids
-        episode.compact_ids = compact_ids if spec.prefix is None else torch.cat([compact_ids, spec.prefix])
-        episode.num_opening_messages = len(first.content)
-        episode.turn_states.append(_state(observation, episode.name))
+        start = replace(
+            prompt, ids=torch.cat([prompt.ids, spec.prefix]), compact_ids=torch.cat([compact_ids, spec.prefix])
+        )
+    for episode, observation in pairs:
+        episode.open(observation, start)
     return prompt
 
 

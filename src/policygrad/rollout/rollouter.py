@@ -15,6 +15,7 @@ from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.base import DEFAULT_TIMEOUT
+from policygrad.environments.games import SelfPlay
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.builtin import find_answer_extractor
@@ -40,6 +41,7 @@ from policygrad.rollout.environment_calls import EnvironmentCalls
 from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
+from policygrad.rollout.game_episodes import run_games
 from policygrad.rollout.scoring import (
     ScoreFn,
     ScoreStepsFn,
@@ -163,6 +165,18 @@ class Rollouter:
                 )
             )
         calls = EnvironmentCalls(self.timeout, self.progress, tolerate_timeouts=self.tolerate_timeouts)
+        if isinstance(self.environment, SelfPlay):
+            return self.run_async(
+                run_games(
+                    specs,
+                    samples_per_prompt,
+                    sampling,
+                    sampler=self.sampler,
+                    encoder=self.tokenizer,
+                    environment=self.environment,
+                    calls=calls,
+                )
+            )
         return self.run_async(
             run_episodes(
                 specs,
@@ -224,7 +238,9 @@ class Rollouter:
                 )
                 groups, result = add_demonstrations(groups, self.tokenizer, self._score)
                 scoring |= result
-            reuse = groups == list(rounds[0].groups) and not {"demonstration", "rewards", "level"} & needs
+            reuse = (
+                groups == list(rounds[0].groups) and not {"demonstration", "rewards", "level", "role", "peers"} & needs
+            )
             batch = rounds[0].batch if reuse else batch_groups(groups, needs)
             marks = None if self.score_steps is None else [t.step_marks for g in groups for t in g.trajectories]
             if marks is not None:  # filters read the outcome reward: they get the ends of steps, but not their scores

@@ -139,6 +139,10 @@ class Trajectory:
     """How an environment's episode ended: `environment`, `tokens`, `context`, `failed`, or a reason of the environment's own."""
     failure: str = ""
     """Error of its environment, after which nothing can be scored; "" = none."""
+    role: str = ""
+    """The role that the policy played, in a game of several players; "" = no game."""
+    peers: str = ""
+    """Equal for the episodes of a group that can be compared with each other."""
 
     @property
     def tokens(self) -> Tensor:

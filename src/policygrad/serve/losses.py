@@ -352,7 +352,7 @@ _PER_TOKEN = {
     "step_end": "step_end",
 }
 _PER_COMPLETION = {"truncated": "truncated", "baseline": "baseline", "demonstration": "demonstration"}
-_COMPLETION_IDS = {"example_id": "example_id"}
+_COMPLETION_IDS = {"example_id": "example_id", "role": "role", "peers": "peers"}
 _BOOLEAN = ("step_end", "truncated", "demonstration")
 
 
@@ -362,7 +362,7 @@ def _prepare_algorithm(
     """Advantages from the rewards of groups, coefficients and all, over the request.
 
     Fields: mask [T], 1 for sampled tokens; reward [1]; logprobs [T], which are π_old; group [1], or equal prompts; and what the
-    algorithm reads: ref_logprobs, token_rewards, step_end, truncated, baseline, demonstration, example_id.
+    algorithm reads: ref_logprobs, token_rewards, step_end, truncated, baseline, demonstration, example_id, role, peers.
     """
     name = algorithm.name
     algorithm = _with_settings(algorithm, config)
@@ -380,14 +380,19 @@ def _prepare_algorithm(
         if wire in given:
             value = _values(wire, data, dtype)
             fields[target] = value != 0 if target in _BOOLEAN else value
-    if "example_id" in given:
-        fields["example_id"] = _values("example_id", data, torch.int64)
+    for wire, target in _COMPLETION_IDS.items():
+        if wire in given:
+            fields[target] = _values(wire, data, torch.int64)
+    roles: tuple[str, ...] = ()
+    if "role" in fields:
+        roles = tuple(str(number) for number in range(int(fields["role"].max()) + 1))
     if algorithm.ratio is not None or algorithm.old_policy == "sampler" or "logp_old" in algorithm.all_needs:
         if "logp_sampler" not in fields:
             raise ConfigError(f"loss_fn={name!r} reads log π_old: give loss_fn_inputs[{LOGPROBS!r}], the sampler's")
         fields["logp_old"] = fields["logp_sampler"]
     group = _values("group", data, torch.int64) if "group" in given else _group_by_prompt(data, mask)
-    batch = Batch(mask=mask, group=group, reward=_values("reward", data, dtype), **fields)  # type: ignore[arg-type]
+    reward = _values("reward", data, dtype)
+    batch = Batch(mask=mask, group=group, reward=reward, role_names=roles, **fields)  # type: ignore[arg-type]
     if not algorithm.update_rule.uses_lr:
         raise ConfigError(f"loss_fn={name!r} takes steps of its own (a trust region), not those of optim_step")
     _check_fields(algorithm, batch, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.validation import find_mixed_roles
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.agent_program import AgentProgram
+from policygrad.environments.games import INITIAL, RANDOM, SelfPlay
 from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
@@ -31,6 +33,7 @@ from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
+from policygrad.rollout.game_episodes import ModelOpponent
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.samplers.base import AsyncCloseable, Sampler
@@ -134,6 +137,11 @@ def load_resources(
                 f"the program {environment.name} runs on the machine of the trainer, not in actors: set "
                 "--cluster.environments 0"
             )
+        if isinstance(environment, SelfPlay):
+            raise ConfigError(
+                f"games such as {environment.__name__} run in the process of the trainer, not in actors: set "
+                "--cluster.environments 0"
+            )
         environment = placement.environment(environment)
     if isinstance(environment, AbstractContextManager):  # it tries its servers now rather than in the first episode
         stack.enter_context(environment)
@@ -148,6 +156,9 @@ def load_resources(
             "the algorithm uses the reasoning steps of a completion, and an environment's episodes consist of turns: use a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
+    plays_itself = isinstance(environment, SelfPlay) and environment.opponent is None
+    if plays_itself and algorithm is not None and (reason := find_mixed_roles(algorithm)):
+        raise ConfigError(reason)
     _check_task(task, environment, needs)
     environment_only = environment is not None and not reward_options
     has_rewards = has_rewards and bool(
@@ -174,6 +185,8 @@ def load_resources(
         tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")
     if "demonstration" in (needs or ()):
         check_demonstrations(task.rows, tokenizer, max_tokens)
+    if isinstance(environment, SelfPlay):
+        environment = load_opponents(environment, options, model, tokenizer, device)
     run_async = stack.enter_context(AsyncRunner())
     factory = sampler or engine or placement.sampler
     sampling_model = model
@@ -211,6 +224,33 @@ def load_resources(
     names = tuple(_describe_reward(reward, needs) for reward in rewards)
     names = names or ("the environment's own" if has_rewards else "none",)
     return Resources(task, names, model, tokenizer, rollouter, has_rewards)
+
+
+def load_opponents(
+    environment: SelfPlay, options: RunOptions, model: nn.Module, tokenizer: Tokenizer, device: str
+) -> SelfPlay:
+    """Load the models that play against the policy: the run's own before training, or others by name.
+
+    Raises:
+        ModelError: a model that cannot be loaded.
+    """
+    loaded = dict[str, ModelOpponent]()
+
+    def load(opponent: Any) -> Any:
+        if not isinstance(opponent, str) or opponent == RANDOM:
+            return opponent
+        if opponent not in loaded:
+            if opponent == INITIAL:
+                network, its_tokenizer = clone_model(model), tokenizer
+            else:
+                dtype = options.learner.resolve().dtype
+                network = load_model(opponent, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
+                its_tokenizer = load_policy_tokenizer(opponent, None, network, options.trust_remote_code)
+            network.requires_grad_(False)
+            loaded[opponent] = ModelOpponent(LocalSampler.from_tokenizer(network, its_tokenizer), its_tokenizer)
+        return loaded[opponent]
+
+    return replace(environment, opponent=load(environment.opponent), eval_opponent=load(environment.eval_opponent))
 
 
 def load_row_options(
