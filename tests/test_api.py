@@ -31,10 +31,10 @@ RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Roll
 RunningMean SAPO SCALE_RL SFTConfig Sampler SamplerConfig SamplingMask SamplingParams SecondMomentFilter Segment
 SelfNormalisation SelfNormalised SeparateDemonstrations Sequence SequenceMean SequenceProduct SequenceSum Shaping
 SigmoidGate SingleTurn SoftOverlong Step SupervisedGuardConfig TOPR TRPO TRPO_VINE TaperedImportance TeacherLogRatio
-Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion TurnDiscount TurnGAE
-TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO VESPO VINEPPO Verifiers Vine Whiten clone_model collect evaluate
-gate_weight get_algorithm load_reference load_task make_local_learner objective reward surrogate train
-train_reward_model train_sft
+TeacherServerConfig Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion
+TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO VESPO VINEPPO Verifiers Vine Whiten
+clone_model collect evaluate gate_weight get_algorithm load_reference load_task make_local_learner objective reward
+surrogate train train_reward_model train_sft
 """
 
 

@@ -22,7 +22,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.config import TeacherServerConfig
 from policygrad.samplers.engines.base import REQUEST_TIMEOUT, EngineSampler
 from policygrad.samplers.engines.http import HttpClient, RequestRefusedError
-from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
+from policygrad.samplers.engines.registry import list_engines, load_engine_class
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.utils.async_runner import gather_or_cancel
 from policygrad.utils.progress import ProgressCallback, ignore_progress
@@ -159,9 +159,8 @@ class TeacherServer:
             raise EngineError(f"{url}/v1/models lists no models: is it a server of vLLM or SGLang?") from error
         owner, supported = str(card.get("owned_by")), list_engines(lambda engine: engine.scores_tokens)
         if owner not in supported:
-            served = load_engine_class(owner).name if owner in ENGINES else owner
             raise EngineError(
-                f"the teacher at {url} is served by {served}, which does not tell the log-probabilities of given tokens by their "
+                f"the teacher at {url} is served by {owner}, which does not tell the log-probabilities of given tokens by their "
                 f"ids: serve it with {' or '.join(supported)}, or let the run load it from a folder"
             )
         length = card.get("max_model_len")
@@ -200,7 +199,7 @@ class TeacherServer:
                 raise EngineError(
                     f"the teacher {served.name!r} at {url} has another tokenizer than the policy: a text continues with "
                     f"{tokens[0]}, in the policy's tokens and with {tokens[1]} in the teacher's. Use a teacher with the policy's "
-                    "example of the same family"
+                    "tokenizer, for example of the same family"
                 )
 
 
