@@ -83,7 +83,9 @@ def test_a_run_resumes_with_rollouts_that_the_teacher_has_scored(small: Run, tmp
     run = replace(taught(small, tmp_path / "straight", model=form.url), max_staleness=1)
     train(run, display=False)
     train(replace(run, output=str(tmp_path / "stopped")), stop_after=2, display=False)
-    train(resume=tmp_path / "stopped", display=False)
+    record = Record()
+    train(resume=tmp_path / "stopped", display=record)
+    assert "algorithm differs" not in record.said
     for name, tensor in weights(tmp_path / "straight").items():
         assert torch.equal(tensor, weights(tmp_path / "stopped")[name])
 
