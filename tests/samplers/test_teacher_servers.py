@@ -1,4 +1,4 @@
-"""A teacher behind a server: its log-probabilities are the model's own, and a server that cannot be one is refused with a remedy."""
+"""A teacher behind a server: its log-probabilities are the model's own; a server that cannot be one is refused with a remedy."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_a_learner_scores_each_row_with_its_teacher(random_model: Path) -> None:
 
 
 def test_rows_without_a_teacher_are_refused_before_the_first_step(small: Run, tmp_path: Path) -> None:
-    with pytest.raises(pg.PolicygradError, match="has no column 'teacher', and Reference.teachers has a, b"):
+    with pytest.raises(pg.PolicygradError, match=r"has no column 'teacher', and Reference.teachers has a, b"):
         train(taught(small, tmp_path / "run", teachers=("a=tiny", "b=tiny")), display=False)
 
 
