@@ -32,10 +32,10 @@ RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Roll
 RunningMean SAPO SCALE_RL SFTConfig SKYWORK_OR1 SPIRAL Sampler SamplerConfig SamplingMask SamplingParams
 SecondMomentFilter Segment SelfNormalisation SelfNormalised SelfPlay SeparateDemonstrations Sequence SequenceMean
 SequenceProduct SequenceSum Shaping SigmoidGate SingleTurn SoftOverlong Step SupervisedGuardConfig TOPR TRPO TRPO_VINE
-TaperedImportance TeacherLogRatio Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS
-TrustRegion Turn TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO VESPO VINEPPO Verifiers Vine
-Whiten clone_model collect evaluate gate_weight get_algorithm load_reference load_task make_local_learner objective
-reward surrogate train train_reward_model train_sft
+TaperedImportance TeacherLogRatio TeacherServerConfig Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer
+Trajectory TruncatedIS TrustRegion Turn TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO VESPO
+VINEPPO Verifiers Vine Whiten clone_model collect evaluate gate_weight get_algorithm load_reference load_task
+make_local_learner objective reward surrogate train train_reward_model train_sft
 """
 
 

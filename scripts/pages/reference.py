@@ -192,8 +192,8 @@ PAGES = {
         "Training",
         "A run, its options, and what follows it. On the command line an option is its field with dashes, "
         "`--learner.micro-tokens`; in a file of options a key in a table, `micro_tokens` in `[learner]`.",
-        "train Run RunOptions SamplingParams SamplerConfig LearnerConfig OptimizerConfig RewardConfig EvaluationConfig "
-        "CheckpointConfig GuardConfig Result get_algorithm Trainer Callback Tracker RunInfo evaluate collect",
+        "train Run RunOptions SamplingParams SamplerConfig TeacherServerConfig LearnerConfig OptimizerConfig RewardConfig "
+        "EvaluationConfig CheckpointConfig GuardConfig Result get_algorithm Trainer Callback Tracker RunInfo evaluate collect",
     ),
     "supervised": (
         "Fine-tuning and reward models",

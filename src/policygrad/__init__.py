@@ -65,7 +65,7 @@ _HOME = {
     "policygrad.rollout.rollouter": "Rollout Rollouter",
     "policygrad.rollout.trajectory": "Segment Trajectory",
     "policygrad.samplers.base": "Generation Request Sampler SamplingParams",
-    "policygrad.samplers.config": "SamplerConfig",
+    "policygrad.samplers.config": "SamplerConfig TeacherServerConfig",
     "policygrad.samplers.engines.base": "EngineSampler",
     "policygrad.samplers.local.sampler": "LocalSampler",
     "policygrad.tasks": "load_task",

@@ -23,7 +23,8 @@ from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
-from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.config import SamplerConfig, TeacherServerConfig
+from policygrad.samplers.engines.teachers import TeacherServer
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.training.base_trainer import Callback
 from policygrad.utils.async_runner import AsyncRunner
@@ -181,3 +182,16 @@ def test_missing_vllm_options_are_detected(option: str, message: str, tmp_path: 
         with pytest.raises(EngineError, match=message):
             wait(sampler.update(changed(sampler.model, 0, 0.0)))
         wait(sampler.close())
+
+
+def test_a_teacher_behind_vllm_agrees_with_the_model_to_1e_4_nats(url: str, wait: AsyncRunner) -> None:
+    """Log-probabilities of given tokens are those at temperature 1, whatever --logprobs-mode is."""
+    model = load_model("tiny", dtype="fp32", device="cpu")
+    tokenizer = load_tokenizer("tiny", model)
+    teacher = TeacherServer(f"{url}/v1", tokenizer, TeacherServerConfig(recovery_timeout=START))
+    wait(teacher.connect(64))
+    ids = torch.randint(0, len(tokenizer.hf), (60,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    assert (wait(teacher.score(ids.tolist(), 1)) - expected).abs().max() < 1e-4
+    wait(teacher.close())

@@ -219,6 +219,23 @@ def test_local_servers_and_those_of_the_command_line_need_no_permission(run_comm
     assert run_command(*argv)[0] == 0
 
 
+TAUGHT = "[algorithm]\nname = 'distill'\n[algorithm.reference]\n{}\n"
+
+
+@pytest.mark.parametrize("names", ["model = 'http://far:8000/v1'", "teachers = ['a=tiny', 'b=http://far:8000/v1']"])
+def test_a_file_cannot_send_completions_to_a_remote_teacher(run_command: Command, here: Path, names: str) -> None:
+    """Nor the API key; on this machine, and where the command line names it, it needs no permission."""
+    base = ("train", "distill", "--resume", "runs/x", "--dry-run")
+    run_file(here / "runs" / "x", TAUGHT.format(names))
+    code, _, err = run_command(*base)
+    assert (code, "--allow-code http://far:8000/v1" in " ".join(err.split())) == (2, True), err
+    assert "the API key would go to a teacher on another machine" in " ".join(err.split())
+    for argv in (("--allow-code", "http://far:8000/v1"), ("--teacher", "tiny"), ("--teacher", "b=http://far:8000/v1")):
+        assert "API key" not in run_command(*base, *argv)[2]
+    run_file(here / "runs" / "x", TAUGHT.format(names.replace("far", "localhost")))
+    assert "API key" not in run_command(*base)[2]
+
+
 def test_an_evaluation_ignores_the_runs_servers(here: Path) -> None:
     """`eval RUN` draws by itself, or by what its own command line names."""
     file = run_file(here / "runs" / "x", SAMPLER.format("gpu-1:8000"))

@@ -70,8 +70,9 @@ class TrainOptions(CommandOptions):
     """Algorithm: a name, or your own as module:NAME or path/to/file.py:NAME."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
     """Code that the file of --resume or --config may import; code named on the command line needs no permission."""
-    teacher: Annotated[str | None, optional_arg("ID|DIR", "none")] = None
-    """Model to learn from (required by distill): a folder, a hub id or a run's folder. Short for --algorithm.reference.model."""
+    teacher: Annotated[tuple[str, ...], optional_arg("ID|DIR|URL", "none")] = ()
+    """Model to learn from (required by distill): a folder, a hub id, a run's folder, or a server of vLLM or SGLang.
+    Several are NAME=MODEL each, and the data's column `teacher` names one. Short for --algorithm.reference.model or .teachers."""
     cluster: Annotated[str | None, optional_arg("ADDRESS", "none")] = None
     """Run on actors of a Ray cluster: ray://HOST:PORT, HOST:PORT, auto or local (docs/ray.md)."""
     cluster_samplers: Annotated[
@@ -181,11 +182,15 @@ def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
         load_algorithm(parsed.command.algorithm)  # raises for an unknown name, with the nearest
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many; give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(RunOptions)}
-    chosen, teacher = apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher
-    if teacher is not None:
+    chosen, teachers = apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher
+    if teachers:
         if chosen.reference is None:
-            raise ConfigError(f"--teacher {teacher} sets a reference, but algorithm.reference is none: omit one")
-        chosen = replace(chosen, reference=replace(chosen.reference, model=teacher))
+            raise ConfigError(
+                f"--teacher {' '.join(teachers)} sets a reference, but algorithm.reference is none: omit one"
+            )
+        is_named = len(teachers) > 1 or re.match(r"[\w-]+=", teachers[0])
+        change = {"model": None, "teachers": teachers} if is_named else {"model": teachers[0], "teachers": ()}
+        chosen = replace(chosen, reference=replace(chosen.reference, **change))
     return Run(**options, algorithm=chosen), parsed.command
 
 

@@ -220,10 +220,15 @@ class Reference(Part):
     The replacement follows the next rollout."""
     model: str | None = None
     """Another frozen model, such as a teacher: a folder, hub id, or run folder. None: the run's initial model.
-    Its tokenizer must have the policy's vocabulary."""
+    Its tokenizer must have the policy's vocabulary. A server of vLLM or SGLang has it at http://HOST:PORT/v1."""
+    teachers: tuple[str, ...] = ()
+    """Several such models, each as NAME=MODEL: math=runs/math code=http://HOST:PORT/v1.
+    The column `teacher` of an example names the one that scores its completions (MOPD)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teachers:
+            check_teachers(self)
         if self.reset_optimizer and not (self.refresh_every or self.refresh_after_stall):
             raise ConfigError(
                 "Reference.reset_optimizer has no effect without refresh_every or refresh_after_stall: set one of them, or "
@@ -240,9 +245,44 @@ class Reference(Part):
         times = [f"every {self.refresh_every} rollouts"] if self.refresh_every else []
         if self.refresh_after_stall:
             times.append(f"after {self.refresh_after_stall} evaluations without improvement")
+        if not times and self.teachers:
+            return f"the example's teacher, of {', '.join(self.models)}, frozen"
         if not times:
             return "the initial policy, frozen" if self.model is None else f"the model {self.model}, frozen"
         return f"the policy, refreshed {' and '.join(times)}" + (", with an optimizer reset" * self.reset_optimizer)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The named models, by the name of the teacher; that of `model` has the name ""."""
+        if self.teachers:
+            return {name: model for name, _, model in (teacher.partition("=") for teacher in self.teachers)}
+        return {} if self.model is None else {"": self.model}
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of the models that are behind servers."""
+        return tuple(model for model in self.models.values() if is_server(model))
+
+    @property
+    def num_in_memory(self) -> int:
+        """Models that the learner keeps in memory if a part needs `logp_ref`: all but those behind servers."""
+        return len(self.models) - len(self.servers) if self.models else 1
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """The teacher of each completion, if there are several."""
+        return frozenset({"teacher"} if self.teachers else ())
+
+    def report(self, batch: Batch) -> Metrics:
+        """teacher/kl/NAME: KL(π_old‖π_T) in nats per token on the completions of each teacher, from the samples."""
+        if batch.teacher is None or batch.logp_ref is None or batch.logp_old is None:
+            return {}
+        metrics: Metrics = {}
+        for i, name in enumerate(self.models):
+            mask = batch.mask & (batch.teacher == i)[:, None]
+            if bool(mask.any()):
+                metrics[f"teacher/kl/{name}"] = masked_mean(batch.logp_old - batch.logp_ref, mask)
+        return metrics
 
     def should_refresh(self, rollouts: int) -> bool:
         """Check whether the reference is replaced after this many rollouts."""
@@ -274,3 +314,31 @@ class StalledReference(Reference):
     def should_refresh(self, rollouts: int) -> bool:
         stalled = self.refresh_after_stall is not None and self.stalled_evaluations >= self.refresh_after_stall
         return stalled or (self.configured is not None and self.configured.should_refresh(rollouts))
+
+
+def is_server(model: str) -> bool:
+    """Return whether a model is named by the address of a server."""
+    return model.startswith(("http://", "https://"))
+
+
+def check_teachers(reference: Reference) -> None:
+    """Raise ConfigError for teachers that are not NAME=MODEL each, have one name, or stand beside another reference."""
+    if reference.model is not None:
+        raise ConfigError(
+            f"Reference.model={reference.model!r} and Reference.teachers both name what the policy is compared with: set one of "
+            "them"
+        )
+    if reference.refresh_every or reference.refresh_after_stall:
+        raise ConfigError(
+            "Reference.teachers are frozen, but refresh_every and refresh_after_stall replace the reference by the policy: unset "
+            "either teachers or those two"
+        )
+    for teacher in reference.teachers:
+        name, _, model = teacher.partition("=")
+        if not (name.replace("-", "_").isidentifier() and model):
+            raise ConfigError(
+                f"Reference.teachers must be NAME=MODEL each, such as math=runs/math, not {teacher!r}: give it a name, or set "
+                "Reference.model"
+            )
+    if len(reference.models) < len(reference.teachers):
+        raise ConfigError("Reference.teachers has a name twice, and examples choose by name: give each its name")

@@ -17,12 +17,12 @@ _SHAPES = {
     "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
     "weight version entropy turn_state selected sampling_mask_counts",
     "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration "
-    "role peers",
+    "role peers teacher",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
 _DTYPES = (
     ("step_end selected truncated in_statistics demonstration", torch.bool, "bool() converts 0/1"),
-    ("positions version turn_state example_id level levels role peers", torch.int64, "long() converts it"),
+    ("positions version turn_state example_id level levels role peers teacher", torch.int64, "long() converts it"),
 )
 
 
@@ -149,6 +149,8 @@ class Batch(_Tensors):
     """[B] int64; difficulty of the prompt, counted from 0 (`Filter.task_level`)."""
     levels: Tensor | None = None
     """[B] int64; number of the task's levels."""
+    teacher: Tensor | None = None
+    """[B] int64; which of `Reference.teachers` scores the completion, counted from 0."""
     baseline: Tensor | None = None
     """[B] reward of the greedy completion of the same prompt."""
     demonstration: Tensor | None = None

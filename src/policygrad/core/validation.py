@@ -287,11 +287,14 @@ def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
     refreshed = reference is not None and bool(reference.refresh_every or reference.refresh_after_stall)
     if refreshed and not reads_reference:
         yield "the reference is refreshed, but no part uses it: add KLToReference(), or set refresh_every=refresh_after_stall=None"
-    if reference is not None and reference.model is not None and not reads_reference:
+    if reference is not None and reference.models and not reads_reference:
+        option = f"model is {reference.model!r}" if reference.model is not None else f"teachers is {reference.teachers}"
         yield (
-            f"reference.model is {reference.model!r}, but no part of {algorithm.name} uses a reference: use distill to learn from "
+            f"reference.{option}, but no part of {algorithm.name} uses a reference: use distill to learn from "
             "it, add KLToReference() to stay near it, or unset it"
         )
+    if reference is not None:
+        yield from _find_teacher_conflicts(algorithm, reference)
     has_model, reads_rewards = algorithm.reward_model is not None, "implicit_reward" in algorithm.all_needs
     if reads_rewards and not has_model:
         yield "ImplicitProcess() needs a reward model: set reward_model=ImplicitReward(), or remove it"
@@ -330,6 +333,24 @@ def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
         yield "TrustRegion.critic_steps needs a critic: unset it, or set critic=Critic()"
     if trust_region and reference is not None and reference.reset_optimizer:
         yield "Reference(reset_optimizer=True) resets AdamW's moments, and TrustRegion has none: set reset_optimizer=False"
+
+
+def _find_teacher_conflicts(algorithm: Algorithm, reference: Reference) -> Iterator[str]:
+    """Yield parts that need more of a reference than the log-probabilities of the sampled tokens."""
+    servers = reference.servers
+    which = f"the server {servers[0]}" if servers else "one of several teachers"
+    if not servers and not reference.teachers:
+        return
+    if any("kl_ref" in term.forward_needs for term in algorithm.terms):
+        reason = (
+            "tells the log-probabilities of the sampled tokens alone" if servers else "scores the sampled tokens alone"
+        )
+        yield (
+            f"ExactKLToReference() compares with the reference over the full vocabulary, and {which} {reason}: use "
+            "TeacherLogRatio() or KLToReference(), or a single model in a folder"
+        )
+    if algorithm.reward_model is not None:
+        yield f"ImplicitReward() starts as a copy of the reference, and {which} cannot be copied: use a single model in a folder"
 
 
 # Batch fields of full completions, which a vine's rows are not.
@@ -418,11 +439,11 @@ def check_rollout(algorithm: Algorithm) -> None:
         ConfigError: no teacher for a distillation; a penalty near π_old although each rollout feeds a single gradient step (in a
             custom loop the samples may be older than the policy, so this is no error of the algorithm itself).
     """
-    has_teacher = algorithm.reference is not None and algorithm.reference.model is not None
+    has_teacher = algorithm.reference is not None and bool(algorithm.reference.models)
     if _instances(TeacherLogRatio, algorithm.advantage) and not has_teacher:
         raise ConfigError(
-            f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id or a run folder (from Python "
-            "reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing"
+            f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id, a run folder or a server "
+            "(from Python reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing"
         )
     rule = algorithm.update_rule
     is_old_at_update = algorithm.old_policy == "learner" and isinstance(rule, GradientSteps) and rule.updates == 1

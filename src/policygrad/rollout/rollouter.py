@@ -50,6 +50,7 @@ from policygrad.rollout.scoring import (
     score_reasoning_steps,
     score_while_sampling,
 )
+from policygrad.rollout.teachers import ServedTeachers, add_teacher_positions
 from policygrad.rollout.trajectory import (
     EVALUATE,
     TRAIN,
@@ -63,6 +64,7 @@ from policygrad.samplers.base import LendsMemory, Sampler, SamplingParams, Suppo
 from policygrad.tasks.base import Example, encode_level_index
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.spans import span
 from policygrad.weight_sync.base import PublishedWeights
 
 EVAL_CHUNK = 64  # examples evaluated between two progress reports
@@ -127,6 +129,8 @@ class Rollouter:
     """Receives which environment call is being waited for."""
     tolerate_timeouts: bool = False
     """Continue the rollout even if an environment method times out in every call."""
+    teachers: ServedTeachers | None = None
+    """The teachers behind servers, which score each rollout; None = the learner evaluates all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while episodes are run: sampler and pool process one batch of episodes at a time, also with several threads."""
 
@@ -254,11 +258,18 @@ class Rollouter:
                 batch = add_turn_states(batch, groups, scored="token_reward" in needs)
             batch, groups, result = self._add_extra_samples(algorithm, batch, groups, config.sampling, request.step)
             scoring |= result
+        if algorithm.reference is not None and algorithm.reference.teachers:
+            batch = add_teacher_positions(batch, groups, algorithm.reference)
+        taught: Metrics = {}
+        if self.teachers is not None:
+            with span("score by teachers"):
+                batch, taught = self.teachers.score(batch)
         metrics = merge(
             measure_rollout([(r.groups, r.batch) for r in rounds]),
             scoring.metrics,
             step.metrics,
             count_trained(sum(len(r.batch.mask) for r in rounds), batch),
+            taught,
         )
         return Rollout(batch, tuple(groups), step.position, metrics, scoring.messages, step.leftover_groups)
 

@@ -179,5 +179,36 @@ class SamplerConfig:
         return self.context_length or min(needed, needed if max_positions is None else max_positions)
 
 
+TEACHER_KEY = "TEACHER_API_KEY"
+
+
+@dataclass(frozen=True)
+class TeacherServerConfig:
+    """Options for teachers behind a server: `Reference.model` or `Reference.teachers` with addresses."""
+
+    max_concurrency: int = 64
+    """Maximum concurrent requests to each server; a request scores one completion."""
+    timeout: float = 600.0
+    """Seconds per request."""
+    recovery_timeout: float = 600.0
+    """Seconds that a server may be unavailable, or take to start, before the run ends, resumably."""
+    api_key: str = TEACHER_KEY
+    """Name of the environment variable that holds the servers' API key; none is sent where it is not set."""
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1:
+            raise ConfigError(f"teacher_server.max_concurrency must be at least 1, not {self.max_concurrency}")
+        if not all(0 < seconds < math.inf for seconds in (self.timeout, self.recovery_timeout)):
+            raise ConfigError(
+                "teacher_server.timeout and teacher_server.recovery_timeout must be above 0 seconds and finite, not "
+                f"{self.timeout:g} and {self.recovery_timeout:g}"
+            )
+        if not self.api_key.isidentifier():
+            raise ConfigError(
+                f"teacher_server.api_key is the *name* of an environment variable, such as {TEACHER_KEY}, not a key: set that "
+                "variable to the key"
+            )
+
+
 def _join(names: Sequence[str], conjunction: str) -> str:
     return f" {conjunction} ".join(", ".join(names).rsplit(", ", 1))

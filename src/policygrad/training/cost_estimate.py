@@ -50,7 +50,8 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     separate_critic = algorithm.critic is not None and algorithm.critic.backbone == "separate"
     reward_model = algorithm.reward_model is not None
     epochs = max(1, rule.updates // rule.minibatches)
-    scoring_passes = bool({"logp_old", "entropy"} & needs) + ("logp_ref" in needs or reward_model) + reward_model
+    references = algorithm.reference.num_in_memory if algorithm.reference is not None and "logp_ref" in needs else 0
+    scoring_passes = bool({"logp_old", "entropy"} & needs) + bool(references) + reward_model
     scoring_passes += separate_critic and "values" in needs
     if algorithm.token_selector is not None and algorithm.selection_needs:
         scoring_passes += epochs  # tokens are selected among all of an update's before it is split
@@ -68,7 +69,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     return AlgorithmCost(
         name=algorithm.name,
         trained_models=1 + separate_critic + reward_model,
-        frozen_models=("logp_ref" in needs) + ("kl_old" in algorithm.forward_needs),
+        frozen_models=references + ("kl_old" in algorithm.forward_needs),
         scoring_passes=scoring_passes,
         stale_scoring_passes=int(recomputed and "logp_old" not in needs),
         recomputes_head=not reuses_head,
@@ -185,8 +186,11 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     fixed = {"libraries": libraries, **{name: int(size) for name, size in by_purpose.items()}}
     if adapters is not None:  # trained in float32, on weights that all models share
         four_bits = run.learner.adapters is not None and run.learner.adapters.bits is not None
-        has_reference_model = run.algorithm.reference is not None and run.algorithm.reference.model is not None
-        other = adapters * (frozen - has_reference_model) * 4 + parameters * has_reference_model * weight
+        reference = run.algorithm.reference
+        full = (
+            reference.num_in_memory if reference is not None and reference.models else 0
+        )  # models that are no adapters
+        other = adapters * (frozen - full) * 4 + parameters * full * weight
         base = parameters // 2 + parameters // 16 if four_bits else parameters * weight  # NF4, with its scales
         fixed |= {"weights": base, "adapters": adapters * trained * 4, "other models": other}
     sampled = [(rows, max(lengths) + completion)]  # rows at a time, and tokens of each

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.auxiliary import is_server
 from policygrad.core.validation import find_mixed_roles
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.agent_program import AgentProgram
@@ -36,9 +37,11 @@ from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATIO
 from policygrad.rollout.game_episodes import ModelOpponent
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import zero_rewards
+from policygrad.rollout.teachers import ServedTeachers, find_teacher
 from policygrad.samplers.base import AsyncCloseable, Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, LearnerFacts, make_engine_factory
+from policygrad.samplers.engines.teachers import TeacherServer
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.base import Task
@@ -410,16 +413,23 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
         ConfigError: This is one of several torchrun processes that would each learn alone.
     """
     check_not_torchrun(run.learner.world_size)
-    lora = run.learner.adapters
+    lora, settings = run.learner.adapters, run.algorithm.reference
+    loaded = dict[int, nn.Module]()
+    for i, name in enumerate(settings.models.values() if settings is not None else ()):
+        if not is_server(name):
+            loaded[i] = load_reference(
+                name,
+                load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code),
+                dtype=run.learner.dtype,
+                device=str(next(model.parameters()).device),
+                trust_remote_code=run.trust_remote_code,
+            )
     reference: nn.Module | None = None
-    if run.algorithm.reference is not None and run.algorithm.reference.model is not None:
-        reference = load_reference(
-            run.algorithm.reference.model,
-            load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code),
-            dtype=run.learner.dtype,
-            device=str(next(model.parameters()).device),
-            trust_remote_code=run.trust_remote_code,
-        )
+    options: dict[str, Any] = {}
+    if settings is not None and settings.teachers:
+        options = {"teachers": loaded} if loaded else {}
+    elif loaded:
+        reference = loaded[0]
         if lora is not None and run.algorithm.reward_model is not None and not adapter_configs(reference):
             reference = add_adapters(reference, lora, seed=run.seed)  # the implicit reward model starts as a copy
             reference.requires_grad_(False)
@@ -435,4 +445,45 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
             launcher=placement.learner_processes,
         )
     spec = LearnerSpec(run.algorithm, run.lr, run.steps, run.sampling.temperature, run.learner, run.optimizer)
-    return make(model, spec, reference=reference)
+    return make(model, spec, reference=reference, **options)
+
+
+def connect_teachers(
+    stack: ExitStack, run: Run, task: Task, tokenizer: Tokenizer, run_async: AsyncRunner, phase: ProgressCallback
+) -> ServedTeachers | None:
+    """Connect to the teachers that are behind servers, and check them and the column that chooses between several.
+
+    Args:
+        stack: Closes the connections.
+        phase: Called while a server is waited for.
+
+    Returns:
+        None if no teacher is behind a server.
+
+    Raises:
+        EngineError: A server does not answer, or fails a check.
+        DataError: An example does not name its teacher.
+    """
+    reference = run.algorithm.reference
+    if reference is None or not reference.models or "logp_ref" not in run.algorithm.needs:
+        return None
+    if reference.teachers:
+        for example in task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]:
+            find_teacher(example, list(reference.models), example.source or "an example")
+    servers = {
+        i: TeacherServer(address, tokenizer, run.teacher_server, phase)
+        for i, address in enumerate(reference.models.values())
+        if is_server(address)
+    }
+    if not servers:
+        return None
+    max_tokens = run.sampling.max_tokens
+    lengths = [len(tokenizer.encode(example.prompt, max_tokens).ids) for example in task.rows]
+    for server in servers.values():
+        stack.callback(partial(_run_closing, run_async, server))
+        run_async(server.connect(max(lengths, default=0) + max_tokens))
+    return ServedTeachers(servers, run_async)
+
+
+def _run_closing(run_async: AsyncRunner, server: TeacherServer) -> None:
+    run_async(server.close())

@@ -52,6 +52,7 @@ from policygrad.training.setup import (
     Resources,
     SamplerFactory,
     call_factory,
+    connect_teachers,
     load_resources,
     make_local_learner,
 )
@@ -192,6 +193,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             from policygrad.training.distributed import distribute_sampling
 
             self.resources = distribute_sampling(resources, self.learner)
+        self.connect_teachers(stack)
         code = dict(zip(_list_code(run), _list_code(resolved), strict=True))
         self.fingerprint = fingerprint_run(resolved, device, code)
         if run.guard.action == "rollback" and getattr(learner, "lr", None) is None:
@@ -203,6 +205,13 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
             resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
         self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
+
+    def connect_teachers(self, stack: ExitStack) -> None:
+        """Let the teachers that are behind servers score each rollout."""
+        rollouter = self.resources.rollouter
+        task, tokenizer = self.resources.task, self.resources.tokenizer
+        teachers = connect_teachers(stack, self.config, task, tokenizer, rollouter.run_async, self.trackers.phase)
+        self.resources = replace(self.resources, rollouter=replace(rollouter, teachers=teachers))
 
     def _publish(self) -> None:
         """Publish the learner's weights to the sampler and to the saved model, of which a custom learner may have a copy."""
@@ -310,8 +319,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if run.sampler.engine != LOCAL:
             facts["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
         reference = run.algorithm.reference
-        if isinstance(self.learner, ReferenceLearner) and reference and reference.model:
-            facts["reference"] = f"{reference.model} ({self.learner.reference_parameters / 1e6:.2f}M parameters)"
+        if isinstance(self.learner, ReferenceLearner) and reference and reference.models:
+            size = self.learner.reference_parameters
+            memory = f"{size / 1e6:.2f}M parameters" if size else "behind a server"
+            facts["reference"] = f"{reference.model or ', '.join(reference.teachers)} ({memory})"
         if not resources.has_rewards:
             facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
         elif self.eval_examples and resources.task.eval_on_train:

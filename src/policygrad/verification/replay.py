@@ -79,6 +79,9 @@ class StepReplayer(Trainer):
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         self.initial = Checkpoint(0, copies | {"rng/torch": torch.get_rng_state()}, deepcopy(values), self.folder)
 
+    def connect_teachers(self, stack: ExitStack) -> None:
+        """Nothing: what a server said is in the record, and a server's numbers need not be the same bits again."""
+
     def compare_with_checkpoint(self, saved: Checkpoint) -> None:
         """Nothing: what changed since is a finding of its own."""
 
@@ -135,6 +138,11 @@ class Replay:
         return self.replayer.config.algorithm
 
 
+def has_served_teacher(algorithm: Algorithm) -> bool:
+    """Return whether a teacher is behind a server, whose log-probabilities a replay takes from the record."""
+    return algorithm.reference is not None and bool(algorithm.reference.servers)
+
+
 def check_step(replay: Replay) -> Iterator[Finding]:
     """Repeat a step stage by stage, each from what the run recorded of the stage before, and compare the results."""
     step, record, learner = replay.step, replay.record, replay.replayer.learner
@@ -153,6 +161,9 @@ def check_step(replay: Replay) -> Iterator[Finding]:
     yield check_sampler_weights(replay, algorithm)
     has_ratios = record.batch.logp_old is not None and algorithm.update_rule.updates > 1
     policy = None if has_ratios else evaluate_policy(replay)
+    if has_served_teacher(replay.run_algorithm):
+        text = "a server's log-probabilities are those that the run recorded: it is not called again"
+        yield not_checked("teacher", text, step)
     trained = train_on_rollout(record.rollout, algorithm, learner)
     yield _check_batch_fields(replay, trained)
     if difference := explain_difference(trained.psi, record.psi, record.batch.mask, replay.tolerance):

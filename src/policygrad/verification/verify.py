@@ -30,6 +30,7 @@ from policygrad.verification.replay import (
     check_step,
     check_token_versions,
     compare_rows,
+    has_served_teacher,
 )
 
 
@@ -234,6 +235,9 @@ class _Verifier:
             yield not_checked(
                 "steps", "several learners round otherwise than one, so other tokens may be sampled", step
             )
+            return
+        if has_served_teacher(self.run.algorithm):
+            yield not_checked("steps", "a teacher is behind a server, which is not called again", step)
             return
         if self.run.sampler.engine != LOCAL:
             yield not_checked("steps", f"{self.run.sampler.engine} does not return the same tokens again", step)

@@ -29,7 +29,7 @@ from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, check_fsdp_options
 from policygrad.learners.fsdp.watchdog import ControlStore
-from policygrad.learners.local.learner import check_vocabulary_sizes
+from policygrad.learners.local.learner import check_vocabulary_sizes, is_scored_elsewhere
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing
@@ -88,7 +88,7 @@ class FsdpController:
                 if network is not None:
                     compute_head_in_float32(network)
         skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
-        reads_reference = "logp_ref" in algorithm.needs
+        reads_reference = "logp_ref" in algorithm.needs and not is_scored_elsewhere(algorithm)
         # π_ref is the policy without its adapters if it stays that, and no part needs both at once or a second one
         refreshes = algorithm.reference is not None and (
             algorithm.reference.refresh_every is not None or algorithm.reference.refresh_after_stall is not None

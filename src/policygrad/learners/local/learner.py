@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.auxiliary import is_server
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
@@ -54,11 +55,13 @@ class LocalLearner:
         *,
         build: ModelFactory | None = None,
         reference: nn.Module | None = None,
+        teachers: Mapping[int, nn.Module] | None = None,
     ) -> None:
         """
         Args:
             build: Makes another instance of the model, for a reference, say, if its configuration cannot.
-            reference: The model that `Reference.model` names, loaded (`load_reference`).
+            reference: The model that `Reference.model` names, loaded (`load_reference`); None for a server.
+            teachers: Those of `Reference.teachers` that are no servers, loaded, by their position there.
 
         Raises:
             ConfigError: No learning rate; no parameter that `config.trainable` matches; a reference is named but not given.
@@ -89,6 +92,7 @@ class LocalLearner:
         critic = algorithm.critic
         self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)
         self.reference = self._build_reference(algorithm, reference, build)
+        self.teachers = self._build_teachers(algorithm, teachers or {})
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
             initial = self._frozen_copy(self.reference, build if reference is None else None)
@@ -127,6 +131,8 @@ class LocalLearner:
         if "logp_ref" not in algorithm.needs:
             return None
         named = algorithm.reference.model if algorithm.reference is not None else None
+        if is_scored_elsewhere(algorithm):
+            return None
         if (named is None) != (given is None):
             raise ConfigError(
                 f"Reference.model is {named!r}, and LocalLearner was given {'no' if given is None else 'a'} reference: give both, "
@@ -138,16 +144,33 @@ class LocalLearner:
                 set_adapters_enabled(evaluator.model, False)
             return evaluator
         check_vocabulary_sizes(algorithm, given, self.model)
+        return self._build_frozen(given)
+
+    def _build_teachers(self, algorithm: Algorithm, given: Mapping[int, nn.Module]) -> dict[int, Evaluator]:
+        """Make the evaluators of the teachers in memory, by their position in `Reference.teachers`, if a part reads them."""
+        models = algorithm.reference.models if algorithm.reference is not None and algorithm.reference.teachers else {}
+        positions = {i for i, model in enumerate(models.values()) if not is_server(model)}
+        if "logp_ref" not in algorithm.needs:
+            return {}
+        if positions != given.keys():
+            raise ConfigError(
+                f"LocalLearner was given the teachers {sorted(given)}, and those of Reference.teachers that are no servers are "
+                f"{sorted(positions)}, counted from 0: give LocalLearner(…, teachers={{0: policygrad.load_reference(name, "
+                "tokenizer)})"
+            )
+        return {i: self._build_frozen(given[i]) for i in sorted(given)}
+
+    def _build_frozen(self, model: nn.Module) -> Evaluator:
+        """Make the evaluator of another frozen model, computed like the policy."""
         if isinstance(self.evaluator.network.head, Float32Head):
-            compute_head_in_float32(given)
-        return choose_kernels(build_evaluator(given.requires_grad_(False), self.evaluator.temperature), self.config)
+            compute_head_in_float32(model)
+        return choose_kernels(build_evaluator(model.requires_grad_(False), self.evaluator.temperature), self.config)
 
     @property
     def reference_parameters(self) -> int:
-        """Parameters of the reference in memory beside the policy's; 0 without one."""
-        if self.reference is None:
-            return 0
-        return sum(p.numel() for p in unshared_parameters(self.reference.model, self.model).values())
+        """Parameters of the reference or the teachers in memory beside the policy's; 0 without one."""
+        frozen = [*(() if self.reference is None else (self.reference,)), *self.teachers.values()]
+        return sum(p.numel() for x in frozen for p in unshared_parameters(x.model, self.model).values())
 
     @property
     def version(self) -> int:
@@ -195,12 +218,24 @@ class LocalLearner:
         reward_model = self.reward_model if "implicit_reward" in needs else None
         if self.reference is not None and ("logp_ref" in needs or reward_model is not None):
             filled["logp_ref"] = self.networks.score_batch(batch, self.reference).logp
+        if self.teachers and "logp_ref" in needs:
+            filled["logp_ref"] = self._score_with_teachers(batch)
         batch = replace(batch, **filled)
         if reward_model is not None:
             logp = self.networks.score_batch(batch, reward_model.evaluator).logp
             batch = replace(batch, implicit_reward=reward_model.part.rewards(logp, batch))
         self.networks.release()
         return batch
+
+    def _score_with_teachers(self, batch: Batch) -> Tensor:
+        """Return log π_T [B, T] of each completion's teacher; where that is a server, what `logp_ref` has already."""
+        chosen = batch.require("teacher", self)
+        logp = torch.zeros(batch.mask.shape) if batch.logp_ref is None else batch.logp_ref.clone()
+        for position, evaluator in self.teachers.items():
+            rows = (chosen == position).nonzero()[:, 0]
+            if len(rows):
+                logp[rows] = self.networks.score_batch(batch.select(rows), evaluator).logp.to(logp)
+        return logp
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """Update the weights on one rollout, by the algorithm's update rule."""
@@ -306,6 +341,12 @@ class LocalLearner:
     def _auxiliary_optimizers(self) -> dict[str, Optimizer]:
         networks = {"critic": self.critic, "reward_model": self.reward_model}
         return {name: network.optimizer for name, network in networks.items() if network is not None}
+
+
+def is_scored_elsewhere(algorithm: Algorithm) -> bool:
+    """Return whether `logp_ref` comes from several teachers, or from a server, and not from one reference of the learner's."""
+    reference = algorithm.reference
+    return reference is not None and bool(reference.teachers or (reference.models and not reference.num_in_memory))
 
 
 def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) -> None:

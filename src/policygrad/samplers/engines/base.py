@@ -131,6 +131,8 @@ class EngineSampler(ABC):
     """True if a completion can end elsewhere than at the tokenizer's end tokens: `Request.stop`."""
     returns_sampling_masks: ClassVar[bool] = False
     """True if completions have `Generation.sampling_mask` where `Request.needs_mask` is set."""
+    scores_tokens: ClassVar[bool] = False
+    """True if servers return the log-probabilities of given tokens: `score`. A teacher may be behind one (teachers.py)."""
     supports_pictures: ClassVar[bool] = False
     """True if prompts may have pictures: `Request.media`, which `pictured_prompt` prepares."""
 
@@ -227,6 +229,17 @@ class EngineSampler(ABC):
             ConfigError: The engine cannot be started with these options.
         """
         raise ConfigError(f"policygrad does not start servers of {cls.name}. {cls.launch_hint}")
+
+    @classmethod
+    async def score(cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int) -> list[float]:
+        """Return the log-probabilities of the tokens ids[start:], nats, each after all before it, under softmax(logits) over the
+        full vocabulary; only for an engine with `scores_tokens`.
+
+        Args:
+            model: The model's name on the server.
+            start: Number of tokens at the beginning that are not scored, at least 1.
+        """
+        raise NotImplementedError
 
     async def handshake(self, url: str) -> None:  # noqa: B027
         """Called before a server loads weights, to learn what `complete` needs to know."""

@@ -29,14 +29,23 @@ class ServerStartingError(ServerUnavailableError):
         self.seconds, self.timeout = seconds, timeout
 
 
+class RequestRefusedError(EngineError):
+    """The server refuses a request: a status from 300 to 499 that does not mean "later"."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class HttpClient:
     """A connection pool for all servers. It ignores proxy variables of the environment, as engines run close to the learner."""
 
-    def __init__(self, timeout: float, transport: Any = None) -> None:
+    def __init__(self, timeout: float, transport: Any = None, key: str = "") -> None:
         """
         Args:
             timeout: Seconds per request.
             transport: An httpx transport to use instead of the network.
+            key: An API key, sent with each request as a bearer token and left out of every message.
 
         Raises:
             EngineError: httpx is not installed.
@@ -46,10 +55,11 @@ class HttpClient:
         except ImportError as error:
             raise EngineError(f"engine servers need the package httpx: {install_command('engines')}") from error
         self._error = httpx.RequestError
-        self._timeout = timeout
+        self._timeout, self._key = timeout, key
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=min(timeout, 5.0)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=False,
             transport=transport,
         )
@@ -62,7 +72,7 @@ class HttpClient:
 
         Raises:
             ServerUnavailableError: No connection, no reply in time, or the server asks to try later.
-            EngineError: The server refuses; the message has its reply.
+            RequestRefusedError: The server refuses; the message has its reply.
         """
         return await self._request("POST", url, body, timeout)
 
@@ -88,10 +98,11 @@ class HttpClient:
             raise ServerUnavailableError(f"{type(error).__name__} {error}".strip()) from error
         except TimeoutError as error:
             raise ServerUnavailableError(f"no answer within {seconds:g} seconds") from error
-        if reply.status_code in _RETRY_STATUS or reply.status_code >= 500:
-            raise ServerUnavailableError(f"{reply.status_code} {reply.text[:_MAX_SHOWN]}".strip())
         if reply.status_code >= 300:
-            raise EngineError(f"{url} answers {reply.status_code}: {reply.text[:_MAX_SHOWN]}")
+            text = (reply.text.replace(self._key, "…") if self._key else reply.text)[:_MAX_SHOWN]
+            if reply.status_code in _RETRY_STATUS or reply.status_code >= 500:
+                raise ServerUnavailableError(f"{reply.status_code} {text}".strip())
+            raise RequestRefusedError(f"{url} answers {reply.status_code}: {text}", reply.status_code)
         try:
             return reply.json()
         except ValueError:

@@ -56,6 +56,7 @@ class ServerPool:
         max_concurrency: int,
         recovery_timeout: float,
         on_progress: ProgressCallback = ignore_progress,
+        timeout_option: str = "--sampler.recovery-timeout",
     ) -> None:
         """
         Args:
@@ -64,7 +65,9 @@ class ServerPool:
             max_concurrency: Initial limit of concurrent requests per server.
             recovery_timeout: Seconds after which an unavailable server is given up.
             on_progress: Called while no server is available.
+            timeout_option: The option that sets `recovery_timeout`, for messages.
         """
+        self.timeout_option = timeout_option
         self.all = [EngineServer(url.rstrip("/"), max_concurrency) for url in urls]
         self.prepare, self.recovery_timeout, self.on_progress = prepare, recovery_timeout, on_progress
         self.num_retries = 0  # requests that were sent again, to another server or to the same one later
@@ -193,7 +196,7 @@ class ServerPool:
             rejected = f", or was rejected {MAX_ATTEMPTS} times" * any(server.rejections for server in self.all)
             raise EngineError(
                 f"no server has answered for {self.recovery_timeout:g} seconds{rejected} ({reasons}). See its log, start it again "
-                "and continue with --resume, or allow more time: --sampler.recovery-timeout SECONDS"
+                f"and continue with --resume, or allow more time: {self.timeout_option} SECONDS"
             )
 
     def _recover(self, server: EngineServer) -> None:

@@ -7,7 +7,7 @@ form, not against a running server, which needs a GPU (docs/engines.md).
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ class SglangSampler(EngineSampler):
     supports_lora = True
     can_sleep = True
     returns_routed_experts = True
+    scores_tokens = True
     supports_pictures = True
     transfer_class = SglangTransfer
 
@@ -136,6 +137,23 @@ class SglangSampler(EngineSampler):
                 "SGLang has no release for machines without a GPU: build it from its sources, or use vllm"
             )
         return [f"sglang[all]=={VERSION}.*"]
+
+    @classmethod
+    async def score(cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int) -> list[float]:
+        # at temperature 1 those before and after the temperature are the same. Entries are [log-probability, id, text], and the
+        # first may be that of the token before the first one with a log-probability
+        body: dict[str, Any] = {"input_ids": list(ids), "return_logprob": True, "logprob_start_len": start - 1}
+        sampling = {"max_new_tokens": 1, "temperature": 1.0}
+        reply = await http.post(f"{url}/generate", body | {"sampling_params": sampling, "stream": False})
+        try:
+            entries = reply["meta_info"]["input_token_logprobs"][-len(ids[start:]) :]
+            if [int(entry[1]) for entry in entries] != list(ids[start:]):
+                raise EngineError(f"{url} returns log-probabilities of other tokens than it was given")
+            return [entry[0] for entry in entries]
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise EngineError(
+                f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
+            ) from error
 
     def weight_writer(self) -> WeightWriter:
         return make_safetensors_writer(self.model, self.tokenizer)

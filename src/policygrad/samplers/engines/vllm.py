@@ -119,6 +119,7 @@ class VllmSampler(EngineSampler):
     can_sleep = True
     returns_routed_experts = True
     returns_sampling_masks = True
+    scores_tokens = True
     supports_pictures = True
     lora_route = "/v1"
     transfer_class = VllmTransfer
@@ -182,6 +183,25 @@ class VllmSampler(EngineSampler):
         release = f"https://github.com/vllm-project/vllm/releases/download/v{VERSION}/{wheel}"
         on_cpu = [release, "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
         return [f"vllm=={VERSION}"] if has_gpu else on_cpu
+
+    @classmethod
+    async def score(cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int) -> list[float]:
+        # `prompt_logprobs` skip temperature and sampling parameters, under raw_logprobs and processed_logprobs alike
+        # (vllm/v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`). 0 further tokens beside each; one is sampled, the least
+        # that a request may
+        body = {"model": model, "prompt": list(ids), "prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+        reply = await http.post(f"{url}/v1/completions", body | {"add_special_tokens": False, "stream": False})
+        try:
+            entries = reply["choices"][0]["prompt_logprobs"]
+            if len(entries) != len(ids):
+                raise EngineError(f"{url} returns log-probabilities of {len(entries)} tokens for {len(ids)}")
+            return [entry[str(token)]["logprob"] for token, entry in zip(ids[start:], entries[start:], strict=True)]
+        except KeyError as error:
+            raise EngineError(f"{url} returns no log-probability of the token {error} that it was given") from error
+        except (TypeError, IndexError, AttributeError) as error:
+            raise EngineError(
+                f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
+            ) from error
 
     def weight_writer(self) -> WeightWriter:
         # vLLM 0.32 keeps the old head when tied embeddings are reloaded, so the head is written under its own name too

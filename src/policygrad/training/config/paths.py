@@ -81,8 +81,11 @@ def resolve_config_paths(config: C) -> C:
     directory = Path(config.directory).resolve()
     changes = _full_paths({f.name: getattr(config, f.name) for f in fields(config)}, directory)
     reference = getattr(getattr(config, "algorithm", None), "reference", None)
-    if reference is not None and reference.model is not None:
-        reference = replace(reference, model=_model_path(reference.model, directory))
+    if reference is not None and reference.models:
+        model = None if reference.model is None else _model_path(reference.model, directory)
+        named = reference.models.items() if reference.teachers else ()
+        teachers = tuple(f"{name}={_model_path(model, directory)}" for name, model in named)
+        reference = replace(reference, model=model, teachers=teachers)
         changes["algorithm"] = replace(config.algorithm, reference=reference)
     if folder := getattr(getattr(config, "evaluation", None), "benchmark_data", None):
         changes["evaluation"] = replace(config.evaluation, benchmark_data=_path_in(folder, directory))

@@ -23,7 +23,7 @@ from policygrad.planning.model_shapes import EMBEDDED_MODEL, EMBEDDED_MODELS, VI
 from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import RewardConfig
 from policygrad.samplers.base import SamplingParams
-from policygrad.samplers.config import LOCAL, SamplerConfig
+from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
 from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.tasks.benchmarks import parse_benchmarks
 from policygrad.trackers.services import check_tracking
@@ -230,6 +230,8 @@ class RunOptions:
     """How the policy is sampled."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """The engine that samples completions."""
+    teacher_server: TeacherServerConfig = field(default_factory=TeacherServerConfig)
+    """Teachers behind servers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -424,6 +426,7 @@ def check_run(run: Run) -> None:
                 f"step_end={run.step_end!r} marks where steps end, but {run.algorithm.name} also needs a reward for each: name a "
                 "process reward instead, --reward exact_match mine.py:f with @reward(process=True)"
             )
+    _check_teachers(run)
     reference = run.algorithm.reference
     if reference is not None and reference.refresh_after_stall and not (evaluation.every and evaluation.problems):
         raise ConfigError(
@@ -452,6 +455,32 @@ def check_truncated_sampling(algorithm: Algorithm, engine: str) -> None:
         raise ConfigError(
             f"{name} evaluates the policy over the whole vocabulary, and top_p or top_k leave a part of it: leave top_p = 1 and "
             "top_k = 0, or choose an algorithm without it, such as grpo"
+        )
+
+
+def _check_teachers(run: Run) -> None:
+    """Refuse what teachers behind servers, or several teachers, cannot score."""
+    reference = run.algorithm.reference
+    servers = () if reference is None else reference.servers
+    if not servers and run.teacher_server != TeacherServerConfig():
+        raise ConfigError(
+            "teacher_server.* are options for a teacher at http://HOST:PORT/v1, and this run has none: leave them out, or set "
+            "--teacher to the server's address"
+        )
+    if servers and run.sampling.temperature != 1:
+        raise ConfigError(
+            f"temperature={run.sampling.temperature:g}: the teacher at {servers[0]} tells log-probabilities at temperature 1, and "
+            "they must be at the sampling temperature. Set --temperature 1, or let the run load the teacher from a folder"
+        )
+    if servers and run.sampling.is_truncated:
+        raise ConfigError(
+            f"top_p and top_k: the teacher at {servers[0]} tells log-probabilities over its full vocabulary, and they must be over "
+            "the tokens that top_p and top_k leave. Leave top_p = 1 and top_k = 0, or let the run load the teacher from a folder"
+        )
+    if reference is not None and reference.teachers and reference.num_in_memory and run.learner.world_size > 1:
+        raise ConfigError(
+            f"learner.world_size={run.learner.world_size} shards one reference, and Reference.teachers has "
+            f"{reference.num_in_memory} to load: serve them (NAME=http://HOST:PORT/v1), or set --learner.world-size 1"
         )
 
 

@@ -33,6 +33,8 @@ GENERATED_FILES = (RUN_FILE, "sft.toml", "reward-model.toml", "plan.json")
 """Configuration files that policygrad writes into the folder of a run or comparison; code beside them came with them."""
 SAMPLER_TARGETS = ("sampler.urls", "sampler.folder", "sampler.python")
 """Options that say where prompts and weights go, or what program is run."""
+TEACHER_FLAGS = ("teacher", "algorithm.reference.model", "algorithm.reference.teachers")
+"""Flags that replace a file's teachers."""
 _TEXT_FIELDS = ("name", "old_policy", "head")  # fields of an algorithm that hold text rather than parts
 
 
@@ -45,7 +47,7 @@ class CodePermissions:
     remote_code: bool = False
     """Whether a model's own code may run."""
     overridden: frozenset[str] = frozenset()
-    """Options that the command line sets, so that the file's values are not used: some of `SAMPLER_TARGETS`."""
+    """Options that the command line sets, so that the file's values are not used: some of `SAMPLER_TARGETS` and `TEACHER_FLAGS`."""
 
 
 NO_PERMISSIONS = CodePermissions()
@@ -59,6 +61,12 @@ def check_permissions(data: Mapping[str, Any], file: Path, permissions: CodePerm
     """
     missing = filter_unpermitted(find_code_references(data), file, permissions)
     require_permissions(missing, bool(data.get("trust_remote_code")), file, permissions)
+    if targets := find_remote_teachers(data, permissions):
+        raise ConfigError(
+            f"{file}: algorithm.reference names {', '.join(targets)}: prompts, completions and the API key would go to a teacher "
+            f"on another machine, which a file cannot allow. To allow it, add --allow-code {shlex.join(targets)} (in Python "
+            f"allow_code={tuple(targets)}), or set --teacher yourself"
+        )
     if targets := find_remote_targets(data, file, permissions):
         raise ConfigError(
             f"{file}: sampler.urls, sampler.folder and sampler.python name {', '.join(targets)}: prompts and weights would go to "
@@ -89,7 +97,7 @@ def missing_permissions(
     """Return the modules, files, servers and folders in a file's options that need permission and have none, sorted.
     `new_process`: Answer for another process, which has imported nothing yet."""
     code = filter_unpermitted(find_code_references(data), file, permissions, new_process=new_process)
-    return sorted({*code, *find_remote_targets(data, file, permissions)})
+    return sorted({*code, *find_remote_targets(data, file, permissions), *find_remote_teachers(data, permissions)})
 
 
 def find_remote_targets(
@@ -119,6 +127,25 @@ def find_remote_targets(
     return [target for target in targets if target not in permissions.names]
 
 
+def find_remote_teachers(data: Mapping[str, Any], permissions: CodePermissions = NO_PERMISSIONS) -> list[str]:
+    """Return the addresses of teachers on other machines that have no permission."""
+    algorithm = data.get("algorithm")
+    reference = algorithm.get("reference") if isinstance(algorithm, Mapping) else None
+    if not isinstance(reference, Mapping) or permissions.overridden & set(TEACHER_FLAGS):
+        return []
+    teachers = reference.get("teachers")
+    named = [reference.get("model"), *(teachers if isinstance(teachers, list) else ())]
+    addresses = [_strip_name(item) for item in named if isinstance(item, str)]
+    remote = [url for url in addresses if is_http_url(url) and not is_local_url(url)]
+    return [url for url in remote if url not in permissions.names]
+
+
+def _strip_name(teacher: str) -> str:
+    """Return the model of NAME=MODEL, or of a model without a name."""
+    name, _, model = teacher.partition("=")
+    return model if name.replace("-", "_").isidentifier() else teacher
+
+
 def filter_unpermitted(
     codes: Iterable[str], file: Path, permissions: CodePermissions, *, new_process: bool = False
 ) -> list[str]:
@@ -140,7 +167,7 @@ def code_in_argv(argv: Sequence[str]) -> list[str]:
         elif value and flag == "--environment":
             names |= set(code_references(value)) if is_user_reference(value) else set()
         else:
-            for item in value.split(",") if value else ():
+            for item in map(_strip_name, value.split(",") if value else ()):
                 if is_http_url(item):
                     names |= set() if is_local_url(item) else {item}
                 elif is_user_reference(item):
@@ -151,7 +178,7 @@ def code_in_argv(argv: Sequence[str]) -> list[str]:
 def overridden_in_argv(argv: Sequence[str]) -> frozenset[str]:
     """Return the options of `CodePermissions.overridden` that a command line sets."""
     flags = {word.partition("=")[0] for word in argv}
-    return frozenset(name for name in SAMPLER_TARGETS if f"--{name}" in flags)
+    return frozenset(name for name in (*SAMPLER_TARGETS, *TEACHER_FLAGS) if f"--{name}" in flags)
 
 
 def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
