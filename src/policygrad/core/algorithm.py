@@ -134,6 +134,8 @@ class Algorithm:
         """True if a part learns from rewards, so that a run needs a reward; False for a distillation."""
         if self.filters or self.critic or self.reward_model or not self.advantage:
             return True
+        if self.reference is not None and self.reference.reads_reward:
+            return True
         return any(link.reads_reward for link in self.advantage)
 
     def apply_filters(self, batch: Batch, *, refilled: bool = False) -> Batch:

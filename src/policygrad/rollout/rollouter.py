@@ -40,6 +40,7 @@ from policygrad.rollout.environment_calls import EnvironmentCalls
 from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
+from policygrad.rollout.reference_prompts import add_reference_prompts
 from policygrad.rollout.scoring import (
     ScoreFn,
     ScoreStepsFn,
@@ -238,6 +239,12 @@ class Rollouter:
                 batch = add_turn_states(batch, groups, scored="token_reward" in needs)
             batch, groups, result = self._add_extra_samples(algorithm, batch, groups, config.sampling, request.step)
             scoring |= result
+            if algorithm.reference is not None and algorithm.reference.templates:
+                self._require_single_turn(
+                    "Reference.templates replaces the prompt of a complete answer", "a reference with templates=()"
+                )
+                batch, read = add_reference_prompts(batch, groups, algorithm.reference, self.tokenizer)
+                scoring |= ScoringResult(read)
         metrics = merge(
             measure_rollout([(r.groups, r.batch) for r in rounds]),
             scoring.metrics,
