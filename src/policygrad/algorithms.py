@@ -326,6 +326,7 @@ SDPO = replace(
         ema=0.05, templates=("A correct answer to the question below is:\n{success}\n\nThe question:\n{prompt}",)
     ),
     samples_per_prompt=8,
+    old_policy="sampler",
 )
 SDFT = replace(
     SDPO,

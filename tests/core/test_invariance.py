@@ -47,8 +47,9 @@ def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm,
     width = int(used.max()) + 1 if len(used) else 1
     part, own = narrowed(part, width), rows_of(coef, rows, width)
     logp = policy(logits, part.tokens, part.mask)
-    loss = pg.surrogate(logp, part, psi[rows][:, :width], algorithm, own)
-    return gradients(loss, logits)[0], pg.objective(logp, part, psi[rows][:, :width], algorithm, own)
+    out = passed(logp, part)
+    loss = pg.surrogate(out, part, psi[rows][:, :width], algorithm, own)
+    return gradients(loss, logits)[0], pg.objective(out, part, psi[rows][:, :width], algorithm, own)
 
 
 def whole(name: str, shape: Shape):
@@ -73,7 +74,7 @@ def test_shares_of_any_split_add_up(name: str, shape: Shape, parts: int) -> None
     order = torch.argsort(Random(shape.seed + 2).uniform(len(batch.mask)))
     shares = [share(batch, logits, psi, algorithm, coef, order[owner[order] == rank]) for rank in range(parts)]
     close(torch.stack([g for g, _ in shares]).sum(0), expected, scale=by_token)
-    value = pg.objective(policy(logits, batch.tokens, batch.mask), batch, psi, algorithm)
+    value = pg.objective(passed(policy(logits, batch.tokens, batch.mask), batch), batch, psi, algorithm)
     torch.testing.assert_close(torch.stack([v for _, v in shares]).sum(), value, rtol=1e-12, atol=1e-12)
 
 
@@ -102,7 +103,7 @@ def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
     psi, logp = algorithm.compute_advantages(doubled), policy(logits, doubled.tokens, doubled.mask)
     doubled = with_selected_tokens(passed(logp, doubled), doubled, psi, algorithm)
     coef = algorithm.all_coefficients(doubled)
-    by_token, expected = gradients(pg.surrogate(logp, doubled, psi, algorithm, coef), logp, logits)
+    by_token, expected = gradients(pg.surrogate(passed(logp, doubled), doubled, psi, algorithm, coef), logp, logits)
     n = len(batch.mask)
     merged = tuple(c[:n].index_add(0, twice[n:], c[n:]) for c in coef)
     close(

@@ -114,7 +114,7 @@ def test_sampler_as_old_policy_reaches_every_gate(name: str) -> None:
         assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
     if not algorithm.corrections:  # a mask is one
         torch.testing.assert_close(algorithm.apply_corrections(weight, batch, psi), weight, rtol=0, atol=0)
-    result = measure_forward(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
+    result = measure_forward(passed(logp, batch), batch, psi, algorithm, algorithm.all_coefficients(batch))
     gate = algorithm.gate
     if isinstance(gate, pg.Clip):
         cut = (psi < 0) & (ratio < 1 - gate.low) | (psi > 0) & (ratio > 1 + gate.high)

@@ -67,12 +67,18 @@ def with_weights(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, weight=torch.where(batch.mask, weight, NAN))
 
 
+def with_references(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """The reference has read about two completions in three; its numbers for the others are noise."""
+    return replace(batch, has_reference=random.uniform(len(batch.mask)) < 0.7)
+
+
 FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "rewards": with_rewards,
     "turns": with_turns,
     "demonstrations": with_demonstrations,
     "successes": with_successes,
     "weights": with_weights,
+    "references": with_references,
 }
 READ_BY = {"rewards": "rewards", "turn_state": "turns", "demonstration": "demonstrations"}
 """A field that an algorithm declares -> what to fill."""

@@ -55,13 +55,13 @@ class KLToReference(AdaptiveBeta, Term):
 
     beta: float = setting(0.04, "at least 0")
     form: KLForm = "k3"
-    cap: float | None = setting(None, "at least 1", "or None", hint="r is 1 where the policy has not changed")
-    """Upper bound of r; None: unbounded. For the forms with r."""
     target: float | None = setting(None, "above 0", "nats per token, or None")
     """Target of `kl` (r·k3, mean over the updates) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
     aggregation: Aggregation | None = None
+    cap: float | None = setting(None, "at least 1", "or None", hint="r is 1 where the policy has not changed")
+    """Upper bound of r; None: unbounded. For the forms with r."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
     def __post_init__(self) -> None:

@@ -29,6 +29,13 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
             f"{algorithm.name} trains on single tokens sampled within answers (Vine), but the lab's steps are groups of complete "
             "completions: use trpo, its single-path variant"
         )
+    if algorithm.reference is not None and algorithm.reference.templates:
+        return (
+            f"{algorithm.name} has a reference that reads other prompts (Reference.templates), which the lab's worlds do not have: "
+            "use distill"
+        )
+    if any(isinstance(term, ExactKLToReference) and term.alpha != 1 for term in algorithm.terms):
+        return f"{algorithm.name} has a divergence that is no expectation of a reward: set ExactKLToReference.alpha=1"
     try:
         check_sampling(algorithm, group_size, 1.0)
     except ConfigError as error:
