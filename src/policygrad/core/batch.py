@@ -265,6 +265,11 @@ class Batch(_Tensors):
         """Return the completions after the prompts that π_ref reads, each a group of its own."""
         if not self.reference_prompts:
             return self
+        if self.positions is not None:
+            raise ConfigError(
+                "Batch.positions counts tokens after the policy's prompt, and π_ref reads another (Batch.reference_prompts): a "
+                "conversation that was rewritten on the way has no such text; set Reference.templates=()"
+            )
         return replace(
             self,
             prompts=self.reference_prompts,
