@@ -293,6 +293,9 @@ class Algorithm:
             lines["π_old"] = "μ, as reported by the sampler"
         if self.critic is not None:
             lines["V"] = self.critic.formula
+        reference = self.reference
+        if reference is not None and (reference.templates or reference.ema) and "logp_ref" in self.all_needs:
+            lines["π_ref"] = reference.formula
         if self.reward_model is not None:
             lines["r_φ"] = self.reward_model.formula
         labelled: list[tuple[str, Part]] = [

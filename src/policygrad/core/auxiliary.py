@@ -306,7 +306,7 @@ class Reference(Part):
                 ", with an optimizer reset" * self.reset_optimizer
             )
         elif self.ema is not None:
-            weights = f"an exponential average of the policy, {self.ema:g} of it per rollout"
+            weights = f"a moving average of the policy at rate {self.ema:g} per rollout"
         elif self.live:
             weights = "the policy"
         else:

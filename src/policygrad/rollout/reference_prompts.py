@@ -109,7 +109,7 @@ class _PromptWriter:
 
     def _values(self, trajectory: Trajectory) -> Mapping[str, str]:
         spec = self.group.spec
-        values = {PROMPT: prompt_text(spec.example.prompt)}
+        values = {PROMPT: read_prompt_text(spec.example.prompt)}
         for name in {name for template in self.reference.templates for name in _column_names(template)}:
             if (value := self._column(name)) is not None:
                 values[name] = value
@@ -140,7 +140,7 @@ def _as_text(value: Any, where: str) -> str:
     raise DataError(f"{where} is read by Reference.templates and must hold text or a number, got {type(value).__name__}")
 
 
-def prompt_text(prompt: Prompt) -> str:
+def read_prompt_text(prompt: Prompt) -> str:
     """Return what {prompt} stands for: the text, or the last user message's."""
     return prompt if isinstance(prompt, str) else content_text(prompt[_last_user_message(prompt, "a prompt")]["content"])
 

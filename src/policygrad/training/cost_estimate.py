@@ -49,6 +49,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     needs, rule = algorithm.needs, algorithm.update_rule
     separate_critic = algorithm.critic is not None and algorithm.critic.backbone == "separate"
     reward_model = algorithm.reward_model is not None
+    is_live = algorithm.reference is not None and algorithm.reference.live
     epochs = max(1, rule.updates // rule.minibatches)
     scoring_passes = bool({"logp_old", "entropy"} & needs) + ("logp_ref" in needs or reward_model) + reward_model
     scoring_passes += separate_critic and "values" in needs
@@ -68,7 +69,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     return AlgorithmCost(
         name=algorithm.name,
         trained_models=1 + separate_critic + reward_model,
-        frozen_models=("logp_ref" in needs) + ("kl_old" in algorithm.forward_needs),
+        frozen_models=("logp_ref" in needs and not is_live) + ("kl_old" in algorithm.forward_needs),
         scoring_passes=scoring_passes,
         stale_scoring_passes=int(recomputed and "logp_old" not in needs),
         recomputes_head=not reuses_head,

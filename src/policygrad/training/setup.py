@@ -30,6 +30,7 @@ from policygrad.rewards.builtin import StepEnd
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
+from policygrad.rollout.reference_prompts import check_template_columns
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import zero_rewards
@@ -174,6 +175,8 @@ def load_resources(
         tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")
     if "demonstration" in (needs or ()):
         check_demonstrations(task.rows, tokenizer, max_tokens)
+    if algorithm is not None and algorithm.reference is not None and not algorithm.reads_reward and task.rows:
+        check_template_columns(task.rows, algorithm.reference)
     run_async = stack.enter_context(AsyncRunner())
     factory = sampler or engine or placement.sampler
     sampling_model = model
