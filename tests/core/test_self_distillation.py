@@ -122,7 +122,10 @@ def test_rewards_are_needed_only_to_tell_successes() -> None:
 
 
 def test_formula() -> None:
-    assert pg.SDPO.equation()["π_ref"] == "a moving average of the policy at rate 0.05 per rollout, reading {success} {prompt}"
+    assert (
+        pg.SDPO.equation()["π_ref"]
+        == "a moving average of the policy at rate 0.05 per rollout, reading {success} {prompt}"
+    )
     assert pg.SDPO.equation()["k"] == "−1·min(r, 2)·u,  u = log π_θ − log π_ref"
     assert pg.SDFT.equation()["k"] == "−1·∇KL(π_θ‖π_ref) over the vocabulary"
     assert pg.OPSD.equation()["k"] == "−1·∇JSD_0.5(π_ref, π_θ) over the vocabulary"
@@ -134,11 +137,17 @@ REFUSED = {
     "a model that moves": (lambda: pg.Reference(model="x", ema=0.1), ["model='x' and ema=0.1", "only one origin"]),
     "an average that is refreshed": (lambda: pg.Reference(refresh_every=3, ema=0.1), ["refresh_every", "ema=0.1"]),
     "a live average": (lambda: pg.Reference(live=True, ema=0.1, templates=T), ["ema=0.1 and live=True"]),
-    "a live policy under its own prompt": (lambda: pg.Reference(live=True), ["compares the policy with itself", "templates="]),
+    "a live policy under its own prompt": (
+        lambda: pg.Reference(live=True),
+        ["compares the policy with itself", "templates="],
+    ),
     "a rate above 1": (lambda: pg.Reference(ema=1.5), ["Reference.ema", "1.5"]),
     "a rate of 0": (lambda: pg.Reference(ema=0.0), ["Reference.ema", "0.0"]),
     "a text for the templates": (lambda: pg.Reference(templates="{prompt}"), ["tuple of texts", "comma"]),  # type: ignore[arg-type]
-    "a template without the question": (lambda: pg.Reference(templates=("{answer}",)), ["'{answer}'", "without {prompt}"]),
+    "a template without the question": (
+        lambda: pg.Reference(templates=("{answer}",)),
+        ["'{answer}'", "without {prompt}"],
+    ),
     "an infinite success": (lambda: pg.Reference(success_reward=math.inf), ["Reference.success_reward", "finite"]),
     "a cap without a ratio": (lambda: pg.KLToReference(cap=2.0), ["KLToReference.cap=2", "form='r*k3'"]),
     "a cap below 1": (lambda: pg.KLToReference(1.0, "r*k3", cap=0.5), ["KLToReference.cap", "0.5"]),
@@ -151,7 +160,10 @@ REFUSED = {
         lambda: replace(pg.DAPO, reference=pg.Reference(templates=T)),
         ["templates, but no part of dapo", "add KLToReference()"],
     ),
-    "an average that nobody reads": (lambda: replace(pg.DAPO, reference=pg.Reference(ema=0.1)), ["ema=0.1, but no part"]),
+    "an average that nobody reads": (
+        lambda: replace(pg.DAPO, reference=pg.Reference(ema=0.1)),
+        ["ema=0.1, but no part"],
+    ),
     "a KL in the reward": (
         lambda: replace(pg.RLOO, reference=pg.Reference(templates=T)),
         ["KLInReward charges every completion", "templates=()"],

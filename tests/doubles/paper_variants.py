@@ -231,6 +231,8 @@ def vine_without_baseline(prompts: Prompts, max_tokens: int) -> Tensor:
 
 GRPO = replace(pg.GRPO, terms=())
 KL = {f: pg.KLToReference(0.3, f, aggregation=pg.TokenMean()) for f in ("k2", "k3", "r*k1", "r*k3")}  # type: ignore[arg-type]
+
+
 def capped_sequence_kl(prompts: Prompts, max_tokens: int) -> Tensor:
     """−1/Σ|o| Σ of r·u, continued by 1.3·(u + 1)²/2 where r is above 1.3; its derivative is min(r, 1.3)(u + 1)."""
     J, read = total([]), read_by_reference(prompts)
@@ -514,7 +516,14 @@ FILLED_BY = {
     "turns": ("gigpo", *TURNS),
     "demonstrations": ("luffy", "chord", "CHORD-μ, at first"),
     "references": (
-        *("sdpo", "sdft", "opsd", "sdpo, a cap that most reach", "r(u + 1) with a cap", "forward KL over the vocabulary"),
+        *(
+            "sdpo",
+            "sdft",
+            "opsd",
+            "sdpo, a cap that most reach",
+            "r(u + 1) with a cap",
+            "forward KL over the vocabulary",
+        ),
         *("a divergence nearer to the teacher", "grpo beside a teacher of some", "sampled log-ratio of some"),
     ),
     "weights": ("vine, weighted", "vine, first order"),

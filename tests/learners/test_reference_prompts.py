@@ -86,7 +86,10 @@ def test_exact_divergence_has_the_gradient_of_its_definition(model: nn.Module, a
     read, total = batch.mask & batch.has_reference[:, None], torch.zeros((), dtype=torch.float64)
     for i in range(len(batch.mask)):
         ours, theirs = (
-            m(input_ids=torch.cat([prompt, batch.tokens[i]])[None]).logits[0, len(prompt) - 1 : -1].div(0.7).log_softmax(-1)
+            m(input_ids=torch.cat([prompt, batch.tokens[i]])[None])
+            .logits[0, len(prompt) - 1 : -1]
+            .div(0.7)
+            .log_softmax(-1)
             for m, prompt in ((model, batch.prompts[int(batch.group[i])]), (teacher, batch.reference_prompts[i]))  # type: ignore[index]
         )
         p, q = ours.exp(), theirs.detach().exp()

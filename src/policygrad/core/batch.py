@@ -257,7 +257,13 @@ class Batch(_Tensors):
     def without_texts(self) -> Batch:
         """Return a copy without what only a model reads: token ids, pictures, experts, sampling masks."""
         texts: dict[str, Any] = dict.fromkeys(("prompts", "tokens", "routed_experts", "sampling_mask_counts"))
-        for name in ("prompt_media", "completion_media", "prompt_routed_experts", "sampling_mask_ids", "reference_prompts"):
+        for name in (
+            "prompt_media",
+            "completion_media",
+            "prompt_routed_experts",
+            "sampling_mask_ids",
+            "reference_prompts",
+        ):
             texts[name] = ()
         return replace(self, **texts)
 

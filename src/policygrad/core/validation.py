@@ -435,16 +435,17 @@ def check_rollout(algorithm: Algorithm) -> None:
     """Check an algorithm for use in a run.
 
     Raises:
-        ConfigError: no teacher for a distillation, neither another model nor another prompt; a penalty near π_old although each rollout feeds a single gradient step (in a
-            custom loop the samples may be older than the policy, so this is no error of the algorithm itself).
+        ConfigError: no teacher for a distillation, neither another model nor another prompt; a penalty near π_old although each
+            rollout feeds a single gradient step (in a custom loop the samples may be older than the policy, so this is no error of
+            the algorithm itself).
     """
     reference = algorithm.reference
     has_teacher = reference is not None and bool(reference.model is not None or reference.templates)
     if _instances(TeacherLogRatio, algorithm.advantage) and not has_teacher:
         raise ConfigError(
             f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id or a run folder (from Python "
-            "reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing, unless it reads "
-            "more than the policy (Reference.templates; algorithm sdft)"
+            "reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing, unless it "
+            "reads more than the policy (Reference.templates; algorithm sdft)"
         )
     rule = algorithm.update_rule
     for term in algorithm.terms:

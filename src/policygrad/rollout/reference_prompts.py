@@ -137,12 +137,16 @@ class _PromptWriter:
 def _as_text(value: Any, where: str) -> str:
     if isinstance(value, (str, int, float)):
         return str(value)
-    raise DataError(f"{where} is read by Reference.templates and must hold text or a number, got {type(value).__name__}")
+    raise DataError(
+        f"{where} is read by Reference.templates and must hold text or a number, got {type(value).__name__}"
+    )
 
 
 def read_prompt_text(prompt: Prompt) -> str:
     """Return what {prompt} stands for: the text, or the last user message's."""
-    return prompt if isinstance(prompt, str) else content_text(prompt[_last_user_message(prompt, "a prompt")]["content"])
+    return (
+        prompt if isinstance(prompt, str) else content_text(prompt[_last_user_message(prompt, "a prompt")]["content"])
+    )
 
 
 def replace_prompt_text(prompt: Prompt, text: str, source: str) -> Prompt:

@@ -30,8 +30,8 @@ from policygrad.rewards.builtin import StepEnd
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
-from policygrad.rollout.reference_prompts import check_template_columns
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
+from policygrad.rollout.reference_prompts import check_template_columns
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.samplers.base import AsyncCloseable, Sampler

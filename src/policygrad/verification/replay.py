@@ -315,7 +315,9 @@ def check_reference_prompts(record: StepRecord, reference: Reference, encoder: T
         text = f"{len(odd)} of {len(batch.mask)} are not those of the templates: row {odd[0]} comes first"
         return differs("reference prompts", text, step)
     number = int(batch.has_reference.sum())
-    return holds("reference prompts", f"{number} of {len(batch.mask)} completions have one, each that of its template", step)
+    return holds(
+        "reference prompts", f"{number} of {len(batch.mask)} completions have one, each that of its template", step
+    )
 
 
 def check_token_versions(record: StepRecord) -> Finding:

@@ -27,6 +27,7 @@ from policygrad.verification.replay import (
     Replay,
     StepReplayer,
     check_batch,
+    check_reference_prompts,
     check_step,
     check_token_versions,
     compare_rows,

@@ -53,8 +53,8 @@ def check_live_reference(algorithm: Algorithm) -> None:
     """Raise ConfigError if a pass of the policy would need another one of the policy within it."""
     if "kl_ref" in algorithm.forward_needs and is_live(algorithm):
         raise ConfigError(
-            "Reference(live=True) with ExactKLToReference calls the policy within its own pass, which several processes cannot: set "
-            f"ema=1.0, live=False (a copy that follows each rollout), or {ONE_PROCESS_HINT}"
+            "Reference(live=True) with ExactKLToReference calls the policy within its own pass, which several processes cannot: "
+            f"set ema=1.0, live=False (a copy that follows each rollout), or {ONE_PROCESS_HINT}"
         )
 
 

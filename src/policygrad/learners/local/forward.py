@@ -318,7 +318,9 @@ class Evaluator:
 
                 logits = mask(network.logits(states))
                 with torch.no_grad():
-                    fixed = [mask(other.network.logits(x)) for (other, _), x in zip(compared, other_states, strict=True)]
+                    fixed = [
+                        mask(other.network.logits(x)) for (other, _), x in zip(compared, other_states, strict=True)
+                    ]
                 old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
                 logp = selected_logp(logits, tokens, temperature)
                 return logp, *compute_exact(logits, old, names, temperature, reference, alpha)

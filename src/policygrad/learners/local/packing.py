@@ -267,15 +267,15 @@ def pack_with_reference(batch: Batch, rows: Tensor, budget: int, *, keep_groups:
     read = batch.as_reference_reads()
     texts = TokenSequences.of(read, rows)
     for reference in pack_texts(read, texts, budget, groups=batch.group if keep_groups else None):
-        (pack,) = pack_micro_batches(batch, reference.rows, int(batch.mask.numel() + sum(map(len, batch.prompts or ()))))
+        (pack,) = pack_micro_batches(
+            batch, reference.rows, int(batch.mask.numel() + sum(map(len, batch.prompts or ())))
+        )
         order = torch.argsort(reference.rows)[torch.argsort(torch.argsort(pack.rows))]
         aligned = {name: getattr(reference, name)[order] for name in ("rows", "predictor", "tokens", "mask")}
         yield replace(pack, reference=replace(reference, **aligned, sampling_mask=None))
 
 
-def pack_texts(
-    batch: Batch, texts: TokenSequences, budget: int, *, groups: Tensor | None = None
-) -> Iterator[Pack]:
+def pack_texts(batch: Batch, texts: TokenSequences, budget: int, *, groups: Tensor | None = None) -> Iterator[Pack]:
     """Pack the texts of a batch's completions in the same way; `groups` [B], which are not split, if there are such."""
     if not len(texts.rows):
         return
