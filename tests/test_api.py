@@ -24,18 +24,18 @@ Gate Generation GeometricMean GradientProblem GradientSteps GreedyBaseline Group
 GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess
 ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig
 LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated
-MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling NumericsError OPO Observation
-OffPolicySequenceMask OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL Part
-PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward PublishedWeights RAFT
-RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference RejectionSampling Request
-RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run RunError RunInfo RunOptions
-RunningMean SAPO SCALE_RL SFTConfig SKYWORK_OR1 SPIRAL Sampler SamplerConfig SamplingMask SamplingParams
-SecondMomentFilter Segment SelfNormalisation SelfNormalised SelfPlay SeparateDemonstrations Sequence SequenceMean
-SequenceProduct SequenceSum Shaping SigmoidGate SingleTurn SoftOverlong Step SupervisedGuardConfig TOPR TRPO TRPO_VINE
-TaperedImportance TeacherLogRatio TeacherServerConfig Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer
-Trajectory TruncatedIS TrustRegion Turn TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO VESPO
-VINEPPO Verifiers Vine Whiten clone_model collect evaluate gate_weight get_algorithm load_reference load_task
-make_local_learner objective reward surrogate train train_reward_model train_sft
+MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling NumericsError OPO OPSD
+Observation OffPolicySequenceMask OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO PPO_PENALTY PRIME PRIME_RL
+PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
+PublishedWeights RAFT RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference
+RejectionSampling Request RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run
+RunError RunInfo RunOptions RunningMean SAPO SCALE_RL SDFT SDPO SFTConfig SKYWORK_OR1 SPIRAL Sampler SamplerConfig
+SamplingMask SamplingParams SecondMomentFilter Segment SelfNormalisation SelfNormalised SelfPlay SeparateDemonstrations
+Sequence SequenceMean SequenceProduct SequenceSum Shaping SigmoidGate SingleTurn SoftOverlong Step SupervisedGuardConfig
+TOPR TRPO TRPO_VINE TaperedImportance TeacherLogRatio TeacherServerConfig Term TextArena Token TokenMean ToolCall
+ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion Turn TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn
+UnitWeight UpdateRule VAPO VESPO VINEPPO Verifiers Vine Whiten clone_model collect evaluate gate_weight get_algorithm
+load_reference load_task make_local_learner objective reward surrogate train train_reward_model train_sft
 """
 
 

@@ -51,6 +51,7 @@ from policygrad.core.terms import (
     DemonstrationNLL,
     Entropy,
     ExactEntropy,
+    ExactKLToReference,
     KLCov,
     KLToOld,
     KLToReference,
@@ -363,6 +364,45 @@ DISTILL = Algorithm(
     gate=Importance(),
     aggregation=TokenMean(),
     samples_per_prompt=4,
+)
+# The policy is its own teacher, which reads more than the policy. Prompts of plain text have the question last.
+SDPO = replace(
+    DISTILL,
+    name="sdpo",
+    advantage=(TeacherLogRatio(0.0),),
+    terms=(KLToReference(1.0, "r*k3", cap=2.0),),
+    reference=Reference(
+        ema=0.05, templates=("A correct answer to the question below is:\n{success}\n\nThe question:\n{prompt}",)
+    ),
+    samples_per_prompt=8,
+    old_policy="sampler",
+)
+SDFT = replace(
+    SDPO,
+    name="sdft",
+    aggregation=SequenceMean(),
+    terms=(ExactKLToReference(),),
+    reference=Reference(
+        ema=0.01,
+        templates=(
+            "An example of an answer to the question below is:\n{demonstration}\n\nThe question:\n{prompt}",
+            "An example of an answer to the question below is:\n{answer}\n\nThe question:\n{prompt}",
+        ),
+    ),
+    samples_per_prompt=1,
+)
+OPSD = replace(
+    SDFT,
+    name="opsd",
+    aggregation=TokenMean(),
+    terms=(ExactKLToReference(alpha=0.5),),
+    reference=Reference(
+        templates=(
+            "A solution of the problem below is:\n{solution}\n\nThe problem:\n{prompt}",
+            "A solution of the problem below is:\n{demonstration}\n\nThe problem:\n{prompt}",
+            "A solution of the problem below is:\n{answer}\n\nThe problem:\n{prompt}",
+        )
+    ),
 )
 PRIME = Algorithm(
     "prime",

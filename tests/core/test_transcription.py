@@ -11,7 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.paper_variants import EXTRA_FIELDS, ROWS, TABLE
-from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy, shapes
+from doubles.random_batches import Random, Shape, close, distributions, gradients, make, passed, policy, shapes
 from policygrad.core.objective import with_selected_tokens
 from policygrad.papers.completions import read_batch
 
@@ -32,10 +32,11 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
     psi = algorithm.compute_advantages(rollout)
     kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
     step = rollout if kept else replace(rollout, logp_old=batch.logp_old)
-    out = passed(logp, step)
+    out = passed(logp, step, algorithm)
     step = with_selected_tokens(out, step, psi, algorithm)
     given = replace(with_old_policy(batch, algorithm, logp), selected=step.selected)  # what a paper leaves to chance
-    paper = transcription(read_batch(given, logp), shape.width)
+    over_vocabulary = distributions(logp, given) if "kl_ref" in algorithm.forward_needs else None
+    paper = transcription(read_batch(given, logp, over_vocabulary), shape.width)
     expected = [paper.detach(), *gradients(paper, logp, logits)]
     loss = pg.surrogate(out, step, psi, algorithm)
     actual = [pg.objective(out, step, psi, algorithm), *gradients(-loss, logp, logits)]
@@ -88,7 +89,7 @@ def test_a_bare_leaf_of_log_probabilities(name: str) -> None:
     for padding in (float("nan"), 0.0):
         leaf = torch.where(batch.mask, logp, padding).requires_grad_()
         rollout = algorithm.apply_filters(padded_with(batch, padding))
-        loss = pg.surrogate(passed(leaf, rollout), rollout, algorithm.compute_advantages(rollout), algorithm)
+        loss = pg.surrogate(passed(leaf, rollout, algorithm), rollout, algorithm.compute_advantages(rollout), algorithm)
         grads.append(gradients(loss, leaf)[0])
     assert torch.equal(*grads)
     assert grads[0][~batch.mask].abs().sum() == 0

@@ -10,4 +10,7 @@ import policygrad as pg
 def runnable(name: str, teacher: str = "tiny") -> pg.Algorithm:
     """The row; where it learns from a teacher, with that model for one. The embedded and the random model have one tokenizer."""
     algorithm = pg.get_algorithm(name)
-    return algorithm if algorithm.reads_reward else replace(algorithm, reference=pg.Reference(model=teacher))
+    is_own_teacher = algorithm.reference is not None and algorithm.reference.templates
+    if algorithm.reads_reward or is_own_teacher:
+        return algorithm
+    return replace(algorithm, reference=pg.Reference(model=teacher))

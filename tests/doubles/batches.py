@@ -34,6 +34,25 @@ def make_batch(seed: int, groups: int = 3, size: int = 4, width: int = 6, *, hol
     )
 
 
+def with_reference_prompts(batch: pg.Batch, seed: int = 0) -> pg.Batch:
+    """A prompt of its own for most completions, equal for a group's first two, and none for every fifth."""
+    g, prompts = torch.Generator().manual_seed(seed), list[Tensor]()
+    assert batch.prompts is not None
+    has_reference = torch.arange(len(batch.mask)) % 5 != 4
+    for row, group in enumerate(batch.group.tolist()):
+        own = torch.randint(VOCABULARY, (int(torch.randint(1, 4, (), generator=g)),), generator=g)
+        given = batch.prompts[group]
+        same = row > 0 and group == int(batch.group[row - 1]) and bool(has_reference[row - 1]) and row % 4 == 1
+        prompts.append(prompts[-1] if same else torch.cat([own, given]) if has_reference[row] else given)
+    return replace(batch, reference_prompts=tuple(prompts), has_reference=has_reference)
+
+
+def as_read(batch: pg.Batch) -> pg.Batch:
+    """The same completions after those prompts."""
+    rows = torch.arange(len(batch.mask))
+    return replace(batch, group=rows, prompts=batch.reference_prompts, reference_prompts=())
+
+
 def branching(batch: pg.Batch, seed: int = 0) -> pg.Batch:
     """The same tokens, of texts that fall back now and then, also into their prompt; equal completions fall back alike."""
     g = torch.Generator().manual_seed(seed)

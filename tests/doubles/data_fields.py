@@ -75,6 +75,11 @@ def with_roles(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, role=role, role_names=("proposer", "solver"), peers=peers)
 
 
+def with_references(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """The reference has read about two completions in three; its numbers for the others are noise."""
+    return replace(batch, has_reference=random.uniform(len(batch.mask)) < 0.7)
+
+
 FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "rewards": with_rewards,
     "turns": with_turns,
@@ -82,6 +87,7 @@ FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "successes": with_successes,
     "weights": with_weights,
     "roles": with_roles,
+    "references": with_references,
 }
 READ_BY = {
     "rewards": "rewards",

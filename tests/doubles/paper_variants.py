@@ -22,6 +22,7 @@ from policygrad.papers.completions import (
     count,
     count_tokens,
     group_z_score,
+    k3,
     log_pi,
     penalized,
     standard_deviation,
@@ -35,7 +36,17 @@ from policygrad.papers.critics import n_step, over_q, rewards, trpo_vine
 from policygrad.papers.grpo import cispo, dr_grpo, magistral, mean_over_completions, passk
 from policygrad.papers.objectives import PAPER_OBJECTIVES, Objective
 from policygrad.papers.reinforce import clipped_token_mean, reinforce, rloo, spiral
-from policygrad.papers.signals import chord, distill, grpo_process, prime, turn_rewards, turns
+from policygrad.papers.signals import (
+    chord,
+    distill,
+    grpo_process,
+    jensen_shannon,
+    prime,
+    read_by_reference,
+    sdpo,
+    turn_rewards,
+    turns,
+)
 from policygrad.papers.trust_regions import clip_cov, dppo, high_entropy, kl_cov, m2po
 
 Variant = tuple[pg.Algorithm, Objective]
@@ -244,6 +255,39 @@ def vine_without_baseline(prompts: Prompts, max_tokens: int) -> Tensor:
 
 GRPO = replace(pg.GRPO, terms=())
 KL = {f: pg.KLToReference(0.3, f, aggregation=pg.TokenMean()) for f in ("k2", "k3", "r*k1", "r*k3")}  # type: ignore[arg-type]
+
+
+def capped_sequence_kl(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/Σ|o| Σ of r·u, continued by 1.3·(u + 1)²/2 where r is above 1.3; its derivative is min(r, 1.3)(u + 1)."""
+    J, read = total([]), read_by_reference(prompts)
+    for o, t in tokens(read):
+        u, r = o.u(t), o.r(t)
+        if float(r.detach()) <= 1.3:
+            J = J - r * u
+        else:
+            at_cap = o.old[t] + math.log(1.3) - o.ref[t]
+            J = J - 1.3 * (at_cap + ((u + 1) ** 2 - (at_cap + 1) ** 2) / 2)
+    return J / count_tokens(read)
+
+
+def divergence_mean(prompts: Prompts, beta: float, alpha: float) -> Tensor:
+    read = read_by_reference(prompts)
+    return -beta * total(jensen_shannon(o, t, alpha) for o, t in tokens(read)) / count_tokens(read)
+
+
+def grpo_with_some_taught(prompts: Prompts, max_tokens: int) -> Tensor:
+    """GRPO over all completions, minus the sequence mean of 0.3·r·k3 over those that the teacher has read."""
+    read = read_by_reference(prompts)
+    kl = total(total(o.r(t) * k3(o, t) for t in range(len(o))) / len(o) for o in completions(read)) / count(read)
+    return mean_over_completions(prompts) - 0.3 * kl
+
+
+def taught_log_ratio(prompts: Prompts) -> Tensor:
+    """1/Σ|o| Σ r (log π_teacher − log π_old), 0 where the teacher has read nothing; the denominator counts all."""
+    read = read_by_reference(prompts)
+    return total(o.r(t) * (o.ref[t] - o.old[t]) for o, t in tokens(read)) / count_tokens(prompts)
+
+
 PARTS: dict[str, Variant] = {
     "importance": (
         replace(GRPO, gate=pg.Importance()),
@@ -355,6 +399,30 @@ PARTS: dict[str, Variant] = {
     "distill, whole completions": (
         replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(discount=1.0),)),
         lambda p, w: distill(p, w, 1.0),
+    ),
+    "sdpo, a cap that most reach": (
+        replace(pg.SDPO, terms=(pg.KLToReference(1.0, "r*k3", cap=1.0),)),
+        lambda p, w: sdpo(p, w, 1.0),
+    ),
+    "r(u + 1) with a cap": (
+        replace(pg.SDPO, terms=(pg.KLToReference(1.0, "r*k1", cap=1.3),)),
+        capped_sequence_kl,
+    ),
+    "forward KL over the vocabulary": (
+        replace(pg.OPSD, terms=(pg.ExactKLToReference(0.7, 0.0),)),
+        lambda p, w: divergence_mean(p, 0.7, 0.0),
+    ),
+    "a divergence nearer to the teacher": (
+        replace(pg.OPSD, terms=(pg.ExactKLToReference(0.7, 0.8),)),
+        lambda p, w: divergence_mean(p, 0.7, 0.8),
+    ),
+    "grpo beside a teacher of some": (
+        replace(pg.GRPO, terms=(pg.KLToReference(0.3, "r*k3"),)),
+        grpo_with_some_taught,
+    ),
+    "sampled log-ratio of some": (
+        replace(pg.DISTILL, reference=pg.SDPO.reference),
+        lambda p, w: taught_log_ratio(p),
     ),
     "prime, discounted": (
         replace(pg.PRIME, advantage=(pg.LeaveOneOut(), pg.ImplicitProcess(0.6))),
@@ -504,6 +572,17 @@ FILLED_BY = {
         "spiral",
         *(name for name in TABLE if name.startswith("SPIRAL") or name.endswith("among peers")),
         "a running mean per role, rollout by rollout",
+    ),
+    "references": (
+        *(
+            "sdpo",
+            "sdft",
+            "opsd",
+            "sdpo, a cap that most reach",
+            "r(u + 1) with a cap",
+            "forward KL over the vocabulary",
+        ),
+        *("a divergence nearer to the teacher", "grpo beside a teacher of some", "sampled log-ratio of some"),
     ),
     "weights": ("vine, weighted", "vine, first order"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.data_fields import FILL, READ_BY
+from policygrad.learners.local.forward import divergence
 
 VOCABULARY = 4
 NAN = float("nan")
@@ -66,9 +68,21 @@ def policy(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logp, NAN)
 
 
-def passed(logp: Tensor, batch: pg.Batch) -> pg.Forward:
+def passed(logp: Tensor, batch: pg.Batch, algorithm: pg.Algorithm = pg.OPSD) -> pg.Forward:
     """A forward pass of the policy, with its entropies where the batch has some: they stand still here."""
-    return pg.Forward(logp, entropy=batch.entropy)
+    ours, theirs = distributions(logp, batch)
+    alpha = next((term.alpha for term in algorithm.terms if isinstance(term, pg.ExactKLToReference)), 1.0)
+    kl = torch.where(batch.mask, divergence(ours, theirs, alpha), NAN)
+    return pg.Forward(logp, entropy=batch.entropy, kl_ref=kl)
+
+
+def distributions(logp: Tensor, batch: pg.Batch) -> tuple[Tensor, Tensor]:
+    """log π_θ(·), with the graph of log π_θ, and log π_ref(·) over three tokens, the first of which was sampled; [B, T, 3]."""
+    sampled = torch.where(batch.mask, logp, -1.0).clamp(max=-1e-3)[..., None]
+    left = torch.log(-torch.expm1(sampled))
+    ours = torch.cat([sampled, left + math.log(0.3), left + math.log(0.7)], -1)
+    x = sampled.detach()
+    return ours, torch.cat([torch.sin(7 * x), torch.cos(11 * x), torch.sin(13 * x)], -1).mul(2).log_softmax(-1)
 
 
 def make(shape: Shape, off_policy: float | None = None, extra: str | None = None) -> tuple[pg.Batch, Tensor]:

@@ -13,7 +13,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
-from doubles.batches import VOCABULARY, make_batch, naive_logp
+from doubles.batches import VOCABULARY, make_batch, naive_logp, with_reference_prompts
 from doubles.data_fields import by_tokens
 from policygrad.core.metrics import Metrics
 from policygrad.core.staleness import resolve_old_policy
@@ -124,4 +124,6 @@ def filled(algorithm: pg.Algorithm, dtype: torch.dtype = torch.float64) -> pg.Ba
         batch = replace(batch, step_end=batch.mask, token_reward=(BATCH.tokens % 3).to(dtype) * batch.mask)  # type: ignore[operator]
         if algorithm.critic is None:  # V that a rollout has estimated
             batch = replace(batch, values=near / 9)
+    if algorithm.reference is not None and algorithm.reference.templates:
+        batch = with_reference_prompts(batch)
     return algorithm.apply_filters(replace(batch, logp_old=None))

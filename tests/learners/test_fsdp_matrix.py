@@ -33,6 +33,8 @@ PARTS = {
     "exact entropy": replace(pg.DR_GRPO, terms=(pg.ExactEntropy(0.1),)),
     "a sampled Fisher matrix": replace(pg.TRPO, update_rule=pg.TrustRegion(fisher="sampled", fisher_fraction=0.5)),
     "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(refresh_every=1, reset_optimizer=True)),
+    "a live teacher": replace(pg.SDPO, reference=pg.Reference(live=True, templates=("{answer} {prompt}",))),
+    "an average as teacher": replace(pg.OPSD, reference=pg.Reference(ema=0.5, templates=("{answer} {prompt}",))),
 }
 # The sign of log r is rounding's where r is 1: as after drawing by another policy it is not. Of equal completions in different
 # micro-batches rounding decides whose entropy is larger: with this fraction all of them are among the highest, or none.
@@ -92,6 +94,16 @@ def test_two_processes_equal_one_for_every_algorithm(size: int) -> None:
     with started(size) as ranks:
         cases = {name: partial(compared, ranks, a, COARSE.get(name, 1e-12)) for name, a in TABLE.items()}
         assert failures(cases) == {}
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_for_references_that_read_other_prompts() -> None:
+    names = ("sdpo", "sdft", "opsd", "a live teacher", "an average as teacher")
+    with started(2) as ranks:
+        assert failures({name: partial(compared, ranks, TABLE[name], steps=2) for name in names}) == {}
+        live = replace(pg.OPSD, reference=TABLE["a live teacher"].reference)
+        with pytest.raises(pg.ConfigError, match=r"live=True.*several processes cannot: set ema=1\.0"):
+            compared(ranks, live)
 
 
 @pytest.mark.long
@@ -177,6 +189,9 @@ LORA = {
     "exact KL to the reference": PARTS["exact KL to the reference"],
     "exact KL to the old policy": PARTS["exact KL to the old policy"],
     "a reference that is renewed": PARTS["a reference that is renewed"],
+    "opsd": pg.OPSD,
+    "a live teacher": PARTS["a live teacher"],
+    "an average as teacher": PARTS["an average as teacher"],
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.paper_variants import EXTRA_FIELDS
-from doubles.random_batches import Shape, close, gradients, make, passed, policy
+from doubles.random_batches import Shape, close, distributions, gradients, make, passed, policy
 from policygrad.core.objective import with_selected_tokens
 from policygrad.core.staleness import resolve_old_policy
 from policygrad.papers.objectives import PAPER_OBJECTIVES, describe_departure, paper_objective
@@ -36,9 +36,10 @@ def test_a_run_of_a_row_has_the_papers_gradient(name: str, seed: int) -> None:
     algorithm = replace(algorithm, samples_per_prompt=16)
     algorithm = algorithm.with_state(algorithm.init_state())
     batch, logp = rollout(name, algorithm, seed)
-    psi, out = algorithm.compute_advantages(batch), passed(logp, batch)
+    psi, out = algorithm.compute_advantages(batch), passed(logp, batch, algorithm)
     batch = with_selected_tokens(out, batch, psi, algorithm)
-    J = paper_objective(algorithm, batch, logp, BUDGET)
+    over_vocabulary = distributions(logp, batch) if "kl_ref" in algorithm.forward_needs else None
+    J = paper_objective(algorithm, batch, logp, BUDGET, over_vocabulary)
     (expected,) = torch.autograd.grad(J, logp, retain_graph=True)
     (actual,) = gradients(-pg.surrogate(out, batch, psi, algorithm), logp)
     close(actual, torch.where(batch.mask, expected, 0.0), scale=expected[batch.mask])
@@ -87,7 +88,8 @@ def test_reasons() -> None:
         "gate differs from dapo's: Clip(low=0.2, high=0.2) instead of Clip(low=0.2, high=0.28)"
     )
     assert describe_departure(replace(pg.GRPO, terms=())) == (
-        "terms differs from grpo's: none instead of KLToReference(beta=0.04, form='k3', target=None, rule=None, aggregation=None)"
+        "terms differs from grpo's: none instead of KLToReference(beta=0.04, form='k3', target=None, rule=None, aggregation=None, "
+        "cap=None)"
     )
     assert "corrections differs from ppo's: TruncatedIS" in describe_departure(
         replace(pg.PPO, corrections=(pg.TruncatedIS(),))

@@ -590,24 +590,39 @@ class TeacherLogRatio(Advantage):
     """0 disables the sampled estimate, where an exact term replaces it."""
     discount: float = setting(0.0, "in [0, 1]")
     """In [0, 1]: the weight of later tokens' KL in a token's Ψ."""
-    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_old"})
     starts_chain: ClassVar[bool] = True
     reads_reward: ClassVar[bool] = False
 
     @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """π_old only for an estimate that is used."""
+        return frozenset({"logp_ref", "logp_old"} if self.coefficient else {"logp_ref"})
+
+    @property
     def formula(self) -> str:
+        if not self.coefficient:
+            return "0"
         scale = "" if self.coefficient == 1 else f"{self.coefficient:g}·"
         if self.discount == 0:
             return f"{scale}log(π_ref/π_old)_t"
         return f"{scale}Σ_{{s≥t}} {self.discount:g}^{{s−t}}·log(π_ref/π_old)_s"
 
-    def _log_ratio(self, batch: Batch) -> Tensor:
-        teacher, old = (batch.require(name, self) for name in ("logp_ref", "logp_old"))
-        return (masked.apply_mask(teacher, batch.mask) - masked.apply_mask(old, batch.mask)).to(batch.reward.dtype)
+    def _log_ratio(self, batch: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log(π_T/π_old) [B, T], and the tokens [B, T] bool that the teacher has read."""
+        read = batch.mask if batch.has_reference is None else batch.mask & batch.has_reference[:, None]
+        teacher = batch.require("logp_ref", self)
+        return (masked.apply_mask(teacher, read) - masked.apply_mask(old, read)).to(batch.reward.dtype), read
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return self.coefficient * masked.discounted_reverse_cumsum(self._log_ratio(batch), batch.mask, self.discount)
+        if not self.coefficient:
+            return torch.zeros_like(psi)
+        log_ratio, _ = self._log_ratio(batch, batch.require("logp_old", self))
+        return self.coefficient * masked.discounted_reverse_cumsum(log_ratio, batch.mask, self.discount)
 
     def report(self, batch: Batch) -> Metrics:
-        """teacher/kl: KL(π_old‖π_T) in nats per token, from the samples."""
-        return {"teacher/kl": masked_mean(-self._log_ratio(batch), batch.mask)} if bool(batch.mask.any()) else {}
+        """teacher/kl: KL(π_old‖π_T) in nats per token, from the samples; without π_old, of the sampler's policy."""
+        old = batch.logp_sampler if batch.logp_old is None else batch.logp_old
+        if old is None:
+            return {}
+        log_ratio, read = self._log_ratio(batch, old)
+        return {"teacher/kl": masked_mean(-log_ratio, read)} if bool(read.any()) else {}

@@ -140,6 +140,8 @@ class Algorithm:
         """True if a part learns from rewards, so that a run needs a reward; False for a distillation."""
         if self.filters or self.critic or self.reward_model or not self.advantage:
             return True
+        if self.reference is not None and self.reference.reads_reward:
+            return True
         return any(link.reads_reward for link in self.advantage)
 
     def apply_filters(self, batch: Batch, *, refilled: bool = False) -> Batch:
@@ -298,6 +300,9 @@ class Algorithm:
             lines["π_old"] = "μ, as reported by the sampler"
         if self.critic is not None:
             lines["V"] = self.critic.formula
+        reference = self.reference
+        if reference is not None and (reference.templates or reference.ema) and "logp_ref" in self.all_needs:
+            lines["π_ref"] = reference.formula
         if self.reward_model is not None:
             lines["r_φ"] = self.reward_model.formula
         labelled: list[tuple[str, Part]] = [

@@ -3,8 +3,9 @@ parameters."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -205,10 +206,20 @@ class ImplicitReward(TrainedModel):
 
 @dataclass(frozen=True)
 class Reference(Part):
-    """π_ref: the run's initial model, or another one. It is kept in memory only if a part needs `logp_ref`.
+    """π_ref: the run's initial model, another one, or the policy itself. It is in memory only if a part needs `logp_ref`.
+
+    With `templates` it reads each completion after another prompt than the policy's, with more in it: a solution, or a successful
+    completion of the same prompt. The policy is then its own teacher (self-distillation). The prompt takes the place of the text of
+    the last user message, or of a plain text. Token ids of completions stay as they were sampled.
+
+    placeholder   stands for
+    {prompt}      the text that the template replaces; every template has it
+    {success}     the first other completion of the same prompt whose reward is at least `success_reward`
+    {NAME}        the task's column NAME
 
     With `refresh_after_stall` its state is the best evaluation score and the number of evaluations since it or since the last
-    refresh. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
+    refresh. Source: Liu et al. 2025 (ProRL), sec. 2 and 3; Hübotter et al. 2026 (SDPO), Shenfeld et al. 2026 (SDFT) and Zhao et al.
+    2026 (OPSD) for templates.
     """
 
     refresh_every: int | None = setting(None, "at least 1", "rollout, or None for never")
@@ -224,32 +235,97 @@ class Reference(Part):
     teachers: tuple[str, ...] = ()
     """Several such models, each as NAME=MODEL: math=runs/math code=http://HOST:PORT/v1.
     The column `teacher` of an example names the one that scores its completions (MOPD)."""
+    ema: float | None = setting(None, "above 0 and at most 1", "or None")
+    """π_ref ← (1 − ema)·π_ref + ema·π_θ after each rollout's updates, in float32; None: it stays as it is."""
+    live: bool = False
+    """π_ref is the policy with its current weights, under `templates`; it takes no memory."""
+    templates: tuple[str, ...] = ()
+    """Prompts that π_ref reads, in order of preference: the first whose placeholders all have a value is used. A completion for
+    which there is none is not compared with π_ref. Empty: the policy's own prompt."""
+    success_reward: float = setting(1.0, "a finite number")
+    """Reward from which a completion can stand for {success}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.teachers:
             check_teachers(self)
-        if self.reset_optimizer and not (self.refresh_every or self.refresh_after_stall):
+        if self.reset_optimizer and not self.refreshes:
             raise ConfigError(
                 "Reference.reset_optimizer has no effect without refresh_every or refresh_after_stall: set one of them, or "
                 "reset_optimizer=False"
             )
-        if self.model is not None and (self.refresh_every or self.refresh_after_stall):
+        if self.model is not None and self.refreshes:
             raise ConfigError(
                 f"Reference.model={self.model!r} is frozen, but refresh_every and refresh_after_stall replace the reference by the "
                 "policy: unset either model or those two"
             )
+        self._check_moving_weights()
+        if self.templates and (self.servers or self.teachers):
+            raise ConfigError(
+                f"Reference.templates are prompts for a model in memory, and {', '.join(self.models.values())} would read the "
+                "policy's prompts: set templates=(), or Reference.model to one folder"
+            )
+        if isinstance(self.templates, str) or not all(isinstance(template, str) for template in self.templates):
+            raise ConfigError(
+                f"Reference.templates must be a tuple of texts, not {self.templates!r}: write templates=('…{{prompt}}',), with the "
+                "comma"
+            )
+        for template in self.templates:
+            if PROMPT not in template_names(template):
+                raise ConfigError(
+                    f"Reference.templates has {template[:60]!r}, without {{prompt}}: π_ref would not know the question; put "
+                    "{prompt} where it belongs, at the end for prompts of plain text"
+                )
+
+    def _check_moving_weights(self) -> None:
+        """Raise ConfigError for two ways in which the weights would change."""
+        ways = {
+            f"model={self.model!r}": self.model is not None,
+            "refresh_every or refresh_after_stall": self.refreshes,
+            "teachers": bool(self.teachers),
+            f"ema={self.ema:g}" if self.ema is not None else "ema": self.ema is not None,
+            "live=True": self.live,
+        }
+        used = [way for way, is_used in ways.items() if is_used]
+        if len(used) > 1:
+            raise ConfigError(
+                f"Reference has {' and '.join(used)}, and π_ref's weights can have only one origin: unset all but one"
+            )
+        if self.live and not self.templates:
+            raise ConfigError(
+                "Reference(live=True) without templates compares the policy with itself: set templates=('… {answer} … {prompt}',), "
+                "say, or live=False"
+            )
+
+    @property
+    def refreshes(self) -> bool:
+        """True if π_ref is replaced by the policy from time to time."""
+        return bool(self.refresh_every or self.refresh_after_stall)
+
+    @property
+    def reads_reward(self) -> bool:
+        """True if a template needs to know which completions succeeded."""
+        return any(SUCCESS in template_names(template) for template in self.templates)
 
     @property
     def formula(self) -> str:
         times = [f"every {self.refresh_every} rollouts"] if self.refresh_every else []
         if self.refresh_after_stall:
             times.append(f"after {self.refresh_after_stall} evaluations without improvement")
-        if not times and self.teachers:
-            return f"the example's teacher, of {', '.join(self.models)}, frozen"
-        if not times:
-            return "the initial policy, frozen" if self.model is None else f"the model {self.model}, frozen"
-        return f"the policy, refreshed {' and '.join(times)}" + (", with an optimizer reset" * self.reset_optimizer)
+        if times:
+            weights = f"the policy, refreshed {' and '.join(times)}" + (
+                ", with an optimizer reset" * self.reset_optimizer
+            )
+        elif self.ema is not None:
+            weights = f"a moving average of the policy at rate {self.ema:g} per rollout"
+        elif self.live:
+            weights = "the policy"
+        elif self.teachers:
+            weights = f"the example's teacher, of {', '.join(self.models)}, frozen"
+        else:
+            weights = "the initial policy, frozen" if self.model is None else f"the model {self.model}, frozen"
+        names = dict.fromkeys(name for template in self.templates for name in template_names(template))
+        return weights + (f", reading {' '.join(f'{{{name}}}' for name in names)}" if names else "")
 
     @property
     def models(self) -> dict[str, str]:
@@ -300,8 +376,24 @@ class Reference(Part):
         return {"best": best, "stalled": 0 if refreshed else state["stalled"] + (score is not None)}
 
     def with_state(self, state: State) -> StalledReference:
-        settings = (self.refresh_every, self.reset_optimizer, self.refresh_after_stall, self.model)
-        return StalledReference(*settings, configured=self, stalled_evaluations=state["stalled"])
+        settings = {f.name: getattr(self, f.name) for f in fields(Reference)}
+        return StalledReference(**settings, configured=self, stalled_evaluations=state["stalled"])
+
+
+PROMPT, SUCCESS = "prompt", "success"  # placeholders that are no columns
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def template_names(template: str) -> tuple[str, ...]:
+    """Return the names of a template's placeholders, in order; other braces are plain text."""
+    return tuple(_PLACEHOLDER.findall(template))
+
+
+def fill_template(template: str, values: Mapping[str, str]) -> str | None:
+    """Return the template with its placeholders replaced, once; None if a value is missing."""
+    if any(name not in values for name in template_names(template)):
+        return None
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
 @dataclass(frozen=True)

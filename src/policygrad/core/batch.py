@@ -17,11 +17,11 @@ _SHAPES = {
     "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
     "weight version entropy turn_state selected sampling_mask_counts",
     "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration "
-    "role peers teacher",
+    "role peers teacher has_reference",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
 _DTYPES = (
-    ("step_end selected truncated in_statistics demonstration", torch.bool, "bool() converts 0/1"),
+    ("step_end selected truncated in_statistics demonstration has_reference", torch.bool, "bool() converts 0/1"),
     ("positions version turn_state example_id level levels role peers teacher", torch.int64, "long() converts it"),
 )
 
@@ -162,6 +162,10 @@ class Batch(_Tensors):
     """Names of the roles, with `role`."""
     peers: Tensor | None = None
     """[B] int64; the completions of a group that can be compared with each other have equal numbers, such as those of one role."""
+    has_reference: Tensor | None = None
+    """[B] bool; completions that π_ref has read, whose `logp_ref` counts (`Reference.templates`). None: all."""
+    reference_prompts: tuple[Tensor, ...] = ()
+    """Token ids of the prompt after which π_ref reads each completion; () = the policy's own prompt."""
     routed_experts: Tensor | None = None
     """[B, T, layers, k] integers; experts that a mixture-of-experts sampler routed each token to, -1 where not recorded."""
     prompt_routed_experts: tuple[Tensor, ...] = ()
@@ -221,6 +225,11 @@ class Batch(_Tensors):
                 f"Batch.role has the number {int(self.role.max())}, and Batch.role_names has {len(self.role_names)} names: name "
                 "every role"
             )
+        if self.reference_prompts and len(self.reference_prompts) != len(self.mask):
+            raise ConfigError(
+                f"Batch.reference_prompts has {len(self.reference_prompts)} entries, expected one for each of the "
+                f"{len(self.mask)} completions"
+            )
         if self.rewards is not None:
             num_names, num_weights = len(self.reward_names), len(self.reward_weights)
             if self.rewards.shape != (len(self.mask), num_names) or num_weights != num_names:
@@ -240,6 +249,12 @@ class Batch(_Tensors):
         return self.mask if self.demonstration is None else self.mask & ~self.demonstration[:, None]
 
     @property
+    def compared_tokens(self) -> Tensor:
+        """Tokens sampled by the policy that π_ref has read, [B, T] bool."""
+        tokens = self.policy_tokens
+        return tokens if self.has_reference is None else tokens & self.has_reference[:, None]
+
+    @property
     def lengths(self) -> Tensor:
         """Sampled tokens per completion, [B] int64."""
         return self.mask.sum(1)
@@ -247,7 +262,7 @@ class Batch(_Tensors):
     def select(self, rows: Tensor) -> Batch:
         """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
-        for name in ("sampling_mask_ids", "completion_media"):
+        for name in ("sampling_mask_ids", "completion_media", "reference_prompts"):
             if values := getattr(self, name):
                 chosen[name] = tuple(values[i] for i in torch.arange(len(self.mask))[rows].tolist())
         return replace(self, **chosen)
@@ -255,9 +270,33 @@ class Batch(_Tensors):
     def without_texts(self) -> Batch:
         """Return a copy without what only a model reads: token ids, pictures, experts, sampling masks."""
         texts: dict[str, Any] = dict.fromkeys(("prompts", "tokens", "routed_experts", "sampling_mask_counts"))
-        for name in ("prompt_media", "completion_media", "prompt_routed_experts", "sampling_mask_ids"):
+        for name in (
+            "prompt_media",
+            "completion_media",
+            "prompt_routed_experts",
+            "sampling_mask_ids",
+            "reference_prompts",
+        ):
             texts[name] = ()
         return replace(self, **texts)
+
+    def as_reference_reads(self) -> Batch:
+        """Return the completions after the prompts that π_ref reads, each a group of its own."""
+        if not self.reference_prompts:
+            return self
+        if self.positions is not None:
+            raise ConfigError(
+                "Batch.positions counts tokens after the policy's prompt, and π_ref reads another (Batch.reference_prompts): a "
+                "conversation that was rewritten on the way has no such text; set Reference.templates=()"
+            )
+        return replace(
+            self,
+            prompts=self.reference_prompts,
+            group=torch.arange(len(self.mask)),
+            reference_prompts=(),
+            routed_experts=None,
+            prompt_routed_experts=(),
+        )
 
     @property
     def has_media(self) -> bool:
@@ -282,8 +321,9 @@ class Batch(_Tensors):
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
         prompts = None if self.prompts is None else tuple(row.to(device) for row in self.prompts)
+        read = tuple(row.to(device) for row in self.reference_prompts)
         moved: dict[str, Any] = {name: move(value, device) for name, value in self.tensors().items()}
-        return replace(self, prompts=prompts, **moved)
+        return replace(self, prompts=prompts, reference_prompts=read, **moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,7 +339,7 @@ class Forward(_Tensors):
     kl_old: Tensor | None = None
     """[B, T] nats, exact KL(π_old‖π_θ) over the vocabulary."""
     kl_ref: Tensor | None = None
-    """[B, T] nats, exact KL(π_θ‖π_ref) over the vocabulary."""
+    """[B, T] nats, exact divergence from π_ref over the vocabulary (`ExactKLToReference.alpha`), with graph."""
 
     _source = "give `surrogate` a Forward that has it, with graph"
 

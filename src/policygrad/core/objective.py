@@ -232,7 +232,7 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
         u = logp - masked.apply_mask(batch.logp_ref, mask)
         # Without r, a token whose probability has collapsed would count about e^9.
         r = bounded_exp(log_ratio(out.logp, batch.logp_old, mask))
-        metrics["kl"] = masked_mean(r * (bounded_expm1(-u) + u), policy_tokens)
+        metrics["kl"] = masked_mean(r * (bounded_expm1(-u) + u), batch.compared_tokens)
     if batch.logp_old is not None:
         change = logp - masked.apply_mask(batch.logp_old, mask)
         metrics["kl_old"] = masked_mean(bounded_expm1(change) - change, policy_tokens)

@@ -45,10 +45,12 @@ class KLToReference(AdaptiveBeta, Term):
     r*k1   r·u                   r(u + 1)      reverse KL, also off-policy
     r*k3   r(e^{−u} + u − 1)     r·u           reverse KL, also off-policy
 
-    k3's ratio is π_ref/π_θ. Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4.
+    k3's ratio is π_ref/π_θ. With `cap`, d has min(r, cap) in place of r: on tokens that have become more probable the objective
+    goes on as the quadratic with that slope. Only completions that π_ref has read count (`Batch.has_reference`).
+    Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4; `cap`: Hübotter et al. 2026 (SDPO, code).
 
     Raises:
-        ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target.
+        ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target; a cap without a ratio.
     """
 
     beta: float = setting(0.04, "at least 0")
@@ -58,6 +60,8 @@ class KLToReference(AdaptiveBeta, Term):
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
     aggregation: Aggregation | None = None
+    cap: float | None = setting(None, "at least 1", "or None", hint="r is 1 where the policy has not changed")
+    """Upper bound of r; None: unbounded. For the forms with r."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
     def __post_init__(self) -> None:
@@ -67,34 +71,54 @@ class KLToReference(AdaptiveBeta, Term):
                 "Use 'k2', 'k3' or 'r*k1' here, or put k1 in the reward with KLInReward"
             )
         check_setting(self, "form", self.form in get_args(KLForm), f"one of {', '.join(get_args(KLForm))}")
+        if self.cap is not None and not self.form.startswith("r*"):
+            raise ConfigError(
+                f"KLToReference.cap={self.cap:g} bounds the ratio r, which form {self.form!r} does not have: set form='r*k3' or "
+                "'r*k1', or cap=None"
+            )
         super().__post_init__()
 
     @property
     def formula(self) -> str:
-        d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": "r(u + 1)", "r*k3": "r·u"}[self.form]
+        r = "r" if self.cap is None else f"min(r, {self.cap:g})"
+        d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": f"{r}(u + 1)", "r*k3": f"{r}·u"}[self.form]
         return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{self.describe_target()}"
+
+    def token_mask(self, batch: Batch) -> Tensor | None:
+        """Return the completions that π_ref has read, [B, 1] bool; None for all."""
+        return None if batch.has_reference is None else batch.has_reference[:, None]
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Adapt β to the KL that the updates measured (`kl`)."""
         return self.adapt(state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
 
-    def _u_and_r(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _u_and_change(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return u and log r, each [B, T]."""
         reference = masked.apply_mask(batch.require("logp_ref", self), batch.mask)
         u = masked.apply_mask(out.logp.detach(), batch.mask) - reference
-        return u, bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
+        return u, log_ratio(out.logp, batch.logp_old, batch.mask)
+
+    def _capped(self, r: Tensor) -> Tensor:
+        return r if self.cap is None else r.clamp(max=self.cap)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        u, r = self._u_and_r(out, batch)
+        u, change = self._u_and_change(out, batch)
         if self.form == "k2":
             return -self.beta * u
         if self.form == "k3":
             return self.beta * bounded_expm1(-u)
+        r = self._capped(bounded_exp(change))
         return -self.beta * r * (u + 1 if self.form == "r*k1" else u)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        u, r = self._u_and_r(out, batch)
-        k3 = bounded_expm1(-u) + u
-        return -self.beta * {"k2": u * u / 2, "k3": k3, "r*k1": r * u, "r*k3": r * k3}[self.form]
+        u, change = self._u_and_change(out, batch)
+        # `near` is u where r reaches its cap, and u itself before; `beyond` is what the objective gains from there on
+        excess = torch.zeros_like(u) if self.cap is None else (change - math.log(self.cap)).clamp(min=0)
+        near, r = u - excess, self._capped(bounded_exp(change))
+        beyond = r * excess * (u + near) / 2
+        k3 = bounded_expm1(-near) + near
+        forms = {"k2": u * u / 2, "k3": k3, "r*k1": r * near + beyond + r * excess, "r*k3": r * k3 + beyond}
+        return -self.beta * forms[self.form]
 
 
 @dataclass(frozen=True)
@@ -282,21 +306,33 @@ class ExactKLToOld(PenaltyOnOld, LossTerm):
 
 @dataclass(frozen=True)
 class ExactKLToReference(LossTerm):
-    """−β·KL(π_θ‖π_ref) over the full vocabulary: Σ_a π_θ(a)·log(π_θ(a)/π_ref(a)) at each state of the rollout.
+    """−β·D over the full vocabulary, D a divergence of π_θ and π_ref at each state of the rollout.
 
-    With a teacher as π_ref it is the reverse KL of on-policy distillation without the variance of the sampled token, which
-    `KLToReference` and `TeacherLogRatio` have. The learner evaluates π_ref in every update. Source: Agarwal et al. 2024 (GKD),
-    eq. 2 to 4.
+    alpha          D
+    1              KL(π_θ‖π_ref) = Σ_a π_θ(a)·log(π_θ(a)/π_ref(a)), the reverse KL
+    0              KL(π_ref‖π_θ), the forward KL
+    between them   α·KL(π_ref‖M) + (1 − α)·KL(π_θ‖M),  M = α·π_ref + (1 − α)·π_θ, the generalised Jensen–Shannon divergence
+
+    With a teacher as π_ref it is on-policy distillation without the variance of the sampled token, which `KLToReference` and
+    `TeacherLogRatio` have. The learner evaluates π_ref in every update. Only completions that π_ref has read count
+    (`Batch.has_reference`). Source: Agarwal et al. 2024 (GKD), eq. 1 to 4.
     """
 
     beta: float = setting(1.0, "at least 0")
+    alpha: float = setting(1.0, "in [0, 1]")
+    """1: reverse KL; 0: forward KL; between them the Jensen–Shannon divergence with this weight of π_ref."""
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
 
     @property
     def formula(self) -> str:
-        return f"−{self.beta:g}·∇KL(π_θ‖π_ref) over the vocabulary"
+        named = {1.0: "KL(π_θ‖π_ref)", 0.0: "KL(π_ref‖π_θ)"}
+        return f"−{self.beta:g}·∇{named.get(self.alpha, f'JSD_{self.alpha:g}(π_ref, π_θ)')} over the vocabulary"
+
+    def token_mask(self, batch: Batch) -> Tensor | None:
+        """Return the completions that π_ref has read, [B, 1] bool; None for all."""
+        return None if batch.has_reference is None else batch.has_reference[:, None]
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * out.require("kl_ref", self)

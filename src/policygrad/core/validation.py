@@ -33,7 +33,7 @@ from policygrad.core.masked import Groups
 from policygrad.core.process import ProcessReward
 from policygrad.core.ratios import Sequence, Token
 from policygrad.core.shaping import KLInReward
-from policygrad.core.terms import DemonstrationNLL, policy_share
+from policygrad.core.terms import DemonstrationNLL, ExactKLToReference, policy_share
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.turns import turn_discount
 from policygrad.core.updates import DualDescent, GradientSteps
@@ -284,9 +284,10 @@ def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
     trust_region = isinstance(rule, TrustRegion)
     if reference is None and reads_reference:
         yield "a part needs a reference, and reference is None: set reference=Reference(), or remove the KL from terms and shaping"
-    refreshed = reference is not None and bool(reference.refresh_every or reference.refresh_after_stall)
+    refreshed = reference is not None and reference.refreshes
     if refreshed and not reads_reference:
         yield "the reference is refreshed, but no part uses it: add KLToReference(), or set refresh_every=refresh_after_stall=None"
+    yield from _find_reference_conflicts(algorithm, reads_reference)
     if reference is not None and reference.models and not reads_reference:
         option = f"model is {reference.model!r}" if reference.model is not None else f"teachers is {reference.teachers}"
         yield (
@@ -351,6 +352,35 @@ def _find_teacher_conflicts(algorithm: Algorithm, reference: Reference) -> Itera
         )
     if algorithm.reward_model is not None:
         yield f"ImplicitReward() starts as a copy of the reference, and {which} cannot be copied: use a single model in a folder"
+
+
+def _find_reference_conflicts(algorithm: Algorithm, reads_reference: bool) -> Iterator[str]:
+    """Yield conflicts about a reference whose weights follow the policy's, or that reads other prompts."""
+    reference = algorithm.reference
+    if reference is None:
+        return
+    moves = f"ema={reference.ema:g}" if reference.ema is not None else "live=True" if reference.live else ""
+    used = moves or ("templates" if reference.templates else "")
+    if used and not reads_reference:
+        yield (
+            f"Reference has {used}, but no part of {algorithm.name} uses a reference: add KLToReference() or ExactKLToReference() "
+            "to terms, or unset it"
+        )
+    if used and algorithm.reward_model is not None:
+        yield (
+            f"ImplicitReward is relative to the initial model under the policy's own prompt, and Reference has {used}: unset it, "
+            "or set reward_model=None"
+        )
+    if reference.templates:
+        if _instances(KLInReward, algorithm.shaping):
+            yield (
+                "KLInReward charges every completion, and π_ref with Reference.templates may not have read some: use "
+                "KLToReference() in terms, or set templates=()"
+            )
+        if _instances(Vine, algorithm.advantage):
+            yield "Vine trains on single tokens, and Reference.templates are for full completions: set templates=()"
+    if len({term.alpha for term in _instances(ExactKLToReference, algorithm.terms)}) > 1:
+        yield "several ExactKLToReference have different alphas, and a pass computes one divergence: give all the same alpha"
 
 
 # Batch fields of full completions, which a vine's rows are not.
@@ -436,14 +466,17 @@ def check_rollout(algorithm: Algorithm) -> None:
     """Check an algorithm for use in a run.
 
     Raises:
-        ConfigError: no teacher for a distillation; a penalty near π_old although each rollout feeds a single gradient step (in a
-            custom loop the samples may be older than the policy, so this is no error of the algorithm itself).
+        ConfigError: no teacher for a distillation, neither another model nor another prompt; a penalty near π_old although each
+            rollout feeds a single gradient step (in a custom loop the samples may be older than the policy, so this is no error of
+            the algorithm itself).
     """
-    has_teacher = algorithm.reference is not None and bool(algorithm.reference.models)
+    reference = algorithm.reference
+    has_teacher = reference is not None and bool(reference.models or reference.templates)
     if _instances(TeacherLogRatio, algorithm.advantage) and not has_teacher:
         raise ConfigError(
-            f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id, a run folder or a server "
-            "(from Python reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing"
+            f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id, a run folder or a server (from Python "
+            "reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing, unless it "
+            "reads more than the policy (Reference.templates; algorithm sdft)"
         )
     rule = algorithm.update_rule
     is_old_at_update = algorithm.old_policy == "learner" and isinstance(rule, GradientSteps) and rule.updates == 1

@@ -34,6 +34,13 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
             f"{algorithm.name} compares a completion with those before it (RunningMean, per='sample'), but the lab's steps have no "
             "order: use per='rollout', as in reinforce"
         )
+    if algorithm.reference is not None and algorithm.reference.templates:
+        return (
+            f"{algorithm.name} has a reference that reads other prompts (Reference.templates), which the lab's worlds do not have: "
+            "use distill"
+        )
+    if any(isinstance(term, ExactKLToReference) and term.alpha != 1 for term in algorithm.terms):
+        return f"{algorithm.name} has a divergence that is no expectation of a reward: set ExactKLToReference.alpha=1"
     try:
         check_sampling(algorithm, group_size, 1.0)
     except ConfigError as error:

@@ -45,8 +45,14 @@ class Completion:
     turn_state: list[int]
     selected: list[bool]
     """The tokens that were chosen at random, or as the first of equal ones, where an objective is stated for a given choice."""
+    policy: list[Tensor]
+    """[V] log π_θ(·) over the vocabulary, with graph."""
+    reference: list[list[float]]
+    """[V] log π_ref(·) over the vocabulary."""
     truncated: bool
     demonstration: bool
+    has_reference: bool
+    """π_ref has read the completion."""
     greedy_reward: float
     """Reward of the prompt's greedy completion; NaN where there is none."""
     rewards: list[float]
@@ -75,11 +81,12 @@ Prompts = list[list[Completion]]
 """The completions of each prompt that have a sampled token."""
 
 
-def read_batch(batch: Batch, logp: Tensor) -> Prompts:
+def read_batch(batch: Batch, logp: Tensor, distributions: tuple[Tensor, Tensor] | None = None) -> Prompts:
     """Read a batch into lists, in float64. A completion without a sampled token is left out.
 
     Args:
         logp: log π_θ [B, T], with graph; values off the mask are not read.
+        distributions: log π_θ(·), with graph, and log π_ref(·) over the vocabulary, each [B, T, V].
     """
     prompts: dict[int, list[Completion]] = defaultdict(list)
     policy = iter(logp[batch.mask].to("cpu", torch.float64).unbind())  # one node of the graph, not one per token
@@ -95,6 +102,7 @@ def read_batch(batch: Batch, logp: Tensor) -> Prompts:
             return [rows[name][i][t] for t in where] if name in rows else []
 
         tokens_logp = [next(policy) for _ in where]
+        ours, theirs = (None, None) if distributions is None else (x[i].double().cpu() for x in distributions)
         completion = Completion(
             reward=rows["reward"][i],
             logp=tokens_logp,
@@ -110,8 +118,11 @@ def read_batch(batch: Batch, logp: Tensor) -> Prompts:
             step_end=[bool(x) for x in tokens("step_end")],
             turn_state=[int(x) for x in tokens("turn_state")],
             selected=[bool(x) for x in tokens("selected")],
+            policy=[] if ours is None else [ours[t] for t in where],
+            reference=[] if theirs is None else [theirs[t].tolist() for t in where],
             truncated=rows["truncated"][i] if "truncated" in rows else False,
             demonstration=rows["demonstration"][i] if "demonstration" in rows else False,
+            has_reference=rows["has_reference"][i] if "has_reference" in rows else True,
             greedy_reward=rows["baseline"][i] if "baseline" in rows else math.nan,
             rewards=rows["rewards"][i] if "rewards" in rows else [],
             reward_weights=batch.reward_weights,

@@ -76,6 +76,9 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "chord": signals.chord,
     "spiral": reinforce.spiral,
     "distill": signals.distill,
+    "sdpo": signals.sdpo,
+    "sdft": signals.sdft,
+    "opsd": signals.opsd,
     "prime": signals.prime,
     "trpo_vine": critics.trpo_vine,
 }
@@ -90,7 +93,13 @@ READ_WEIGHTS = frozenset(
 )
 
 
-def paper_objective(algorithm: Algorithm, batch: Batch, logp: Tensor, max_tokens: int) -> Tensor:
+def paper_objective(
+    algorithm: Algorithm,
+    batch: Batch,
+    logp: Tensor,
+    max_tokens: int,
+    distributions: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Compute the paper's objective of an algorithm on a batch, in float64, token by token.
 
     Its gradient is that of one update on the full rollout, the negative of that of `surrogate(logp, batch, psi, algorithm)`.
@@ -103,6 +112,7 @@ def paper_objective(algorithm: Algorithm, batch: Batch, logp: Tensor, max_tokens
             filled (`with_selected_tokens`) for clip_cov and kl_cov; `entropy`, of the current policy, for high_entropy.
         logp: log π_θ [B, T], with graph; values off the mask are not read.
         max_tokens: the generation budget.
+        distributions: log π_θ(·), with graph, and log π_ref(·) over the vocabulary, each [B, T, V]; for sdft and opsd.
 
     Returns:
         J [] float64 on the CPU, with the graph of `logp`.
@@ -115,7 +125,9 @@ def paper_objective(algorithm: Algorithm, batch: Batch, logp: Tensor, max_tokens
         raise ConfigError(f"the paper's objective of {algorithm.name} does not apply: {reason}")
     _check_batch(algorithm, batch)
     graph = logp[batch.mask].sum().double().cpu() * 0  # also where J is a constant
-    prompts, name = read_batch(batch, logp), algorithm.name
+    if "kl_ref" in algorithm.forward_needs and distributions is None:
+        raise ConfigError(f"the paper's objective of {algorithm.name} is over the vocabulary: give `distributions`")
+    prompts, name = read_batch(batch, logp, distributions), algorithm.name
     if name == "reinforce":
         return graph + reinforce.reinforce(
             prompts, max_tokens, baseline=_find(algorithm.advantage, RunningMean).baseline

@@ -156,6 +156,58 @@ def distill(prompts: Prompts, max_tokens: int, discount: float = 0.0, coefficien
     return J / count_tokens(prompts)
 
 
+def read_by_reference(prompts: Prompts) -> Prompts:
+    """The completions for which the teacher had something to read."""
+    return [read for outputs in prompts if (read := [o for o in outputs if o.has_reference])]
+
+
+def sdpo(prompts: Prompts, max_tokens: int, cap: float = 2.0) -> Tensor:
+    """−1/Σ|o| Σ min(r, cap)·sg[u]·log π_θ, u = log π_θ − log π_teacher, over the completions with a teacher's text.
+    Hübotter et al. 2026 (code), the sampled token's form.
+
+    The value is r(e^{−u} + u − 1), an estimate of the KL with that derivative, continued by cap·u²/2 where r is above the cap.
+    """
+    J, read = total([]), read_by_reference(prompts)
+    for o, t in tokens(read):
+        u, r = o.u(t), o.r(t)
+        if float(r.detach()) <= cap:
+            J = J - r * (torch.exp(-u) + u - 1)
+        else:
+            at_cap = o.old[t] + math.log(cap) - o.ref[t]
+            J = J - cap * (math.exp(-at_cap) + at_cap - 1 + (u**2 - at_cap**2) / 2)
+    return J / count_tokens(read)
+
+
+def jensen_shannon(o: Completion, t: int, alpha: float) -> Tensor:
+    """Σ_a of α q log(q/m) + (1 − α) p log(p/m), m = α q + (1 − α) p, with p = π_θ and q = π_teacher; at α = 1 the reverse KL
+    Σ p log(p/q), at α = 0 the forward KL Σ q log(q/p). Agarwal et al. 2024 (GKD), eq. 1."""
+    D = total([])
+    for log_p, log_q in zip(o.policy[t], o.reference[t], strict=True):
+        p, q = torch.exp(log_p), math.exp(log_q)
+        if alpha == 1:
+            D = D + p * (log_p - log_q)
+        elif alpha == 0:
+            D = D + q * (log_q - log_p)
+        else:
+            m = alpha * q + (1 - alpha) * p
+            D = D + alpha * q * (log_q - torch.log(m)) + (1 - alpha) * p * (log_p - torch.log(m))
+    return D
+
+
+def sdft(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/B Σ_i 1/|o_i| Σ_t KL(π_θ‖π_teacher) over the vocabulary. Shenfeld et al. 2026."""
+    J, read = total([]), read_by_reference(prompts)
+    for o in completions(read):
+        J = J - total(jensen_shannon(o, t, 1.0) for t in range(len(o))) / len(o)
+    return J / count(read)
+
+
+def opsd(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/Σ|o| Σ JSD_½(π_teacher, π_θ) over the vocabulary. Zhao et al. 2026."""
+    read = read_by_reference(prompts)
+    return -total(jensen_shannon(o, t, 0.5) for o, t in tokens(read)) / count_tokens(read)
+
+
 def prime(prompts: Prompts, max_tokens: int, gamma: float = 1.0) -> Tensor:
     """PPO's clipped token mean; Â_t is a discounted sum of implicit rewards plus the outcome, each less its mean over the siblings.
 

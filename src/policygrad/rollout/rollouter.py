@@ -42,6 +42,7 @@ from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
 from policygrad.rollout.game_episodes import run_games
+from policygrad.rollout.reference_prompts import add_reference_prompts
 from policygrad.rollout.scoring import (
     ScoreFn,
     ScoreStepsFn,
@@ -258,6 +259,12 @@ class Rollouter:
                 batch = add_turn_states(batch, groups, scored="token_reward" in needs)
             batch, groups, result = self._add_extra_samples(algorithm, batch, groups, config.sampling, request.step)
             scoring |= result
+            if algorithm.reference is not None and algorithm.reference.templates:
+                self._require_single_turn(
+                    "Reference.templates replaces the prompt of a complete answer", "a reference with templates=()"
+                )
+                batch, read = add_reference_prompts(batch, groups, algorithm.reference, self.tokenizer)
+                scoring |= ScoringResult(read)
         if algorithm.reference is not None and algorithm.reference.teachers:
             batch = add_teacher_positions(batch, groups, algorithm.reference)
         taught: Metrics = {}

@@ -49,6 +49,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     needs, rule = algorithm.needs, algorithm.update_rule
     separate_critic = algorithm.critic is not None and algorithm.critic.backbone == "separate"
     reward_model = algorithm.reward_model is not None
+    is_live = algorithm.reference is not None and algorithm.reference.live
     epochs = max(1, rule.updates // rule.minibatches)
     references = algorithm.reference.num_in_memory if algorithm.reference is not None and "logp_ref" in needs else 0
     scoring_passes = bool({"logp_old", "entropy"} & needs) + bool(references) + reward_model
@@ -69,7 +70,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     return AlgorithmCost(
         name=algorithm.name,
         trained_models=1 + separate_critic + reward_model,
-        frozen_models=references + ("kl_old" in algorithm.forward_needs),
+        frozen_models=references * (not is_live) + ("kl_old" in algorithm.forward_needs),
         scoring_passes=scoring_passes,
         stale_scoring_passes=int(recomputed and "logp_old" not in needs),
         recomputes_head=not reuses_head,

@@ -35,6 +35,7 @@ from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
 from policygrad.rollout.game_episodes import ModelOpponent
+from policygrad.rollout.reference_prompts import check_template_columns
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.rollout.teachers import ServedTeachers, find_teacher
@@ -188,6 +189,8 @@ def load_resources(
         tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")
     if "demonstration" in (needs or ()):
         check_demonstrations(task.rows, tokenizer, max_tokens)
+    if algorithm is not None and algorithm.reference is not None and not algorithm.reads_reward and task.rows:
+        check_template_columns(task.rows, algorithm.reference)
     if isinstance(environment, SelfPlay):
         environment = load_opponents(environment, options, model, tokenizer, device)
     run_async = stack.enter_context(AsyncRunner())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from policygrad.checkpoint.format import Checkpoint, load_checkpoint
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.auxiliary import Reference
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch, Forward
 from policygrad.core.metrics import Mean, Metrics, merge
 from policygrad.core.objective import surrogate, with_selected_tokens
@@ -24,8 +25,10 @@ from policygrad.core.updates import GradientProblem, GradientSteps, require_prob
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.errors import CheckpointError, ConfigError
 from policygrad.findings import EXACT, Difference, Finding, Tolerance, differs, explain_difference, holds, not_checked
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.papers.objectives import describe_departure, paper_objective
 from policygrad.rollout.batching import batch_groups
+from policygrad.rollout.reference_prompts import add_reference_prompts
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest, reward_inputs
 from policygrad.samplers.config import LOCAL, SamplerConfig
@@ -305,6 +308,26 @@ def check_batch(record: StepRecord, needs: frozenset[str]) -> Finding:
         return differs("batch", f"rewards: {difference.message}", step, difference.error, difference.factor)
     return holds(
         "batch", f"{len(batch.mask)} rows with {int(batch.mask.sum()):,} trained tokens are the episodes'", step
+    )
+
+
+def check_reference_prompts(record: StepRecord, reference: Reference, encoder: Tokenizer) -> Finding:
+    """Write the prompts that π_ref reads again, from the recorded completions and their rewards."""
+    batch, step = record.batch, record.step
+    expected, _ = add_reference_prompts(batch, record.rollout.groups, reference, encoder)
+    assert expected.has_reference is not None
+    if batch.has_reference is None or len(batch.reference_prompts) != len(expected.reference_prompts):
+        return differs("reference prompts", "they were not filled, and Reference.templates asks for them", step)
+    if difference := explain_difference(expected.has_reference, batch.has_reference):
+        return differs("reference prompts", f"has reference: {difference.message}", step)
+    pairs = zip(expected.reference_prompts, batch.reference_prompts, strict=True)
+    odd = [row for row, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    if odd:
+        text = f"{len(odd)} of {len(batch.mask)} are not those of the templates: row {odd[0]} comes first"
+        return differs("reference prompts", text, step)
+    number = int(batch.has_reference.sum())
+    return holds(
+        "reference prompts", f"{number} of {len(batch.mask)} completions have one, each that of its template", step
     )
 
 

@@ -27,6 +27,7 @@ from policygrad.verification.replay import (
     Replay,
     StepReplayer,
     check_batch,
+    check_reference_prompts,
     check_step,
     check_token_versions,
     compare_rows,
@@ -138,6 +139,8 @@ class _Verifier:
         algorithm = self.replayer.config.algorithm
         yield check_batch(record, algorithm.all_needs)
         yield check_token_versions(record)
+        if algorithm.reference is not None and algorithm.reference.templates:
+            yield check_reference_prompts(record, algorithm.reference, self.replayer.resources.tokenizer)
         replayer, rollout = self.replayer, record.rollout
         result = StepResult(step, algorithm, rollout, record.batch, record.psi, {})
         rows = build_completion_rows(result, replayer.resources.tokenizer.decode, replayer.resources.has_rewards)

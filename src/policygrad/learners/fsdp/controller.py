@@ -29,7 +29,7 @@ from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, check_fsdp_options
 from policygrad.learners.fsdp.watchdog import ControlStore
-from policygrad.learners.local.learner import check_vocabulary_sizes, is_scored_elsewhere
+from policygrad.learners.local.learner import check_vocabulary_sizes, is_live, is_scored_elsewhere
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing
@@ -46,6 +46,15 @@ def check_shardable(model: nn.Module) -> None:
     if getattr(model, "is_quantized", False):
         raise ConfigError(
             f"the model's weights are quantised and cannot be sharded: use unquantised weights, or {ONE_PROCESS_HINT}"
+        )
+
+
+def check_live_reference(algorithm: Algorithm) -> None:
+    """Raise ConfigError if a pass of the policy would need another one of the policy within it."""
+    if "kl_ref" in algorithm.forward_needs and is_live(algorithm):
+        raise ConfigError(
+            "Reference(live=True) with ExactKLToReference calls the policy within its own pass, which several processes cannot: "
+            f"set ema=1.0, live=False (a copy that follows each rollout), or {ONE_PROCESS_HINT}"
         )
 
 
@@ -88,11 +97,12 @@ class FsdpController:
                 if network is not None:
                     compute_head_in_float32(network)
         skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
-        reads_reference = "logp_ref" in algorithm.needs and not is_scored_elsewhere(algorithm)
+        check_live_reference(algorithm)
+        is_elsewhere = is_live(algorithm) or is_scored_elsewhere(algorithm)
+        reads_reference = "logp_ref" in algorithm.needs and not is_elsewhere
         # π_ref is the policy without its adapters if it stays that, and no part needs both at once or a second one
-        refreshes = algorithm.reference is not None and (
-            algorithm.reference.refresh_every is not None or algorithm.reference.refresh_after_stall is not None
-        )
+        settings = algorithm.reference
+        refreshes = settings is not None and (settings.refreshes or settings.ema is not None)
         needs_both = algorithm.reward_model is not None or "kl_ref" in algorithm.forward_needs
         is_shared = is_initial_adapter(model) and not refreshes and not needs_both
         adapterless = reads_reference and reference is None and is_shared

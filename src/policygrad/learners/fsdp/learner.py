@@ -38,7 +38,7 @@ from policygrad.learners.fsdp.sharding import (
 )
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, choose_kernels
-from policygrad.learners.local.learner import LocalLearner
+from policygrad.learners.local.learner import LocalLearner, is_live
 from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
 from policygrad.models.replica import ModelFactory, full_tensor
 from policygrad.models.vision import placeholder_id, read_texts
@@ -170,7 +170,7 @@ class FsdpLearner(LocalLearner):
     def _build_reference(
         self, algorithm: Algorithm, given: nn.Module | None, build: ModelFactory | None
     ) -> Evaluator | None:
-        return self._reference_evaluator
+        return self._policy_evaluator if is_live(algorithm) else self._reference_evaluator
 
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         is_reference = evaluator is self._reference_evaluator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -182,11 +183,29 @@ def _expectation(p: Tensor, x: Tensor) -> Tensor:
     return (p * torch.where(p > 0, x, 0)).sum(-1)
 
 
+def divergence(logp: Tensor, reference: Tensor, alpha: float) -> Tensor:
+    """Return the divergence [n] of `ExactKLToReference` between log π [n, V] and log π_ref [n, V]."""
+    if alpha == 1:
+        return _expectation(logp.exp(), logp - reference)
+    if alpha == 0:
+        return _expectation(reference.exp(), reference - logp)
+    # where both are −∞, the derivative of logaddexp would be NaN
+    weighted = (reference + math.log(alpha), logp + math.log1p(-alpha))
+    mixture = torch.logaddexp(*(x.clamp(min=-1e30) for x in weighted))
+    of_reference, of_policy = (_expectation(x.exp(), x - mixture) for x in (reference, logp))
+    return alpha * of_reference + (1 - alpha) * of_policy
+
+
 def compute_exact(
-    logits: Tensor, old: Tensor | None, names: Sequence[str], temperature: float, reference: Tensor | None = None
+    logits: Tensor,
+    old: Tensor | None,
+    names: Sequence[str],
+    temperature: float,
+    reference: Tensor | None = None,
+    alpha: float = 1.0,
 ) -> list[Tensor]:
     """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π) and
-    kl_ref = Σ π log(π/π_ref)."""
+    kl_ref, the `divergence` from π_ref."""
     logp = scale_logits(logits, temperature).log_softmax(-1)
     out = []
     for name in names:
@@ -194,7 +213,7 @@ def compute_exact(
             out.append(-_expectation(logp.exp(), logp))
         elif name == "kl_ref":
             assert reference is not None  # checked by `Evaluator.forward`
-            out.append(_expectation(logp.exp(), logp - scale_logits(reference, temperature).log_softmax(-1)))
+            out.append(divergence(logp, scale_logits(reference, temperature).log_softmax(-1), alpha))
         else:
             assert old is not None  # likewise
             before = scale_logits(old, temperature).log_softmax(-1)
@@ -247,13 +266,15 @@ class Evaluator:
         old: Evaluator | None = None,
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
+        alpha: float = 1.0,
     ) -> Forward:
         """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
 
         Args:
-            needs: entropy, kl_old = KL(π_old‖π), kl_ref = KL(π‖π_ref).
+            needs: entropy, kl_old = KL(π_old‖π), kl_ref = the `divergence` from π_ref.
             old: Evaluator of π_old.
-            reference: Evaluator of π_ref.
+            reference: Evaluator of π_ref, which reads `part.reference` if there is one.
+            alpha: Of the divergence from π_ref.
             expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
 
         Raises:
@@ -266,7 +287,9 @@ class Evaluator:
             raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
         if "kl_ref" in names and reference is None:
             raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
-        compared = [x for name, x in (("kl_old", old), ("kl_ref", reference)) if name in names and x is not None]
+        read = part if part.reference is None else part.reference  # by π_ref
+        pairs = (("kl_old", old, part), ("kl_ref", reference, read))
+        compared = [(x, pack) for name, x, pack in pairs if name in names and x is not None]
         states, tokens, index = self.network_for(part).states(part), part.tokens[part.mask], part.predictor[part.mask]
         network, head, temperature = self.network, self.network.head, self.temperature
         statistics: Sequence[Tensor | None]
@@ -284,7 +307,9 @@ class Evaluator:
             )
         else:  # through the head module; the backward pass recomputes a chunk's logits
             with torch.no_grad():
-                compared_states = [other.states(part).index_select(0, index) for other in compared]
+                compared_states = [
+                    other.states(pack).index_select(0, pack.predictor[pack.mask]) for other, pack in compared
+                ]
 
             def compute(places: Tensor, tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
                 def mask(logits: Tensor) -> Tensor:
@@ -293,10 +318,12 @@ class Evaluator:
 
                 logits = mask(network.logits(states))
                 with torch.no_grad():
-                    fixed = [mask(other.network.logits(x)) for other, x in zip(compared, other_states, strict=True)]
+                    fixed = [
+                        mask(other.network.logits(x)) for (other, _), x in zip(compared, other_states, strict=True)
+                    ]
                 old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
                 logp = selected_logp(logits, tokens, temperature)
-                return logp, *compute_exact(logits, old, names, temperature, reference)
+                return logp, *compute_exact(logits, old, names, temperature, reference, alpha)
 
             places = torch.arange(len(index), device=index.device)  # of the tokens in the sampling mask
             columns = (places, tokens, states.index_select(0, index), *compared_states)

@@ -15,12 +15,19 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import is_server
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
+from policygrad.core.terms import ExactKLToReference
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.compilation import CompiledBlocks, count_compiled_graphs
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, build_evaluator, choose_kernels, recompute_activations
-from policygrad.learners.local.networks import ImplicitRewardModel, TrainedNetworks, ValueModel, measure_values
+from policygrad.learners.local.networks import (
+    ImplicitRewardModel,
+    MovingAverage,
+    TrainedNetworks,
+    ValueModel,
+    measure_values,
+)
 from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.learners.local.score_norms import ScoreNorms
@@ -93,6 +100,11 @@ class LocalLearner:
         self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)
         self.reference = self._build_reference(algorithm, reference, build)
         self.teachers = self._build_teachers(algorithm, teachers or {})
+        self.reads_templates = algorithm.reference is not None and bool(algorithm.reference.templates)
+        self.average: MovingAverage | None = None
+        if self.reference is not None and algorithm.reference is not None and algorithm.reference.ema is not None:
+            self.average = MovingAverage(self.reference.model, self.optimizer)
+            self._on_reference_refreshed()
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
             initial = self._frozen_copy(self.reference, build if reference is None else None)
@@ -102,6 +114,8 @@ class LocalLearner:
         self.networks = TrainedNetworks(
             self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
         )
+        alphas = [term.alpha for term in algorithm.terms if isinstance(term, ExactKLToReference)]
+        self.networks = replace(self.networks, alpha=alphas[0] if alphas else 1.0)
         if config.compile:
             self.networks = replace(self.networks, compiled=CompiledBlocks(model, config.gradient_checkpointing))
         self.uses_lr = rule.uses_lr
@@ -127,9 +141,11 @@ class LocalLearner:
     def _build_reference(
         self, algorithm: Algorithm, given: nn.Module | None, build: ModelFactory | None
     ) -> Evaluator | None:
-        """Make π_ref if a part reads it: the given model, or a copy of the current policy."""
+        """Make π_ref if a part reads it: the given model, a copy of the current policy, or the policy itself."""
         if "logp_ref" not in algorithm.needs:
             return None
+        if is_live(algorithm):
+            return self.evaluator
         named = algorithm.reference.model if algorithm.reference is not None else None
         if is_scored_elsewhere(algorithm):
             return None
@@ -217,7 +233,7 @@ class LocalLearner:
             filled |= {n: x for n, x in (("logp_old", out.logp), ("entropy", out.entropy)) if n in needs}
         reward_model = self.reward_model if "implicit_reward" in needs else None
         if self.reference is not None and ("logp_ref" in needs or reward_model is not None):
-            filled["logp_ref"] = self.networks.score_batch(batch, self.reference).logp
+            filled["logp_ref"] = self.networks.score_batch(self._as_reference_reads(batch), self.reference).logp
         if self.teachers and "logp_ref" in needs:
             filled["logp_ref"] = self._score_with_teachers(batch)
         batch = replace(batch, **filled)
@@ -236,6 +252,16 @@ class LocalLearner:
             if len(rows):
                 logp[rows] = self.networks.score_batch(batch.select(rows), evaluator).logp.to(logp)
         return logp
+
+    def _as_reference_reads(self, batch: Batch) -> Batch:
+        """Return the completions after the prompts that π_ref reads, without those for which there is none."""
+        if self.reads_templates and not batch.reference_prompts:
+            raise ConfigError(
+                "Batch.reference_prompts is empty, and Reference.templates gives π_ref prompts of its own: fill it, as a "
+                "run's rollout does, or set templates=()"
+            )
+        read = batch.as_reference_reads()
+        return read if read.has_reference is None else replace(read, mask=read.mask & read.has_reference[:, None])
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """Update the weights on one rollout, by the algorithm's update rule."""
@@ -259,6 +285,8 @@ class LocalLearner:
             metrics |= {"time/offload": Sum(moving)}
         self.rollouts += 1
         settings = algorithm.reference
+        if self.average is not None and settings is not None and settings.ema is not None:
+            self.average.update(self.optimizer, settings.ema)
         if settings is not None and self.reference is not None and settings.should_refresh(self.rollouts):
             copy_weights(self.model, self.reference.model)
             self._on_reference_refreshed()
@@ -291,6 +319,12 @@ class LocalLearner:
         if self.reference is not None and adapter_configs(self.reference.model):
             set_adapters_enabled(self.reference.model, True)
 
+    def _reference_weights(self) -> dict[str, Tensor]:
+        """Return the reference's weights that a checkpoint holds, in the precision in which they are averaged."""
+        assert self.reference is not None
+        averages = {} if self.average is None else self.average.averages
+        return {**trainable_parameters(self.reference.model, self.model), **averages}
+
     def publish(self) -> PublishedWeights:
         """Return the model's own tensors; a sampler that uses the same model copies nothing."""
         return PublishedWeights(self.version, dict(self.model.named_parameters()))
@@ -299,8 +333,7 @@ class LocalLearner:
         tensors, values = self.optimizer.state()
         state = {"rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
         if self.refreshed and self.reference is not None:
-            changed = trainable_parameters(self.reference.model, self.model)
-            tensors |= {f"reference/{name}": p.detach() for name, p in changed.items()}
+            tensors |= {f"reference/{name}": p.detach() for name, p in self._reference_weights().items()}
         for name, optimizer in self._auxiliary_optimizers().items():
             more, state[name] = optimizer.state()
             tensors |= {f"{name}/{key}": tensor for key, tensor in more.items()}
@@ -318,8 +351,10 @@ class LocalLearner:
             stored = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(f"{name}/")}
             optimizer.restore(stored, values[name])
         if values["refreshed"] and self.reference is not None:
-            for name, parameter in trainable_parameters(self.reference.model, self.model).items():
+            for name, parameter in self._reference_weights().items():
                 parameter.data.copy_(tensors[f"reference/{name}"])
+            if self.average is not None:
+                self.average.write()
             self._on_reference_refreshed()
         policy = {name: tensor for name, tensor in tensors.items() if not name.startswith(AUXILIARY_PREFIXES)}
         trained = {name.removeprefix("weights/") for name in policy if name.startswith("weights/")}
@@ -359,12 +394,18 @@ def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) ->
         )
 
 
+def is_live(algorithm: Algorithm) -> bool:
+    """Return True if π_ref is the policy itself."""
+    return algorithm.reference is not None and algorithm.reference.live
+
+
 def check_routing_replay(algorithm: Algorithm) -> None:
     """Raise ConfigError for parts that evaluate the policy without the replayed routes."""
     unsupported = {
         type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
         "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
         "an exact KL to the old policy": "kl_old" in algorithm.forward_needs,
+        "an exact divergence from the live policy": "kl_ref" in algorithm.forward_needs and is_live(algorithm),
     }
     for name in (name for name, is_used in unsupported.items() if is_used):
         raise ConfigError(

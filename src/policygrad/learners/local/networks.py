@@ -225,6 +225,30 @@ class ImplicitRewardModel:
         return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
 
 
+class MovingAverage:
+    """Makes a frozen model's weights an exponential average of the policy's, in float32 where its own are less precise."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Start from the model's weights; those that the optimizer does not train stay as they are."""
+        parameters = dict(model.named_parameters())
+        self.parameters = {name: parameters[name] for name in optimizer.masters}
+        self.averages = {name: at_least_float32(p.detach()) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self, optimizer: Optimizer, rate: float) -> None:
+        """Average ← (1 − rate)·average + rate·policy."""
+        for name, average in self.averages.items():
+            average.lerp_(optimizer.masters[name].detach().to(average.device), rate)
+        self.write()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round the averages to the model's precision."""
+        for name, average in self.averages.items():
+            if self.parameters[name].dtype != average.dtype:
+                self.parameters[name].copy_(average)
+
+
 @dataclass(frozen=True, eq=False)
 class TrainedNetworks:
     """The policy with its optimizer, and the networks that train beside it or that it is compared with."""
@@ -238,6 +262,7 @@ class TrainedNetworks:
     division: WorkDivision = field(default_factory=WorkDivision)
     old: Evaluator | None = None  # π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)
     compiled: CompiledBlocks | None = None  # the policy's blocks, with `learner.compile`
+    alpha: float = 1.0  # of the exact divergence from the reference (`ExactKLToReference`)
 
     @property
     def device(self) -> torch.device:
@@ -258,13 +283,13 @@ class TrainedNetworks:
 
         def run(part: Pack) -> None:
             with backward_mode(evaluator.model, self.config.gradient_checkpointing):
-                backward_zero(evaluator.forward(part, needs, self.old, self.reference).logp)
+                backward_zero(evaluator.forward(part, needs, self.old, self.reference, alpha=self.alpha).logp)
 
         return run
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """Return log π_θ of a micro-batch and what else `needs` names."""
-        return self.policy.forward(part.to(self.device), needs, self.old, self.reference, expected)
+        return self.policy.forward(part.to(self.device), needs, self.old, self.reference, expected, self.alpha)
 
     @torch.no_grad()
     def score_batch(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:

@@ -195,6 +195,13 @@ class Pack:
     """[N] bool, the nodes that stand for a part of a picture; None = no pictures."""
     media: tuple[TextMedia, ...] = ()
     """The pictures of each distinct text, with `slots`."""
+    reference: Pack | None = None
+    """The same completions in the same order after the prompts that π_ref reads; None = the same texts."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, or of those that π_ref reads if they are more."""
+        return len(self.ids) if self.reference is None else max(len(self.ids), len(self.reference.ids))
 
     @property
     def node_media(self) -> TextMedia:
@@ -215,6 +222,8 @@ class Pack:
         changed: dict[str, Any] = {name: function(x) for name, x in tensors.items()}
         if (left := self.sampling_mask) is not None:
             changed["sampling_mask"] = SamplingMask(function(left.ids), function(left.counts))
+        if self.reference is not None:
+            changed["reference"] = self.reference.map(function)
         return replace(self, **changed, tree=self.tree.map(function))
 
     def to(self, device: torch.device | str) -> Pack:
@@ -247,15 +256,31 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
     Raises:
         DataError: The batch has no tokens or prompts.
     """
-    return pack_texts(batch, TokenSequences.of(batch, rows), budget, keep_groups=keep_groups)
+    return pack_texts(batch, TokenSequences.of(batch, rows), budget, groups=batch.group if keep_groups else None)
 
 
-def pack_texts(batch: Batch, texts: TokenSequences, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
-    """Pack the texts of a batch's completions in the same way."""
+def pack_with_reference(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
+    """Pack completions so that also what π_ref reads, each completion after its own prompt, has at most `budget` nodes."""
+    if not batch.reference_prompts:
+        yield from pack_micro_batches(batch, rows, budget, keep_groups=keep_groups)
+        return
+    read = batch.as_reference_reads()
+    texts = TokenSequences.of(read, rows)
+    for reference in pack_texts(read, texts, budget, groups=batch.group if keep_groups else None):
+        (pack,) = pack_micro_batches(
+            batch, reference.rows, int(batch.mask.numel() + sum(map(len, batch.prompts or ())))
+        )
+        order = torch.argsort(reference.rows)[torch.argsort(torch.argsort(pack.rows))]
+        aligned = {name: getattr(reference, name)[order] for name in ("rows", "predictor", "tokens", "mask")}
+        yield replace(pack, reference=replace(reference, **aligned, sampling_mask=None))
+
+
+def pack_texts(batch: Batch, texts: TokenSequences, budget: int, *, groups: Tensor | None = None) -> Iterator[Pack]:
+    """Pack the texts of a batch's completions in the same way; `groups` [B], which are not split, if there are such."""
     if not len(texts.rows):
         return
     texts = texts.sort()
-    unit = batch.group.numpy()[texts.rows] if keep_groups else texts.first_occurrence
+    unit = texts.first_occurrence if groups is None else groups.numpy()[texts.rows]
     order = np.argsort(unit, kind="stable")  # bring together what must not be split
     texts, unit = texts[order], unit[order]
     shared = texts.shared_prefix_lengths()
@@ -363,15 +388,18 @@ class WorkDivision:
         *,
         rows: Tensor | None = None,
         keep_groups: bool = False,
+        with_reference: bool = False,
     ) -> Iterator[Pack]:
         """Iterate over this process's micro-batches of the completions `rows` (None = all) for a model.
 
-        `dummy_pass` is a pass like those the micro-batches are for, which adds nothing.
+        `dummy_pass` is a pass like those the micro-batches are for, which adds nothing. `with_reference`: π_ref is evaluated in the
+        same passes.
         """
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        make_packs = partial(pack_micro_batches, batch, rows, keep_groups=keep_groups)
+        pack = pack_with_reference if with_reference else pack_micro_batches
+        make_packs = partial(pack, batch, rows, keep_groups=keep_groups)
         device, budget = next(model.parameters()).device, micro_batch_tokens(config, model)
-        return self.divide(make_packs, budget, lambda part: dummy_pass(part.to(device)), lambda part: len(part.ids))
+        return self.divide(make_packs, budget, lambda part: dummy_pass(part.to(device)), lambda part: part.num_nodes)
 
     def divide(
         self,

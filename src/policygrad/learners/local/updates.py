@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -122,7 +122,8 @@ class LocalGradientProblem:
         bare = batch.without_texts()  # which the equation does not read
         dummy_pass = networks.dummy_pass(networks.policy, needs)
         keep_groups = self.algorithm.gate.requires_full_groups
-        for part in networks.micro_batches(batch, dummy_pass, rows=rows, keep_groups=keep_groups):
+        options: dict[str, Any] = {"rows": rows, "keep_groups": keep_groups, "with_reference": "kl_ref" in needs}
+        for part in networks.micro_batches(batch, dummy_pass, **options):
             coef = tuple(move(c[part.rows], device) for c in coefficients)
             yield part, bare.select(part.rows).to(device), move(self.psi[part.rows], device), coef
 
