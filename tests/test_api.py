@@ -24,7 +24,7 @@ GreedyBaseline GroupInGroup GroupMean GroupStd GroupTokenMean GuardConfig Gymnas
 HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV
 LITE_PPO LUFFY LUSPO Learner LearnerConfig LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip
 LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep
-NoPositiveResampling NumericsError OPO Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO
+NoPositiveResampling NumericsError OPO OTB Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO
 PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 PublishedWeights RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference RejectionSampling Request
 RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run RunError RunInfo RunOptions

@@ -184,6 +184,13 @@ REINFORCE_PP_BASELINE = replace(
     terms=(KLToReference(1e-5, "k2"),),
     update_rule=GradientSteps(),
 )
+OTB = replace(
+    GRPO,
+    name="otb",
+    advantage=(OptimalBaseline("logits", leave_one_out=False),),
+    aggregation=TokenMean(),
+    terms=(),
+)
 GPG = replace(
     REINFORCE, name="gpg", advantage=(GroupMean(),), aggregation=TokenMean(), filters=(DropZeroVariance("reweight"),)
 )

@@ -67,14 +67,27 @@ def with_weights(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, weight=torch.where(batch.mask, weight, NAN))
 
 
+def with_sum_pi_squared(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """Σ_a π_old(a)², at least the sampled token's π_old², even where a random log π_old is no logarithm of a probability."""
+    p = torch.ones_like(batch.mask, dtype=torch.float64) if batch.logp_old is None else batch.logp_old.exp()
+    squares = p.clamp(min=1) ** 2 + random.uniform(*p.shape)
+    return replace(batch, sum_pi_squared=torch.where(batch.mask, squares, NAN))
+
+
 FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "rewards": with_rewards,
     "turns": with_turns,
     "demonstrations": with_demonstrations,
     "successes": with_successes,
     "weights": with_weights,
+    "sum_pi_squared": with_sum_pi_squared,
 }
-READ_BY = {"rewards": "rewards", "turn_state": "turns", "demonstration": "demonstrations"}
+READ_BY = {
+    "rewards": "rewards",
+    "turn_state": "turns",
+    "demonstration": "demonstrations",
+    "sum_pi_squared": "sum_pi_squared",
+}
 """A field that an algorithm declares -> what to fill."""
 
 
@@ -87,6 +100,7 @@ def blank(like: Tensor) -> dict[str, Any]:
         "reward_weights": (1.0,),
         "turn_state": torch.zeros(like.shape, dtype=torch.int64),
         "demonstration": torch.zeros(rows, dtype=torch.bool),
+        "sum_pi_squared": torch.ones_like(like),
     }
 
 
@@ -105,6 +119,8 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
             shown[:, None], 0.0, torch.zeros(batch.mask.shape) if batch.logp_old is None else batch.logp_old
         )
         batch = replace(batch, demonstration=shown, logp_sampler=output)
+    if "sum_pi_squared" in declared:
+        batch = replace(batch, sum_pi_squared=(0.3 + 0.1 * (tokens % 5)).to(batch.reward.dtype))
     if "baseline" in declared:
         batch = replace(batch, baseline=(batch.group % 2).to(batch.reward.dtype))
     if "example_id" in declared:

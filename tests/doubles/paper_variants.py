@@ -34,7 +34,7 @@ from policygrad.papers.completions import (
 from policygrad.papers.critics import n_step, over_q, rewards, trpo_vine
 from policygrad.papers.grpo import cispo, magistral, mean_over_completions, passk
 from policygrad.papers.objectives import PAPER_OBJECTIVES, Objective
-from policygrad.papers.reinforce import clipped_token_mean, reinforce, rloo
+from policygrad.papers.reinforce import clipped_token_mean, otb, reinforce, rloo
 from policygrad.papers.signals import chord, distill, grpo_process, prime, turn_rewards, turns
 from policygrad.papers.trust_regions import clip_cov, dppo, high_entropy, kl_cov, m2po
 
@@ -271,6 +271,10 @@ PARTS: dict[str, Variant] = {
     ),
     "batch mean": (replace(pg.REINFORCE, advantage=(pg.BatchMean(),)), batch_mean),
     "optimal baseline, length": (replace(pg.REINFORCE, advantage=(pg.OptimalBaseline("length"),)), optimal_length),
+    "otb, leaving one out": (
+        replace(pg.OTB, advantage=(pg.OptimalBaseline("logits"),)),
+        lambda p, w: otb(p, w, leave_one_out=True),
+    ),
     "token rewards": (pg.REINFORCE, reinforce),
     "KL in reward, large": (
         replace(pg.RLOO, shaping=(pg.KLInReward(0.7, level="sequence"),)),
@@ -445,6 +449,7 @@ FILLED_BY = {
     "successes": ("maxrl",),
     "entropy": ("high_entropy", "high entropy, half of them", "high entropy, of π_old"),
     "rewards": ("gdpo",),
+    "sum_pi_squared": ("otb", "otb, leaving one out"),
     "turns": ("gigpo", *TURNS),
     "demonstrations": ("luffy", "chord", "CHORD-μ, at first"),
     "weights": ("vine, weighted", "vine, first order"),

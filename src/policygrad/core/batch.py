@@ -15,7 +15,7 @@ from policygrad.errors import ConfigError
 
 _SHAPES = {
     "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
-    "weight version entropy turn_state selected sampling_mask_counts",
+    "weight version entropy sum_pi_squared turn_state selected sampling_mask_counts",
     "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
@@ -138,6 +138,8 @@ class Batch(_Tensors):
     """[B] ‖∇_θ log π_θ(o)‖²; 0 where the mask is all False."""
     entropy: Tensor | None = None
     """[B, T] nats; entropy of π_old before each token, exact over the vocabulary."""
+    sum_pi_squared: Tensor | None = None
+    """[B, T] Σ_a π_old(a)² before each token, exact over the vocabulary: the probability that two samples are equal."""
     selected: Tensor | None = None
     """[B, T] bool; tokens that a part chose among all of an update (`Part.select_tokens`)."""
     turn_state: Tensor | None = None
@@ -280,6 +282,8 @@ class Forward(_Tensors):
     """[B, T] nats, log π_θ of the batch's tokens, with graph."""
     entropy: Tensor | None = None
     """[B, T] nats, exact over the vocabulary; only if a term needs it."""
+    sum_pi_squared: Tensor | None = None
+    """[B, T] Σ_a π_θ(a)² over the vocabulary, without graph."""
     values: Tensor | None = None
     """[B, T] the critic's values, with graph."""
     kl_old: Tensor | None = None

@@ -40,6 +40,8 @@ class Completion:
     value: list[float]
     """V before the token."""
     entropy: list[float]
+    sum_pi_squared: list[float]
+    """Σ_a π_old(a)² before the token."""
     implicit_reward: list[float]
     step_end: list[bool]
     turn_state: list[int]
@@ -100,6 +102,7 @@ def read_batch(batch: Batch, logp: Tensor) -> Prompts:
             token_reward=tokens("token_reward") or [0.0] * len(where),
             value=tokens("values"),
             entropy=tokens("entropy"),
+            sum_pi_squared=tokens("sum_pi_squared"),
             implicit_reward=tokens("implicit_reward"),
             step_end=[bool(x) for x in tokens("step_end")],
             turn_state=[int(x) for x in tokens("turn_state")],

@@ -46,6 +46,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "remax": reinforce.remax,
     "reinforce_pp": reinforce.reinforce_pp,
     "reinforce_pp_baseline": reinforce.reinforce_pp_baseline,
+    "otb": reinforce.otb,
     "gpg": reinforce.gpg,
     "raft": reinforce.raft,
     "maxrl": grpo.maxrl,
@@ -75,7 +76,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
 length of Dr. GRPO's denominator and of overlong penalties). J is in float64, with the graph of log π_θ."""
 
 READ_TOKEN_REWARDS = frozenset(
-    {"reinforce", "a2c", "trpo", "natural", "ppo", "ppo_penalty", "vapo", "vineppo", "grpo_process", "gigpo"}
+    {"reinforce", "otb", "a2c", "trpo", "natural", "ppo", "ppo_penalty", "vapo", "vineppo", "grpo_process", "gigpo"}
 )
 READ_WEIGHTS = frozenset(
     {"dapo", "prorl", "magistral", "cispo", "clip_cov", "kl_cov", "high_entropy", "prime", "gpg", "trpo_vine"}

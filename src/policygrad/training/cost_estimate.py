@@ -50,7 +50,9 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     separate_critic = algorithm.critic is not None and algorithm.critic.backbone == "separate"
     reward_model = algorithm.reward_model is not None
     epochs = max(1, rule.updates // rule.minibatches)
-    scoring_passes = bool({"logp_old", "entropy"} & needs) + ("logp_ref" in needs or reward_model) + reward_model
+    scoring_passes = (
+        bool({"logp_old", "entropy", "sum_pi_squared"} & needs) + ("logp_ref" in needs or reward_model) + reward_model
+    )
     scoring_passes += separate_critic and "values" in needs
     if algorithm.token_selector is not None and algorithm.selection_needs:
         scoring_passes += epochs  # tokens are selected among all of an update's before it is split
