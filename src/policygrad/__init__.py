@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DISTILL DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO "
+        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DISTILL DPPO DR_GRPO ECHO GDPO GIGPO GMPO GPG GRPO "
         "GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL "
         "NATURAL OPO OTB PASSK PPO PPO_PENALTY PRIME PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX "
         "RLOO SAPO SCALE_RL TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO get_algorithm"
@@ -35,7 +35,7 @@ _HOME = {
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.terms": (
         "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference "
-        "DriftPenalty PositiveNLL"
+        "DriftPenalty ObservationNLL PositiveNLL"
     ),
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.turns": "BiLevelGAE GroupInGroup MultiTurnGAE TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn",

@@ -44,7 +44,16 @@ from policygrad.core.gates import (
 from policygrad.core.process import ImplicitProcess, PrefixValue, ProcessReward
 from policygrad.core.ratios import HighEntropy, Sequence, SequenceProduct, Token
 from policygrad.core.shaping import KLInReward, SoftOverlong
-from policygrad.core.terms import DemonstrationNLL, DriftPenalty, Entropy, KLCov, KLToOld, KLToReference, PositiveNLL
+from policygrad.core.terms import (
+    DemonstrationNLL,
+    DriftPenalty,
+    Entropy,
+    KLCov,
+    KLToOld,
+    KLToReference,
+    ObservationNLL,
+    PositiveNLL,
+)
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.turns import GroupInGroup
 from policygrad.core.updates import GradientSteps
@@ -304,6 +313,8 @@ CHORD = replace(
     terms=(DemonstrationNLL(0.1),),
     filters=(SeparateDemonstrations(),),
 )
+
+ECHO = replace(GRPO, name="echo", terms=(ObservationNLL(0.05),))
 
 # A teacher, or a reward model beside the policy.
 DISTILL = Algorithm(

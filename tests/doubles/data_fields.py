@@ -67,6 +67,11 @@ def with_weights(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, weight=torch.where(batch.mask, weight, NAN))
 
 
+def with_observations(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """About half of the tokens that were not sampled, and some that were, which do not count."""
+    return replace(batch, observation=random.uniform(*batch.mask.shape) < 0.5)
+
+
 def with_sum_pi_squared(batch: pg.Batch, random: Draws) -> pg.Batch:
     """Σ_a π_old(a)², at least the sampled token's π_old², even where a random log π_old is no logarithm of a probability."""
     p = torch.ones_like(batch.mask, dtype=torch.float64) if batch.logp_old is None else batch.logp_old.exp()
@@ -81,12 +86,14 @@ FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "successes": with_successes,
     "weights": with_weights,
     "sum_pi_squared": with_sum_pi_squared,
+    "observations": with_observations,
 }
 READ_BY = {
     "rewards": "rewards",
     "turn_state": "turns",
     "demonstration": "demonstrations",
     "sum_pi_squared": "sum_pi_squared",
+    "observation": "observations",
 }
 """A field that an algorithm declares -> what to fill."""
 
@@ -101,6 +108,7 @@ def blank(like: Tensor) -> dict[str, Any]:
         "turn_state": torch.zeros(like.shape, dtype=torch.int64),
         "demonstration": torch.zeros(rows, dtype=torch.bool),
         "sum_pi_squared": torch.ones_like(like),
+        "observation": torch.ones(like.shape, dtype=torch.bool),
     }
 
 
@@ -119,6 +127,8 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
             shown[:, None], 0.0, torch.zeros(batch.mask.shape) if batch.logp_old is None else batch.logp_old
         )
         batch = replace(batch, demonstration=shown, logp_sampler=output)
+    if "observation" in declared:
+        batch = replace(batch, observation=tokens % 2 == 0)
     if "sum_pi_squared" in declared:
         batch = replace(batch, sum_pi_squared=(0.3 + 0.1 * (tokens % 5)).to(batch.reward.dtype))
     if "baseline" in declared:

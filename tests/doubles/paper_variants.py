@@ -139,6 +139,14 @@ def optimal_length(prompts: Prompts, max_tokens: int) -> Tensor:
     return J / count(prompts)
 
 
+def echo_over_tokens(prompts: Prompts, max_tokens: int) -> Tensor:
+    """Beside the term of successes, which has the sampled tokens of its own denominator."""
+    observed = [x for o in completions(prompts) for x in o.observed]
+    right = [[o for o in outputs if o.reward >= 1] for outputs in prompts]
+    successes = 0.1 * total(o.logp[t] for o, t in tokens(right)) / count_tokens(right)
+    return mean_over_completions(prompts) + successes + 0.7 * total(observed) / max(1, len(observed))
+
+
 def rloo_to_go(prompts: Prompts, max_tokens: int) -> Tensor:
     """RLOO with the KL of a token's own future in its reward, against the siblings' full ones."""
     J = total([])
@@ -271,6 +279,10 @@ PARTS: dict[str, Variant] = {
     ),
     "batch mean": (replace(pg.REINFORCE, advantage=(pg.BatchMean(),)), batch_mean),
     "optimal baseline, length": (replace(pg.REINFORCE, advantage=(pg.OptimalBaseline("length"),)), optimal_length),
+    "echo, over all tokens": (
+        replace(pg.ECHO, terms=(pg.ObservationNLL(0.7, pg.TokenMean()), pg.PositiveNLL(0.1))),
+        echo_over_tokens,
+    ),
     "otb, leaving one out": (
         replace(pg.OTB, advantage=(pg.OptimalBaseline("logits"),)),
         lambda p, w: otb(p, w, leave_one_out=True),
@@ -449,6 +461,7 @@ FILLED_BY = {
     "successes": ("maxrl",),
     "entropy": ("high_entropy", "high entropy, half of them", "high entropy, of π_old"),
     "rewards": ("gdpo",),
+    "observations": ("echo", "echo, over all tokens"),
     "sum_pi_squared": ("otb", "otb, leaving one out"),
     "turns": ("gigpo", *TURNS),
     "demonstrations": ("luffy", "chord", "CHORD-μ, at first"),

@@ -47,6 +47,8 @@ class Completion:
     turn_state: list[int]
     selected: list[bool]
     """The tokens that were chosen at random, or as the first of equal ones, where an objective is stated for a given choice."""
+    observed: list[Tensor]
+    """log π_θ of the tokens that the environment wrote, with graph."""
     truncated: bool
     demonstration: bool
     greedy_reward: float
@@ -75,10 +77,12 @@ def read_batch(batch: Batch, logp: Tensor) -> Prompts:
     """Read a batch into lists, in float64. A completion without a sampled token is left out.
 
     Args:
-        logp: log π_θ [B, T], with graph; values off the mask are not read.
+        logp: log π_θ [B, T], with graph; of sampled and, if the batch has some, of observed tokens.
     """
     prompts: dict[int, list[Completion]] = defaultdict(list)
     policy = iter(logp[batch.mask].to("cpu", torch.float64).unbind())  # one node of the graph, not one per token
+    observed = batch.observed_tokens
+    environment = iter(logp[observed].to("cpu", torch.float64).unbind())
     positions = [row.nonzero().flatten().tolist() for row in batch.mask.cpu()]
     fields = (*PER_TOKEN, *PER_COMPLETION, "rewards")
     rows = {name: value.cpu().tolist() for name, value in batch.tensors().items() if name in fields}
@@ -107,6 +111,7 @@ def read_batch(batch: Batch, logp: Tensor) -> Prompts:
             step_end=[bool(x) for x in tokens("step_end")],
             turn_state=[int(x) for x in tokens("turn_state")],
             selected=[bool(x) for x in tokens("selected")],
+            observed=[next(environment) for _ in range(int(observed[i].sum()))],
             truncated=rows["truncated"][i] if "truncated" in rows else False,
             demonstration=rows["demonstration"][i] if "demonstration" in rows else False,
             greedy_reward=rows["baseline"][i] if "baseline" in rows else math.nan,

@@ -68,6 +68,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "gigpo": signals.gigpo,
     "luffy": signals.luffy,
     "chord": signals.chord,
+    "echo": grpo.echo,
     "distill": signals.distill,
     "prime": signals.prime,
     "trpo_vine": critics.trpo_vine,
