@@ -271,7 +271,7 @@ def check_head(device: str) -> dict[str, Any]:
                 logp, entropy = _table_statistics(head(x), tokens.to(device), 0.7)
             else:
                 index = torch.arange(states, device=device)
-                logp, entropy = fused_log_probability(x, head, index, tokens.to(device), 0.7, entropy=True)
+                logp, entropy, _ = fused_log_probability(x, head, index, tokens.to(device), 0.7, entropy=True)
             assert entropy is not None
             loss = (logp * g.to(device)).sum() + (entropy * g_entropy.to(device)).sum()
             gradients = torch.autograd.grad(loss, [x, head.weight])

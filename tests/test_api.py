@@ -24,7 +24,7 @@ Gate Generation GeometricMean GradientProblem GradientSteps GreedyBaseline Group
 GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess
 ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig
 LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated
-MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling NumericsError OPO OPSD
+MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling NumericsError OPO OPSD OTB
 Observation OffPolicySequenceMask OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO PPO_PENALTY PRIME PRIME_RL
 PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 PublishedWeights RAFT RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference

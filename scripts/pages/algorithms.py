@@ -173,6 +173,7 @@ KEPT = {
     "logp_old": "log π_old of every token",
     "logp_ref": "log π_ref of every token",
     "values": "V of every token",
+    "sum_pi_squared": "Σ π² before every token",
     "grad_logp_sq_norm": "‖∇log π(o)‖² of every completion",
     "step_end": "the reward of every step",
 }

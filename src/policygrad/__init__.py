@@ -11,7 +11,7 @@ _HOME = {
         "GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO "
         "MAGISTRAL MAXRL NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE "
         "REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO "
-        "get_algorithm SPIRAL OPSD SDFT SDPO"
+        "get_algorithm SPIRAL OPSD SDFT SDPO ECHO OTB"
     ),
     "policygrad.core.advantages": (
         "RejectionSampling BatchMean BatchStd ClassLabels ConstantBaseline GreedyBaseline GroupMean GroupStd LeaveOneOut "
@@ -35,7 +35,8 @@ _HOME = {
     "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.terms": (
-        "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference PositiveNLL"
+        "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference PositiveNLL "
+        "ObservationNLL"
     ),
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.turns": "BiLevelGAE GroupInGroup MultiTurnGAE TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn",

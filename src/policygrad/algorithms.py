@@ -55,6 +55,7 @@ from policygrad.core.terms import (
     KLCov,
     KLToOld,
     KLToReference,
+    ObservationNLL,
     PositiveNLL,
 )
 from policygrad.core.trust_region import TrustRegion
@@ -195,6 +196,13 @@ REINFORCE_PP_BASELINE = replace(
     shaping=(),
     terms=(KLToReference(1e-5, "k2"),),
     update_rule=GradientSteps(),
+)
+OTB = replace(
+    GRPO,
+    name="otb",
+    advantage=(OptimalBaseline("logits", leave_one_out=False),),
+    aggregation=TokenMean(),
+    terms=(),
 )
 GPG = replace(
     REINFORCE, name="gpg", advantage=(GroupMean(),), aggregation=TokenMean(), filters=(DropZeroVariance("reweight"),)
@@ -346,6 +354,8 @@ CHORD = replace(
     terms=(DemonstrationNLL(0.1),),
     filters=(SeparateDemonstrations(),),
 )
+
+ECHO = replace(GRPO, name="echo", terms=(ObservationNLL(0.05),))
 
 # Several players.
 SPIRAL = replace(

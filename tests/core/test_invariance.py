@@ -43,10 +43,10 @@ def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
 def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm, coef: Coefficients, rows: Tensor):
     """(∂loss/∂θ, objective) of the completions at `rows`, with their padding trimmed."""
     part = batch.select(rows)
-    used = part.mask.any(0).nonzero()
+    used = algorithm.read_tokens(part).any(0).nonzero()
     width = int(used.max()) + 1 if len(used) else 1
     part, own = narrowed(part, width), rows_of(coef, rows, width)
-    logp = policy(logits, part.tokens, part.mask)
+    logp = policy(logits, part.tokens, algorithm.read_tokens(part))
     out = passed(logp, part)
     loss = pg.surrogate(out, part, psi[rows][:, :width], algorithm, own)
     return gradients(loss, logits)[0], pg.objective(out, part, psi[rows][:, :width], algorithm, own)
@@ -56,7 +56,8 @@ def whole(name: str, shape: Shape):
     algorithm = ALGORITHMS[name].with_max_tokens(shape.width)
     batch, logits = make(shape, 0.2, extra_of(algorithm))
     batch = algorithm.apply_filters(batch)
-    psi, logp = algorithm.compute_advantages(batch), policy(logits, batch.tokens, batch.mask)
+    psi = algorithm.compute_advantages(batch)
+    logp = policy(logits, batch.tokens, algorithm.read_tokens(batch))
     by_token, by_parameter = gradients(pg.surrogate(passed(logp, batch), batch, psi, algorithm), logp, logits)
     batch = with_selected_tokens(passed(logp, batch), batch, psi, algorithm)
     coef = algorithm.all_coefficients(batch)
@@ -74,7 +75,8 @@ def test_shares_of_any_split_add_up(name: str, shape: Shape, parts: int) -> None
     order = torch.argsort(Random(shape.seed + 2).uniform(len(batch.mask)))
     shares = [share(batch, logits, psi, algorithm, coef, order[owner[order] == rank]) for rank in range(parts)]
     close(torch.stack([g for g, _ in shares]).sum(0), expected, scale=by_token)
-    value = pg.objective(passed(policy(logits, batch.tokens, batch.mask), batch), batch, psi, algorithm)
+    logp = policy(logits, batch.tokens, algorithm.read_tokens(batch))
+    value = pg.objective(passed(logp, batch), batch, psi, algorithm)
     torch.testing.assert_close(torch.stack([v for _, v in shares]).sum(), value, rtol=1e-12, atol=1e-12)
 
 
@@ -93,7 +95,7 @@ def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> Non
     shuffled = replace(shuffled, group=1000 - 7 * shuffled.group, selected=None)
     second = algorithm.compute_advantages(shuffled)
     close(second, psi[order])
-    logp = policy(logits, shuffled.tokens, shuffled.mask)
+    logp = policy(logits, shuffled.tokens, algorithm.read_tokens(shuffled))
     loss = pg.surrogate(passed(logp, shuffled), shuffled, second, algorithm)
     close(gradients(loss, logits)[0], expected, scale=by_token)
 
@@ -106,7 +108,8 @@ def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
     algorithm, batch, logits, *_ = whole(name, Shape((3, 4), 5, seed=5, binary=False))
     twice = torch.cat([torch.arange(len(batch.mask)), torch.tensor([0, 0, 3])])
     doubled = algorithm.apply_filters(replace(batch.select(twice), in_statistics=None, selected=None))
-    psi, logp = algorithm.compute_advantages(doubled), policy(logits, doubled.tokens, doubled.mask)
+    psi = algorithm.compute_advantages(doubled)
+    logp = policy(logits, doubled.tokens, algorithm.read_tokens(doubled))
     doubled = with_selected_tokens(passed(logp, doubled), doubled, psi, algorithm)
     coef = algorithm.all_coefficients(doubled)
     by_token, expected = gradients(pg.surrogate(passed(logp, doubled), doubled, psi, algorithm, coef), logp, logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,9 @@ from doubles.enumeration import (
     MASK,
     REWARD,
     THETA,
+    conditionals,
     logp_of,
+    token_logp,
     true_gradient,
 )
 from doubles.random_batches import Random, Shape, close, make, shapes
@@ -26,9 +29,16 @@ from policygrad.core.advantages import FrozenRunningMean
 from policygrad.core.validation import check_sampling
 
 QUICK = settings(max_examples=40, derandomize=True)
-SCORES = torch.autograd.functional.jacobian(logp_of, THETA).flatten(1)
-"""∇_θ log π(o) [15, P] of every completion of the enumerated model."""
+TOKEN_SCORES = torch.autograd.functional.jacobian(lambda theta: torch.where(MASK, token_logp(theta), 0), THETA).flatten(
+    2
+)
+"""∇_θ log π(o_t) [15, T, P] of every completion of the enumerated model."""
+SCORES = TOKEN_SCORES.sum(1)
+"""∇_θ log π(o) [15, P]."""
 NORM = SCORES.square().sum(1)
+SUM_PI_SQUARED = (2 * conditionals(THETA)).exp().sum(-1)
+ENERGY = MASK * torch.where(MASK, 1 - 2 * token_logp(THETA).exp() + SUM_PI_SQUARED, 0).cumsum(1)
+"""W_t [15, T]."""
 PROBABILITY = logp_of(THETA).exp()
 BEST = ((PROBABILITY * NORM * REWARD).sum() / (PROBABILITY * NORM).sum()).item()
 """b* = E[R‖s‖²]/E[‖s‖²]."""
@@ -38,26 +48,33 @@ PROXY = ((PROBABILITY * LENGTH * REWARD).sum() / (PROBABILITY * LENGTH).sum()).i
 
 
 def moments(link: pg.OptimalBaseline | pg.LeaveOneOut | pg.GroupMean | pg.RunningMean, G: int) -> tuple[Tensor, float]:
-    """(mean [T, V, V], total variance) of a group's gradient estimate 1/G Σ_i Ψ_i s_i, over all groups of G completions."""
+    """(mean [T, V, V], total variance) of a group's gradient estimate 1/G Σ_i Σ_t Ψ_t s_t, over all groups of G completions."""
     tuples = torch.cartesian_prod(*[torch.arange(len(COMPLETIONS))] * G).reshape(-1, G)
     rows = tuples.flatten()
     group = torch.arange(len(tuples)).repeat_interleave(G)
-    batch = pg.Batch(mask=MASK[rows], group=group, reward=REWARD[rows], grad_logp_sq_norm=NORM[rows])
-    psi = masked.first_valid(pg.Algorithm(advantage=(link,)).compute_advantages(batch), batch.mask)
-    estimate = (psi[:, None] * SCORES[rows]).reshape(len(tuples), G, -1).mean(1)
+    batch = pg.Batch(
+        mask=MASK[rows],
+        group=group,
+        reward=REWARD[rows],
+        grad_logp_sq_norm=NORM[rows],
+        logp_old=token_logp(THETA)[rows],
+        sum_pi_squared=SUM_PI_SQUARED[rows],
+    )
+    psi = pg.Algorithm(advantage=(link,)).compute_advantages(batch)
+    estimate = (psi[:, None] @ TOKEN_SCORES[rows]).reshape(len(tuples), G, -1).mean(1)
     probability = logp_of(THETA)[tuples].sum(1).exp()
     mean = probability @ estimate
     variance = probability @ (estimate - mean).square().sum(1)
     return mean.reshape(LONGEST, *THETA.shape[1:]), variance.item()
 
 
-@pytest.mark.parametrize("norm", ["exact", "length"])
+@pytest.mark.parametrize("norm", ["exact", "length", "logits"])
 @pytest.mark.parametrize("G", [2, 3])
 def test_leave_one_out_is_unbiased(norm, G: int) -> None:
     close(moments(pg.OptimalBaseline(norm), G)[0], true_gradient())
 
 
-@pytest.mark.parametrize("norm", ["exact", "length"])
+@pytest.mark.parametrize("norm", ["exact", "length", "logits"])
 def test_the_plug_in_is_biased(norm, record_property: pytest.RecordProperty) -> None:
     """Not even a multiple of the true gradient, as the group mean's is."""
     result, truth = moments(pg.OptimalBaseline(norm, leave_one_out=False), 3)[0], true_gradient()
@@ -100,6 +117,68 @@ def test_estimated_from_few_siblings_its_weights_are_noise_from_more_they_pay() 
     assert two == pytest.approx(plain_two, rel=1e-12)
     assert three > plain_three
     assert four < plain_four
+
+
+# A baseline for every token: W_t by the logits.
+
+
+def test_in_a_table_the_norm_by_the_logits_is_the_score_norm() -> None:
+    """Each position has parameters of its own, which are its logits: W_t = ‖Σ_{s≤t} ∇log π(o_s)‖² there."""
+    exact = TOKEN_SCORES.cumsum(1).square().sum(-1)
+    torch.testing.assert_close(ENERGY[MASK], exact[MASK], rtol=1e-12, atol=0)
+
+
+def variance_of(baseline: Tensor) -> float:
+    """Total variance of Σ_t (R − b_t) s_t of one completion, for baselines [T] that are constants of the position."""
+    estimate = ((REWARD[:, None] - baseline) * MASK)[:, None].matmul(TOKEN_SCORES).squeeze(1)
+    return (PROBABILITY @ (estimate - PROBABILITY @ estimate).square().sum(1)).item()
+
+
+def weighted_by(weight: Tensor) -> Tensor:
+    """E[W_t R]/E[W_t] [T]."""
+    return PROBABILITY @ (weight * REWARD[:, None]) / (PROBABILITY @ weight)
+
+
+def test_the_token_baseline_has_less_variance_than_one_for_the_completion_and_more_than_the_tokens_norms() -> None:
+    """With exact expectations. Where positions share no parameters, the minimum weights a token by its norm, not by W_t."""
+    norms = TOKEN_SCORES.square().sum(-1)
+    by_energy, by_norm = variance_of(weighted_by(ENERGY)), variance_of(least := weighted_by(norms))
+    constant, mean = (variance_of(torch.full((LONGEST,), b, dtype=torch.float64)) for b in (BEST, MEAN))
+    print(f"total variance: mean {mean:.4f}, b* {constant:.4f}, W_t {by_energy:.4f}, the tokens' norms {by_norm:.4f}")
+    assert by_norm < by_energy < constant < mean
+    for step in torch.eye(LONGEST, dtype=torch.float64):
+        assert by_norm < min(variance_of(least + 0.1 * step), variance_of(least - 0.1 * step))
+
+
+def test_the_token_baseline_by_hand() -> None:
+    """Three completions of 1, 2 and 3 sampled tokens, a tool's token in between, reward 1, 0, 0. π = ½ throughout.
+
+    With Σ_a π_a² = ½ a norm is ½, with 1/3 it is 1/3; only the first token of the second completion has it so.
+    W_1 = ½, ⅓, ½;  W_2 = –, ⅚, 1;  W_3 = –, –, 1½.
+    """
+    batch = group_of([1.0, 0.0, 0.0], [math.nan] * 3, [1, 3, 3])
+    batch = replace(
+        batch,
+        mask=batch.mask & torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 1]]).bool(),
+        logp_old=torch.full((3, 3), -math.log(2)),
+        sum_pi_squared=torch.tensor([[1 / 2, math.nan, math.nan], [1 / 3, math.nan, 1 / 2], [1 / 2, 1 / 2, 1 / 2]]),
+        token_reward=torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.6], [0.0, 0.0, 0.0]]),
+    )
+    plug_in = pg.Algorithm(advantage=(pg.OptimalBaseline("logits", leave_one_out=False),)).compute_advantages(batch)
+    first_token, second = (0.5 + 0.2) / (4 / 3), 0.5 / (11 / 6)
+    expected = [[1 - first_token, 0, 0], [0.6 - first_token, 0, 0.6 - second], [-first_token, -second, 0]]
+    torch.testing.assert_close(plug_in, torch.tensor(expected))
+    without = pg.Algorithm(advantage=(pg.OptimalBaseline("logits"),)).compute_advantages(batch)
+    expected = [[1 - 0.2 / (5 / 6), 0, 0], [0.6 - 0.5, 0, 0.6], [-0.7 / (5 / 6), -0.6, -0.8]]
+    torch.testing.assert_close(without, torch.tensor(expected))
+
+
+def test_a_certain_policy_has_no_energy_and_the_mean_remains() -> None:
+    batch = group_of([0.0, 1.0, 0.5], [math.nan] * 3)
+    batch = replace(batch, logp_old=torch.zeros(3, 2), sum_pi_squared=torch.ones(3, 2))
+    torch.testing.assert_close(first(batch, pg.OptimalBaseline("logits")), first(batch, pg.LeaveOneOut()))
+    plug_in = pg.OptimalBaseline("logits", leave_one_out=False)
+    torch.testing.assert_close(first(batch, plug_in), first(batch, pg.GroupMean()))
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
@@ -223,8 +302,11 @@ def test_needs_and_refusals() -> None:
     batch = replace(group_of([0.0, 1.0], [1.0, 2.0]), grad_logp_sq_norm=None)
     with pytest.raises(ValueError, match=r"OptimalBaseline needs Batch\.grad_logp_sq_norm.*norm='length'"):
         first(batch, pg.OptimalBaseline())
-    with pytest.raises(ValueError, match=r"'exact'.*or 'length'.*not 'lenght'"):
+    with pytest.raises(ValueError, match=r"'exact'.*'length'.*or 'logits'.*not 'lenght'"):
         pg.OptimalBaseline("lenght")  # type: ignore[arg-type]
+    assert pg.OTB.needs == {"logp_old", "sum_pi_squared"}
+    with pytest.raises(ValueError, match=r"OptimalBaseline needs Batch\.sum_pi_squared.*learner's `evaluate`"):
+        first(replace(batch, logp_old=-torch.ones(2, 2)), pg.OptimalBaseline("logits"))
     with pytest.raises(ValueError, match="OptimalBaseline compares the samples of one prompt"):
         check_sampling(exact, 1, 1.0)
     with pytest.raises(ValueError, match=r"Batch\.grad_logp_sq_norm has shape \[3\]"):

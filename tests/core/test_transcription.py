@@ -27,7 +27,7 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
     """[objective, ∂/∂log π_θ, ∂/∂θ] of the library and of the transcription."""
     algorithm, transcription = TABLE[name]
     batch, logits = make(shape, off_policy, EXTRA_FIELDS.get(name))
-    logp = policy(logits, batch.tokens, batch.mask)
+    logp = policy(logits, batch.tokens, algorithm.read_tokens(batch))
     rollout = algorithm.apply_filters(with_old_policy(batch, algorithm, logp))
     psi = algorithm.compute_advantages(rollout)
     kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
@@ -84,15 +84,16 @@ def test_a_bare_leaf_of_log_probabilities(name: str) -> None:
     """No model at all: plain tensors from any training code, NaN at padded positions, gradient exactly 0 there."""
     algorithm, _ = TABLE[name]
     batch, logits = make(Shape((3, 4), 5, seed=11, binary=False), 0.15, EXTRA_FIELDS.get(name))
-    logp = policy(logits, batch.tokens, batch.mask).detach()
+    read = algorithm.read_tokens(batch)
+    logp = policy(logits, batch.tokens, read).detach()
     grads = []
     for padding in (float("nan"), 0.0):
-        leaf = torch.where(batch.mask, logp, padding).requires_grad_()
+        leaf = torch.where(read, logp, padding).requires_grad_()
         rollout = algorithm.apply_filters(padded_with(batch, padding))
         loss = pg.surrogate(passed(leaf, rollout, algorithm), rollout, algorithm.compute_advantages(rollout), algorithm)
         grads.append(gradients(loss, leaf)[0])
     assert torch.equal(*grads)
-    assert grads[0][~batch.mask].abs().sum() == 0
+    assert grads[0][~read].abs().sum() == 0
     assert torch.isfinite(grads[0]).all()
 
 

@@ -92,6 +92,8 @@ ROUNDED = (0.1, 0.3, 0.7, 0.9)
 SPREADS: dict[str, tuple[Advantage, ...]] = {
     **BASELINES,
     "optimal baseline": (pg.OptimalBaseline("length"),),
+    "optimal token baseline": (pg.OptimalBaseline("logits"),),
+    "optimal token baseline, as published": (pg.OptimalBaseline("logits", leave_one_out=False),),
     "batch mean": (pg.BatchMean(),),
     "batch mean and std": (pg.BatchMean(), pg.BatchStd()),
     "batch std of rewards": (pg.GroupMean(), pg.BatchStd(of="rewards")),
@@ -125,6 +127,8 @@ def constant_batch(value: float) -> pg.Batch:
         token_reward=torch.zeros(13, 3),
         turn_state=torch.zeros(13, 3, dtype=torch.int64),
         grad_logp_sq_norm=torch.rand(13),
+        logp_old=-torch.rand(13, 3),
+        sum_pi_squared=1 + torch.rand(13, 3),
     )
 
 

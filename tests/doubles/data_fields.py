@@ -80,6 +80,18 @@ def with_references(batch: pg.Batch, random: Draws) -> pg.Batch:
     return replace(batch, has_reference=random.uniform(len(batch.mask)) < 0.7)
 
 
+def with_observations(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """About half of the tokens that were not sampled, and some that were, which do not count."""
+    return replace(batch, observation=random.uniform(*batch.mask.shape) < 0.5)
+
+
+def with_sum_pi_squared(batch: pg.Batch, random: Draws) -> pg.Batch:
+    """Σ_a π_old(a)², at least the sampled token's π_old², even where a random log π_old is no logarithm of a probability."""
+    p = torch.ones_like(batch.mask, dtype=torch.float64) if batch.logp_old is None else batch.logp_old.exp()
+    squares = p.clamp(min=1) ** 2 + random.uniform(*p.shape)
+    return replace(batch, sum_pi_squared=torch.where(batch.mask, squares, NAN))
+
+
 FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "rewards": with_rewards,
     "turns": with_turns,
@@ -88,6 +100,8 @@ FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "weights": with_weights,
     "roles": with_roles,
     "references": with_references,
+    "sum_pi_squared": with_sum_pi_squared,
+    "observations": with_observations,
 }
 READ_BY = {
     "rewards": "rewards",
@@ -95,6 +109,8 @@ READ_BY = {
     "demonstration": "demonstrations",
     "role": "roles",
     "peers": "roles",
+    "sum_pi_squared": "sum_pi_squared",
+    "observation": "observations",
 }
 """A field that an algorithm declares -> what to fill."""
 
@@ -111,6 +127,8 @@ def blank(like: Tensor) -> dict[str, Any]:
         "role": torch.zeros(rows, dtype=torch.int64),
         "role_names": ("",),
         "peers": torch.zeros(rows, dtype=torch.int64),
+        "sum_pi_squared": torch.ones_like(like),
+        "observation": torch.ones(like.shape, dtype=torch.bool),
     }
 
 
@@ -132,6 +150,10 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
     if {"role", "peers"} & declared:
         kind = tokens[:, 0] % 2
         batch = replace(batch, role=kind, role_names=("first", "second"), peers=kind)
+    if "observation" in declared:
+        batch = replace(batch, observation=tokens % 2 == 0)
+    if "sum_pi_squared" in declared:
+        batch = replace(batch, sum_pi_squared=(0.3 + 0.1 * (tokens % 5)).to(batch.reward.dtype))
     if "baseline" in declared:
         batch = replace(batch, baseline=(batch.group % 2).to(batch.reward.dtype))
     if "example_id" in declared:

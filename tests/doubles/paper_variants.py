@@ -35,7 +35,7 @@ from policygrad.papers.completions import (
 from policygrad.papers.critics import n_step, over_q, rewards, trpo_vine
 from policygrad.papers.grpo import cispo, dr_grpo, magistral, mean_over_completions, passk
 from policygrad.papers.objectives import PAPER_OBJECTIVES, Objective
-from policygrad.papers.reinforce import clipped_token_mean, reinforce, rloo, spiral
+from policygrad.papers.reinforce import clipped_token_mean, otb, reinforce, rloo, spiral
 from policygrad.papers.signals import (
     chord,
     distill,
@@ -172,6 +172,14 @@ def optimal_length(prompts: Prompts, max_tokens: int) -> Tensor:
                 b = sum(len(p) * p.reward for p in others) / sum(len(p) for p in others)
                 J = J + total((o.reward - b) * unit_log_pi(o, t) for t in range(len(o)))
     return J / count(prompts)
+
+
+def echo_over_tokens(prompts: Prompts, max_tokens: int) -> Tensor:
+    """Beside the term of successes, which has the sampled tokens of its own denominator."""
+    observed = [x for o in completions(prompts) for x in o.observed]
+    right = [[o for o in outputs if o.reward >= 1] for outputs in prompts]
+    successes = 0.1 * total(o.logp[t] for o, t in tokens(right)) / count_tokens(right)
+    return mean_over_completions(prompts) + successes + 0.7 * total(observed) / max(1, len(observed))
 
 
 def rloo_to_go(prompts: Prompts, max_tokens: int) -> Tensor:
@@ -368,6 +376,14 @@ PARTS: dict[str, Variant] = {
     ),
     "batch mean": (replace(pg.REINFORCE, advantage=(pg.BatchMean(),)), batch_mean),
     "optimal baseline, length": (replace(pg.REINFORCE, advantage=(pg.OptimalBaseline("length"),)), optimal_length),
+    "echo, over all tokens": (
+        replace(pg.ECHO, terms=(pg.ObservationNLL(0.7, pg.TokenMean()), pg.PositiveNLL(0.1))),
+        echo_over_tokens,
+    ),
+    "otb, leaving one out": (
+        replace(pg.OTB, advantage=(pg.OptimalBaseline("logits"),)),
+        lambda p, w: otb(p, w, leave_one_out=True),
+    ),
     "token rewards": (pg.REINFORCE, reinforce),
     "KL in reward, large": (
         replace(pg.RLOO, shaping=(pg.KLInReward(0.7, level="sequence"),)),
@@ -566,6 +582,8 @@ FILLED_BY = {
     "successes": ("maxrl",),
     "entropy": ("skywork_or1", "high_entropy", "high entropy, half of them", "high entropy, of π_old"),
     "rewards": ("gdpo",),
+    "observations": ("echo", "echo, over all tokens"),
+    "sum_pi_squared": ("otb", "otb, leaving one out"),
     "turns": ("gigpo", *TURNS),
     "demonstrations": ("luffy", "chord", "CHORD-μ, at first"),
     "roles": (

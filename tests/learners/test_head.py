@@ -45,13 +45,18 @@ def test_fused_head_equals_autograd(
     index = torch.cat([index, index + STATES, index + 2 * STATES])
     tokens = tokens.repeat(3)
     g, h = torch.randn(2, len(index), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    result, seen = fused_log_probability(many, linear, index, tokens, tau, entropy=entropy)
+    result, seen, squares = fused_log_probability(
+        many, linear, index, tokens, tau, entropy=entropy, sum_pi_squared=entropy
+    )
     logp, exact = plain(many, linear, index, tokens, tau)
     assert torch.allclose(result, logp, atol=1e-12)
     loss, truth = (g * result).sum(), (g * logp).sum()
     if entropy:
         assert seen is not None
         assert torch.allclose(seen, exact, atol=1e-12)
+        assert squares is not None
+        assert not squares.requires_grad
+        assert torch.allclose(squares, (linear(many) / tau).softmax(-1).square().sum(-1)[index], atol=1e-12)
         loss, truth = loss + (h * seen).sum(), truth + (h * exact).sum()
     leaves = [many, *linear.parameters()]
     for got, expected in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves), strict=True):
@@ -67,7 +72,7 @@ def test_a_predicted_gradient_saves_a_matmul_and_a_wrong_one_costs_one(
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
     g = torch.linspace(-1, 1, len(index), dtype=torch.float64)
-    result, _ = fused_log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
+    result, *_ = fused_log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
     leaves = [states, *linear.parameters()]
     got = torch.autograd.grad((g * result).sum(), leaves)
     expected = torch.autograd.grad((g * plain(states, linear, index, tokens, 0.7)[0]).sum(), leaves)
@@ -87,7 +92,7 @@ def test_logits_that_fit_in_memory_are_not_recomputed(
     monkeypatch.setattr(logprobs, "MAX_CACHED", room)
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
-    result, _ = fused_log_probability(many, linear, index, tokens, 0.7)
+    result, *_ = fused_log_probability(many, linear, index, tokens, 0.7)
     first = torch.autograd.grad(result.sum(), [many, *linear.parameters()], retain_graph=True)
     assert len(products) == expected
     rerun = torch.autograd.grad(result.sum(), [many, *linear.parameters()])
@@ -108,7 +113,7 @@ def test_tokens_of_probability_zero_are_ignored() -> None:
     states, linear, index, tokens = example(torch.float64, True)
     with torch.no_grad():
         linear.bias[5] = -torch.inf
-    logp, entropy = fused_log_probability(states, linear, index, tokens, 1.0, entropy=True)
+    logp, entropy, _ = fused_log_probability(states, linear, index, tokens, 1.0, entropy=True)
     assert entropy is not None
     for gradient in torch.autograd.grad(logp.sum() + entropy.sum(), [states, *linear.parameters()]):
         assert bool(gradient.isfinite().all())
@@ -117,7 +122,7 @@ def test_tokens_of_probability_zero_are_ignored() -> None:
 def test_frozen_inputs_get_no_gradient_and_no_graph() -> None:
     states, linear, index, tokens = example(torch.float64, True)
     linear.requires_grad_(False)
-    logp, _ = fused_log_probability(states, linear, index, tokens, 1.0)
+    logp, *_ = fused_log_probability(states, linear, index, tokens, 1.0)
     logp.sum().backward()
     assert states.grad is not None
     assert linear.weight.grad is None
@@ -127,7 +132,7 @@ def test_frozen_inputs_get_no_gradient_and_no_graph() -> None:
 
 def test_half_precision_sums_in_float32() -> None:
     states, linear, index, tokens = example(torch.bfloat16, False)
-    logp, _ = fused_log_probability(states, linear, index, tokens, 1.0)
+    logp, *_ = fused_log_probability(states, linear, index, tokens, 1.0)
     assert logp.dtype == torch.float32
     logp.sum().backward()
     double = linear.weight.detach().double().requires_grad_()

@@ -188,6 +188,7 @@ class Weighed(pg.Term):
             "logp_sampler",
             "version",
             "entropy",
+            "sum_pi_squared",
             "turn_state",
             "example_id",
             "level",
@@ -233,14 +234,18 @@ def test_equal_completions_are_computed_once_and_counted_twice(model: nn.Module,
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest
 
 
-def test_entropy_is_over_the_full_vocabulary(model: nn.Module) -> None:
+def test_entropy_and_sum_of_squares_are_over_the_full_vocabulary(model: nn.Module) -> None:
     batch = make_batch(5)
     learner = LocalLearner(
         model, LearnerSpec(pg.GRPO, lr=0.0, steps=1, temperature=0.7, config=LearnerConfig(micro_tokens=30))
     )
-    result = learner.evaluate(batch, frozenset({"entropy"}))
+    result = learner.evaluate(batch, frozenset({"entropy", "sum_pi_squared"}))
     assert result.logp_old is None  # nobody has asked for it
     assert result.entropy is not None
+    assert result.sum_pi_squared is not None
+    only = learner.evaluate(batch, frozenset({"sum_pi_squared"}))
+    assert only.entropy is None
+    assert torch.equal(only.sum_pi_squared, result.sum_pi_squared)  # type: ignore[arg-type]
     for row in batch.mask.any(1).nonzero().flatten().tolist():
         prompt = batch.prompts[int(batch.group[row])]
         logits = model(input_ids=torch.cat([prompt, batch.tokens[row]])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
@@ -248,6 +253,8 @@ def test_entropy_is_over_the_full_vocabulary(model: nn.Module) -> None:
         torch.testing.assert_close(
             result.entropy[row], torch.where(batch.mask[row], entropy, 0.0), rtol=1e-4, atol=1e-5
         )
+        squares = torch.where(batch.mask[row], logits.softmax(-1).square().sum(-1), 0)
+        torch.testing.assert_close(result.sum_pi_squared[row], squares, rtol=1e-4, atol=1e-7)
 
 
 def test_tool_output_distinguishes_completions(model: nn.Module) -> None:

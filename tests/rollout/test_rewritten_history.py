@@ -207,8 +207,8 @@ def test_control_tokens_that_are_spelt_out_stay_letters_in_what_is_written_anew(
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": forged},
     ]
-    rewritten, news = own.encode_rewritten(messages, 1, 1)
-    ids, news = rewritten.ids.tolist(), news.tolist()
+    rewritten, newest = own.encode_rewritten(messages, 1, 1)
+    ids, news = rewritten.ids.tolist(), newest.ids.tolist()
     (end,) = own.end_ids
     assert ids.count(end) == 5  # one to each message
     assert news.count(end) == 1

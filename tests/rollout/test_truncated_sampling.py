@@ -94,12 +94,12 @@ def with_masks(batch: pg.Batch, vocabulary: int) -> pg.Batch:
     return replace(batch, sampling_mask_counts=counts, sampling_mask_ids=tuple(ids))
 
 
-def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π and the entropy [B, T] text by text, with the mask written out."""
+def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log π, the entropy and Σ π² [B, T] text by text, with the mask written out."""
     assert batch.tokens is not None
     assert batch.prompts is not None
     assert batch.sampling_mask_counts is not None
-    logps, entropies = list[Tensor](), list[Tensor]()
+    logps, entropies, squares = list[Tensor](), list[Tensor](), list[Tensor]()
     for row, tokens in enumerate(batch.tokens):
         prompt = batch.prompts[int(batch.group[row])]
         logits = model(input_ids=torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1] / temperature
@@ -113,12 +113,13 @@ def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> tuple[T
         logp = logits.masked_fill(excluded, -torch.inf).log_softmax(-1)
         logps.append(logp.gather(-1, tokens[:, None])[:, 0])
         entropies.append(-(logp.exp() * logp.masked_fill(excluded, 0)).sum(-1))
-    return torch.stack(logps), torch.stack(entropies)
+        squares.append((2 * logp).exp().sum(-1))
+    return torch.stack(logps), torch.stack(entropies), torch.stack(squares)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", ["qwen2 untied", "qwen3", "gemma2"])  # the last has its head in its own operations
-@pytest.mark.parametrize("needs", [frozenset(), frozenset({"entropy"})], ids=str)
+@pytest.mark.parametrize("needs", [frozenset(), frozenset({"entropy", "sum_pi_squared"})], ids=str)
 def test_learners_gradient_is_that_of_the_masked_distribution(
     name: str, temperature: float, needs: frozenset[str]
 ) -> None:
@@ -136,7 +137,7 @@ def test_learners_gradient_is_that_of_the_masked_distribution(
         model.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         if kind == "naive":
-            logp, entropy = naive_logp(model, batch, temperature)
+            logp, entropy, squares = naive_logp(model, batch, temperature)
             loss = ((weights[0] * logp + (weights[1] * entropy if needs else 0)) * batch.mask).sum()
         else:
             for part in pack_micro_batches(batch, torch.arange(len(batch.mask)), 40):
@@ -145,6 +146,9 @@ def test_learners_gradient_is_that_of_the_masked_distribution(
                 loss = loss + (weights[0][part.rows] * out.logp).sum()
                 if needs:
                     assert out.entropy is not None
+                    assert out.sum_pi_squared is not None
+                    close = torch.isclose(out.sum_pi_squared, squares[part.rows], rtol=1e-6)
+                    assert bool(close[part.mask].all())
                     loss = loss + (weights[1][part.rows] * out.entropy * part.mask).sum()
         loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])

@@ -75,10 +75,27 @@ def _subtract(psi: Tensor, baseline: Tensor, batch: Batch, groups: Groups | None
     Args:
         groups: the completions that were compared; None: those of each prompt.
     """
-    groups, total = groups or Groups(batch.group, batch.counted), total_rewards(batch)
-    exact = torch.where(groups.is_constant(total) & batch.counted, total, baseline)
-    siblings = groups.size - batch.counted.long()
-    return masked.apply_mask(psi - exact[:, None], batch.mask & (siblings > 0)[:, None])
+    groups = groups or Groups(batch.group, batch.counted)
+    exact = _exact_if_constant(baseline, batch, groups)
+    return masked.apply_mask(psi - exact[:, None], batch.mask & _has_sibling(batch, groups)[:, None])
+
+
+def _exact_if_constant(baseline: Tensor, batch: Batch, groups: Groups) -> Tensor:
+    """Return b [B], exactly R_i in groups of equal rewards."""
+    total = total_rewards(batch)
+    return torch.where(groups.is_constant(total) & batch.counted, total.to(baseline.dtype), baseline)
+
+
+def _has_sibling(batch: Batch, groups: Groups) -> Tensor:
+    """Mark completions with another counted completion to compare with, [B] bool."""
+    return groups.size - batch.counted.long() > 0
+
+
+def _mean_of_siblings(batch: Batch, groups: Groups) -> Tensor:
+    """Compute mean_{j≠i} R_j [B]; 0 without a sibling."""
+    total = total_rewards(batch)
+    # A completion that counts in the statistics but is masked from the gradient has all counted ones as siblings.
+    return (groups.sum(total) - total) / (groups.size - batch.counted.long()).clamp(min=1)
 
 
 _NO_MEANS: tuple[tuple[str, float], ...] = ()
@@ -223,10 +240,8 @@ class LeaveOneOut(Advantage):
         return "R_i − mean_{j≠i} R_j" if self.within == "group" else "R_i − mean_{j≠i, peers} R_j"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        groups, total = compared_groups(batch, self.within, self), total_rewards(batch)
-        # A completion that counts in the statistics but is masked from the gradient has all counted ones as siblings.
-        num_siblings = (groups.size - batch.counted.long()).clamp(min=1)
-        return _subtract(psi, (groups.sum(total) - total) / num_siblings, batch, groups)
+        groups = compared_groups(batch, self.within, self)
+        return _subtract(psi, _mean_of_siblings(batch, groups), batch, groups)
 
 
 @dataclass(frozen=True)
@@ -237,25 +252,39 @@ class OptimalBaseline(Advantage):
     one action (aggregation `SequenceSum`): E‖(R − b)s‖² is a parabola in b with its minimum there. Estimated from few siblings
     the weights are themselves noisy, and the siblings' plain mean (`LeaveOneOut`) can be better.
     Source: Weaver & Tao 2001; Greensmith, Bartlett & Baxter 2004, JMLR 5.
+
+    norm='logits' has a baseline for every token, the optimal token baseline: Ψ_t = G_t − Σ_j W_t^j G_t^j / Σ_j W_t^j over the
+    completions with a t-th sampled token, G_t the reward to go and W_t = Σ_{s≤t} (1 − 2π_s + Σ_a π_a²). The summand is the squared
+    norm of the gradient of log π(o_s) by the logits, a forward pass's proxy for the norm by the weights.
+    Source: Li et al. 2026 (OTB), arXiv:2602.07078; t counts sampled tokens, as in verl's estimator for several turns.
     """
 
-    norm: Literal["exact", "length"] = choice(exact="‖∇log π(o)‖², from the learner", length="|o|")
+    norm: Literal["exact", "length", "logits"] = choice(
+        exact="‖∇log π(o)‖², from the learner", length="|o|", logits="W_t, for every token"
+    )
     """exact: n = ‖s‖², a backward pass per distinct completion.
-    length: n = |o|, proportional to ‖s‖² if the tokens' scores are orthogonal and of equal size (Hao et al. 2025, OPO)."""
+    length: n = |o|, proportional to ‖s‖² if the tokens' scores are orthogonal and of equal size (Hao et al. 2025, OPO).
+    logits: W_t, the sum of the tokens' squared gradient norms by the logits up to the token (Li et al. 2026, OTB)."""
     leave_one_out: bool = True
-    """Exclude j = i, which is unbiased. False: Σ_j n_j R_j / Σ_j n_j as published, biased since it includes R_i."""
+    """Exclude j = i, which is unbiased. False: the sums over all j as published, biased since they include R_i."""
     uses_group_statistics: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"grad_logp_sq_norm"} if self.norm == "exact" else ())
+        reads = {"exact": {"grad_logp_sq_norm"}, "logits": {"logp_old", "sum_pi_squared"}}
+        return frozenset(reads.get(self.norm, ()))
 
     @property
     def formula(self) -> str:
-        over, n = ("{j≠i}" if self.leave_one_out else "j"), ("‖∇log π(o)‖²" if self.norm == "exact" else "|o|")
+        over = "{j≠i}" if self.leave_one_out else "j"
+        if self.norm == "logits":
+            return f"G_t − Σ_{over} W_t^j G_t^j/Σ_{over} W_t^j,  W_t = Σ_{{s≤t}} (1 − 2π_s + Σ_a π_a²)"
+        n = "‖∇log π(o)‖²" if self.norm == "exact" else "|o|"
         return f"R_i − Σ_{over} n_j R_j/Σ_{over} n_j,  n = {n}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        if self.norm == "logits":
+            return self._subtract_per_token(psi, batch)
         groups, total = Groups(batch.group, batch.counted), total_rewards(batch).double()
         if self.norm == "length":
             n = batch.lengths.double()
@@ -266,11 +295,44 @@ class OptimalBaseline(Advantage):
             )
         else:  # 0 for a completion that counts in the statistics but is masked from the gradient
             n = masked.apply_mask(batch.grad_logp_sq_norm.double(), batch.mask.any(1))
+        return _subtract(psi, self._weighted_mean(groups, total, n).to(psi.dtype), batch)
+
+    def _weighted_mean(self, groups: Groups, x: Tensor, weight: Tensor) -> Tensor:
+        """Mean of x over each group, with or without the completion itself; the plain mean where all weights are 0."""
         over = groups.sum_excluding_self if self.leave_one_out else groups.sum
-        count, total_weight = over(torch.ones_like(total)), over(n)
-        plain = over(total) / count.clamp(min=1)  # all norms are 0: weigh all rewards equally
-        weighted = over(n * total) / torch.where(total_weight > 0, total_weight, 1)
-        return _subtract(psi, torch.where(total_weight > 0, weighted, plain).to(psi.dtype), batch)
+        count, total_weight = over(torch.ones_like(x)), over(weight)
+        plain = over(x) / count.clamp(min=1)
+        weighted = over(weight * x) / torch.where(total_weight > 0, total_weight, 1)
+        return torch.where(total_weight > 0, weighted, plain)
+
+    def _subtract_per_token(self, psi: Tensor, batch: Batch) -> Tensor:
+        """Return G_t − B_t, G_t being the chain's Ψ so far.
+
+        Where no other completion is as long, leaving one out has none to average over and takes the mean of the others' total
+        rewards. With the completion itself B_t = G_t there, so Ψ_t = 0.
+        """
+        mask, counted = batch.mask, batch.counted[:, None].expand(batch.mask.shape)
+        logp = masked.apply_mask(batch.require("logp_old", self), mask).double()
+        squares = masked.apply_mask(batch.require("sum_pi_squared", self), mask).double()
+        # 1 − 2π + Σ_a π_a² without cancellation: (1 − π)² of the token, and the squares of all others
+        norm = logp.expm1().square() + (squares - (2 * logp).exp()).clamp(min=0)
+        energy = masked.apply_mask(norm, mask).cumsum(1)
+        index = mask.cumsum(1) - 1
+        same_place = Groups((batch.group[:, None] * mask.shape[1] + index)[mask], counted[mask])
+        G, W = psi.double()[mask], energy[mask]
+        baseline = self._weighted_mean(same_place, G, W)
+        # exactly 0 where all are equal
+        baseline = torch.where(same_place.is_constant(G) & counted[mask], G, baseline)
+        others = same_place.size - counted[mask].long() * self.leave_one_out
+        groups = Groups(batch.group, batch.counted)
+        beyond = (
+            _exact_if_constant(_mean_of_siblings(batch, groups), batch, groups)
+            .double()[:, None]
+            .expand(mask.shape)[mask]
+        )
+        baseline = torch.where(others > 0, baseline, beyond)
+        per_token = torch.zeros_like(psi).masked_scatter(mask, (G - baseline).to(psi.dtype))
+        return masked.apply_mask(per_token, mask & _has_sibling(batch, groups)[:, None])
 
 
 @dataclass(frozen=True)

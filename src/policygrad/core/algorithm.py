@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from policygrad.core import masked
@@ -229,12 +230,22 @@ class Algorithm:
         for term in self.terms:
             tokens, mask = term.token_mask(batch), _averaged_tokens(batch, term)
             same_reads = ("demonstration" in term.needs) is ("demonstration" in self.gate.needs)
-            if tokens is None and term.aggregation is None and (batch.demonstration is None or same_reads):
+            same_tokens = tokens is None and (batch.demonstration is None or same_reads) and not term.reads_observations
+            if same_tokens and term.aggregation is None:
                 coefficients.append(policy)
             else:
                 mask = mask if tokens is None else mask & tokens
                 coefficients.append(_coefficients(batch, term.aggregation or self.aggregation, mask))
         return tuple(coefficients)
+
+    @property
+    def reads_observations(self) -> bool:
+        """True if a term learns to predict the environment's tokens, so that it needs log π_θ there."""
+        return any(term.reads_observations for term in self.terms)
+
+    def read_tokens(self, batch: Batch) -> Tensor:
+        """Return the tokens whose log π_θ an update needs, [B, T] bool: sampled ones, and observed ones if a term reads them."""
+        return batch.mask | batch.observed_tokens if self.reads_observations else batch.mask
 
     def init_state(self) -> State:
         """Return the parts' states before the first rollout, by key. JSON can hold them, and a checkpoint does."""
@@ -330,9 +341,12 @@ def append_link(chain: str, link: Advantage) -> str:
 def _coefficients(batch: Batch, aggregation: Aggregation, mask: Tensor) -> Tensor:
     """Compute c [B, T] over the tokens of `mask` [B, T], which also make the denominators."""
     c = check_per_token(aggregation(mask, batch.group), aggregation, mask).to(batch.reward.dtype)
-    return c if batch.weight is None else c * masked.apply_mask(batch.weight, batch.mask)
+    # a weight is one of sampled tokens
+    return c if batch.weight is None else c * torch.where(batch.mask, batch.weight, 1)
 
 
 def _averaged_tokens(batch: Batch, part: Part) -> Tensor:
-    """Return the tokens [B, T] bool that a gate or term averages over: demonstrations only if it needs them."""
+    """Return the tokens [B, T] bool that a gate or term averages over: demonstrations and observations only if it needs them."""
+    if "observation" in part.needs:
+        return batch.observed_tokens
     return batch.mask if "demonstration" in part.needs else batch.policy_tokens

@@ -159,6 +159,15 @@ class ObjectiveTerm(Part):
         """Return the tokens that the term and its denominators count, [B, T] or [B, 1] bool; None for all."""
         return None
 
+    @property
+    def reads_observations(self) -> bool:
+        """True for a term over the environment's tokens (`Batch.observed_tokens`) instead of the policy's."""
+        return "observation" in self.needs
+
+    def scored_tokens(self, batch: Batch) -> Tensor:
+        """Return the tokens at which the term may act, [B, T] bool."""
+        return batch.observed_tokens if self.reads_observations else batch.mask
+
 
 class Term(ObjectiveTerm):
     """An additive score term k, under stop-gradient."""

@@ -15,13 +15,17 @@ from policygrad.errors import ConfigError
 
 _SHAPES = {
     "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
-    "weight version entropy turn_state selected sampling_mask_counts",
+    "weight version entropy sum_pi_squared turn_state selected observation sampling_mask_counts",
     "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration "
     "role peers teacher has_reference",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
 _DTYPES = (
-    ("step_end selected truncated in_statistics demonstration has_reference", torch.bool, "bool() converts 0/1"),
+    (
+        "step_end selected observation truncated in_statistics demonstration has_reference",
+        torch.bool,
+        "bool() converts 0/1",
+    ),
     ("positions version turn_state example_id level levels role peers teacher", torch.int64, "long() converts it"),
 )
 
@@ -139,8 +143,13 @@ class Batch(_Tensors):
     """[B] ‖∇_θ log π_θ(o)‖²; 0 where the mask is all False."""
     entropy: Tensor | None = None
     """[B, T] nats; entropy of π_old before each token, exact over the vocabulary."""
+    sum_pi_squared: Tensor | None = None
+    """[B, T] Σ_a π_old(a)² before each token, exact over the vocabulary: the probability that two samples are equal."""
     selected: Tensor | None = None
     """[B, T] bool; tokens that a part chose among all of an update (`Part.select_tokens`)."""
+    observation: Tensor | None = None
+    """[B, T] bool; tokens between sampled ones that a tool or the environment wrote, without the chat template's own. Parts with
+    `observation` in `needs` learn to predict them; no other part reads anything there."""
     turn_state: Tensor | None = None
     """[B, T] int64; id of the state in which the token's turn began. Equal ids within a group mean the same state."""
     example_id: Tensor | None = None
@@ -255,6 +264,13 @@ class Batch(_Tensors):
         return tokens if self.has_reference is None else tokens & self.has_reference[:, None]
 
     @property
+    def observed_tokens(self) -> Tensor:
+        """Tokens that the environment wrote in completions with a sampled token, [B, T] bool; none where `observation` is None."""
+        if self.observation is None:
+            return torch.zeros_like(self.mask)
+        return self.observation & ~self.mask & self.mask.any(1, keepdim=True)
+
+    @property
     def lengths(self) -> Tensor:
         """Sampled tokens per completion, [B] int64."""
         return self.mask.sum(1)
@@ -331,9 +347,11 @@ class Forward(_Tensors):
     """Output of one forward pass, for the objective. A plain `logp` tensor is accepted in its place."""
 
     logp: Tensor
-    """[B, T] nats, log π_θ of the batch's tokens, with graph."""
+    """[B, T] nats, log π_θ of the batch's sampled tokens, with graph, and of its observed ones if a term needs `observation`."""
     entropy: Tensor | None = None
     """[B, T] nats, exact over the vocabulary; only if a term needs it."""
+    sum_pi_squared: Tensor | None = None
+    """[B, T] Σ_a π_θ(a)² over the vocabulary, without graph."""
     values: Tensor | None = None
     """[B, T] the critic's values, with graph."""
     kl_old: Tensor | None = None

@@ -113,7 +113,9 @@ def _prepare_update(
             )
         return batch, coef
     _check_shape("coef", coef, batch)
-    other_aggregations = [type(term).__name__ for term in algorithm.terms if term.aggregation is not None]
+    other_aggregations = [
+        type(term).__name__ for term in algorithm.terms if term.aggregation is not None or term.reads_observations
+    ]
     if other_aggregations:
         raise ConfigError(
             f"{', '.join(other_aggregations)} aggregates differently from the policy term: pass this share's part of "
@@ -142,14 +144,14 @@ def surrogate(
     with torch.no_grad():
         weight, _ = gate_weight(out, batch, psi, algorithm)
         score = policy * algorithm.apply_corrections(weight, out, batch, psi) * psi
+        score = masked.apply_mask(score, batch.mask)
         for term, c in zip(algorithm.terms, per_term, strict=True):
             if not isinstance(term, LossTerm):
-                score = score + c * _score(term, out, batch, psi)
-        score = masked.apply_mask(score, batch.mask)
-    loss = -(score * masked.apply_mask(out.logp, batch.mask)).sum()
+                score = score + masked.apply_mask(c * _score(term, out, batch, psi), term.scored_tokens(batch))
+    loss = -(score * masked.apply_mask(out.logp, algorithm.read_tokens(batch))).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
         if isinstance(term, LossTerm):
-            loss = loss - (c * masked.apply_mask(_term_value(term, out, batch, psi), batch.mask)).sum()
+            loss = loss - (c * masked.apply_mask(_term_value(term, out, batch, psi), term.scored_tokens(batch))).sum()
     return loss
 
 
@@ -168,7 +170,7 @@ def objective(
         value = value / batch.lengths.clamp(min=1)[:, None]
     total = masked.apply_mask(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
-        total = total + masked.apply_mask(c * _term_value(term, out, batch, psi), batch.mask).sum()
+        total = total + masked.apply_mask(c * _term_value(term, out, batch, psi), term.scored_tokens(batch)).sum()
     return total
 
 
@@ -185,9 +187,11 @@ def find_nonfinite_factors(
     weight, ratio = gate_weight(out, batch, psi, algorithm)
     outputs = out.tensors()
     factors = {"logp": [*outputs.values()], "psi": [psi], "ratio": [ratio], "gate": [weight], "aggregation": [coef[0]]}
+    tokens = {"logp": algorithm.read_tokens(batch)}  # which count; by default the sampled ones
     for i, correction in enumerate(algorithm.corrections):
         factors[f"corrections.{i}"] = [correction(out, batch, psi)]
     for i, (term, c) in enumerate(zip(algorithm.terms, coef[1:], strict=True)):
+        tokens[f"terms.{i}"] = scored = term.scored_tokens(batch)
         if not isinstance(term, LossTerm):
             factors[f"terms.{i}"] = [c, _score(term, out, batch, psi)]
             continue
@@ -196,10 +200,13 @@ def find_nonfinite_factors(
             value = _term_value(term, Forward(**leaves), batch, psi)
             gradients: tuple[Tensor | None, ...] = ()
             if value.requires_grad:
-                total = masked.apply_mask(value, batch.mask).sum()
+                total = masked.apply_mask(value, scored).sum()
                 gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         factors[f"terms.{i}"] = [c, value, *(x for x in gradients if x is not None)]
-    return {key: Max(float(not all(is_finite(x, batch.mask) for x in values))) for key, values in factors.items()}
+    return {
+        key: Max(float(not all(is_finite(x, tokens.get(key, batch.mask)) for x in values)))
+        for key, values in factors.items()
+    }
 
 
 @torch.no_grad()
@@ -210,6 +217,7 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
     - kl: KL(π_θ‖π_ref), nats per token (r·k3, unbiased under samples of π_old)
     - kl_old: KL(π_old‖π_θ), nats per token (k3, or exact with `out.kl_old`)
     - entropy/exact: entropy of π_θ over the vocabulary, nats per token, with `out.entropy`
+    - observation/nll: −log π_θ of the tokens that the environment wrote, nats per token, if a term learns to predict them
     - mismatch/logp_max and /logp_mean: largest and mean |log π_old − log μ|, nats per token; mismatch/ess: effective sample size of
       π_old/μ as a fraction of the tokens. Absent with old_policy='sampler', where μ is π_old.
 
@@ -228,6 +236,8 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
         for name, tokens in zip(("low", "high"), clipped, strict=True):
             tokens = check_per_token(tokens, algorithm.gate, mask, "clipped")
             metrics[f"clip_ratio/{name}"] = masked_mean(widen(tokens), mask)
+    if algorithm.reads_observations and bool((observed := batch.observed_tokens).any()):
+        metrics["observation/nll"] = masked_mean(-masked.apply_mask(out.logp.detach(), observed), observed)
     if batch.logp_ref is not None:
         u = logp - masked.apply_mask(batch.logp_ref, mask)
         # Without r, a token whose probability has collapsed would count about e^9.

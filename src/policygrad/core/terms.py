@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import masked
-from policygrad.core.aggregation import TokenMean
+from policygrad.core.aggregation import SequenceMean, TokenMean
 from policygrad.core.base import Aggregation, LossTerm, ObjectiveTerm, State, Term
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.kl_controllers import AdaptiveBeta, PenaltyOnOld, Rule
@@ -449,6 +449,40 @@ class DemonstrationNLL(Term):
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self.score(out, batch, psi) * masked.apply_mask(out.logp.detach(), batch.mask)
+
+
+# Observations (`Batch.observation`): what tools and environments wrote into a conversation.
+
+
+@dataclass(frozen=True)
+class ObservationNLL(Term):
+    """λ·log π_θ of the tokens that the environment wrote: the policy learns to predict what its actions lead to.
+
+    The tokens are in the rollout already and their log-probabilities in the same forward pass. They have a denominator of their
+    own: the mean over a completion's observed tokens, then over the completions that have some. The weights of sampled tokens
+    (`Batch.weight`) do not apply to them.
+    Source: Shrivastava et al. 2026 (ECHO), arXiv:2605.24517, the environment's loss.
+    """
+
+    coefficient: float = setting(0.05, "at least 0 and finite")
+    """λ, for a policy term of weight 1."""
+    aggregation: Aggregation | None = field(default_factory=SequenceMean)
+    needs: ClassVar[frozenset[str]] = frozenset({"observation"})
+
+    @property
+    def formula(self) -> str:
+        return f"{self.coefficient:g} on the environment's tokens"
+
+    def token_mask(self, batch: Batch) -> Tensor:
+        """Return the environment's tokens, [B, T] bool."""
+        batch.require("observation", self)
+        return batch.observed_tokens
+
+    def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return self.coefficient * self.token_mask(batch).to(batch.reward.dtype)
+
+    def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        return self.coefficient * masked.apply_mask(out.logp.detach(), self.token_mask(batch))
 
 
 # Mixtures: some terms take a share of the objective (`mixture_weight`); the policy term keeps the rest.

@@ -395,6 +395,7 @@ _COMPLETION_LEVEL = frozenset(
         "turn_state",
         "rewards",
         "demonstration",
+        "observation",
     ]
 )
 
@@ -421,6 +422,8 @@ def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
                 f"{type(part).__name__} replaces groups of equal rewards before a demonstration joins them, which discards those "
                 "it would teach most: set DropZeroVariance(mode='drop'), or remove it"
             )
+    if algorithm.reads_observations and isinstance(algorithm.update_rule, TrustRegion):
+        yield "TrustRegion measures the policy's samples: set update_rule=GradientSteps(), or remove ObservationNLL()"
     decayed = [  # with the shares that they end with
         term.with_state({"rollouts": term.decay_rollouts})
         if isinstance(term, DemonstrationNLL) and term.final_mu is not None

@@ -116,6 +116,8 @@ class LabSetting:
         filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in needs}
         if "grad_logp_sq_norm" in needs:
             filled["grad_logp_sq_norm"] = world.scores(old).square().sum(1)
+        if "sum_pi_squared" in needs:
+            filled["sum_pi_squared"] = (2 * world.conditionals(old)).exp().sum(-1)[world.state]
         if "baseline" in needs:  # the greedy completion's reward, at each completion of its prompt
             greedy = (world.reward * world.greedy(self.sampling_theta)).sum(1)
             filled["baseline"] = greedy.repeat_interleave(world.tree.size)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count
 from pathlib import Path
@@ -43,6 +45,8 @@ class EncodedText:
     """The pictures."""
     compact_ids: Tensor | None = None
     """[P'] int64; the same text with one mark for each picture, for an engine that expands it. None = no pictures."""
+    is_content: Tensor | None = None
+    """[P] bool; the tokens of the messages' contents, without the chat template's and without pictures. None = not marked."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Tokenizer:
     name: str
     context_length: int | None  # maximum tokens of a prompt and its completion together
     pictures: PictureProcessor | None = None  # None: the model does not see
+    marks_contents: bool = False  # what continues a conversation is encoded with `EncodedText.is_content`
 
     def encode(
         self, prompt: str | Sequence[Message], max_tokens: int, source: str = "a prompt", tools: Tools | None = None
@@ -136,7 +141,8 @@ class Tokenizer:
         prefix = _make_placeholder(repr((so_far, reply, new, tools)))
         if isinstance(so_far, str) or isinstance(new, str):
             [text], placeholders = escape_special_tokens(self.hf, [{"content": str(new)}], prefix)
-            return self._with_media(encode_escaped(self.hf, text["content"], placeholders, source), None, (), source)
+            ids = torch.tensor(encode_escaped(self.hf, text["content"], placeholders, source), dtype=torch.int64)
+            return EncodedText(ids, is_content=torch.ones_like(ids, dtype=torch.bool) if self.marks_contents else None)
         escaped, placeholders = escape_special_tokens(self.hf, new, prefix)
         rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
         before = rendered(so_far).rstrip()
@@ -151,7 +157,13 @@ class Tokenizer:
                 "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every "
                 "turn, or use a template that only appends"
             )
-        return self._encode_after_end(tail, new, placeholders, source, has_end)
+        encoded = self._encode_after_end(tail, new, placeholders, source, has_end)
+        if not self.marks_contents:
+            return encoded
+        words = [f"{mark}{number}X" for number in range(len(new))]
+        masked = [{**message, "content": word} for message, word in zip(new, words, strict=True)]
+        template = rendered([*so_far, {"role": "assistant", "content": mark}, *masked]).partition(mark)[2]
+        return replace(encoded, is_content=self._mark_contents(encoded, new, template, words))
 
     def encode_rewritten(
         self,
@@ -160,7 +172,7 @@ class Tokenizer:
         new: int,
         source: str = "a conversation",
         tools: Tools | None = None,
-    ) -> tuple[EncodedText, Tensor]:
+    ) -> tuple[EncodedText, EncodedText]:
         """Encode a conversation whose template rewrites earlier turns.
 
         Earlier replies are text here, as the template renders them. Control tokens that they, tools or environments spell out are
@@ -171,7 +183,7 @@ class Tokenizer:
             new: Number of messages after the last reply.
 
         Returns:
-            The conversation up to where the assistant's turn begins, and the ids of the new messages [n], int64.
+            The conversation up to where the assistant's turn begins, and its end, the new messages.
 
         Raises:
             ModelError: See `encode_continuation`.
@@ -191,7 +203,45 @@ class Tokenizer:
         encode = partial(encode_escaped, self.hf, placeholders=placeholders, source=source)
         expanded = expand_pictures(self, text, conversation, source)
         rewritten = self._with_media(encode(expanded), encode(text), conversation, source)
-        return rewritten, self._encode_after_end(tail, new_messages, placeholders, source).ids
+        end = self._encode_after_end(tail, new_messages, placeholders, source)
+        if self.marks_contents and new_messages:
+            words = [f"{mark}{number}X" for number in range(len(new_messages))]
+            masked = [{**message, "content": word} for message, word in zip(new_messages, words, strict=True)]
+            template = rendered([*earlier, {"role": "assistant", "content": mark}, *masked]).partition(mark)[2]
+            end = replace(end, is_content=self._mark_contents(end, messages[len(messages) - new :], template, words))
+        return rewritten, end
+
+    def _mark_contents(
+        self, encoded: EncodedText, messages: Sequence[Message], template: str, words: Sequence[str]
+    ) -> Tensor:
+        """Return [P] bool, the tokens with a character of a message's content.
+
+        Args:
+            template: The messages as the chat template renders them, each content replaced by one of `words`.
+        """
+        ids = encoded.ids
+        decode = partial(self.hf.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text, marked = str(decode(ids)), torch.zeros_like(ids, dtype=torch.bool)
+        pieces = re.split("|".join(map(re.escape, words)), template)
+        contents = [content_text(message.get("content", "")).strip() for message in messages]
+        # without the end token, which the policy sampled, and without what the template writes before the first content
+        opening = pieces[0].rstrip()
+        shown = next((n for n in range(len(opening) + 1) if text.startswith(opening[n:])), len(opening))
+        at = len(opening) - shown
+        for content, piece in zip(contents, pieces[1:], strict=False):
+            at += len(text[at:]) - len(text[at:].lstrip())
+            # a template may change a content (to JSON, say): then it is what stands between the template's pieces
+            known = at + len(content) if text.startswith(content, at) else at
+            end = text.find(piece.strip(), known) if piece.strip() else known if known > at else len(text)
+            if end < 0:
+                break
+            end = at + len(text[at:end].rstrip())
+            if end > at:
+                marked[_token_at(decode, ids, text, at + 1) : _token_at(decode, ids, text, end) + 1] = True
+            at = end + len(text[end:]) - len(text[end:].lstrip()) + len(piece.strip())
+        for picture in encoded.media:
+            marked[picture.slots] = False
+        return marked
 
     def _encode_after_end(
         self,
@@ -243,6 +293,11 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """Return the text, without end and padding tokens."""
         return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _token_at(decode: Callable[[Tensor], str], ids: Tensor, text: str, end: int) -> int:
+    """Return the index of the first token at which the decoded text reaches `end` characters."""
+    return bisect_left(range(1, len(ids)), True, key=lambda count: decode(ids[:count])[:end] == text[:end])
 
 
 def _make_placeholder(text: str) -> str:

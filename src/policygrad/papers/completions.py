@@ -40,6 +40,8 @@ class Completion:
     value: list[float]
     """V before the token."""
     entropy: list[float]
+    sum_pi_squared: list[float]
+    """Σ_a π_old(a)² before the token."""
     implicit_reward: list[float]
     step_end: list[bool]
     turn_state: list[int]
@@ -49,6 +51,8 @@ class Completion:
     """[V] log π_θ(·) over the vocabulary, with graph."""
     reference: list[list[float]]
     """[V] log π_ref(·) over the vocabulary."""
+    observed: list[Tensor]
+    """log π_θ of the tokens that the environment wrote, with graph."""
     truncated: bool
     demonstration: bool
     has_reference: bool
@@ -85,11 +89,13 @@ def read_batch(batch: Batch, logp: Tensor, distributions: tuple[Tensor, Tensor] 
     """Read a batch into lists, in float64. A completion without a sampled token is left out.
 
     Args:
-        logp: log π_θ [B, T], with graph; values off the mask are not read.
+        logp: log π_θ [B, T], with graph; of sampled and, if the batch has some, of observed tokens.
         distributions: log π_θ(·), with graph, and log π_ref(·) over the vocabulary, each [B, T, V].
     """
     prompts: dict[int, list[Completion]] = defaultdict(list)
     policy = iter(logp[batch.mask].to("cpu", torch.float64).unbind())  # one node of the graph, not one per token
+    observed = batch.observed_tokens
+    environment = iter(logp[observed].to("cpu", torch.float64).unbind())
     positions = [row.nonzero().flatten().tolist() for row in batch.mask.cpu()]
     fields = (*PER_TOKEN, *PER_COMPLETION, "rewards")
     rows = {name: value.cpu().tolist() for name, value in batch.tensors().items() if name in fields}
@@ -114,12 +120,14 @@ def read_batch(batch: Batch, logp: Tensor, distributions: tuple[Tensor, Tensor] 
             token_reward=tokens("token_reward") or [0.0] * len(where),
             value=tokens("values"),
             entropy=tokens("entropy"),
+            sum_pi_squared=tokens("sum_pi_squared"),
             implicit_reward=tokens("implicit_reward"),
             step_end=[bool(x) for x in tokens("step_end")],
             turn_state=[int(x) for x in tokens("turn_state")],
             selected=[bool(x) for x in tokens("selected")],
             policy=[] if ours is None else [ours[t] for t in where],
             reference=[] if theirs is None else [theirs[t].tolist() for t in where],
+            observed=[next(environment) for _ in range(int(observed[i].sum()))],
             truncated=rows["truncated"][i] if "truncated" in rows else False,
             demonstration=rows["demonstration"][i] if "demonstration" in rows else False,
             has_reference=rows["has_reference"][i] if "has_reference" in rows else True,

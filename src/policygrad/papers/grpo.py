@@ -156,6 +156,16 @@ def gspo(prompts: Prompts, max_tokens: int) -> Tensor:
     return J / count(prompts)
 
 
+def echo(prompts: Prompts, max_tokens: int, coefficient: float = 0.05) -> Tensor:
+    """GRPO without the KL + λ/N Σ_i 1/|e_i| Σ log π(e_{i,t}), e_i what the environment wrote in the i-th of N completions.
+
+    Shrivastava et al. 2026.
+    """
+    observing = [o for outputs in prompts for o in outputs if o.observed]
+    nll = total(total(o.observed) / len(o.observed) for o in observing)
+    return mean_over_completions(prompts) + coefficient * nll / max(1, len(observing))
+
+
 def cispo(prompts: Prompts, max_tokens: int, low: float = 0.0, high: float = 5.0) -> Tensor:
     """1/Σ|o| Σ sg[clip(r, low, high)] Â log π, with DAPO's length penalty. MiniMax-M1 2025, eq. 4 and 5."""
     J = total([])

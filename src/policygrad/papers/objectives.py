@@ -46,6 +46,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "remax": reinforce.remax,
     "reinforce_pp": reinforce.reinforce_pp,
     "reinforce_pp_baseline": reinforce.reinforce_pp_baseline,
+    "otb": reinforce.otb,
     "gpg": reinforce.gpg,
     "raft": reinforce.raft,
     "raft_pp": reinforce.raft_pp,
@@ -74,6 +75,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "gigpo": signals.gigpo,
     "luffy": signals.luffy,
     "chord": signals.chord,
+    "echo": grpo.echo,
     "spiral": reinforce.spiral,
     "distill": signals.distill,
     "sdpo": signals.sdpo,
@@ -86,7 +88,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
 length of Dr. GRPO's denominator and of overlong penalties). J is in float64, with the graph of log π_θ."""
 
 READ_TOKEN_REWARDS = frozenset(
-    {"reinforce", "a2c", "trpo", "natural", "ppo", "ppo_penalty", "vapo", "vineppo", "grpo_process", "gigpo"}
+    {"reinforce", "otb", "a2c", "trpo", "natural", "ppo", "ppo_penalty", "vapo", "vineppo", "grpo_process", "gigpo"}
 )
 READ_WEIGHTS = frozenset(
     {"dapo", "fipo", "prorl", "magistral", "cispo", "clip_cov", "kl_cov", "high_entropy", "prime", "gpg", "trpo_vine"}

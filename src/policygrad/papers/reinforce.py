@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 
 from torch import Tensor, exp
 
@@ -78,6 +79,32 @@ def opo(prompts: Prompts, max_tokens: int) -> Tensor:
         b = math.fsum(len(o) * o.reward for o in outputs) / sum(map(len, outputs))
         J = J + total((o.reward - b) * unit_log_pi(o, t) for o in outputs for t in range(len(o)))
     return J / count(prompts)
+
+
+def otb(prompts: Prompts, max_tokens: int, leave_one_out: bool = False) -> Tensor:
+    """PPO's clipped token mean of A_t = G_t − Σ_j G_t^j W_t^j / Σ_j W_t^j, W_t = Σ_{s≤t} (1 − 2π_s + Σ_a π_a²). Li et al. 2026.
+
+    The sums are over the prompt's completions with a t-th sampled token; G_t is the reward and the token rewards from t on.
+
+    Args:
+        leave_one_out: the sums exclude the completion itself; where no other is as long, its baseline is the others' mean reward.
+    """
+    A = {}
+    for outputs in prompts:
+        G = {id(o): [o.reward + x for x in to_go(o.token_reward)] for o in outputs}
+        W = {
+            id(o): list(accumulate(1 - 2 * math.exp(o.old[s]) + o.sum_pi_squared[s] for s in range(len(o))))
+            for o in outputs
+        }
+        for o in outputs:
+            A[id(o)] = [0.0] * len(o)
+            siblings = [p for p in outputs if p is not o]
+            for t in range(len(o)) if siblings else []:
+                over = [id(p) for p in (siblings if leave_one_out else outputs) if len(p) > t]
+                mean = average([p.reward + math.fsum(p.token_reward) for p in siblings])
+                B = math.fsum(G[p][t] * W[p][t] for p in over) / math.fsum(W[p][t] for p in over) if over else mean
+                A[id(o)][t] = G[id(o)][t] - B
+    return clipped_token_mean(prompts, A)
 
 
 def remax(prompts: Prompts, max_tokens: int) -> Tensor:

@@ -54,7 +54,7 @@ def next_examples(
 def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozenset()) -> Batch:
     """Return the episodes as right-padded tensors. An episode whose reward is None is masked completely.
 
-    needs: Fields that are filled only on request: rewards, level, levels, and demonstration if there is none.
+    needs: Fields that are filled only on request: rewards, level, levels, observation, and demonstration if there is none.
     """
     rows = [t for g in groups for t in g.trajectories]
 
@@ -90,6 +90,8 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
             ),
             "sampling_mask_ids": tuple(none if left is None else left.ids for left in masks),
         }
+    if "observation" in needs:
+        fields["observation"] = pad([t.observation for t in rows])
     if branched:
         fields["positions"] = pad([t.positions(len(g.prompt_ids)) for g in groups for t in g.trajectories])
     if "demonstration" in needs or any(t.demonstration for t in rows):

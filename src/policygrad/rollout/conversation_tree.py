@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from policygrad.models.chat_template import HistoryRewrittenError, Message
-from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tokenizer import EncodedText, Tokenizer
 from policygrad.models.tool_calls import ToolCall, get_chat_template, supports_tools
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
-from policygrad.rollout.trajectory import Segment
+from policygrad.rollout.trajectory import Segment, align_contents
 from policygrad.samplers.base import Generation
 
 
@@ -126,11 +126,12 @@ class ConversationTree:
             context = last.run.text(last.run.start + last.length)
             state = new if isinstance(new, str) else _canonical(new)
             try:
-                ids = self.encoder.encode_continuation(
+                added = self.encoder.encode_continuation(
                     before, last.text, new, self.source, request.tools or None, has_end=last.has_end
-                ).ids
-                run = self._append(last.run, last.run.start + last.length, ids)
-                return Turn(torch.cat([context, ids]), run, request, messages, state)
+                )
+                segment = Segment(added.ids, observation=added.is_content)
+                run = self._append(last.run, last.run.start + last.length, segment)
+                return Turn(torch.cat([context, added.ids]), run, request, messages, state)
             except HistoryRewrittenError:
                 assert not isinstance(messages, str)
                 return self._rewrite(messages, len(new), request, state)
@@ -212,8 +213,11 @@ class ConversationTree:
             # what branches off last is next, of several the first
             waiting += sorted(children, key=lambda child: -child.start)[::-1]
 
-    def _place(self, ids: Tensor, new_tokens: Tensor | None = None) -> _Run:
-        """Return a run that ends with a text, after the longest beginning that an earlier text has."""
+    def _place(self, ids: Tensor, end: EncodedText | None = None) -> _Run:
+        """Return a run that ends with a text, after the longest beginning that an earlier text has.
+
+        end: The part of the text that is new, if it repeats a conversation.
+        """
         best, shared = None, 0
         stack = list(self.roots)
         while stack:
@@ -231,23 +235,26 @@ class ConversationTree:
             shared -= 1
             while best.parent is not None and best.start >= shared:
                 best = best.parent
-        return self._append(best, shared, ids[shared:], new_tokens)
+        segment = Segment(ids[shared:])
+        if end is not None:
+            segment = replace(segment, new_tokens=end.ids, observation=align_contents(segment.tokens, end))
+        return self._append(best, shared, segment)
 
-    def _append(self, parent: _Run | None, start: int, ids: Tensor, new_tokens: Tensor | None = None) -> _Run:
-        """Return the unsampled run with these ids at that place, a new one if there is none."""
+    def _append(self, parent: _Run | None, start: int, segment: Segment) -> _Run:
+        """Return the unsampled run with the segment's ids at that place, a new one if there is none."""
         siblings = self.roots if parent is None else parent.children
         for run in siblings:
-            if run.start == start and not run.segment.is_sampled and torch.equal(run.segment.tokens, ids):
+            if run.start == start and not run.segment.is_sampled and torch.equal(run.segment.tokens, segment.tokens):
                 return run
-        run = _Run(parent, start, Segment(ids, new_tokens=new_tokens))
+        run = _Run(parent, start, segment)
         siblings.append(run)
         return run
 
     def _rewrite(self, messages: Sequence[Message], num_new: int, request: ChatRequest, state: Hashable) -> Turn:
         """Open a turn after a conversation whose earlier replies are text now."""
         opening = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
-        text, new_tokens = self.encoder.encode_rewritten(messages, opening, num_new, self.source, request.tools or None)
-        return Turn(text.ids, self._place(text.ids, new_tokens), request, tuple(messages), state)
+        text, end = self.encoder.encode_rewritten(messages, opening, num_new, self.source, request.tools or None)
+        return Turn(text.ids, self._place(text.ids, end), request, tuple(messages), state)
 
     def _find_reply(self, request: ChatRequest) -> _Reply | None:
         """Return the sampled turn that a request continues: the longest conversation that it begins with."""

@@ -34,7 +34,7 @@ from policygrad.errors import EngineError
 from policygrad.models.chat_template import HistoryRewrittenError, Tools
 from policygrad.models.tokenizer import EncodedText, Tokenizer
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
-from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, align_contents
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
@@ -175,14 +175,14 @@ class Conversation:
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
         try:
             new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
-            segment = Segment(new.ids, media=new.media)
+            segment = Segment(new.ids, media=new.media, observation=new.is_content)
             compact_ids = new.ids if new.compact_ids is None else new.compact_ids
             self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
         except HistoryRewrittenError:
             # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
             # sampled tokens stay in the context in which they were sampled
             assert not isinstance(self.conversation, str)
-            rendered, new_tokens = encoder.encode_rewritten(
+            rendered, end = encoder.encode_rewritten(
                 self.conversation, self.num_opening_messages, len(content), self.spec.location, self.tools
             )
             shared = min(len(so_far), len(rendered.ids) - 1)
@@ -190,10 +190,11 @@ class Conversation:
             differs = (earlier != distinguish_media(rendered.ids, rendered.media)[:shared]).nonzero()
             prefix_length = before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
             media = select_media(rendered.media, prefix_length, len(rendered.ids))
-            segment = Segment(rendered.ids[prefix_length:], media=media)
+            tokens = rendered.ids[prefix_length:]
+            segment = Segment(tokens, media=media, observation=align_contents(tokens, end))
             self.compact_ids = rendered.ids if rendered.compact_ids is None else rendered.compact_ids
             if prefix_length < len(so_far):  # otherwise it is another text with the same tokens
-                segment = replace(segment, prefix_length=prefix_length, new_tokens=new_tokens)
+                segment = replace(segment, prefix_length=prefix_length, new_tokens=end.ids)
         prefix_length = len(so_far) if segment.prefix_length is None else segment.prefix_length
         self.context_ids = torch.cat([so_far[:prefix_length], segment.tokens])
         earlier_media = select_media(self.context_media, 0, prefix_length)

@@ -68,6 +68,10 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 from policygrad.weight_sync.base import PublishedWeights
 
+SINGLE_TURN_OBSERVATIONS = (
+    "the algorithm learns to predict what an environment writes (ObservationNLL), and the run has single answers: set "
+    "--environment, or use an algorithm without it, such as grpo"
+)
 EVAL_CHUNK = 64  # examples evaluated between two progress reports
 
 
@@ -212,6 +216,11 @@ class Rollouter:
             evaluate: The learner's `evaluate`, which fills the batch fields that filters need.
         """
         needs = algorithm.all_needs
+        if "observation" in needs and self.environment is SingleTurn:
+            raise ConfigError(SINGLE_TURN_OBSERVATIONS)
+        if "observation" in needs and not self.tokenizer.marks_contents:
+            marking = replace(self, tokenizer=replace(self.tokenizer, marks_contents=True))
+            return marking.collect(algorithm, config, request, evaluate)
         refilling = next((part for part in algorithm.filters if part.refills), None)
         use_step_scores = "token_reward" in needs or "step_end" not in needs
         excluded = frozenset[int]().union(*(part.excluded_examples for part in algorithm.filters))
@@ -243,9 +252,8 @@ class Rollouter:
                 )
                 groups, result = add_demonstrations(groups, self.tokenizer, self._score)
                 scoring |= result
-            reuse = (
-                groups == list(rounds[0].groups) and not {"demonstration", "rewards", "level", "role", "peers"} & needs
-            )
+            on_request = {"demonstration", "rewards", "level", "observation", "role", "peers"}
+            reuse = groups == list(rounds[0].groups) and not on_request & needs
             batch = rounds[0].batch if reuse else batch_groups(groups, needs)
             marks = None if self.score_steps is None else [t.step_marks for g in groups for t in g.trajectories]
             if marks is not None:  # filters read the outcome reward: they get the ends of steps, but not their scores

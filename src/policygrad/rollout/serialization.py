@@ -115,6 +115,7 @@ def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list
         "routed_experts": [
             s.routed_experts for t in trajectories for s in t.branch_ends if s.routed_experts is not None
         ],
+        "observation": [s.observation for s in segments if s.observation is not None],
         "new_tokens": [s.new_tokens for s in segments if s.new_tokens is not None],
         "mask_ids": [s.sampling_mask.ids for s in segments if s.sampling_mask is not None],
         "mask_counts": [s.sampling_mask.counts for s in segments if s.sampling_mask is not None],
@@ -156,6 +157,8 @@ def _pack_trajectory(row: Trajectory, state_ids: dict[Hashable, int]) -> dict[st
             "routed_experts": 0 if experts is None else len(experts),
             "mask_ids": None if s.sampling_mask is None else len(s.sampling_mask.ids),
         }
+        if s.observation is not None:
+            value["observation"] = True
         if s.prefix_length is not None:
             num_new = None if s.new_tokens is None else len(s.new_tokens)
             value |= {"prefix_length": s.prefix_length, "new_tokens": num_new}
@@ -190,7 +193,11 @@ def unpack_groups(
         if not value["sampled"]:
             new_tokens = take("new_tokens", value.get("new_tokens"))
             return Segment(
-                tokens, prefix_length=value.get("prefix_length"), new_tokens=new_tokens, media=next(media, ())
+                tokens,
+                prefix_length=value.get("prefix_length"),
+                new_tokens=new_tokens,
+                media=next(media, ()),
+                observation=take("observation", n) if value.get("observation") else None,
             )
         next(media, ())  # a policy shows no pictures
         version = take("version", n)

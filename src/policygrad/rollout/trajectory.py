@@ -14,6 +14,7 @@ from torch import Tensor
 from policygrad.core.batch import Batch, SamplingMask
 from policygrad.core.media import Media, TextMedia, shift_media
 from policygrad.environments.base import ENVIRONMENT, TOKENS
+from policygrad.models.tokenizer import EncodedText
 from policygrad.rewards.base import StepScores
 from policygrad.samplers.base import Generation, SamplingParams
 from policygrad.tasks.base import Example
@@ -95,6 +96,8 @@ class Segment:
     """[m] int64; the new part of `tokens`, for texts and reward functions; None = all."""
     media: TextMedia = ()
     """Pictures that a tool or the environment showed, at positions in `tokens`."""
+    observation: Tensor | None = None
+    """[n] bool; the tokens of what a tool or the environment wrote, without the chat template's; None = none are marked."""
 
     @classmethod
     def from_generation(cls, generation: Generation) -> Segment:
@@ -163,6 +166,14 @@ class Trajectory:
     def version(self) -> Tensor:
         """[n] int64; 0 where nothing was sampled."""
         return _concat([torch.zeros_like(s.tokens) + s.version for s in self.segments])
+
+    @property
+    def observation(self) -> Tensor:
+        """[n] bool; the tokens of what tools and the environment wrote, as far as they are marked."""
+        none = (torch.zeros_like(s.tokens, dtype=torch.bool) for s in self.segments)
+        return _concat(
+            [x if s.observation is None else s.observation for s, x in zip(self.segments, none, strict=True)]
+        )
 
     @property
     def num_branches(self) -> int:
@@ -250,6 +261,19 @@ class EpisodeGroup:
     """(name, weight) of each value in `Trajectory.reward_parts`; the environment's own reward is one of them."""
     media: TextMedia = ()
     """The prompt's pictures."""
+
+
+def align_contents(tokens: Tensor, end: EncodedText) -> Tensor | None:
+    """Return [n] bool, the contents of new messages in `tokens`, which end with them; None if they are not marked, or tokenized
+    differently there."""
+    if end.is_content is None:
+        return None
+    count = min(len(tokens), len(end.ids))
+    if not torch.equal(tokens[len(tokens) - count :], end.ids[len(end.ids) - count :]):
+        return None
+    marked = torch.zeros_like(tokens, dtype=torch.bool)
+    marked[len(tokens) - count :] = end.is_content[len(end.ids) - count :]
+    return marked
 
 
 def _concat(parts: list[Tensor]) -> Tensor:

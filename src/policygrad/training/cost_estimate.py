@@ -52,7 +52,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     is_live = algorithm.reference is not None and algorithm.reference.live
     epochs = max(1, rule.updates // rule.minibatches)
     references = algorithm.reference.num_in_memory if algorithm.reference is not None and "logp_ref" in needs else 0
-    scoring_passes = bool({"logp_old", "entropy"} & needs) + bool(references) + reward_model
+    scoring_passes = bool({"logp_old", "entropy", "sum_pi_squared"} & needs) + bool(references) + reward_model
     scoring_passes += separate_critic and "values" in needs
     if algorithm.token_selector is not None and algorithm.selection_needs:
         scoring_passes += epochs  # tokens are selected among all of an update's before it is split

@@ -36,7 +36,7 @@ from policygrad.rewards.workers.pool import RewardPool, RewardScorer
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
 from policygrad.rollout.game_episodes import ModelOpponent
 from policygrad.rollout.reference_prompts import check_template_columns
-from policygrad.rollout.rollouter import Rollouter
+from policygrad.rollout.rollouter import SINGLE_TURN_OBSERVATIONS, Rollouter
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.rollout.teachers import ServedTeachers, find_teacher
 from policygrad.samplers.base import AsyncCloseable, Sampler
@@ -291,7 +291,8 @@ def _check_task(
     task: Task, environment: EnvironmentFactory | AgentProgram | None, needs: frozenset[str] | None
 ) -> None:
     """Raise ConfigError if a task cannot have the demonstrations that are learned from, or seems to have none (single steps may go
-    without); if it has levels of difficulty that nothing changes, or none for a filter that changes them."""
+    without); if observations are learned from and there is no environment; if the task has levels of difficulty that nothing
+    changes, or none for a filter that changes them."""
     if "demonstration" in (needs or ()):
         if environment is not None:
             raise ConfigError(
@@ -304,6 +305,8 @@ def _check_task(
             raise ConfigError(
                 f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {DEMONSTRATION_HINT}"
             )
+    if "observation" in (needs or ()) and environment is None:
+        raise ConfigError(SINGLE_TURN_OBSERVATIONS)
     levels = getattr(task, "levels", 0)
     if "level" in (needs or ()) and not levels:
         raise ConfigError(

@@ -289,7 +289,7 @@ def _describe_keys(expected: Sequence[tuple[int, ...]], actual: Sequence[tuple[i
 def check_batch(record: StepRecord, needs: frozenset[str]) -> Finding:
     """Compare the batch that was trained on with the episodes that it was made of. Needs no model."""
     batch, rollout, step = record.batch, record.rollout, record.step
-    expected = batch_groups(rollout.groups, needs & {"rewards", "level", "levels", "demonstration"})
+    expected = batch_groups(rollout.groups, needs & {"rewards", "level", "levels", "demonstration", "observation"})
     if expected.mask.shape != batch.mask.shape:
         text = f"the batch is {list(batch.mask.shape)} and the episodes are {list(expected.mask.shape)}"
         return differs("batch", text, step)
@@ -483,7 +483,7 @@ def check_gradient(replay: Replay, trained: TrainedRollout, policy: Batch, where
     except ConfigError as error:
         return not_checked("gradient", str(error), step)
     (exact,) = torch.autograd.grad(-objective, exact_logp)
-    mask = batch.mask
+    mask = algorithm.read_tokens(batch)  # what the environment wrote has the same derivative for every log π
     a, b = computed.double()[mask], exact[mask]
     scale = max(float(b.abs().max()), 1e-30)
     gap = (a - b).abs() / scale

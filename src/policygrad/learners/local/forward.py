@@ -204,13 +204,15 @@ def compute_exact(
     reference: Tensor | None = None,
     alpha: float = 1.0,
 ) -> list[Tensor]:
-    """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π) and
-    kl_ref, the `divergence` from π_ref."""
+    """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π), kl_ref,
+    the `divergence` from π_ref, and sum_pi_squared = Σ π², without graph."""
     logp = scale_logits(logits, temperature).log_softmax(-1)
     out = []
     for name in names:
         if name == "entropy":
             out.append(-_expectation(logp.exp(), logp))
+        elif name == "sum_pi_squared":
+            out.append((2 * logp.detach()).exp().sum(-1))
         elif name == "kl_ref":
             assert reference is not None  # checked by `Evaluator.forward`
             out.append(divergence(logp, scale_logits(reference, temperature).log_softmax(-1), alpha))
@@ -271,7 +273,7 @@ class Evaluator:
         """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
 
         Args:
-            needs: entropy, kl_old = KL(π_old‖π), kl_ref = the `divergence` from π_ref.
+            needs: entropy, kl_old = KL(π_old‖π), kl_ref = the `divergence` from π_ref, sum_pi_squared = Σ π² (without graph).
             old: Evaluator of π_old.
             reference: Evaluator of π_ref, which reads `part.reference` if there is one.
             alpha: Of the divergence from π_ref.
@@ -281,8 +283,10 @@ class Evaluator:
             ValueError: An unknown statistic, kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
-        if unknown := sorted(needs - {"entropy", "kl_old", "kl_ref"}):
-            raise ValueError(f"an evaluator computes logp, entropy, kl_old and kl_ref, not {', '.join(unknown)}")
+        if unknown := sorted(needs - {"entropy", "kl_old", "kl_ref", "sum_pi_squared"}):
+            raise ValueError(
+                f"an evaluator computes logp, entropy, kl_old, kl_ref and sum_pi_squared, not {', '.join(unknown)}"
+            )
         if "kl_old" in names and old is None:
             raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
         if "kl_ref" in names and reference is None:
@@ -302,6 +306,7 @@ class Evaluator:
                 tokens,
                 temperature,
                 entropy="entropy" in names,
+                sum_pi_squared="sum_pi_squared" in names,
                 expected=gradient,
                 sampling_mask=part.sampling_mask,
             )

@@ -64,15 +64,16 @@ def fused_log_probability(
     temperature: float,
     *,
     entropy: bool = False,
+    sum_pi_squared: bool = False,
     expected: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log π [n] of `tokens` [n] at the states [u, H] given by `index` [n] and, if asked for, the entropy [n];
-    nats, with graph.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log π [n] of `tokens` [n] at the states [u, H] given by `index` [n] and, if asked for, the entropy [n] (nats, with
+    graph) and Σ π² [n] (without).
 
     Args:
         expected: [n] the gradient that log π will receive, if known.
-        sampling_mask: Of the n tokens; log π and the entropy are those of the distribution over what it leaves.
+        sampling_mask: Of the n tokens; log π and the statistics are those of the distribution over what it leaves.
     """
     if sampling_mask is not None:  # tokens with a common state may have different masks
         states, index = states.index_select(0, index), torch.arange(len(index), device=index.device)
@@ -83,10 +84,13 @@ def fused_log_probability(
     bias: Tensor | None = head.bias
     if type(head) is Float32Head:
         states, weight, bias = states.float(), weight.float(), None if bias is None else bias.float()
-    logp, h = _LogProbability.apply(  # type: ignore[no-untyped-call]
-        states, weight, bias, pairs, temperature, entropy, hint, room, sampling_mask
+    logp, h, squares = _LogProbability.apply(  # type: ignore[no-untyped-call]
+        states, weight, bias, pairs, temperature, entropy, sum_pi_squared, hint, room, sampling_mask
     )
-    return pairs.unsort(logp), h.index_select(0, index) if entropy else None
+    h, squares = (
+        x.index_select(0, index) if is_needed else None for x, is_needed in ((h, entropy), (squares, sum_pi_squared))
+    )
+    return pairs.unsort(logp), h, squares
 
 
 class _Logits:
@@ -178,7 +182,7 @@ def _softmax_(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _LogProbability(torch.autograd.Function):
-    """(log π [n] in the order of the pairs, entropy [u] or empty)."""
+    """(log π [n] in the order of the pairs, entropy [u] or empty, Σ π² [u] or empty)."""
 
     @staticmethod
     def forward(
@@ -189,15 +193,17 @@ class _LogProbability(torch.autograd.Function):
         pairs: TokenPairs,
         temperature: float,
         entropy: bool,
+        sum_pi_squared: bool,
         expected: Tensor | None,
         room: int,
         sampling_mask: SamplingMask | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = _Logits(states, weight, bias, temperature, sampling_mask)
         gradient = None if expected is None else _HeadGradient(logits, pairs, ctx.needs_input_grad)
         dtype = at_least_float32(states[:0]).dtype
         logp = states.new_empty(len(pairs.index), dtype=dtype)
         h = states.new_empty(len(states) if entropy else 0, dtype=dtype)
+        squares = states.new_empty(len(states) if sum_pi_squared else 0, dtype=dtype)
         cached = list[Tensor]()
         for which, pair in pairs.chunks(len(states), logits.size):
             room -= (which.stop - which.start) * len(weight)
@@ -205,6 +211,8 @@ class _LogProbability(torch.autograd.Function):
             selected = z[at, pairs.tokens[pair]]
             p, log_total = _softmax_(z)
             logp[pair] = selected - log_total[at]
+            if sum_pi_squared:
+                squares[which] = torch.linalg.vecdot(p, p)
             if gradient is not None and expected is not None:
                 gradient.add(which, pair, p, expected[pair])
             elif entropy:
@@ -215,11 +223,12 @@ class _LogProbability(torch.autograd.Function):
         ctx.gradient, ctx.cached = gradient, cached
         ctx.save_for_backward(states, weight, bias)
         ctx.set_materialize_grads(False)
-        return logp, h
+        ctx.mark_non_differentiable(squares)
+        return logp, h, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None, g_squares: None) -> tuple[Any, ...]:
         gradient, pairs = ctx.gradient, ctx.pairs
         states, weight, bias = ctx.saved_tensors
         if g is None:
@@ -231,4 +240,4 @@ class _LogProbability(torch.autograd.Function):
                 p = ctx.cached[i] if i < len(ctx.cached) else _softmax_(logits(which))[0]
                 gradient.add(which, pair, p, g[pair], None if g_entropy is None else g_entropy[which])
         ctx.gradient, ctx.cached = None, []  # both have been overwritten
-        return (*gradient.gradients(), *[None] * 6)
+        return (*gradient.gradients(), *[None] * 7)

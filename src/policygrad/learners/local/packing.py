@@ -236,7 +236,7 @@ def find_contributing(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor])
     contributes = policy * psi != 0
     for c in terms:
         contributes = contributes | (c != 0)
-    return (contributes & batch.mask).any(1)
+    return (contributes & (batch.mask | batch.observed_tokens)).any(1)
 
 
 def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:

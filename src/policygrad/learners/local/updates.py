@@ -122,8 +122,9 @@ class LocalGradientProblem:
         bare = batch.without_texts()  # which the equation does not read
         dummy_pass = networks.dummy_pass(networks.policy, needs)
         keep_groups = self.algorithm.gate.requires_full_groups
+        read = replace(batch, mask=self.algorithm.read_tokens(batch))
         options: dict[str, Any] = {"rows": rows, "keep_groups": keep_groups, "with_reference": "kl_ref" in needs}
-        for part in networks.micro_batches(batch, dummy_pass, **options):
+        for part in networks.micro_batches(read, dummy_pass, **options):
             coef = tuple(move(c[part.rows], device) for c in coefficients)
             yield part, bare.select(part.rows).to(device), move(self.psi[part.rows], device), coef
 

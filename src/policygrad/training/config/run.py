@@ -32,7 +32,16 @@ from policygrad.trackers.trace import DEFAULT_TRACE_MIB
 MAX_LR = 1e6  # beyond any useful rate; float32 overflows above 3e38, which torch does not explain
 MAX_COMPLETIONS = 2**24
 """Per rollout or evaluation: hundreds of times what anybody samples, and few enough to list in memory."""
-LEARNER_FIELDS = {"logp_old", "logp_ref", "entropy", "values", "bootstrap", "grad_logp_sq_norm", "implicit_reward"}
+LEARNER_FIELDS = {
+    "logp_old",
+    "logp_ref",
+    "entropy",
+    "sum_pi_squared",
+    "values",
+    "bootstrap",
+    "grad_logp_sq_norm",
+    "implicit_reward",
+}
 """Batch fields that a learner fills."""
 GUARD_ACTIONS = ("warn", "skip", "rollback", "stop")
 OBJECT_PREFIX = "object:"  # marks, in a file, an option that was given as a Python object
