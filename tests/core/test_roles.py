@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a term without methods": (lambda: replace(pg.GRPO, terms=(EmptyTerm(),)), ["without score(), value()"]),
     "a gate among the advantages": (
         lambda: replace(pg.GRPO, advantage=(pg.Clip(),)),  # type: ignore[arg-type]
-        ["Clip(low=0.2, high=0.2) is not an advantage but a gate: put it into gate"],
+        ["Clip(low=0.2, high=0.2, c=None) is not an advantage but a gate: put it into gate"],
     ),
     "a ratio as a gate": (
         lambda: replace(pg.GRPO, gate=pg.Token()),  # type: ignore[arg-type]
