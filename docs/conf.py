@@ -26,6 +26,7 @@ NAV = {
         "environments",
         "rlhf",
         "distillation",
+        "self-distillation",
         "engines",
         "serve",
         "many-processes",
