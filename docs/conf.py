@@ -27,6 +27,7 @@ NAV = {
         "self-play",
         "rlhf",
         "distillation",
+        "self-distillation",
         "engines",
         "serve",
         "many-processes",

@@ -145,6 +145,11 @@ def _explain_no_update(result: StepResult, values: dict[str, float]) -> str:
         )
     if values.get("completions/failed_ratio") == 1.0:
         return "no completion has a reward: see the notes about the reward functions"
+    if values.get("reference/prompted") == 0.0:
+        return (
+            "π_ref had nothing to read: no other completion of a prompt reached Reference.success_reward, or the columns of "
+            "Reference.templates are empty"
+        )
     if values.get("teacher/kl") == 0.0:
         return "the teacher gives every token the policy's probability: use another one"
     if "baseline" in result.algorithm.all_needs and values.get("reward") == values.get("reward/greedy"):
