@@ -37,10 +37,11 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
         reads |= {"values"}  # the rollout's, not a critic's
     fields = {name: random(4, long) for name in PER_TOKEN if name in reads and name not in ("mask", "step_end")}
     fields |= {name: random(4) for name in PER_COMPLETION if name in reads and name not in ("group", "reward")}
-    fields |= {name: fields[name] > 0.5 for name in ("selected", "truncated", "demonstration") if name in fields}
+    flags = ("selected", "truncated", "demonstration", "observation", "has_reference")
+    fields |= {name: fields[name] > 0.5 for name in flags if name in fields}
     fields |= {
         name: (2 * fields[name]).long()
-        for name in ("version", "turn_state", "example_id", "level", "levels", "role", "peers")
+        for name in ("version", "turn_state", "example_id", "level", "levels", "role", "peers", "teacher")
         if name in fields
     }
     if "role" in reads:
