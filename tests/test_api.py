@@ -17,14 +17,14 @@ PUBLIC = """
 A2C ALGORITHMS ASYMRE Action AdaptiveProblem Advantage AgentProgram Aggregation Algorithm Batch BatchMean BatchStd BiLevelGAE CHORD
 CISPO CLIP_COV CPGD Callback CheckpointConfig CheckpointError Clip ClipCov ClippedImportance ConfigError
 ConstantBaseline Correction Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL DivergenceClip
-DivideByGroupMean Downsample DriftPenalty DropZeroVariance DualClip DualDescent EngineError EngineSampler Entropy
+DivideByGroupMean Downsample DriftPenalty DropZeroVariance DualClip DualDescent ECHO EngineError EngineSampler Entropy
 Environment EvaluationConfig ExactEntropy ExactKLToOld ExactKLToReference Example Filter FixedLength Forward GAE GDPO
 GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GradientSteps
 GreedyBaseline GroupInGroup GroupMean GroupStd GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError
 HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV
 LITE_PPO LUFFY LUSPO Learner LearnerConfig LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip
 LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep
-NoPositiveResampling NumericsError OPO OTB Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO
+NoPositiveResampling NumericsError OPO OTB Observation ObservationNLL OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO
 PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 PublishedWeights RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference RejectionSampling Request
 RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run RunError RunInfo RunOptions
