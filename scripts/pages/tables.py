@@ -21,6 +21,9 @@ FAR = (0.25, 4.0)
 """Ratios that every gate's range excludes."""
 
 
+_BOOLEAN = {"selected", "truncated", "demonstration", "observation", "has_reference"}  # of the fields that get random numbers
+
+
 def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Batch:
     """Make a batch of two prompts, each with a short and a long completion, and random numbers in every field that is "
     "read."""
@@ -37,8 +40,7 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
         reads |= {"values"}  # the rollout's, not a critic's
     fields = {name: random(4, long) for name in PER_TOKEN if name in reads and name not in ("mask", "step_end")}
     fields |= {name: random(4) for name in PER_COMPLETION if name in reads and name not in ("group", "reward")}
-    flags = ("selected", "truncated", "demonstration", "observation", "has_reference")
-    fields |= {name: fields[name] > 0.5 for name in flags if name in fields}
+    fields |= {name: fields[name] > 0.5 for name in _BOOLEAN & fields.keys()}
     fields |= {
         name: (2 * fields[name]).long()
         for name in ("version", "turn_state", "example_id", "level", "levels", "role", "peers", "teacher")

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import policygrad as pg
 
+SINGLE_TURN = [name for name, algorithm in pg.ALGORITHMS.items() if not algorithm.reads_observations]
+"""Those that learn from single answers; the others need an environment."""
+
 
 def runnable(name: str, teacher: str = "tiny") -> pg.Algorithm:
     """The row; where it learns from a teacher, with that model for one. The embedded and the random model have one tokenizer."""

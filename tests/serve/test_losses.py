@@ -28,6 +28,8 @@ REFUSED = {
     "gdpo": "Batch.rewards",
     "gigpo": "Batch.turn_state",
     "vineppo": "Batch.values",
+    "otb": "over the vocabulary",
+    "echo": "the environment's tokens",
 }
 """Algorithms that need a second model, or what no request can say, and a word of the reason."""
 

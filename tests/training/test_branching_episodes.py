@@ -38,6 +38,7 @@ SHOUTING = (
     "{%- else -%}{{ message['content'] + '\\n' }}{%- endif -%}{%- endfor -%}"
 )
 CARRIED = replace(pg.GSPO, filters=(pg.DropZeroVariance(max_rounds=3),), update_rule=pg.GradientSteps())
+PREDICTED = replace(CARRIED, terms=(pg.ObservationNLL(),))
 BY_TURN = replace(
     pg.PPO, advantage=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), update_rule=pg.GradientSteps()
 )
@@ -61,7 +62,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [CARRIED, BY_TURN, pg.GIGPO], ids=["gspo", "ppo", "gigpo"])
+@pytest.mark.parametrize("algorithm", [CARRIED, BY_TURN, pg.GIGPO, PREDICTED], ids=["gspo", "ppo", "gigpo", "echo"])
 def test_resume_is_bitwise_with_branching_episodes(run: pg.Run, tmp_path: Path, algorithm: pg.Algorithm) -> None:
     run = replace(run, algorithm=algorithm)
     full = check_resume(run, tmp_path)

@@ -81,7 +81,11 @@ BY_TURN = replace(
 )
 
 
-@pytest.mark.parametrize(("name", "algorithm"), [("Guess", None), ("LOOKS", BY_TURN)], ids=["Guess", "LOOKS"])
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [("Guess", None), ("LOOKS", BY_TURN), ("LOOKS", pg.ECHO)],
+    ids=["Guess", "LOOKS", "LOOKS, predicted"],
+)
 def test_resume_is_bitwise_with_an_environment(
     run: pg.Run, tmp_path: Path, name: str, algorithm: pg.Algorithm | None
 ) -> None:
@@ -93,6 +97,9 @@ def test_resume_is_bitwise_with_an_environment(
     assert ("guessed" if name == "Guess" else "turns") in {row["stop_reason"] for row in report}
     measured = rows(full / "metrics.jsonl")
     assert all(row["environment/turns"] > 1 for row in measured)
+    predicted = [row["observation/nll"] for row in measured if "observation/nll" in row]
+    assert predicted == sorted(predicted, reverse=True)
+    assert len(predicted) == (run.steps if run.algorithm.reads_observations else 0)
 
 
 def test_a_groups_environments_share_a_seed(run: pg.Run) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from doubles.algorithms import runnable
+from doubles.algorithms import SINGLE_TURN, runnable
 from doubles.files import untimed, write_rows
 from doubles.resuming import check_resume
-from policygrad.algorithms import ALGORITHMS
 
 TASK = [
     {"prompt": f"{i} + {j} =\n", "answer": str(i + j), "demonstration": f"{i + j}!"} for i in range(4) for j in range(4)
@@ -38,8 +37,8 @@ SOME = ("dapo", "ppo", "prime", "trpo_vine", "reinforce")
 """With rollouts that are drawn ahead too: with groups that wait, a critic, a reward model, a trust region, a baseline's state. The
 others with them are `make test-long`."""
 CASES = [
-    *((name, 0) for name in ALGORITHMS),
-    *(pytest.param(name, 1, marks=[] if name in SOME else pytest.mark.long) for name in ALGORITHMS),
+    *((name, 0) for name in SINGLE_TURN),
+    *(pytest.param(name, 1, marks=[] if name in SOME else pytest.mark.long) for name in SINGLE_TURN),
 ]
 
 

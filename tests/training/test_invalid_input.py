@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import policygrad as pg
-from doubles.algorithms import runnable
+from doubles.algorithms import SINGLE_TURN, runnable
 from doubles.files import rows, write_rows
 from doubles.models import changed_copy
 from doubles.trackers import Record
@@ -142,7 +142,7 @@ def test_without_any_reward_the_weights_stay(bench: Bench) -> None:
     assert all(row["updates/skipped"] == 1 and row["completions/failed_ratio"] == 1 for row in metrics)
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("name", SINGLE_TURN)
 def test_equal_rewards_leave_the_weights(bench: Bench, name: str) -> None:
     """Ψ is 0 for whatever compares a prompt's samples; counted, reported, and never NaN."""
     steps = bench.reward("halves") if "step_end" in ALGORITHMS[name].all_needs else ()  # each worth what the outcome is

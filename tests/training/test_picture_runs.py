@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import policygrad as pg
-from doubles.algorithms import runnable
+from doubles.algorithms import SINGLE_TURN, runnable
 from doubles.files import rows, untimed, weights, write_rows
 from doubles.resuming import check_resume
 from doubles.vision_models import make_family, make_picture, save_family
-from policygrad.algorithms import ALGORITHMS
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ RESUMED = ("grpo", "ppo", "trpo", "prime", "remax", "trpo_vine")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", SINGLE_TURN)
 def test_every_algorithm_learns_from_pictures(run: pg.Run, model: Path, tmp_path: Path, name: str) -> None:
     run = adapt(run, name, model)
     if name in RESUMED:

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import policygrad as pg
-from doubles.algorithms import runnable
+from doubles.algorithms import SINGLE_TURN, runnable
 from doubles.files import rows, same, weights
 from doubles.trackers import Record
-from policygrad.algorithms import ALGORITHMS
 from policygrad.checkpoint import format as checkpoint
 from policygrad.models.loading import resolve_model
 from policygrad.samplers.base import SamplingParams
@@ -87,7 +86,7 @@ FEW = ("dapo", "kl_cov", "prorl", "trpo", "vapo", "vineppo")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in ALGORITHMS])
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in SINGLE_TURN])
 def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> None:
     """One row of the matrix, two steps, on the real path; the metrics are finite and the weights have moved."""
     record = Record()

@@ -143,6 +143,8 @@ class LabSetting:
             filled["peers"] = torch.zeros(len(world.mask), dtype=torch.int64)
         if "demonstration" in needs:  # there are samples only
             filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
+        if "observation" in needs:  # and no environment
+            filled["observation"] = torch.zeros_like(world.mask)
         batch = replace(batch, **filled)
         if "values" in needs:  # of the shaped rewards under π_old, with the critic's error
             values = self.values

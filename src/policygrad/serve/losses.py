@@ -429,9 +429,14 @@ def _check_fields(algorithm: Algorithm, batch: Batch, name: str) -> None:
     missing = {n for n in algorithm.all_needs - {"selected"} if getattr(batch, n) is None}
     wires = {v: k for k, v in {**_PER_TOKEN, **_PER_COMPLETION, **_COMPLETION_IDS}.items()}
     if second := missing - wires.keys() - {"logp_old"}:
-        what = {"values": "a critic", "implicit_reward": "a reward model"}.get(min(second), f"Batch.{min(second)}")
+        what = {
+            "values": "a critic",
+            "implicit_reward": "a reward model",
+            "sum_pi_squared": "Σ π² over the vocabulary",
+            "observation": "the environment's tokens",
+        }.get(min(second), f"Batch.{min(second)}")
         raise ConfigError(
-            f"loss_fn={name!r} needs {what}, which this server does not train: use `policygrad train {name}`"
+            f"loss_fn={name!r} needs {what}, which this server does not have: use `policygrad train {name}`"
         )
     if missing - {"logp_old"}:
         wire = wires[min(missing - {"logp_old"})]
