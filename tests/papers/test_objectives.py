@@ -23,7 +23,7 @@ BUDGET = 9  # tokens, more than a batch is wide
 def rollout(name: str, algorithm: pg.Algorithm, seed: int) -> tuple[pg.Batch, Tensor]:
     """A batch as the learner updates on it, and log π_θ that has moved."""
     batch, logits = make(Shape((4, 1, 3, 4), 6, seed=seed, binary=seed % 2 == 0), 0.15, EXTRA_FIELDS.get(name))
-    logp = policy(logits, batch.tokens, batch.mask)
+    logp = policy(logits, batch.tokens, algorithm.read_tokens(batch))
     _, batch = resolve_old_policy(algorithm, algorithm.apply_filters(batch, refilled=True), 0)
     return batch, logp
 
