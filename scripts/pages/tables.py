@@ -21,7 +21,13 @@ FAR = (0.25, 4.0)
 """Ratios that every gate's range excludes."""
 
 
-_BOOLEAN = {"selected", "truncated", "demonstration", "observation", "has_reference"}  # of the fields that get random numbers
+_BOOLEAN = {
+    "selected",
+    "truncated",
+    "demonstration",
+    "observation",
+    "has_reference",
+}  # of the fields that get random numbers
 
 
 def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Batch:
