@@ -44,7 +44,9 @@ def group_of(tokenizer: Tokenizer, example: Example, answers: dict[str, float | 
     return EpisodeGroup(spec, prompt, tuple(trajectories))
 
 
-def written(tokenizer: Tokenizer, reference: pg.Reference, *groups: EpisodeGroup) -> tuple[list[str | None], dict[str, float]]:
+def written(
+    tokenizer: Tokenizer, reference: pg.Reference, *groups: EpisodeGroup
+) -> tuple[list[str | None], dict[str, float]]:
     """The text of each completion's prompt, None where it has none, and the metrics."""
     batch, metrics = add_reference_prompts(batch_groups(groups), groups, reference, tokenizer)
     assert batch.has_reference is not None
@@ -95,13 +97,17 @@ def test_a_text_that_leaves_no_room_is_skipped(tokenizer: Tokenizer) -> None:
     texts, metrics = written(short, reference, group_of(tokenizer, long, {"2": 1.0}))
     assert texts == ["2|1+1=\n"]
     assert metrics["reference/too_long"] == 1
-    texts, metrics = written(short, pg.Reference(templates=reference.templates[:1]), group_of(tokenizer, long, {"2": 1.0}))
+    texts, metrics = written(
+        short, pg.Reference(templates=reference.templates[:1]), group_of(tokenizer, long, {"2": 1.0})
+    )
     assert texts == [None]
     assert metrics["reference/too_long"] == 1
 
 
 def test_the_last_message_of_the_user_is_replaced(tokenizer: Tokenizer) -> None:
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
     hf = load_tokenizer("tiny", load_model("tiny")).hf
     hf.chat_template = template
     chat = replace(tokenizer, hf=hf)
@@ -194,5 +200,7 @@ def test_a_rollout_has_them_and_a_checkpoint_keeps_them(random_model: Path) -> N
 
 
 def test_environments_are_refused(random_model: Path) -> None:
-    with pytest.raises(pg.ConfigError, match=r"Reference\.templates replaces the prompt.*use a task of prompts and answers"):
+    with pytest.raises(
+        pg.ConfigError, match=r"Reference\.templates replaces the prompt.*use a task of prompts and answers"
+    ):
         collected(random_model, pg.SDPO, environment=Echo)
