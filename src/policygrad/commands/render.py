@@ -88,7 +88,9 @@ def get_terminal_width() -> int:
 
 
 def shorten_number(value: Any) -> str:
-    """Format a number in the shorter of two notations: 0.28, 3e-4, 5."""
+    """Format a number in the shorter of two notations: 0.28, 3e-4, 5; of several texts their number."""
+    if isinstance(value, tuple):
+        return f"{len(value)} text{'s' * (len(value) != 1)}"
     if not isinstance(value, float):
         return str(value)
     mantissa, _, exponent = f"{value:e}".partition("e")

@@ -118,9 +118,11 @@ def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorith
 
 
 def format_setting(value: Any) -> str:
-    """Return a setting's value as text: 0.28, none, `SequenceMean`."""
-    if value is None:
+    """Return a setting's value as text: 0.28, none, `SequenceMean`; of several texts their number."""
+    if value is None or value == ():
         return "none"
+    if isinstance(value, tuple):
+        return f"{len(value)} text{'s' * (len(value) != 1)}"
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else re.sub(r"\(\)$", "", repr(value))
