@@ -138,7 +138,7 @@ def test_json_holds_everything(run) -> None:
     assert code == 0, err
     report = json.loads(out)
     assert [row["name"] for row in report["algorithms"]] == [
-        name for name in ALGORITHMS if name not in ("passk", "spiral", "echo", "sdpo", "sdft", "opsd", "trpo_vine")
+        name for name in ALGORITHMS if name not in ("passk", "spiral", "sdpo", "sdft", "opsd", "trpo_vine")
     ]
     assert err.startswith("passk is omitted: PassAtK(k=2) compares 2-subsets")
     assert "\ntrpo_vine is omitted: trpo_vine trains on single tokens" in err
