@@ -323,14 +323,14 @@ class OptimalBaseline(Advantage):
         baseline = self._weighted_mean(same_place, G, W)
         # exactly 0 where all are equal
         baseline = torch.where(same_place.is_constant(G) & counted[mask], G, baseline)
-        others = same_place.size - counted[mask].long() * self.leave_one_out
+        num_compared = same_place.size - counted[mask].long() * self.leave_one_out
         groups = Groups(batch.group, batch.counted)
         beyond = (
             _exact_if_constant(_mean_of_siblings(batch, groups), batch, groups)
             .double()[:, None]
             .expand(mask.shape)[mask]
         )
-        baseline = torch.where(others > 0, baseline, beyond)
+        baseline = torch.where(num_compared > 0, baseline, beyond)
         per_token = torch.zeros_like(psi).masked_scatter(mask, (G - baseline).to(psi.dtype))
         return masked.apply_mask(per_token, mask & _has_sibling(batch, groups)[:, None])
 

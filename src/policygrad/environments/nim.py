@@ -40,13 +40,13 @@ class Nim:
     async def step(self, moves: Mapping[int, Action]) -> GameStep:
         [(player, action)] = moves.items()
         self.moved[player] = True
-        taken = parse_move(action.text)
-        if taken is None or not 1 <= taken <= min(MOST, self.stones):
+        number = parse_move(action.text)
+        if number is None or not 1 <= number <= min(MOST, self.stones):
             rewards = {player: -1.0, 1 - player: 1.0}
             return GameStep(rewards=rewards, metrics={"illegal": 1.0}, stop_reason=ILLEGAL)
-        optimal = float(taken == self.stones % (MOST + 1)) if self.stones % (MOST + 1) else None
+        optimal = float(number == self.stones % (MOST + 1)) if self.stones % (MOST + 1) else None
         metrics = {"illegal": 0.0} | ({} if optimal is None else {"optimal": optimal, "winnable": 1.0})
-        self.stones -= taken
+        self.stones -= number
         if not self.stones:
             return GameStep(rewards={player: 1.0, 1 - player: -1.0}, metrics=metrics, stop_reason=WON)
         return GameStep({1 - player: self._observe(1 - player)}, metrics=metrics)

@@ -217,8 +217,10 @@ class _Match:
             with self.random(), _suppress_output():
                 done, _ = self.env.step(action=text)
         except Exception:  # the game's code fails on unforeseen words: the player loses, the run continues
-            others = self.config.players - 1
-            rewards = {number: -1.0 if number == player else 1.0 / others for number in range(self.config.players)}
+            num_opponents = self.config.players - 1
+            rewards = {
+                number: -1.0 if number == player else 1.0 / num_opponents for number in range(self.config.players)
+            }
             return GameStep(rewards=rewards, metrics=metrics | {"failed": 1.0}, stop_reason=FAILED)
         if done:
             rewards, info = self.env.close()

@@ -160,10 +160,10 @@ class Tokenizer:
         encoded = self._encode_after_end(tail, new, placeholders, source, has_end)
         if not self.marks_contents:
             return encoded
-        words = [f"{mark}{number}X" for number in range(len(new))]
-        masked = [{**message, "content": word} for message, word in zip(new, words, strict=True)]
+        marks = [f"{mark}{number}X" for number in range(len(new))]
+        masked = [{**message, "content": word} for message, word in zip(new, marks, strict=True)]
         template = rendered([*so_far, {"role": "assistant", "content": mark}, *masked]).partition(mark)[2]
-        return replace(encoded, is_content=self._mark_contents(encoded, new, template, words))
+        return replace(encoded, is_content=self._mark_contents(encoded, new, template, marks))
 
     def encode_rewritten(
         self,
@@ -205,24 +205,24 @@ class Tokenizer:
         rewritten = self._with_media(encode(expanded), encode(text), conversation, source)
         end = self._encode_after_end(tail, new_messages, placeholders, source)
         if self.marks_contents and new_messages:
-            words = [f"{mark}{number}X" for number in range(len(new_messages))]
-            masked = [{**message, "content": word} for message, word in zip(new_messages, words, strict=True)]
+            marks = [f"{mark}{number}X" for number in range(len(new_messages))]
+            masked = [{**message, "content": word} for message, word in zip(new_messages, marks, strict=True)]
             template = rendered([*earlier, {"role": "assistant", "content": mark}, *masked]).partition(mark)[2]
-            end = replace(end, is_content=self._mark_contents(end, messages[len(messages) - new :], template, words))
+            end = replace(end, is_content=self._mark_contents(end, messages[len(messages) - new :], template, marks))
         return rewritten, end
 
     def _mark_contents(
-        self, encoded: EncodedText, messages: Sequence[Message], template: str, words: Sequence[str]
+        self, encoded: EncodedText, messages: Sequence[Message], template: str, marks: Sequence[str]
     ) -> Tensor:
         """Return [P] bool, the tokens with a character of a message's content.
 
         Args:
-            template: The messages as the chat template renders them, each content replaced by one of `words`.
+            template: The messages as the chat template renders them, each content replaced by one of `marks`.
         """
         ids = encoded.ids
         decode = partial(self.hf.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text, marked = str(decode(ids)), torch.zeros_like(ids, dtype=torch.bool)
-        pieces = re.split("|".join(map(re.escape, words)), template)
+        pieces = re.split("|".join(map(re.escape, marks)), template)
         contents = [content_text(message.get("content", "")).strip() for message in messages]
         # without the end token, which the policy sampled, and without what the template writes before the first content
         opening = pieces[0].rstrip()
@@ -231,8 +231,11 @@ class Tokenizer:
         for content, piece in zip(contents, pieces[1:], strict=False):
             at += len(text[at:]) - len(text[at:].lstrip())
             # a template may change a content (to JSON, say): then it is what stands between the template's pieces
-            known = at + len(content) if text.startswith(content, at) else at
-            end = text.find(piece.strip(), known) if piece.strip() else known if known > at else len(text)
+            end = at + len(content) if text.startswith(content, at) else at
+            if piece.strip():
+                end = text.find(piece.strip(), end)
+            elif end == at:
+                end = len(text)
             if end < 0:
                 break
             end = at + len(text[at:end].rstrip())

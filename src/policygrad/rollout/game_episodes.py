@@ -399,8 +399,8 @@ class _Table:
         rewards = [each.reward for each in self.seats]
         if self.failure or len(rewards) < 2 or any(reward is None for reward in rewards):
             return metrics
-        others = [reward for each, reward in zip(self.seats, rewards, strict=True) if each is not seat]
-        best = max(reward for reward in others if reward is not None)
+        opponents = [reward for each, reward in zip(self.seats, rewards, strict=True) if each is not seat]
+        best = max(reward for reward in opponents if reward is not None)
         assert seat.reward is not None
         return metrics | {
             f"won/{seat.role}": float(seat.reward > best),

@@ -43,10 +43,12 @@ def add_reference_prompts(
             num_long += is_too_long
     if not reference.reads_reward and all(ids is None for ids in prompts) and not num_long:
         check_template_columns([group.spec.example for group in groups], reference)
-    own = [group.prompt_ids for group in groups for _ in group.trajectories]
+    policy_prompts = [group.prompt_ids for group in groups for _ in group.trajectories]
     filled = replace(
         batch,
-        reference_prompts=tuple(given if ids is None else ids for ids, given in zip(prompts, own, strict=True)),
+        reference_prompts=tuple(
+            given if ids is None else ids for ids, given in zip(prompts, policy_prompts, strict=True)
+        ),
         has_reference=torch.tensor([ids is not None for ids in prompts], dtype=torch.bool),
     )
     metrics = list_means(
