@@ -73,7 +73,7 @@ def test_a_class_as_markdown() -> None:
 
 
 def test_signatures() -> None:
-    assert signature("Clip", pg.Clip) == "Clip(low=0.2, high=0.2)"
+    assert signature("Clip", pg.Clip) == "Clip(low=0.2, high=0.2, c=None)"
     assert signature("Gate", Gate) == "class Gate(Part)"
     assert signature("algorithm", pg.get_algorithm) == "algorithm(name: str) -> Algorithm"
     assert "algorithm=pg.DAPO," in signature("Run", pg.Run)

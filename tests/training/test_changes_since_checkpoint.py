@@ -84,7 +84,7 @@ def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> 
         ({"optimizer": pg.OptimizerConfig(clip=0.5)}, "optimizer.clip 1.0 -> 0.5; the run continues"),
         (
             {"algorithm": replace(pg.DAPO, gate=pg.Clip(0.1, 0.1))},
-            "algorithm.gate Clip(low=0.2, high=0.28) -> Clip(low",
+            "algorithm.gate Clip(low=0.2, high=0.28, c=none) -> Clip(low",
         ),
         ({"steps": 4}, "steps 3 -> 4"),
         ({"checkpoint": pg.CheckpointConfig(every=2, keep=3)}, "checkpoint.every 1 -> 2"),
