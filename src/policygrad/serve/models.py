@@ -243,7 +243,7 @@ class _Passes:
         batch = Batch(mask=self.mask, group=self.group, reward=torch.zeros(len(self.mask)), tokens=self.targets)
         budget = micro_batch_tokens(self.network.config, self.network.model)
         texts = TokenSequences.of_texts(self.texts, self.media)
-        for pack in pack_texts(batch, texts, budget, keep_groups=self.keep):
+        for pack in pack_texts(batch, texts, budget, groups=self.group if self.keep else None):
             yield pack.to(self.network.device)
 
     @torch.no_grad()
