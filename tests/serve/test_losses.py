@@ -28,6 +28,8 @@ REFUSED = {
     "gdpo": "Batch.rewards",
     "gigpo": "Batch.turn_state",
     "vineppo": "Batch.values",
+    "sdft": "kl_ref",
+    "opsd": "kl_ref",
 }
 """Algorithms that need a second model, or what no request can say, and a word of the reason."""
 
