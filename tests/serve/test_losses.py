@@ -30,6 +30,8 @@ REFUSED = {
     "vineppo": "Batch.values",
     "otb": "over the vocabulary",
     "echo": "the environment's tokens",
+    "sdft": "kl_ref",
+    "opsd": "kl_ref",
 }
 """Algorithms that need a second model, or what no request can say, and a word of the reason."""
 

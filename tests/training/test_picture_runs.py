@@ -62,11 +62,27 @@ def adapt(run: pg.Run, name: str, model: Path) -> pg.Run:
 STILL = ("vapo", "dapo", "prorl", "high_entropy")
 """Those whose policy need not move in two steps: a critic is trained alone at first, or completions that the limit ended are left
 out, and here it ends nearly all."""
+READS_TEXT = ("sdpo", "sdft", "opsd")
+"""Those whose reference reads other prompts, which a picture is no part of."""
 RESUMED = ("grpo", "ppo", "trpo", "prime", "remax", "trpo_vine")
 
 
+def test_a_reference_that_reads_other_prompts_refuses_pictures(run: pg.Run, model: Path, tmp_path: Path) -> None:
+    template = ("{answer} {prompt}",)
+    algorithm = replace(pg.OPSD, reference=pg.Reference(templates=template))
+    task = [row | {"answer": "a"} for row in rows(Path(str(run.task)))]
+    run = replace(
+        run,
+        algorithm=algorithm,
+        task=write_rows(Path(str(run.task)).with_name("answers.jsonl"), task),
+        output=str(tmp_path / "run"),
+    )
+    with pytest.raises(pg.ConfigError, match=r"has pictures, and Reference\.templates replaces text alone"):
+        pg.train(run, display=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SINGLE_TURN)
+@pytest.mark.parametrize("name", [name for name in SINGLE_TURN if name not in READS_TEXT])
 def test_every_algorithm_learns_from_pictures(run: pg.Run, model: Path, tmp_path: Path, name: str) -> None:
     run = adapt(run, name, model)
     if name in RESUMED:
