@@ -218,12 +218,13 @@ def test_equal_completions_are_computed_once_and_counted_twice(model: nn.Module,
     batch = make_batch(5, holes=False)
     batch = replace(batch, mask=torch.ones_like(batch.mask))
     full = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
-    bools = ("step_end", "truncated", "in_statistics", "selected", "demonstration")
-    whole_numbers = ("version", "turn_state", "example_id", "level", "levels")
+    bools = ("step_end", "truncated", "in_statistics", "selected", "demonstration", "observation")
+    whole_numbers = ("version", "turn_state", "example_id", "level", "levels", "role", "peers", "teacher")
     kind = torch.bool if name in bools else torch.int64 if name in whole_numbers else torch.float64
     other = torch.zeros(full.shape, dtype=kind)
     other[1] = 1
-    batch, psi = replace(batch, **{name: other}), torch.zeros(batch.mask.shape, dtype=torch.float64)
+    batch = replace(batch, role_names=("first", "second"), **{name: other})
+    psi = torch.zeros(batch.mask.shape, dtype=torch.float64)
     algorithm = pg.Algorithm(terms=(Weighed(name),))
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1))
     learner.optimizer.adam.zero_grad()
@@ -323,6 +324,7 @@ def test_gradient_equals_the_definition(model: nn.Module, name: str, several: bo
         for row in range(0, 11, 4):
             near[row + 1] = near[row]
     batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9, implicit_reward=near / 7)
+    batch = replace(batch, logp_sampler=near + 0.6)  # some completions are far from it
     batch = replace(batch, example_id=7 + batch.group, baseline=batch.group / 3)  # of a prompt, as a rollout fills them
     if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
         batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
@@ -335,8 +337,11 @@ def test_gradient_equals_the_definition(model: nn.Module, name: str, several: bo
     metrics = learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    entropy = naive_entropy(model, batch, 1.0).detach() if algorithm.selection_needs else None
-    out = pg.Forward(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0), entropy=entropy)
+    entropy = naive_entropy(model, batch, 1.0) if algorithm.forward_needs else None
+    if algorithm.selection_needs:
+        entropy = naive_entropy(model, batch, 1.0).detach()
+    read = replace(batch, mask=algorithm.read_tokens(batch))
+    out = pg.Forward(torch.where(read.mask, naive_logp(model, read, 1.0), 0), entropy=entropy)
     loss = pg.surrogate(out, batch, psi, algorithm)
     expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     largest = max(float(e.abs().max()) for e in expected if e is not None)
