@@ -13,7 +13,7 @@ COMMANDS = dict(
     pair.split(" ", 1)
     for pair in r"""
 ∇ \nabla   Σ \sum   Π \prod   · \cdot   × \times   − -   ≤ \le   ≥ \ge   ≠ \ne   ≈ \approx   ∈ \in   ∼ \sim
-~ \sim   ‖ \Vert   ← \leftarrow   ⌊ \lfloor   ⌋ \rfloor   ± \pm   ℓ \ell   Δ \Delta   Ψ \Psi   α \alpha
+~ \sim   ‖ \Vert   ← \leftarrow   ⌊ \lfloor   ⌋ \rfloor   ± \pm   ∓ \mp   ℓ \ell   Δ \Delta   Ψ \Psi   α \alpha
 β \beta   γ \gamma   δ \delta   ε \varepsilon   η \eta   θ \theta   λ \lambda   μ \mu   π \pi   ρ \rho
 σ \sigma   τ \tau   φ \varphi   ω \omega   ₁ _1   ½ \tfrac12   ² ^{2}   ᵀ ^{\top}   ⁻¹ ^{-1}   ∞ \infty
 … \ldots   # \#   % \%   { \{   } \}   ≡ \equiv   → \to   ξ \xi   ∂ \partial   ∪ \cup
