@@ -141,7 +141,7 @@ def test_algorithms_plain_and_json(run_command: Any) -> None:
     rows = json.loads(run_command("algorithms", "--json")[1])
     assert list(rows) == list(ALGORITHMS)
     assert all(row["departs"] == CATALOG[name].deviations for name, row in rows.items())
-    assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
+    assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28, "c": "none"}
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))

@@ -49,7 +49,7 @@ def test_completion() -> None:
     assert complete("lab", "--experiment", "z_") == ["z_score"]
     assert complete("lab", "con") == ["control"]
     assert {"--output", "--part", "--json"} <= set(complete("lab", "--"))
-    assert complete("compare", "dr") == ["dr_grpo"]
+    assert complete("compare", "dr") == ["dr_grpo", "dro"]
     assert "--lr-grid" in complete("compare", "grpo", "--lr")
     assert complete("compare", "--ladder", "d") == ["dapo"]
     assert complete("train", "--cluster", "") == ["auto", "local", "ray://"]

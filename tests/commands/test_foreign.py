@@ -26,7 +26,8 @@ def ours() -> set[str]:
     }
     fields = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
     result |= {f"--algorithm.{field}" for field in fields}
-    result |= {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}  # of Clip, TruncatedIS
+    result |= {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}
+    result |= {"--algorithm.corrections.off-policy-sequence-mask.delta"}
     return result | {"--algorithm.advantage.batch-std.of", "--algorithm.advantage.group-std.eps"}
 
 

@@ -384,6 +384,27 @@ def temperatures() -> None:
     agree(ours(argv), theirs(token_mean(value)))
 
 
+def off_policy_mask() -> None:
+    """Failures whose mean log μ/π_θ exceeds the threshold are left out; a completion has one advantage, as in TRL."""
+    psi = PSI[:, :1].expand(PSI.shape)
+
+    def far(i: int, bound: float) -> bool:
+        gaps = [float(BATCH.logp_sampler[j, t] - LOGP[j, t]) for j, t in TOKENS if j == i]  # type: ignore[index]
+        return bool(psi[i, 0] < 0) and sum(gaps) / len(gaps) > bound
+
+    def masked(bound: float) -> Tensor:
+        def value(logp: Tensor, i: int, t: int) -> Tensor:
+            return -(not far(i, bound)) * clipped(ratio(logp, i, t), psi[i, t], 0.2, 0.2)
+
+        return theirs(token_mean(value))
+
+    mask = (
+        f"{BARE} --algorithm.corrections OffPolicySequenceMask --algorithm.corrections.off-policy-sequence-mask.delta"
+    )
+    agree(ours(f"{mask} 0.05", psi), masked(0.05))
+    assert {far(i, 0.05) for i, _ in TOKENS if psi[i, 0] < 0} == {True, False}
+
+
 def corrections() -> None:
     """Token by token, from above; below its lower bound OpenRLHF raises the weight, and TRL where a minimum is set."""
 
@@ -462,6 +483,7 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
         "importance_sampling_level": (sampling_level,),
         "mask_truncated_completions": (truncated,),
         **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), (temperatures,)),
+        "off_policy_mask_threshold": (off_policy_mask,),
         **dict.fromkeys(("vllm_importance_sampling_correction", "vllm_importance_sampling_cap"), (corrections,)),
     },
     "verl": {

@@ -134,7 +134,10 @@ def test_a_file_changes_the_base_configuration(tmp_path: Path) -> None:
         ('[algorithm]\ngate = "Clipp"', "algorithm.gate: no part is called 'Clipp': did you mean 'Clip'?"),
         ('[algorithm]\ngate = "grpo"', "algorithm.gate: no part is called 'grpo'"),
         ('[algorithm]\ngate = "Batch"', "algorithm.gate: no part is called 'Batch'"),
-        ('[algorithm]\ngate = "TokenMean"', "TokenMean goes into 'aggregation', not 'gate', which takes ClassificationWeight, Clip, "),
+        (
+            '[algorithm]\ngate = "TokenMean"',
+            "TokenMean goes into 'aggregation', not 'gate', which takes ClassificationWeight, Clip, ",
+        ),
         ('[algorithm]\nupdate_rule = "none"', "'algorithm.update_rule' cannot be none"),
         ("[algorithm.gate]\nhihg = 0.3", "unknown key 'algorithm.gate.hihg' of Clip: did you mean 'high'?"),
         ('[algorithm.gate]\nhigh = "0.3"', "'algorithm.gate.high' must be a number, not '0.3'"),

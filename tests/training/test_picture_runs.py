@@ -59,7 +59,7 @@ def adapt(run: pg.Run, name: str, model: Path) -> pg.Run:
     return run
 
 
-STILL = ("vapo", "dapo", "prorl", "high_entropy")
+STILL = ("vapo", "dapo", "fipo", "prorl", "high_entropy")
 """Those whose policy need not move in two steps: a critic is trained alone at first, or completions that the limit ended are left
 out, and here it ends nearly all."""
 READS_TEXT = ("sdpo", "sdft", "opsd")

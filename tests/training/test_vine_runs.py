@@ -51,5 +51,5 @@ def test_each_part_fits_its_field_only() -> None:
         assert name in list_parts(place)
         assert {*places.values()} & {*list_parts(place)} == {name}
         check_part_field(getattr(pg, name), "here", f"algorithm.{place}")
-    with pytest.raises(pg.ConfigError, match="Vine goes into 'advantage', not 'gate', which takes .*Clip"):
+    with pytest.raises(pg.ConfigError, match=r"Vine goes into 'advantage', not 'gate', which takes .*Clip"):
         check_part_field(pg.Vine, "here", "algorithm.gate")

@@ -240,8 +240,8 @@ class Reference(Part):
     live: bool = False
     """π_ref is the policy with its current weights, under `templates`; it takes no memory."""
     templates: tuple[str, ...] = ()
-    """Prompts that π_ref reads, in order of preference: the first whose placeholders all have a value is used. A completion for
-    which there is none is not compared with π_ref. Empty: the policy's own prompt."""
+    """Prompts that π_ref reads, in order of preference: the first whose placeholders all have a value is used.
+    A completion for which there is none is not compared with π_ref. Empty: the policy's own prompt."""
     success_reward: float = setting(1.0, "a finite number")
     """Reward from which a completion can stand for {success}."""
 

@@ -198,8 +198,8 @@ def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> M
             sources.append(list_means({f"reward/from/{source}": rewards}))
     roles: dict[str, list[float]] = {}
     for row in rows:
-        if row.role and row.reward is not None:
-            roles.setdefault(f"reward/role/{row.role}", []).append(row.reward)
+        if (role := row.role) and row.reward is not None:
+            roles.setdefault(f"reward/role/{role}", []).append(row.reward)
     turns: Metrics = {}
     if is_multi_turn(rows):
         branches = [row.num_branches for row in rows]
