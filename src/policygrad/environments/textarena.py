@@ -129,6 +129,12 @@ class _Game:
     def copy(self) -> Any:
         return copy.deepcopy(self.template, dict(self.shared))
 
+    def wrap(self, text: str) -> str:
+        """Return an answer as the game's wrappers pass it on."""
+        for wrapper in self.wrappers:
+            text = wrapper(text)
+        return text
+
 
 def iter_large_collections(thing: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the large collections among an object's attributes, and those of its attributes down to `depth`."""
@@ -156,9 +162,7 @@ class _Episode:
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
-        text = action.text
-        for wrapper in self.game.wrappers:
-            text = wrapper(text)
+        text = self.game.wrap(action.text)
         metrics = {"invalid": 0.0, "failed": 0.0}
         try:
             with self.random(), _suppress_output():
@@ -209,9 +213,7 @@ class _Match:
     async def step(self, moves: Mapping[int, Action]) -> GameStep:
         [(player, action)] = moves.items()
         self.turns += 1
-        text = action.text.rpartition(END_OF_THOUGHT)[2].strip()
-        for wrapper in self.game.wrappers:
-            text = wrapper(text)
+        text = self.game.wrap(action.text.rpartition(END_OF_THOUGHT)[2].strip())
         metrics = {"invalid": 0.0, "failed": 0.0}
         try:
             with self.random(), _suppress_output():

@@ -173,30 +173,14 @@ class Rollouter:
                     progress=self.progress,
                 )
             )
-        calls = EnvironmentCalls(self.timeout, self.progress, tolerate_timeouts=self.tolerate_timeouts)
-        if isinstance(self.environment, SelfPlay):
-            return self.run_async(
-                run_games(
-                    specs,
-                    samples_per_prompt,
-                    sampling,
-                    sampler=self.sampler,
-                    encoder=self.tokenizer,
-                    environment=self.environment,
-                    calls=calls,
-                )
-            )
-        return self.run_async(
-            run_episodes(
-                specs,
-                samples_per_prompt,
-                sampling,
-                sampler=self.sampler,
-                encoder=self.tokenizer,
-                environment=self.environment,
-                calls=calls,
-            )
-        )
+        options: dict[str, Any] = {
+            "sampler": self.sampler,
+            "encoder": self.tokenizer,
+            "environment": self.environment,
+            "calls": EnvironmentCalls(self.timeout, self.progress, tolerate_timeouts=self.tolerate_timeouts),
+        }
+        run = run_games if isinstance(self.environment, SelfPlay) else run_episodes
+        return self.run_async(run(specs, samples_per_prompt, sampling, **options))
 
     def collect(
         self,
