@@ -14,7 +14,7 @@ import torch
 import policygrad as pg
 
 PUBLIC = """
-A2C ALGORITHMS ASYMRE Action AdaptiveProblem Advantage AgentProgram Aggregation Algorithm Batch BatchMean BatchStd
+A2C ALGORITHMS ASTAR_PO ASYMRE Action AdaptiveProblem Advantage AgentProgram Aggregation Algorithm Batch BatchMean BatchStd
 BiLevelGAE CHORD CISPO CLIP_COV CPGD Callback CheckpointConfig CheckpointError ClassLabels ClassificationWeight Clip
 ClipCov ClippedImportance ConfigError ConstantBaseline Correction Critic CurvatureProblem DAPO DEEPSEEK_V32 DISTILL DPPO
 DRO DR_GRPO DataError DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DropZeroVariance DualDescent ECHO
@@ -25,8 +25,8 @@ GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError HighEntropy ITER
 ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig
 LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated
 MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling NumericsError OPO OPSD OTB
-Observation ObservationNLL OffPolicySequenceMask OnPolicy OpenEnv OptimalBaseline OptimizerConfig PASSK PPO PPO_PENALTY
-PRIME PRIME_RL PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue
+Observation ObservationNLL OffPolicySequenceMask OnPolicy OpenEnv OptimalBaseline OptimalValue OptimizerConfig PASSK PPO
+PPO_PENALTY PRIME PRIME_RL PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue
 ProcessReward PublishedWeights RAFT RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference
 RejectionSampling Request RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run
 RunError RunInfo RunOptions RunningMean SAPO SCALE_RL SDFT SDPO SFTConfig SKYWORK_OR1 SPIRAL Sampler SamplerConfig

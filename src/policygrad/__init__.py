@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO "
+        "A2C ALGORITHMS ASTAR_PO ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO "
         "GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO "
         "MAGISTRAL MAXRL NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE "
         "REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO "
@@ -15,7 +15,7 @@ _HOME = {
     ),
     "policygrad.core.advantages": (
         "RejectionSampling BatchMean BatchStd ClassLabels ConstantBaseline GreedyBaseline GroupMean GroupStd LeaveOneOut "
-        "OptimalBaseline DivideByGroupMean PassAtK RewardZScores RunningMean TeacherLogRatio"
+        "OptimalBaseline OptimalValue DivideByGroupMean PassAtK RewardZScores RunningMean TeacherLogRatio"
     ),
     "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
     "policygrad.core.algorithm": "Algorithm",

@@ -15,6 +15,7 @@ from policygrad.core.advantages import (
     GroupStd,
     LeaveOneOut,
     OptimalBaseline,
+    OptimalValue,
     PassAtK,
     RejectionSampling,
     RewardZScores,
@@ -180,6 +181,15 @@ SAPO = replace(GRPO, name="sapo", gate=SigmoidGate(1.0, 1.05), terms=(), update_
 
 # Other baselines and other objectives than the mean reward.
 REMAX = replace(REINFORCE, name="remax", advantage=(GreedyBaseline(),), samples_per_prompt=1)
+ASTAR_PO = replace(
+    REMAX,
+    name="astar_po",
+    advantage=(OptimalValue(),),
+    ratio=Token(),
+    gate=UnitWeight(),
+    terms=(KLToReference(1e-3, "k2", level="sequence"),),
+    update_rule=GradientSteps(minibatches=2),
+)
 REINFORCE_PP = Algorithm(
     "reinforce_pp",
     advantage=(Whiten(),),

@@ -158,6 +158,7 @@ OWN_SIGNAL = {
     *(
         "reinforce",
         "remax",
+        "astar_po",
         "raft",
         "topr",
         "asymre",

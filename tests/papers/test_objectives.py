@@ -90,7 +90,7 @@ def test_reasons() -> None:
     )
     assert describe_departure(replace(pg.GRPO, terms=())) == (
         "terms differs from grpo's: none instead of KLToReference(beta=0.04, form='k3', target=None, rule=None, aggregation=None, "
-        "cap=None)"
+        "cap=None, level='token')"
     )
     assert "corrections differs from ppo's: TruncatedIS" in describe_departure(
         replace(pg.PPO, corrections=(pg.TruncatedIS(),))

@@ -119,7 +119,9 @@ def naive_logp(model: nn.Module, batch: pg.Batch, temperature: float) -> tuple[T
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", ["qwen2 untied", "qwen3", "gemma2"])  # the last has its head in its own operations
-@pytest.mark.parametrize("needs", [frozenset(), frozenset({"entropy", "sum_pi_squared"})], ids=["loss", "entropy and squares"])
+@pytest.mark.parametrize(
+    "needs", [frozenset(), frozenset({"entropy", "sum_pi_squared"})], ids=["loss", "entropy and squares"]
+)
 def test_learners_gradient_is_that_of_the_masked_distribution(
     name: str, temperature: float, needs: frozenset[str]
 ) -> None:

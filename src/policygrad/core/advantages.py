@@ -7,7 +7,8 @@ completions that count (`Batch.counted`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any, ClassVar, Literal
@@ -412,7 +413,7 @@ class BatchStd(Advantage):
         return masked.apply_mask(psi / scale, batch.mask)
 
 
-# Baselines from outside the group: the reward of the greedy completion, and a constant.
+# Baselines from outside the group: the reward of the greedy completion, the optimal value, and a constant.
 
 
 @dataclass(frozen=True)
@@ -428,8 +429,45 @@ class GreedyBaseline(Advantage):
     formula = "R − R(ō),  ō the greedy completion"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        baseline = batch.require("baseline", self).to(psi.dtype)[:, None]
-        return masked.apply_mask(psi - baseline, batch.mask & baseline.isfinite())
+        return _subtract_baseline(psi, batch, self)
+
+
+def _subtract_baseline(psi: Tensor, batch: Batch, part: Advantage) -> Tensor:
+    """Return Ψ less the prompt's baseline; 0 where that is NaN."""
+    baseline = batch.require("baseline", part).to(psi.dtype)[:, None]
+    return masked.apply_mask(psi - baseline, batch.mask & baseline.isfinite())
+
+
+@dataclass(frozen=True)
+class OptimalValue(Advantage):
+    """Ψ = R_i − V*(x), V*(x) = β·log E_{o∼π_ref}[exp(R(o)/β)]: the value of the best policy under a KL penalty β to π_ref.
+
+    V* is estimated once, before the first update, from `samples` completions of each training prompt. A run trains on its first
+    `prompts` prompts, over and over. If no completion of a prompt has a reward (NaN), Ψ = 0.
+    Source: Brantley et al. 2025 (A*-PO), arXiv:2505.20686, sec. 3.
+    """
+
+    samples: int = setting(8, "at least 1")
+    """Completions of the initial policy per prompt, from which V* is estimated."""
+    beta: float = setting(0.5, "above 0")
+    """β of V*: towards 0 it is the best of the rewards, towards ∞ their mean."""
+    prompts: int | None = setting(None, "at least 1", "or None")
+    """Number of training prompts; None: all of the data, but no more than the run's steps take."""
+    needs: ClassVar[frozenset[str]] = frozenset({"baseline"})
+
+    @property
+    def formula(self) -> str:
+        return f"R − V*,  V* = {self.beta:g}·log mean_j exp(r_j/{self.beta:g}) over {self.samples} completions of π_ref"
+
+    def estimate_value(self, rewards: Sequence[float]) -> float:
+        """Return V* of a prompt, given the rewards of its completions; NaN without any."""
+        if not rewards:
+            return math.nan
+        scaled = torch.tensor(rewards, dtype=torch.float64) / self.beta
+        return self.beta * (float(scaled.logsumexp(0)) - math.log(len(rewards)))
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        return _subtract_baseline(psi, batch, self)
 
 
 @dataclass(frozen=True)

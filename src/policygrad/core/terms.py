@@ -47,10 +47,14 @@ class KLToReference(AdaptiveBeta, Term):
 
     k3's ratio is π_ref/π_θ. With `cap`, d has min(r, cap) in place of r: on tokens that have become more probable the objective
     goes on as the quadratic with that slope. Only completions that π_ref has read count (`Batch.has_reference`).
-    Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4; `cap`: Hübotter et al. 2026 (SDPO, code).
+    With level='sequence', k2 is of the completion: (Σ_t u_t)²/2, so that d = Σ_t u_t at every token. Added to Ψ·log π_θ it is the
+    regression of β·log(π_θ/π_ref) of the completion on Ψ.
+    Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4; `cap`: Hübotter et al. 2026 (SDPO, code); `level`:
+    Brantley et al. 2025 (A*-PO), arXiv:2505.20686, sec. 3.
 
     Raises:
-        ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target; a cap without a ratio.
+        ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target; a cap without a ratio; the
+            level of completions for another form than k2.
     """
 
     beta: float = setting(0.04, "at least 0")
@@ -62,6 +66,8 @@ class KLToReference(AdaptiveBeta, Term):
     aggregation: Aggregation | None = None
     cap: float | None = setting(None, "at least 1", "or None", hint="r is 1 where the policy has not changed")
     """Upper bound of r; None: unbounded. For the forms with r."""
+    level: Literal["token", "sequence"] = choice(token="each token's u", sequence="the completion's Σ u at every token")
+    """token: u of each token; sequence: the completion's Σ u at every token, for form k2."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
     def __post_init__(self) -> None:
@@ -76,12 +82,19 @@ class KLToReference(AdaptiveBeta, Term):
                 f"KLToReference.cap={self.cap:g} bounds the ratio r, which form {self.form!r} does not have: set form='r*k3' or "
                 "'r*k1', or cap=None"
             )
+        possible = self.level == "token" or self.form == "k2"
+        check_setting(self, "level", possible, f"'token' with form '{self.form}'", "only k2 is defined for completions")
         super().__post_init__()
 
     @property
     def formula(self) -> str:
         r = "r" if self.cap is None else f"min(r, {self.cap:g})"
-        d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": f"{r}(u + 1)", "r*k3": f"{r}·u"}[self.form]
+        d = {
+            "k2": "u" if self.level == "token" else "Σ_t u",
+            "k3": "(1 − e^{−u})",
+            "r*k1": f"{r}(u + 1)",
+            "r*k3": f"{r}·u",
+        }[self.form]
         return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{self.describe_target()}"
 
     def token_mask(self, batch: Batch) -> Tensor | None:
@@ -104,7 +117,7 @@ class KLToReference(AdaptiveBeta, Term):
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         u, change = self._u_and_change(out, batch)
         if self.form == "k2":
-            return -self.beta * u
+            return -self.beta * (u if self.level == "token" else u.sum(1, keepdim=True).expand_as(u))
         if self.form == "k3":
             return self.beta * bounded_expm1(-u)
         r = self._capped(bounded_exp(change))
@@ -112,6 +125,8 @@ class KLToReference(AdaptiveBeta, Term):
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         u, change = self._u_and_change(out, batch)
+        if self.level == "sequence":  # each token holds 1/|o| of the completion's
+            return (-self.beta * u.sum(1).square() / 2 / batch.lengths.clamp(min=1))[:, None].expand_as(u)
         # `near` is u where r reaches its cap, and u itself before; `beyond` is what the objective gains from there on
         excess = torch.zeros_like(u) if self.cap is None else (change - math.log(self.cap)).clamp(min=0)
         near, r = u - excess, self._capped(bounded_exp(change))

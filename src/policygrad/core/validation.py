@@ -9,7 +9,14 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from policygrad.core import masked
-from policygrad.core.advantages import ClassLabels, DivideByGroupMean, PassAtK, TeacherLogRatio
+from policygrad.core.advantages import (
+    ClassLabels,
+    DivideByGroupMean,
+    GreedyBaseline,
+    OptimalValue,
+    PassAtK,
+    TeacherLogRatio,
+)
 from policygrad.core.aggregation import SequenceMean
 from policygrad.core.auxiliary import Critic, ImplicitReward, Reference
 from policygrad.core.base import (
@@ -274,6 +281,16 @@ def _find_advantage_conflicts(algorithm: Algorithm) -> Iterator[str]:
                     f"{type(reader).__name__} {does} the outcome's reward, which ProcessReward(outcome=False) does not use: remove "
                     "it, or set outcome=True"
                 )
+    if _instances(OptimalValue, algorithm.advantage):
+        if len(_instances(OptimalValue, algorithm.advantage) + _instances(GreedyBaseline, algorithm.advantage)) > 1:
+            yield "advantage has two baselines of the prompt (OptimalValue, GreedyBaseline): keep one"
+        if levels := [type(part).__name__ for part in algorithm.filters if "level" in part.needs]:
+            yield f"OptimalValue is estimated for the prompts of one level, and {levels[0]} moves to others: remove one of the two"
+        if refilling := [type(part).__name__ for part in algorithm.filters if part.refills]:
+            yield (
+                f"OptimalValue is estimated for a fixed set of prompts, and {refilling[0]} replaces some by further ones: set "
+                "DropZeroVariance(mode='drop'), or remove one of the two"
+            )
     if _instances(KLInReward, algorithm.shaping) and links:
         yield "ProcessReward reads rewards at step ends, and KLInReward puts one at every token: use KLToReference() in terms"
 
@@ -371,6 +388,13 @@ def _find_reference_conflicts(algorithm: Algorithm, reads_reference: bool) -> It
             f"ImplicitReward is relative to the initial model under the policy's own prompt, and Reference has {used}: unset it, "
             "or set reward_model=None"
         )
+    if _instances(OptimalValue, algorithm.advantage) and reads_reference:
+        frozen = moves or used or ("refresh_every or refresh_after_stall" if reference.refreshes else "")
+        if frozen or reference.models:
+            yield (
+                "OptimalValue is estimated with the initial policy, which π_ref must then be, and Reference has "
+                f"{frozen or 'another model'}: unset it, or use GreedyBaseline() or LeaveOneOut()"
+            )
     if reference.templates:
         if _instances(KLInReward, algorithm.shaping):
             yield (

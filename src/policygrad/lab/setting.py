@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.advantages import RunningMean, TeacherLogRatio, reward_to_go, total_rewards
+from policygrad.core.advantages import OptimalValue, RunningMean, TeacherLogRatio, reward_to_go, total_rewards
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.shaping import KLInReward
@@ -119,8 +119,11 @@ class LabSetting:
         if "sum_pi_squared" in needs:
             filled["sum_pi_squared"] = (2 * world.conditionals(old)).exp().sum(-1)[world.state]
         if "baseline" in needs:  # the greedy completion's reward, at each completion of its prompt
-            greedy = (world.reward * world.greedy(self.sampling_theta)).sum(1)
-            filled["baseline"] = greedy.repeat_interleave(world.tree.size)
+            baseline = (world.reward * world.greedy(self.sampling_theta)).sum(1)
+            for part in algorithm.advantage:
+                if isinstance(part, OptimalValue):  # V*, exactly: of all completions under π_ref
+                    baseline = part.beta * (world.logp(reference) + world.reward / part.beta).logsumexp(1)
+            filled["baseline"] = baseline.repeat_interleave(world.tree.size)
         if "example_id" in needs:
             filled["example_id"] = batch.group
         last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1  # marks the last tokens

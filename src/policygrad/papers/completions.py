@@ -57,7 +57,7 @@ class Completion:
     demonstration: bool
     has_reference: bool
     """π_ref has read the completion."""
-    greedy_reward: float
+    baseline: float
     """Reward of the prompt's greedy completion; NaN where there is none."""
     rewards: list[float]
     """Each reward function's result; NaN where it failed."""
@@ -131,7 +131,7 @@ def read_batch(batch: Batch, logp: Tensor, distributions: tuple[Tensor, Tensor] 
             truncated=rows["truncated"][i] if "truncated" in rows else False,
             demonstration=rows["demonstration"][i] if "demonstration" in rows else False,
             has_reference=rows["has_reference"][i] if "has_reference" in rows else True,
-            greedy_reward=rows["baseline"][i] if "baseline" in rows else math.nan,
+            baseline=rows["baseline"][i] if "baseline" in rows else math.nan,
             rewards=rows["rewards"][i] if "rewards" in rows else [],
             reward_weights=batch.reward_weights,
             row=i,

@@ -44,6 +44,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "cispo": grpo.cispo,
     "sapo": grpo.sapo,
     "remax": reinforce.remax,
+    "astar_po": reinforce.astar_po,
     "reinforce_pp": reinforce.reinforce_pp,
     "reinforce_pp_baseline": reinforce.reinforce_pp_baseline,
     "otb": reinforce.otb,

@@ -109,8 +109,21 @@ def otb(prompts: Prompts, max_tokens: int, leave_one_out: bool = False) -> Tenso
 
 def remax(prompts: Prompts, max_tokens: int) -> Tensor:
     """1/N Σ_i Σ_t log π(a_t) [r(x, a_1:T) − r(x, ā_1:T)], ā the greedy completion. Li et al. 2023, algorithm 1."""
-    scored = [[o for o in outputs if math.isfinite(o.greedy_reward)] for outputs in prompts]
-    return total((o.reward - o.greedy_reward) * unit_log_pi(o, t) for o, t in tokens(scored)) / count(prompts)
+    scored = [[o for o in outputs if math.isfinite(o.baseline)] for outputs in prompts]
+    return total((o.reward - o.baseline) * unit_log_pi(o, t) for o, t in tokens(scored)) / count(prompts)
+
+
+def astar_po(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/(2 β_2 B) Σ_i (β_2 log(π(o)/π_ref(o)) − (R_i − V*))², without its constants of θ. Brantley et al. 2025, sec. 3.
+
+    Expanded, the square is (R − V*) log π(o) − β_2/2 (log π(o)/π_ref(o))² and what does not depend on θ.
+    """
+    J, beta = total([]), 1e-3
+    for o in completions(prompts):
+        A = o.reward - o.baseline if math.isfinite(o.baseline) else 0.0
+        implicit = total(o.u(t) for t in range(len(o)))
+        J = J + A * total(log_pi(o, t) for t in range(len(o))) - beta / 2 * implicit**2
+    return J / count(prompts)
 
 
 def whitened(advantages: dict[int, list[float]]) -> dict[int, list[float]]:

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
@@ -42,6 +44,7 @@ from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
 from policygrad.rollout.game_episodes import run_games
+from policygrad.rollout.optimal_values import OptimalValues, estimate_optimal_values
 from policygrad.rollout.reference_prompts import add_reference_prompts
 from policygrad.rollout.scoring import (
     ScoreFn,
@@ -136,6 +139,8 @@ class Rollouter:
     """Continue the rollout even if an environment method times out in every call."""
     teachers: ServedTeachers | None = None
     """The teachers behind servers, which score each rollout; None = the learner evaluates all."""
+    optimal_values: OptimalValues | None = None
+    """Values of the training prompts, for an algorithm that needs them; None = all of the task's examples are trained on."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while episodes are run: sampler and pool process one batch of episodes at a time, also with several threads."""
 
@@ -210,13 +215,16 @@ class Rollouter:
         excluded = frozenset[int]().union(*(part.excluded_examples for part in algorithm.filters))
         level = next((part.task_level for part in algorithm.filters if part.task_level is not None), 0)
 
+        def index(i: int) -> int:
+            return encode_level_index(i if self.optimal_values is None else self.optimal_values.example_index(i), level)
+
         def example(i: int) -> Example:
-            return self.examples(encode_level_index(i, level))
+            return self.examples(index(i))
 
         def sample(count: int, position: int) -> SamplingRound:
             chosen, all_excluded = next_examples(example, count, position, excluded)
             max_tokens = config.sampling.max_tokens
-            keys = [(self.seed, TRAIN, request.step, encode_level_index(i, level)) for i, _ in chosen]
+            keys = [(self.seed, TRAIN, request.step, index(i)) for i, _ in chosen]
             specs = [EpisodeSpec(x, key, max_tokens) for (_, x), key in zip(chosen, keys, strict=True)]
             groups, scoring = self._play_and_score(specs, config.samples_per_prompt, config.sampling)
             groups, step_scoring = score_reasoning_steps(
@@ -272,6 +280,38 @@ class Rollouter:
         )
         return Rollout(batch, tuple(groups), step.position, metrics, scoring.messages, step.leftover_groups)
 
+    def estimate_optimal_values(
+        self,
+        part: OptimalValue,
+        num_prompts: int,
+        sampling: SamplingParams,
+        file: Path,
+        *,
+        is_initial: bool,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> tuple[Rollouter, tuple[str, ...]]:
+        """Return a rollouter that trains on the first prompts with their optimal values, and messages of failed rewards.
+
+        For the arguments see `policygrad.rollout.optimal_values.estimate_optimal_values`.
+        """
+
+        def sample(specs: list[EpisodeSpec], count: int) -> tuple[list[EpisodeGroup], ScoringResult]:
+            with self.lock:
+                return self._play_and_score(specs, count, sampling)
+
+        values, messages = estimate_optimal_values(
+            part,
+            num_prompts,
+            file,
+            example=self.examples,
+            sample=sample,
+            seed=self.seed,
+            max_tokens=sampling.max_tokens,
+            is_initial=is_initial,
+            progress=progress,
+        )
+        return replace(self, optimal_values=values), messages
+
     def evaluate(
         self,
         examples: Sequence[Example],
@@ -315,7 +355,15 @@ class Rollouter:
                 self._require_single_turn("PrefixValue continues completions", "another advantage, such as GroupMean()")
                 batch, result = add_prefix_values(batch, groups, part.samples, play, self._score, step)
                 scoring |= result
-        if "baseline" in algorithm.all_needs:
+        if any(isinstance(part, OptimalValue) for part in algorithm.advantage):
+            if self.optimal_values is None:
+                raise ConfigError(
+                    "OptimalValue needs values that are estimated before the first update: train with pg.train or pg.Trainer, or "
+                    "give the Rollouter optimal_values (Rollouter.estimate_optimal_values)"
+                )
+            batch = self.optimal_values.add_to(batch, groups)
+            scoring |= ScoringResult(self.optimal_values.metrics(step))
+        elif "baseline" in algorithm.all_needs:
             play_greedy = partial(self.play, samples_per_prompt=1, sampling=replace(sampling, temperature=0.0))
             batch, result = add_greedy_baseline(batch, groups, play_greedy, self._score)
             scoring |= result

@@ -48,7 +48,7 @@ def locate_steps(decode: Callable[[Tensor], str], tokens: Tensor, text: str, ste
     return StepMarks(ends, tuple(scores[end] for end in ends))
 
 
-TRAIN, EVALUATE, VALUES, GREEDY, VINE = 0, 1, 2, 3, 4
+TRAIN, EVALUATE, VALUES, GREEDY, VINE, OPTIMAL = 0, 1, 2, 3, 4, 5
 """Streams of random numbers: the second entry of `EpisodeSpec.key`."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.updates import GradientSteps
 from policygrad.core.vine import Vine
@@ -61,8 +62,11 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     uncounted = list[str]()
     if any(part.refills for part in algorithm.filters):
         uncounted.append("further prompts, sampled in place of those that a filter drops")
-    if "baseline" in needs:
-        uncounted.append("a greedy completion of every prompt")
+    for part in algorithm.advantage:
+        if isinstance(part, OptimalValue):
+            uncounted.append(f"{part.samples} completions of every training prompt, before the first update")
+        elif "baseline" in part.needs:
+            uncounted.append("a greedy completion of every prompt")
     if any(link.samples_values or isinstance(link, Vine) for link in algorithm.advantage):
         uncounted.append("completions sampled from within others, to estimate values")
     if "grad_logp_sq_norm" in needs:

@@ -131,8 +131,10 @@ def run_step(
                 producer.wait_idle()
         with span("publish", step=step) as publishing:
             published = rollouter.update_weights(learner.publish())
-    # the wait for the next rollout to finish included
+    # the wait for the next rollout to finish included, and in the first step what was sampled before it
     rollout_seconds = taking.seconds + lending.seconds + waiting.seconds
+    if (before := rollout.metrics.get("time/optimal_values")) is not None:
+        rollout_seconds += before.value
     update_seconds = learning.seconds + publishing.seconds
     clock: Metrics = {"time/rollout": Sum(rollout_seconds), "time/update": Sum(update_seconds)}
     if run.max_staleness:

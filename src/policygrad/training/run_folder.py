@@ -27,6 +27,7 @@ RUN_FILES = (
     *(
         "metrics.jsonl",
         "completions.jsonl",
+        "optimal_values.json",
         "checkpoints",
         "verification",
         "pictures",

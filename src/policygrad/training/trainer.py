@@ -29,6 +29,7 @@ from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
+from policygrad.rollout.optimal_values import OPTIMAL_VALUES
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Example
@@ -156,6 +157,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._failed_steps = FailedStepTracker(run.rewards.max_failed_fraction, run.rewards.max_failed_steps)
         self._reward_error: str | None = None  # why failing rewards end the run
         self._version_before = 0  # version of the weights at the beginning of the step
+        self._num_valued = 0  # training prompts whose optimal values are estimated
 
     @property
     def name(self) -> str:
@@ -180,6 +182,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             phase=self.trackers.phase,
         )
         self.model, self.tokenizer = resources.model, resources.tokenizer
+        if run.optimal_value is not None:
+            self._num_valued = run.count_valued_prompts(run.optimal_value, len(resources.task.rows))
         stack.enter_context(limit_torch_threads(resources.model))
         resolved, device = resolve_config_paths(run), next(resources.model.parameters()).device.type
         learner = call_factory(self._learner, Learner, resources.model, resolved)
@@ -323,6 +327,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             size = self.learner.reference_parameters
             memory = f"{size / 1e6:.2f}M parameters" if size else "behind a server"
             facts["reference"] = f"{reference.model or ', '.join(reference.teachers)} ({memory})"
+        if (part := run.optimal_value) is not None:
+            facts["prompts"] = (
+                f"{self._num_valued:,}, each valued by {part.samples} completions before the first update"
+            )
         if not resources.has_rewards:
             facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
         elif self.eval_examples and resources.task.eval_on_train:
@@ -349,6 +357,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._record(progress)
         if self._is_eval_due(progress.step):  # the run may have been stopped before it
             self.evaluate_at(f"at step {progress.step}", progress.step)
+        with self.stopping.interruptible():
+            self.estimate_optimal_values(is_initial=progress.step == 0)
         progress = run_loop(
             self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.interruptible
         )
@@ -356,6 +366,30 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if not isinstance(tensors, LazyStateDict):
             copy_weights_(tensors, self.model)
         return progress
+
+    def estimate_optimal_values(self, *, is_initial: bool) -> None:
+        """Estimate the values that an algorithm needs of its training prompts, or read those in the run's folder.
+
+        Args:
+            is_initial: True if the sampler has the initial policy.
+        """
+        run, resources, part = self.config, self.resources, self.config.optimal_value
+        if part is None:
+            return
+        phase = "estimating optimal values"
+        with span("optimal values"):
+            rollouter, messages = resources.rollouter.estimate_optimal_values(
+                part,
+                self._num_valued,
+                run.sampling,
+                self.folder / OPTIMAL_VALUES,
+                is_initial=is_initial,
+                progress=lambda done, total: self.trackers.phase(phase, done, total),
+            )
+        self.trackers.phase("")
+        for text in messages:
+            self.note(text, text.partition(" (completion ")[0])
+        self.resources = replace(resources, rollouter=rollouter)
 
     def write_weights(self, folder: Path) -> None:
         tensors = self.learner.publish().tensors

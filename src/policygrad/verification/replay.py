@@ -78,6 +78,7 @@ class StepReplayer(Trainer):
         check_files_exist(self.config)
         with paused_garbage_collection():
             self.build(stack)
+        self.estimate_optimal_values(is_initial=False)
         tensors, values = self.pack(Progress(self.config.algorithm.init_state()), *self.learner.state())
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         self.initial = Checkpoint(0, copies | {"rng/torch": torch.get_rng_state()}, deepcopy(values), self.folder)

@@ -1,0 +1,117 @@
+"""Optimal values V* of a run's training prompts, estimated from samples of the initial policy before the first update (A*-PO)."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from policygrad.core.advantages import OptimalValue
+from policygrad.core.batch import Batch
+from policygrad.core.metrics import Metrics, Sum, list_means
+from policygrad.errors import RunError
+from policygrad.rollout.scoring import ScoringResult
+from policygrad.rollout.trajectory import OPTIMAL, EpisodeGroup, EpisodeSpec
+from policygrad.tasks.base import Example
+from policygrad.utils.filesystem import read_json, write_atomically
+
+OPTIMAL_VALUES = "optimal_values.json"
+"""The file in a run's folder: the number of prompts, and the rewards of those done so far."""
+CHUNK = 64  # prompts between two lines of progress, and the most that a killed process loses
+
+
+@dataclass(frozen=True)
+class OptimalValues:
+    """V* of the first prompts of a task. A run with them trains on these prompts alone, over and over."""
+
+    values: tuple[float, ...]
+    """By example; NaN where no completion has a reward."""
+    num_sampled_tokens: int = 0
+    """Tokens that the estimates took, counted with the first step's."""
+    seconds: float = 0.0
+    """Seconds that they took, counted likewise."""
+
+    def example_index(self, position: int) -> int:
+        """Return the index of the training example at a position of the run."""
+        return position % len(self.values)
+
+    def add_to(self, batch: Batch, groups: Sequence[EpisodeGroup]) -> Batch:
+        """Fill `baseline` with V* of each completion's prompt."""
+        by_group = [self.values[group.spec.key[3]] for group in groups]
+        return replace(batch, baseline=torch.tensor(by_group, dtype=batch.reward.dtype)[batch.group])
+
+    def metrics(self, step: int) -> Metrics:
+        """Return the metrics of the first step; none of later ones."""
+        if step != 1:
+            return {}
+        tokens: Metrics = {name: Sum(float(self.num_sampled_tokens)) for name in ("tokens/values", "tokens/sampled")}
+        tokens["time/optimal_values"] = Sum(self.seconds)
+        return tokens | list_means({"reward/optimal_value": [v for v in self.values if v == v]})
+
+
+def estimate_optimal_values(
+    part: OptimalValue,
+    num_prompts: int,
+    file: Path,
+    *,
+    example: Callable[[int], Example],
+    sample: Callable[[list[EpisodeSpec], int], tuple[list[EpisodeGroup], ScoringResult]],
+    seed: int,
+    max_tokens: int,
+    is_initial: bool,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[OptimalValues, tuple[str, ...]]:
+    """Estimate V* of the first `num_prompts` prompts, beginning after those in `file`, which is written chunk by chunk.
+
+    Args:
+        sample: Plays and scores (specs, samples per prompt) with the current policy.
+        is_initial: True if the current policy is the initial one.
+
+    Returns:
+        The values, and messages of rewards that failed; V* leaves these out.
+
+    Raises:
+        RunError: The file has not all values, and the policy is no longer the initial one.
+    """
+    saved: dict[str, Any] = {"prompts": num_prompts, "rewards": [], "tokens": 0, "seconds": 0.0}
+    if file.exists():
+        saved = _read_file(file)
+    num_prompts, rewards = saved["prompts"], saved["rewards"]
+    if len(rewards) < num_prompts and not is_initial:
+        raise RunError(
+            f"{file} has optimal values of {len(rewards)} of {num_prompts} prompts, and they are estimated with the initial "
+            "policy, which the run has left: put a copy of the file back, or start the run again"
+        )
+    messages = list[str]()
+    for first in range(len(rewards), num_prompts, CHUNK):
+        progress(first, num_prompts)
+        started, indices = time.perf_counter(), range(first, min(first + CHUNK, num_prompts))
+        specs = [EpisodeSpec(example(i), (seed, OPTIMAL, 0, i), max_tokens) for i in indices]
+        groups, scored = sample(specs, part.samples)
+        messages += scored.messages
+        rewards += [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+        saved["tokens"] += sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
+        saved["seconds"] += time.perf_counter() - started
+        write_atomically(file, json.dumps(saved))
+    values = tuple(map(part.estimate_value, rewards))
+    return OptimalValues(values, saved["tokens"], saved["seconds"]), tuple(dict.fromkeys(messages))
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        saved = read_json(file)
+        rewards, number = saved["rewards"], saved["prompts"]
+        if not isinstance(number, int) or not 0 < number >= len(rewards):
+            raise ValueError(f"{number!r} prompts and rewards of {len(rewards)}")
+        float(saved["tokens"] + saved["seconds"] + sum(map(math.fsum, rewards)))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{file} cannot be read as a run's optimal values ({error!r}): put a copy of the file back, or start the run again"
+        ) from error
+    return saved  # type: ignore[no-any-return]

@@ -1,0 +1,169 @@
+"""Optimal values of prompts (A*-PO): estimated once with the initial policy, kept in the run's folder, and used as the baseline."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import policygrad as pg
+from doubles.random_batches import Shape, make, policy
+from policygrad.rollout.optimal_values import OPTIMAL_VALUES, OptimalValues
+
+RUN = pg.Run(
+    algorithm=replace(pg.ASTAR_PO, advantage=(pg.OptimalValue(samples=4, prompts=70),)),
+    prompts_per_step=16,
+    steps=6,
+    evaluation=pg.EvaluationConfig(problems=0),
+    sampling=pg.SamplingParams(max_tokens=8),
+    checkpoint=pg.CheckpointConfig(every=1),
+)
+
+
+def trained(folder: Path, run: pg.Run = RUN, **options) -> dict:  # type: ignore[no-untyped-def, type-arg]
+    pg.train(replace(run, output=str(folder)), display=False, **options)
+    return json.loads((folder / OPTIMAL_VALUES).read_text())
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if "time" not in k and "second" not in k} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "value"),
+    [
+        ([0.0, 0.0], 0.0),
+        ([1.0], 1.0),
+        ([1.0, 0.0, 0.0, 0.0], 0.5 * math.log((math.exp(2) + 3) / 4)),
+        ([2000.0, 0.0], 2000 - 0.5 * math.log(2)),  # no overflow
+    ],
+)
+def test_the_value_is_a_soft_maximum(rewards: list[float], value: float) -> None:
+    assert pg.OptimalValue(beta=0.5).estimate_value(rewards) == pytest.approx(value, rel=1e-14)
+
+
+def test_small_beta_takes_the_best_reward_and_large_beta_the_mean() -> None:
+    rewards = [0.0, 0.25, 1.0]
+    assert pg.OptimalValue(beta=1e-4).estimate_value(rewards) == pytest.approx(1.0, abs=1e-3)
+    assert pg.OptimalValue(beta=1e4).estimate_value(rewards) == pytest.approx(sum(rewards) / 3, abs=1e-4)
+    assert math.isnan(pg.OptimalValue().estimate_value([]))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.6])
+def test_the_gradient_is_that_of_the_authors_loss(spread: float) -> None:
+    """mean_i (β Σ log π + v − r − β Σ log π_ref)², divided by 2β, also after the policy has left π_old."""
+    batch, logits = make(Shape((1, 1, 1, 1, 1), 6, seed=3, binary=False), spread)
+    beta = 0.2
+    algorithm = replace(pg.ASTAR_PO, terms=(pg.KLToReference(beta, "k2", level="sequence"),))
+    ours = pg.surrogate(policy(logits, batch.tokens, batch.mask), batch, algorithm.compute_advantages(batch), algorithm)
+    logp = policy(logits, batch.tokens, batch.mask)
+    assert batch.logp_ref is not None
+    assert batch.baseline is not None
+    change = (torch.where(batch.mask, logp - batch.logp_ref, 0)).sum(1)
+    error = beta * change + batch.baseline - batch.reward
+    loss = error[batch.mask.any(1)].square().mean() / (2 * beta)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in (ours, loss)), rtol=1e-12, atol=1e-14)
+
+
+def test_a_run_estimates_once_and_trains_on_those_prompts_alone(tmp_path: Path) -> None:
+    saved = trained(tmp_path)
+    assert saved["prompts"] == len(saved["rewards"]) == 70
+    assert all(len(rewards) == 4 for rewards in saved["rewards"])
+    rows = metrics_of(tmp_path)
+    first, later = rows[0], rows[1:]
+    assert first["tokens/values"] == saved["tokens"]
+    assert first["tokens/sampled"] > saved["tokens"]
+    values = [pg.OptimalValue().estimate_value(rewards) for rewards in saved["rewards"]]
+    assert first["reward/optimal_value"] == pytest.approx(sum(values) / 70)
+    assert first["time/rollout"] > first["time/optimal_values"] > 0
+    assert not any("tokens/values" in row for row in later)
+    completions = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    prompts = [row["prompt"] for row in completions]
+    assert len(prompts) == 6 * 16
+    assert prompts[70:] == prompts[: 96 - 70]  # from the first prompt again
+    for row, value in zip(completions[:70], values, strict=False):
+        assert row["advantage"] == pytest.approx(row["reward"] - value, abs=1e-6)
+
+
+def test_a_stopped_estimate_goes_on_and_changes_nothing(tmp_path: Path) -> None:
+    """Killed after the first chunk: what it had is kept, and the run is the same to the bit."""
+    whole = trained(tmp_path / "whole")
+    broken = trained(tmp_path / "broken", stop_after=2)
+    assert broken["rewards"] == whole["rewards"]
+    pg.train(resume=tmp_path / "broken", display=False)
+    assert timeless(metrics_of(tmp_path / "broken")) == timeless(metrics_of(tmp_path / "whole"))
+
+    part = tmp_path / "part"
+    part.mkdir()
+    half = {**whole, "rewards": whole["rewards"][:64], "tokens": 0}
+    rollouter_file = part / OPTIMAL_VALUES
+    rollouter_file.write_text(json.dumps(half))
+    trainer = pg.Trainer(replace(RUN, output=str(tmp_path / "third")), display=False, callbacks=(Copy(rollouter_file),))
+    trainer.train()
+    third = json.loads((tmp_path / "third" / OPTIMAL_VALUES).read_text())
+    assert third["rewards"] == whole["rewards"]
+    assert third["tokens"] < whole["tokens"]  # of the last six prompts alone
+
+
+class Copy(pg.Callback):
+    """Puts a file into the run's folder before its first step."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def start(self, trainer) -> None:  # type: ignore[no-untyped-def]
+        (trainer.folder / self.file.name).write_bytes(self.file.read_bytes())
+
+
+def test_a_lost_file_is_an_error_once_the_policy_has_changed(tmp_path: Path) -> None:
+    trained(tmp_path, stop_after=1)
+    (tmp_path / OPTIMAL_VALUES).unlink()
+    with pytest.raises(pg.RunError, match=r"0 of 70 prompts.*which the run has left: put a copy of the file back"):
+        pg.train(resume=tmp_path, display=False)
+    (tmp_path / OPTIMAL_VALUES).write_text('{"prompts": 70, "rewards": [["x"]], "tokens": 1, "seconds": 1}')
+    with pytest.raises(pg.RunError, match="cannot be read as a run's optimal values"):
+        pg.train(resume=tmp_path, display=False)
+
+
+def test_prompts_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    run = replace(RUN, output=str(tmp_path / "run"))
+    few = replace(run, algorithm=replace(run.algorithm, advantage=(pg.OptimalValue(prompts=8),)))
+    with pytest.raises(pg.ConfigError, match=r"optimal-value\.prompts 8 is less than --prompts-per-step 16"):
+        pg.train(few, display=False)
+    with pytest.raises(pg.ConfigError, match=r"samples 4 completions of 70 prompts.*more than --tokens 200"):
+        pg.train(replace(run, tokens=200), display=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage": (pg.OptimalValue(), pg.GreedyBaseline())}, "two baselines of the prompt"),
+        ({"filters": (pg.DropZeroVariance("refill"),)}, "DropZeroVariance replaces some by further ones"),
+        ({"filters": (pg.MovingLevel(),)}, "MovingLevel moves to others"),
+        ({"reference": pg.Reference(refresh_every=2)}, "Reference has refresh_every or refresh_after_stall"),
+        ({"reference": pg.Reference(ema=0.1)}, "Reference has ema=0.1"),
+        ({"reference": pg.Reference(model="teacher")}, "Reference has another model"),
+    ],
+)
+def test_combinations_without_a_meaning_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(pg.ConfigError, match=message):
+        replace(pg.ASTAR_PO, **changes)  # type: ignore[arg-type]
+
+
+def test_squares_of_completions_are_of_k2_alone() -> None:
+    with pytest.raises(pg.ConfigError, match="KLToReference.level must be 'token' with form 'k3'"):
+        pg.KLToReference(level="sequence")
+
+
+def test_a_rollouter_without_values_says_how_to_get_them() -> None:
+    assert OptimalValues((0.5, math.nan)).metrics(2) == {}
+    assert OptimalValues((0.5, math.nan)).metrics(1)["reward/optimal_value"].value == 0.5
