@@ -6,6 +6,9 @@ python scripts/measure_algorithms.py --gates [-- further options]
 
 The third trains the algorithms whose gates hardly act in the first, in a regime in which gates act: docs/results/gates.json.
 
+With --only the rows are put among those of docs/results/algorithms.json, and all pairs and sentences are made anew; a row that is
+in both is taken anew, and the page says whether its runs are the same.
+
 A thin caller of `policygrad compare`: the runs lie in comparisons/, what is finished is not run again, so that it may be stopped
 and started at will. Its report becomes docs/results/algorithms.json (or ladder-dapo.json), its page stands beside it, and `make
 docs` makes docs/measured.md and the algorithms' pages from them. An algorithm that needs what the embedded task lacks is left out,
@@ -20,6 +23,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,10 @@ from typing import Any
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import STOPPED
 from policygrad.commands.compare import build_rows, compare
-from policygrad.compare.plan import LADDERS
+from policygrad.compare.page import render_comparison
+from policygrad.compare.plan import LADDERS, ComparisonPlan, ComparisonRow, Job, RowDescription
+from policygrad.compare.report import build_report
+from policygrad.compare.runner import AXES, Results, RunOutcome
 from policygrad.errors import PolicygradError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +114,11 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     at = list(args).index("--") if "--" in args else len(args)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", choices=ALGORITHMS, help="these algorithms, beside the committed results"
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=ALGORITHMS,
+        help="these algorithms, put among the committed results",
     )
     parser.add_argument("--ladder", choices=LADDERS, help="this ladder instead")
     parser.add_argument("--gates", action="store_true", help="the regime in which gates act instead")
@@ -120,13 +131,79 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) and Path.cwd() == ROOT else folder
     more = args[at + 1 :]
     code = compare(gate_options(shown, more) if chosen.gates else options(names, chosen.ladder, shown, more))
-    if chosen.only or code == STOPPED or not (folder / "comparison.json").exists():
+    if code == STOPPED or not (folder / "comparison.json").exists():
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     called = shlex.join(["python", "scripts/measure_algorithms.py", *args])
+    if chosen.only:
+        before = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        report, page = merge_reports(before, report)
+        called, left_out = f"{before['measured_by']}\n{called}", before["left_out"] | left_out
+        (results / f"{name}.html").write_text(page, encoding="utf-8")
+    else:
+        results.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "comparison.html", results / f"{name}.html")
     written(report | {"measured_by": called, "left_out": left_out}, results / f"{name}.json")
-    shutil.copy(folder / "comparison.html", results / f"{name}.html")
     return code
+
+
+def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return a report of the rows of both, in the matrix's order, and its page; rows that are in both are the added ones.
+
+    Raises:
+        ValueError: Budget or seeds differ, so that the rows cannot be compared.
+    """
+    for setting in ("tokens", "seeds", "tuning_seeds"):
+        if before[setting] != added[setting]:
+            raise ValueError(
+                f"{setting} of the rows before are {before[setting]}, and of the added ones {added[setting]}"
+            )
+    earlier, later = ({row["label"]: row for row in report["rows"]} for report in (before, added))
+    rows, outcomes = list[ComparisonRow](), dict[Job, RunOutcome]()
+    for label in sorted(earlier | later, key=list(ALGORITHMS).index):
+        report, row = (added, later[label]) if label in later else (before, earlier[label])
+        plan_row, runs = read_row(row, report)
+        rows.append(plan_row)
+        outcomes |= runs
+    shared = {
+        "tokens": before["tokens"],
+        "seeds": tuple(before["seeds"]),
+        "tuning_seeds": tuple(before["tuning_seeds"]),
+    }
+    plan = ComparisonPlan(tuple(rows), **shared, command=before["command"], version=added["version"], ladder={})
+    chosen = {label: row["option_value"] for label, row in (earlier | later).items()}
+    merged = build_report(plan, Results(outcomes, {}, chosen), before["share"])
+    new, repeated = [label for label in later if label not in earlier], [label for label in later if label in earlier]
+    caveat = f"Measured on another day than the others, so that their seconds are of another load of the machine: {', '.join(later)}."
+    for label in repeated:
+        scores = [[run["curve"]["score"] for run in report[label]["runs"]] for report in (earlier, later)]
+        caveat += f" {label} was measured then and now; its scores are {'the same' if scores[0] == scores[1] else 'not the same'}."
+    merged = replace(merged, caveats=(*merged.caveats, *([caveat] if new else [])))
+    return merged.to_dict(), render_comparison(merged)
+
+
+def read_row(row: dict[str, Any], report: dict[str, Any]) -> tuple[ComparisonRow, dict[Job, RunOutcome]]:
+    """Return a reported row as in a plan, and the outcomes of its runs."""
+    label, value, argv = row["label"], row["option_value"], shlex.split(row["command"])
+    if value is not None:
+        argv = argv[:-2]  # the tuned option and its value
+    grid = tuple(tried["value"] for tried in row["tuning"]) or (() if value is None else (value,))
+    described = {f.name: row[f.name] for f in fields(RowDescription)}
+    plan_row = ComparisonRow(**described, argv=tuple(argv), grid=grid, measure=report["kinds"][row["kind"]]["measure"])
+    outcomes = {
+        Job(label, tried["value"], seed): RunOutcome((0.0,), (0.0,), (0.0,), (score,), 0.0, 0)
+        for tried in row["tuning"]
+        for seed, score in zip(report["tuning_seeds"], tried["scores"], strict=True)
+    }
+    for run in row["runs"]:
+        outcomes[Job(label, value, run["seed"])] = RunOutcome(
+            **{axis: tuple(run["curve"][axis]) for axis in AXES},
+            score=(run["before"], *run["curve"]["score"][1:-1], run["after"]),  # the ends are not rounded
+            score_stderr=run["after_stderr"],
+            **{name: run[name] for name in ("steps", "diagnostics", "cost")},
+            gated_fraction=run.get("gated_fraction"),
+        )
+    return plan_row, outcomes
 
 
 if __name__ == "__main__":

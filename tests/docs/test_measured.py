@@ -133,6 +133,33 @@ def test_standings_count_every_other_row_once(result: dict[str, Any]) -> None:
     assert counts == {"grpo": "2 / 0 / 0", "ppo": "1 / 0 / 1", "trpo": "0 / 0 / 2", "vineppo": "0 / 0 / 0"}
 
 
+def test_rows_measured_later_are_put_among_the_others(result: dict[str, Any]) -> None:
+    """Taken apart and put together it is the same report, and the caveat says which rows are of another day."""
+    result = {key: value for key, value in result.items() if key != "measured_by"}
+    earlier = {**result, "rows": [row for row in result["rows"] if row["label"] not in ("ppo", "trpo", "vapo")]}
+    later = {**result, "rows": [row for row in result["rows"] if row["label"] in ("grpo", "ppo", "trpo")]}
+    merged, page = measure_algorithms.merge_reports(earlier, later)
+    order = sorted((row["label"] for row in merged["rows"]), key=list(ALGORITHMS).index)
+    assert [row["label"] for row in merged["rows"]] == order
+    assert {row["label"] for row in merged["rows"]} == {"grpo", "ppo", "trpo", "vineppo"}
+    whole = {row["label"]: row for row in result["rows"]}
+    for row in merged["rows"]:
+        before, now = ({**each, "kind": 0, "summary": each["summary"]["final"]} for each in (whole[row["label"]], row))
+        assert now == before
+        for axis, score in row["summary"]["equal"].items():  # scores between the ends are rounded in a report
+            assert score["value"] == pytest.approx(whole[row["label"]]["summary"]["equal"][axis]["value"], abs=1e-4)
+
+    def find_pair(report: dict[str, Any]) -> dict[str, Any]:
+        (pair,) = (pair for pair in report["pairs"] if {pair["first"], pair["second"]} == {"grpo", "ppo"})
+        return pair
+
+    assert find_pair(merged)["separated"] == find_pair(result)["separated"]
+    assert merged["caveats"][-1].endswith("grpo was measured then and now; its scores are the same.")
+    assert "ppo" in page
+    with pytest.raises(ValueError, match="seeds of the rows before are"):
+        measure_algorithms.merge_reports(earlier, {**later, "seeds": [7]})
+
+
 def test_the_curves_are_a_picture_of_its_own(result: dict[str, Any]) -> None:
     svg = ElementTree.fromstring(curves(result))
     names = [node.text for node in svg.iter("{http://www.w3.org/2000/svg}text")]
