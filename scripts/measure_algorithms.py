@@ -174,7 +174,7 @@ def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[s
     chosen = {label: row["option_value"] for label, row in (earlier | later).items()}
     merged = build_report(plan, Results(outcomes, {}, chosen), before["share"])
     new, repeated = [label for label in later if label not in earlier], [label for label in later if label in earlier]
-    caveat = f"Measured on another day than the others, so that their seconds are of another load of the machine: {', '.join(later)}."
+    caveat = f"Measured later than the others, under another load of the machine, which their seconds show: {', '.join(later)}."
     for label in repeated:
         scores = [[run["curve"]["score"] for run in report[label]["runs"]] for report in (earlier, later)]
         caveat += f" {label} was measured then and now; its scores are {'the same' if scores[0] == scores[1] else 'not the same'}."

@@ -27,6 +27,7 @@ from policygrad.commands.render import (
 )
 from policygrad.commands.show import group_by_family
 from policygrad.compare.plan import OVERRIDES
+from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.terms import policy_share
 from policygrad.core.vine import Vine
@@ -166,7 +167,11 @@ def pseudo_code(a: Algorithm) -> list[str]:
     lines += [_note("remember this rollout's rewards for the next", part) for part in remembers]
     adapts = [part for part in (*a.terms, *a.shaping) if getattr(part, "target", None) is not None]
     lines += [_note(f"adapt β, for a KL near {shorten_number(part.target)}", part) for part in adapts]
-    return _align_comments(["for every step:", *(f"    {line}" for line in lines)])
+    before = []
+    for part in (part for part in a.advantage if isinstance(part, OptimalValue)):
+        sampled = f"sample {part.samples} completions from the initial policy, and score them: r_j"
+        before += ["for every training prompt:", f"    {sampled}"]
+    return _align_comments([*before, "for every step:", *(f"    {line}" for line in lines)])
 
 
 KEPT = {

@@ -160,7 +160,7 @@ def test_combinations_without_a_meaning_are_refused(changes: dict[str, object], 
 
 
 def test_squares_of_completions_are_of_k2_alone() -> None:
-    with pytest.raises(pg.ConfigError, match="KLToReference.level must be 'token' with form 'k3'"):
+    with pytest.raises(pg.ConfigError, match=r"KLToReference\.level must be 'token' with form 'k3'"):
         pg.KLToReference(level="sequence")
 
 
