@@ -25,7 +25,7 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.proxy.formats import ChatRequest
 from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.batching import batch_groups
-from policygrad.rollout.conversation_tree import ConversationTree, Turn
+from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
 
 HOME = os.environ.get("POLICYGRAD_AGENTS", "")
@@ -85,11 +85,11 @@ def play(
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ChatRequest, Turn]]:
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ChatRequest, OpenTurn]]:
     """What programs send, and what the policy reads for it."""
-    noted, open_turn = list[tuple[ChatRequest, Turn]](), ConversationTree.open_turn
+    noted, open_turn = list[tuple[ChatRequest, OpenTurn]](), ConversationTree.open_turn
 
-    def note(tree: ConversationTree, request: ChatRequest) -> Turn:
+    def note(tree: ConversationTree, request: ChatRequest) -> OpenTurn:
         turn = open_turn(tree, request)
         noted.append((request, turn))
         return turn
@@ -110,7 +110,7 @@ def check_logp(group: EpisodeGroup) -> None:
 
 
 def test_the_policy_reads_what_the_template_makes_of_smolagents_messages_token_by_token(
-    turns: list[tuple[ChatRequest, Turn]],
+    turns: list[tuple[ChatRequest, OpenTurn]],
 ) -> None:
     """smolagents changes every reply that it repeats: it closes the code, and adds the calls to the same message."""
     encoder = tiny()[1]
@@ -125,7 +125,7 @@ def test_the_policy_reads_what_the_template_makes_of_smolagents_messages_token_b
 
 
 def test_its_turns_end_at_the_stop_texts_and_continue_with_what_python_computed(
-    turns: list[tuple[ChatRequest, Turn]],
+    turns: list[tuple[ChatRequest, OpenTurn]],
 ) -> None:
     replies = ["<code>\nx = 23 * 45\nprint(x)\n</code> and on", "<code>\nfinal_answer(x)\n</code>"]
     sampler = ScriptedSampler(tiny()[1], lambda key, context: replies[key[5] if len(key) > 5 else 0])
@@ -141,7 +141,7 @@ def test_a_model_is_shown_the_agents_text_and_trained_with_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     run_command: Callable[..., tuple[int, str, str]],
-    turns: list[tuple[ChatRequest, Turn]],
+    turns: list[tuple[ChatRequest, OpenTurn]],
 ) -> None:
     """The commands of the example, at a small size."""
     monkeypatch.chdir(tmp_path)
@@ -177,7 +177,7 @@ def test_a_model_is_shown_the_agents_text_and_trained_with_it(
     assert step["environment/calls"] >= 1
 
 
-def test_mini_swe_agent_calls_bash_and_submits(tmp_path: Path, turns: list[tuple[ChatRequest, Turn]]) -> None:
+def test_mini_swe_agent_calls_bash_and_submits(tmp_path: Path, turns: list[tuple[ChatRequest, OpenTurn]]) -> None:
     encoder = tiny()[1]
     commands = ["sed -i s/helo/hello/ hello.py", "cat hello.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     calls = [f'<tool_call>\n{{"name": "bash", "arguments": {{"command": "{c}"}}}}\n</tool_call>' for c in commands]

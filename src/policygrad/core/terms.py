@@ -35,6 +35,11 @@ def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
     return torch.zeros_like(logp) if old is None else logp - masked.apply_mask(old, mask)
 
 
+def _read_by_reference(batch: Batch) -> Tensor | None:
+    """Return the completions that π_ref has read, [B, 1] bool; None for all."""
+    return None if batch.has_reference is None else batch.has_reference[:, None]
+
+
 @dataclass(frozen=True)
 class KLToReference(AdaptiveBeta, Term):
     """KL to π_ref in the loss: k = −β·d, with u = log π_θ − log π_ref and r the token ratio.
@@ -98,8 +103,7 @@ class KLToReference(AdaptiveBeta, Term):
         return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{self.describe_target()}"
 
     def token_mask(self, batch: Batch) -> Tensor | None:
-        """Return the completions that π_ref has read, [B, 1] bool; None for all."""
-        return None if batch.has_reference is None else batch.has_reference[:, None]
+        return _read_by_reference(batch)
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Adapt β to the KL that the updates measured (`kl`)."""
@@ -346,8 +350,7 @@ class ExactKLToReference(LossTerm):
         return f"−{self.beta:g}·∇{named.get(self.alpha, f'JSD_{self.alpha:g}(π_ref, π_θ)')} over the vocabulary"
 
     def token_mask(self, batch: Batch) -> Tensor | None:
-        """Return the completions that π_ref has read, [B, 1] bool; None for all."""
-        return None if batch.has_reference is None else batch.has_reference[:, None]
+        return _read_by_reference(batch)
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * out.require("kl_ref", self)

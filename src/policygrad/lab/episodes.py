@@ -29,7 +29,7 @@ class GameTransition:
     outcome: float = 0.0  # reward of the episode, if it ends here
 
 
-class Game(Protocol):
+class EnumerableGame(Protocol):
     """A game with numbered states."""
 
     start: ClassVar[int]
@@ -86,7 +86,7 @@ class EpisodeTree(PrefixTree):
     vocabulary: int = 2
     length: int = 9
     turn_tokens: int = 2
-    game: Game = Walk()
+    game: EnumerableGame = Walk()
 
     def __post_init__(self) -> None:
         super().__post_init__()

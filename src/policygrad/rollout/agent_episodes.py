@@ -19,7 +19,7 @@ from policygrad.errors import EngineError, PolicygradError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
 from policygrad.proxy.server import Proxy
-from policygrad.rollout.conversation_tree import ConversationTree, Turn
+from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.samplers.base import (
     CachesTexts,
@@ -174,7 +174,9 @@ class _Rollout:
 class _Call:
     """A program's request that waits for its completions."""
 
-    def __init__(self, episode: _Episode, turn: Turn, requests: Sequence[Request], future: Future[ChatReply]) -> None:
+    def __init__(
+        self, episode: _Episode, turn: OpenTurn, requests: Sequence[Request], future: Future[ChatReply]
+    ) -> None:
         self.episode, self.turn, self.requests, self.future = episode, turn, requests, future
         self.order = requests[0].key
 
@@ -248,7 +250,7 @@ class _Episode:
         if program is not None:
             program.close(processes.get(self.key, ()))
 
-    def add(self, turn: Turn, generation: Generation) -> ChatChoice:
+    def add(self, turn: OpenTurn, generation: Generation) -> ChatChoice:
         """Add a completion to the episode; return it as the program receives it."""
         choice = self.tree.add_reply(turn, generation)
         self.tokens_left -= len(choice.token_ids)
@@ -302,7 +304,7 @@ class _Episode:
             self.rollout.last_arrival = self.rollout.clock()
             self.rollout.waiting.append(_Call(self, turn, requests, future))
 
-    def _prepare(self, request: ChatRequest) -> tuple[Turn, list[Request]]:
+    def _prepare(self, request: ChatRequest) -> tuple[OpenTurn, list[Request]]:
         config, encoder = self.rollout.program, self.rollout.encoder
         count = request.num_choices
         if self.is_over:

@@ -76,7 +76,7 @@ class _Reply:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class OpenTurn:
     """A request, tokenized: what the policy reads next."""
 
     context_ids: Tensor
@@ -101,7 +101,7 @@ class ConversationTree:
         """[P] int64; the first text that the policy read."""
         return self.roots[0].segment.tokens
 
-    def open_turn(self, request: ChatRequest) -> Turn:
+    def open_turn(self, request: ChatRequest) -> OpenTurn:
         """Tokenize a request and place it in the tree.
 
         Raises:
@@ -113,7 +113,7 @@ class ConversationTree:
             size = len(self.encoder.hf)
             if int(ids.max()) >= size:
                 raise ApiError(f"the prompt has the token id {int(ids.max())}, and the vocabulary has {size}")
-            return Turn(ids, self._place(ids), request, "", tuple(request.prompt))
+            return OpenTurn(ids, self._place(ids), request, "", tuple(request.prompt))
         prompt: Any = request.prompt
         messages: Any
         last = self._find_reply(request)
@@ -131,21 +131,21 @@ class ConversationTree:
                 )
                 segment = Segment(added.ids, observation=added.is_content)
                 run = self._append(last.run, last.run.start + last.length, segment)
-                return Turn(torch.cat([context, added.ids]), run, request, messages, state)
+                return OpenTurn(torch.cat([context, added.ids]), run, request, messages, state)
             except HistoryRewrittenError:
                 assert not isinstance(messages, str)
                 return self._rewrite(messages, len(new), request, state)
         if isinstance(prompt, str):
             ids = self.encoder.encode(prompt, 1, self.source).ids
-            return Turn(ids, self._place(ids), request, prompt, prompt)
+            return OpenTurn(ids, self._place(ids), request, prompt, prompt)
         messages = self._restore_replies(prompt)
         replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if replies:
             return self._rewrite(messages, len(messages) - 1 - replies[-1], request, _canonical(prompt))
         ids = self.encoder.encode(messages, 1, self.source, request.tools or None).ids
-        return Turn(ids, self._place(ids), request, messages, _canonical(prompt))
+        return OpenTurn(ids, self._place(ids), request, messages, _canonical(prompt))
 
-    def add_reply(self, turn: Turn, generation: Generation) -> ChatChoice:
+    def add_reply(self, turn: OpenTurn, generation: Generation) -> ChatChoice:
         """Add what the policy sampled for a turn, up to a stop text. Return it as the program receives it."""
         encoder, request = self.encoder, turn.request
         generation, text, stopped_by, length = cut_at_stop(encoder, generation, request.stop)
@@ -166,7 +166,7 @@ class ConversationTree:
         self._remember(turn, generation, choice, length, has_end)
         return choice
 
-    def _remember(self, turn: Turn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
+    def _remember(self, turn: OpenTurn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
         run = _Run(turn.run, turn.run.end, Segment.from_generation(generation), turn.state)
         turn.run.children.append(run)
         self.num_turns += 1
@@ -250,11 +250,11 @@ class ConversationTree:
         siblings.append(run)
         return run
 
-    def _rewrite(self, messages: Sequence[Message], num_new: int, request: ChatRequest, state: Hashable) -> Turn:
+    def _rewrite(self, messages: Sequence[Message], num_new: int, request: ChatRequest, state: Hashable) -> OpenTurn:
         """Open a turn after a conversation whose earlier replies are text now."""
         opening = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
         text, end = self.encoder.encode_rewritten(messages, opening, num_new, self.source, request.tools or None)
-        return Turn(text.ids, self._place(text.ids, end), request, tuple(messages), state)
+        return OpenTurn(text.ids, self._place(text.ids, end), request, tuple(messages), state)
 
     def _find_reply(self, request: ChatRequest) -> _Reply | None:
         """Return the sampled turn that a request continues: the longest conversation that it begins with."""

@@ -357,8 +357,8 @@ class Run(UncheckedRun):
                 f"{option} {part.prompts} is less than --prompts-per-step {per_step}, and a step would have prompts twice: set "
                 f"it to {per_step} or more"
             )
-        taken = self.steps * per_step
-        count = part.prompts or max(per_step, min(num_rows or taken, taken))
+        visited = self.steps * per_step
+        count = part.prompts or max(per_step, min(num_rows or visited, visited))
         if self.tokens is not None and count * part.samples >= self.tokens:
             raise ConfigError(
                 f"{self.algorithm.name} samples {part.samples} completions of {count:,} prompts before its first update, which is "
