@@ -59,6 +59,11 @@ REGIME = (
 )
 """Many updates on old samples at a high rate: π_old is the policy that sampled, so that the gate sees all of the difference."""
 GATE_TOKENS, GATE_SEEDS = 60_000, 3
+ENVIRONMENT_FIELDS = {
+    "observation": "it learns to predict what an environment writes, and the embedded tasks have single answers",
+    "role": "it compares the roles of a game, and the embedded tasks have none (docs/self-play.md measures it)",
+}
+"""Batch fields that only an environment's episodes fill -> why an algorithm that needs one is left out."""
 Compare = Callable[[list[str]], int]
 
 
@@ -84,6 +89,9 @@ def measurable(names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """(those that run on the embedded task, why the others do not)."""
     there, left_out = [], {}
     for name in names:
+        if reason := next((why for field, why in ENVIRONMENT_FIELDS.items() if field in ALGORITHMS[name].all_needs), ""):
+            left_out[name] = reason
+            continue
         try:
             build_rows([name], None, (), (), lr_grid=(), delta_grid=(), tokens=TOKENS, overrides=True)
         except PolicygradError as error:
