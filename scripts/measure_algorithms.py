@@ -89,7 +89,8 @@ def measurable(names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """(those that run on the embedded task, why the others do not)."""
     there, left_out = [], {}
     for name in names:
-        if reason := next((why for field, why in ENVIRONMENT_FIELDS.items() if field in ALGORITHMS[name].all_needs), ""):
+        needs = ALGORITHMS[name].all_needs if name in ALGORITHMS else frozenset[str]()
+        if reason := next((why for field, why in ENVIRONMENT_FIELDS.items() if field in needs), ""):
             left_out[name] = reason
             continue
         try:
