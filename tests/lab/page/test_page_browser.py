@@ -148,7 +148,7 @@ def test_the_switches_change_scatter_sentence_and_table(page: Page) -> None:
         return page.locator("#scatter-finding").inner_text(), cell, d
 
     first = state()
-    assert first[0].startswith("On-policy reinforce, rloo, remax and topr are unbiased")
+    assert first[0].startswith("On-policy reinforce, rloo, remax, astar_po and topr are unbiased")
     page.get_by_role("button", name="off-policy").click()
     second = state()
     assert second[0].startswith("Off-policy")
