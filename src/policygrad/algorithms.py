@@ -392,7 +392,11 @@ SDPO = replace(
     advantage=(TeacherLogRatio(0.0),),
     terms=(KLToReference(1.0, "r*k3", cap=2.0),),
     reference=Reference(
-        ema=0.05, templates=("A correct answer to the question below is:\n{success}\n\nThe question:\n{prompt}",)
+        ema=0.05,
+        templates=(
+            "A correct answer to the question below is:\n{success}\n\nThe question:\n{prompt}",
+            "An earlier answer to the question below was wrong:\n{feedback}\n\nThe question:\n{prompt}",
+        ),
     ),
     samples_per_prompt=8,
     old_policy="sampler",

@@ -124,7 +124,7 @@ def test_rewards_are_needed_only_to_tell_successes() -> None:
 def test_formula() -> None:
     assert (
         pg.SDPO.equation()["π_ref"]
-        == "a moving average of the policy at rate 0.05 per rollout, reading {success} {prompt}"
+        == "a moving average of the policy at rate 0.05 per rollout, reading {success} {prompt} {feedback}"
     )
     assert pg.SDPO.equation()["k"] == "−1·min(r, 2)·u,  u = log π_θ − log π_ref"
     assert pg.SDFT.equation()["k"] == "−1·∇KL(π_θ‖π_ref) over the vocabulary"

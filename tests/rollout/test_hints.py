@@ -80,6 +80,15 @@ def test_a_lower_reward_can_be_a_success(tokenizer: Tokenizer) -> None:
     assert written(tokenizer, half, group)[0] == [None, "2|1+1=\n"]
 
 
+def test_what_a_reward_wrote_about_a_failure_is_read_and_about_a_success_is_not(tokenizer: Tokenizer) -> None:
+    reference = pg.Reference(templates=("{success}|{prompt}", "{feedback}|{prompt}"))
+    told = group_of(tokenizer, Example("1+1=\n", {"feedback": "a column"}), {"3": 0.0, "9": 0.0}, feedback="too large")
+    solved = group_of(tokenizer, Example("1+2=\n"), {"3": 1.0}, feedback="well done")
+    silent = group_of(tokenizer, Example("1+3=\n"), {"9": 0.0})
+    texts, _ = written(tokenizer, reference, told, solved, silent)
+    assert texts == ["too large|1+1=\n", "too large|1+1=\n", None, None]
+
+
 def test_completions_keep_their_token_ids_and_the_others_their_prompt(tokenizer: Tokenizer) -> None:
     group = group_of(tokenizer, Example("1+1=\n"), {"2": 1.0, "3": 0.0})
     before = batch_groups([group])

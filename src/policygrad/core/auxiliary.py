@@ -215,6 +215,7 @@ class Reference(Part):
     placeholder   stands for
     {prompt}      the text that the template replaces; every template has it
     {success}     the first other completion of the same prompt whose reward is at least `success_reward`
+    {feedback}    what the reward functions wrote about the completion, such as an error message, if it did not succeed
     {NAME}        the task's column NAME
 
     With `refresh_after_stall` its state is the best evaluation score and the number of evaluations since it or since the last
@@ -304,8 +305,8 @@ class Reference(Part):
 
     @property
     def reads_reward(self) -> bool:
-        """True if a template needs to know which completions succeeded."""
-        return any(SUCCESS in template_names(template) for template in self.templates)
+        """True if a template needs what the reward functions return: successes, or their feedback."""
+        return any({SUCCESS, FEEDBACK} & {*template_names(template)} for template in self.templates)
 
     @property
     def formula(self) -> str:
@@ -380,7 +381,7 @@ class Reference(Part):
         return StalledReference(**settings, configured=self, stalled_evaluations=state["stalled"])
 
 
-PROMPT, SUCCESS = "prompt", "success"  # placeholders that are no columns
+PROMPT, SUCCESS, FEEDBACK = "prompt", "success", "feedback"  # placeholders that are no columns
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 

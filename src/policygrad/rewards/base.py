@@ -11,7 +11,9 @@ from policygrad.errors import ConfigError
 StepScores = tuple[tuple[int, float], ...]
 """(end, score) of each step of a completion; a step ends after `end` characters of its text."""
 Columns = Mapping[str, Sequence[Any]]  # values of the task's columns by name, one per completion
-RewardResult = Sequence[float | Exception | None] | Sequence[StepScores | None]
+Feedback = Mapping[str, Any]
+"""`score`, a number, and `feedback`, a text about the completion: an error message, a critique."""
+RewardResult = Sequence[float | Feedback | Exception | None] | Sequence[StepScores | None]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,7 +25,8 @@ class Reward:
     """A reward function and its weight in the sum.
 
     `function(prompts, completions, **columns)` gets lists of length 1, or the full batch when `batched`, and returns one number (or
-    None: "does not apply") per completion; it may be `async`.
+    None: "does not apply") per completion; it may be `async`. In place of a number it may return `{"score": number, "feedback":
+    text}`, whose text a reference can read (`Reference.templates`).
     """
 
     name: str
@@ -55,6 +58,7 @@ class RewardScores:
     failures: dict[str, int] = field(default_factory=dict)  # completions per function, by reason (FAILURE_REASONS)
     messages: list[str] = field(default_factory=list)  # first message of each distinct failure
     weights: dict[str, float] = field(default_factory=dict)  # by reward name; 1 where none is given
+    feedback: list[str] = field(default_factory=list)  # what the functions wrote about each completion; [] if nothing
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class Code:
     """Score the share of the tests that it passes, instead of all or nothing."""
     sandbox: str = "auto"
     """bubblewrap, landlock, or the first of them that works."""
+    feedback: bool = False
+    """Also return the first failure as feedback, for a reference that reads it (`sdpo`): it shows the test."""
 
     def __post_init__(self) -> None:
         self._limits()
@@ -54,19 +56,28 @@ class Code:
         """Find a sandbox that works; raises ConfigError where there is none."""
         find_backend(self.sandbox)
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float | None]:
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
         rows = ({name: values[i] for name, values in columns.items()} for i in range(len(completions)))
-        return [self.score(prompt, text, row) for prompt, text, row in zip(prompts, completions, rows, strict=True)]
+        judged = [self.judge(prompt, text, row) for prompt, text, row in zip(prompts, completions, rows, strict=True)]
+        return [{"score": x, "feedback": text} if self.feedback and text else x for x, text in judged]
 
     def score(self, prompt: Any, completion: str, row: dict[str, Any]) -> float | None:
-        """Score one completion. Raises DataError, with the row's name, for tests of unknown form or that no program can pass."""
+        """Score one completion. Raises as `judge`."""
+        return self.judge(prompt, completion, row)[0]
+
+    def judge(self, prompt: Any, completion: str, row: dict[str, Any]) -> tuple[float | None, str]:
+        """Return a completion's score, and its first failure, "" for none.
+
+        Raises:
+            DataError: Tests of unknown form, or that no program can pass; the message has the row's name.
+        """
         try:
             tests = build_tests(prompt, row)
             if tests is None:
-                return None
+                return None, ""
             program = complete_program(prompt, completion, tests)
             if not program.strip() or len(program) > _MAX_PROGRAM:
-                return 0.0
+                return 0.0, "it contains no program" if not program.strip() else "the program is too long"
             run: Any = run_stdio_tests if isinstance(tests, StdioTests) else run_function_tests
             verdict = run(program, tests, self._limits(), self.sandbox, to_end=self.share)
             if verdict.unfit:
@@ -76,7 +87,7 @@ class Code:
             name = ids[0] if ids else f"the row with the prompt {_get_prompt_text(prompt)[:60]!r}"
             raise DataError(f"{name}: {error}") from None
         passed: float = sum(verdict.points) / len(verdict.points)
-        return passed if self.share else float(passed == 1.0)
+        return (passed if self.share else float(passed == 1.0)), verdict.message
 
     @classmethod
     def from_options(cls, options: str) -> "Code":

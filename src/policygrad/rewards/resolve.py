@@ -353,7 +353,7 @@ class GatedReward:
                     elif result.reason is not None:
                         results[i] = result
                     elif result.value is not None and result.value <= 0:
-                        results[i] = SampleResult(0.0)
+                        results[i] = SampleResult(0.0, feedback=result.feedback)
         return [results[i] for i in range(len(completions))]
 
 
@@ -397,7 +397,8 @@ def split_location(kind: str, name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class VerlReward(ForeignReward):
-    """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`).
+    """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`) and
+    perhaps `feedback`.
 
     ground_truth comes from the column `reward_model`, or is `answer`; data_source and extra_info are the columns of these names, or
     None. The function may be async.
@@ -428,7 +429,8 @@ class VerlReward(ForeignReward):
 def _extract_verl_score(returned: Any) -> Any:
     if not isinstance(returned, Mapping):
         return returned
-    return returned["score"] if "score" in returned else returned["reward"]
+    score = returned["score"] if "score" in returned else returned["reward"]
+    return {"score": score, "feedback": returned["feedback"]} if "feedback" in returned else score
 
 
 @dataclass(frozen=True)

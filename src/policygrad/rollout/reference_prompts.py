@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.auxiliary import PROMPT, SUCCESS, Reference, fill_template, template_names
+from policygrad.core.auxiliary import FEEDBACK, PROMPT, SUCCESS, Reference, fill_template, template_names
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.errors import ConfigError, DataError
@@ -75,7 +75,7 @@ def check_template_columns(examples: Sequence[Example], reference: Reference) ->
 
 
 def _column_names(template: str) -> Iterator[str]:
-    return (name for name in template_names(template) if name not in (PROMPT, SUCCESS))
+    return (name for name in template_names(template) if name not in (PROMPT, SUCCESS, FEEDBACK))
 
 
 def _has_columns(example: Example, template: str) -> bool:
@@ -115,6 +115,8 @@ class _PromptWriter:
         for name in {name for template in self.reference.templates for name in _column_names(template)}:
             if (value := self._column(name)) is not None:
                 values[name] = value
+        if trajectory.feedback and trajectory.reward is not None and trajectory.reward < self.reference.success_reward:
+            values[FEEDBACK] = trajectory.feedback
         for other in self.group.trajectories:
             if other is trajectory or other.demonstration or other.reward is None:
                 continue

@@ -68,13 +68,14 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
         def select(values: Sequence[Any]) -> list[Any]:
             return [values[i] for i in scored]
 
-        def scatter(values: Sequence[float | None]) -> list[float | None]:
+        def scatter(values: Sequence[Any], missing: Any = None) -> list[Any]:
             by_row = dict(zip(scored, values, strict=True))
-            return [by_row.get(i) for i in range(len(rows))]
+            return [by_row.get(i, missing) for i in range(len(rows))]
 
         scores = score(select(prompts), select(completions), {name: select(x) for name, x in columns.items()})
         parts = {name: scatter(x) for name, x in scores.parts.items()}
-        scores = replace(scores, total=scatter(scores.total), parts=parts)
+        feedback = scatter(scores.feedback, "") if scores.feedback else []
+        scores = replace(scores, total=scatter(scores.total), parts=parts, feedback=feedback)
     pairs = zip(scores.total, environment, strict=True)
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in pairs]
     metrics = failure_metrics(scores)
@@ -94,7 +95,9 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
     values: list[Sequence[float | None]] = list(named.values())
     if any(reward is not None for reward in environment):
         weights, values = [*weights, (ENVIRONMENT_REWARD, 1.0)], [*values, environment]
-    changes = [{"reward": r, "reward_parts": x} for r, x in zip(total, zip(*values, strict=True), strict=True)]
+    feedback = scores.feedback or [""] * len(rows)
+    by_row = zip(total, zip(*values, strict=True), feedback, strict=True)
+    changes = [{"reward": r, "reward_parts": x, "feedback": text} for r, x, text in by_row]
     groups = _replace_trajectories(groups, changes, tuple(weights))
     return groups, ScoringResult(metrics, (*failures, *scores.messages), total.count(None))
 

@@ -136,6 +136,8 @@ class Trajectory:
     """State of the environment at the start of each turn."""
     reward_parts: tuple[float | None, ...] = ()
     """Value of each of the group's `reward_weights`, unweighted; None = it failed or does not apply."""
+    feedback: str = ""
+    """What the reward functions wrote about the completion; "" = nothing."""
     demonstration: bool = False
     """True if given by the data, not sampled: its one segment has its author's `logp`, or 0."""
     stop_reason: str = ""

@@ -38,9 +38,9 @@ def build_completion_rows(
     tokens, and the `group` (from 0) it was compared in.
 
     `reward` is the completion's own, also where a filter dropped it; None = its reward failed, or there are no rewards. Further
-    keys, where they apply: `rewards` (each of several rewards, before its weight), `demonstration`, `steps` (for each reasoning
-    step [tokens up to its end, advantage]), `turns` (who wrote what) and `stop_reason` of an episode, `branches` (the number of
-    texts that an episode is read as, where the chat template rewrote its conversation).
+    keys, where they apply: `rewards` (each of several rewards, before its weight), `feedback` (what the reward functions wrote),
+    `demonstration`, `steps` (for each reasoning step [tokens up to its end, advantage]), `turns` (who wrote what) and `stop_reason`
+    of an episode, `branches` (the number of texts that an episode is read as, where the chat template rewrote its conversation).
     """
     batch, rollout = result.batch, result.rollout
     num = len(rollout.completions)
@@ -61,6 +61,8 @@ def build_completion_rows(
         }
         if has_rewards and len(t.reward_parts) > 1:
             row["rewards"] = {name: x for (name, _), x in zip(group.reward_weights, t.reward_parts, strict=True)}
+        if t.feedback:
+            row["feedback"] = t.feedback
         if len(t.segments) > 1:
             row["turns"] = [["policy" if s.is_sampled else "environment", decode(s.visible_tokens)] for s in t.segments]
             if t.num_branches > 1:

@@ -11,7 +11,7 @@ import pickle
 import struct
 import traceback
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ class SampleResult:
     message: str = ""
     kind: str = ""  # type of the exception: failures of one kind are reported once
     steps: StepScores = ()  # of a process reward, in place of `value`
+    feedback: str = ""  # what the function wrote about the completion
 
 
 Samples = tuple[Sequence[Any], Sequence[str], Columns]  # (prompts, completions, columns)
@@ -79,13 +80,14 @@ def pickle_by_value(value: Any) -> bytes:
 
 
 # From a worker: its nonce (16 bytes), the length of the body (4 bytes) and a body of JSON. First `["started", error or ""]`,
-# then for every call, in order, `[number of the call, [[value, reason, message, kind, steps], …], whether the worker exits now]`.
+# then for every call, in order, `[number of the call, [[value, reason, message, kind, steps, feedback], …], last]`, where `last`
+# says whether the worker exits now.
 
 NONCE_BYTES = 16
 _REPLY_HEAD = struct.Struct(f">{NONCE_BYTES}sI")
-_MAX_MESSAGE, _MAX_KIND = 1000, 100  # characters
+_MAX_MESSAGE, _MAX_KIND, MAX_FEEDBACK = 1000, 100, 4000  # characters
 _WORKER_REASONS = ("raised", "row", "nan", "inf", "type", "length")  # the trainer detects the other failures itself
-_BASE_BYTES, _BYTES_PER_SAMPLE, _BYTES_PER_CHARACTER = 1 << 16, 1 << 13, 64  # limits of a body
+_BASE_BYTES, _BYTES_PER_SAMPLE, _BYTES_PER_CHARACTER = 1 << 16, 1 << 15, 64  # limits of a body
 _CONTROL_CATEGORIES = ("Cc", "Cf", "Cs")  # Unicode categories that can steer a terminal, or that no file can hold
 
 
@@ -111,7 +113,7 @@ class PendingCall:
 
     @property
     def limit(self) -> int:
-        """Maximum bytes of the reply's body: a message per sample, and two steps per character of a process reward."""
+        """Maximum bytes of the body: message and feedback of each sample, and two steps per character of a process reward."""
         steps = _BYTES_PER_CHARACTER * sum(self.lengths) if self.process_reward else 0
         return _BASE_BYTES + _BYTES_PER_SAMPLE * len(self.lengths) + steps
 
@@ -124,13 +126,17 @@ def encode_ready(nonce: bytes, error: str = "") -> bytes:
 def encode_reply(nonce: bytes, call: PendingCall, results: Sequence[SampleResult], last: bool = False) -> bytes:
     """Encode the reply to a call. Results beyond its limit become failures."""
     rows = [
-        [r.value, r.reason, _truncate(r.message, _MAX_MESSAGE), _truncate(r.kind, _MAX_KIND), r.steps] for r in results
+        [
+            *(r.value, r.reason, _truncate(r.message, _MAX_MESSAGE), _truncate(r.kind, _MAX_KIND), r.steps),
+            _truncate(r.feedback, MAX_FEEDBACK),
+        ]
+        for r in results
     ]
     frame = _encode(nonce, [call.number, rows, last])
     if len(frame) - _REPLY_HEAD.size <= call.limit:
         return frame
     message = f"returned more than {call.limit:,} bytes of steps, two per character of the completions; return fewer"
-    return _encode(nonce, [call.number, [[None, "type", message, "size", []]] * len(rows), last])
+    return _encode(nonce, [call.number, [[None, "type", message, "size", [], ""]] * len(rows), last])
 
 
 class ReplyParser:
@@ -208,8 +214,9 @@ def _parse_json(body: bytes) -> Any:
 def _parse_result(row: Any, length: int, process_reward: bool) -> SampleResult:
     """Check one sample's result: every field has its type, and reports only what a worker can know."""
     match row:
-        case [value, str() | None as reason, str() as message, str() as kind, list() as steps] if (
+        case [value, str() | None as reason, str() as message, str() as kind, list() as steps, str() as feedback] if (
             len(message) <= _MAX_MESSAGE
+            and len(feedback) <= MAX_FEEDBACK
             and len(kind) <= _MAX_KIND
             and (reason is None or (reason in _WORKER_REASONS and value is None and not steps))
             and (value is None if process_reward else not steps)
@@ -223,8 +230,8 @@ def _parse_result(row: Any, length: int, process_reward: bool) -> SampleResult:
                     case _:
                         raise ProtocolError("malformed step")
             pairs.sort(key=lambda step: step[0])
-            message, kind = map(replace_control_characters, (message, kind))
-            return SampleResult(number, reason, message, kind, tuple(pairs))
+            message, kind, feedback = map(replace_control_characters, (message, kind, feedback))
+            return SampleResult(number, reason, message, kind, tuple(pairs), feedback)
     raise ProtocolError("malformed result")
 
 
@@ -262,6 +269,14 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
     if math.isnan(number):
         return None, "nan"
     return (None, "inf") if abs(number) > MAX_ABS_REWARD else (number, None)
+
+
+def split_feedback(value: Any) -> tuple[Any, str]:
+    """Return (number, feedback) of a reward that is `{"score": number, "feedback": text}`; (value, "") of any other."""
+    if not isinstance(value, Mapping) or "score" not in value:
+        return value, ""
+    feedback = value.get("feedback")
+    return value["score"], "" if feedback is None else str(feedback)[:MAX_FEEDBACK]
 
 
 def to_steps(value: Any, length: int) -> tuple[StepScores, str | None]:

@@ -97,7 +97,8 @@ class RewardScorer:
         parts = {reward.name: [o.value for o in row] for reward, row in zip(rewards, table, strict=True)}
         weights = {reward.name: reward.weight for reward in rewards}
         messages = [*failures.messages.values(), *self.collect_notes()]
-        return RewardScores(total, parts, dict(failures.counts), messages, weights)
+        feedback = ["\n".join(o.feedback for o in results if o.feedback) for results in zip(*table, strict=True)]
+        return RewardScores(total, parts, dict(failures.counts), messages, weights, feedback if any(feedback) else [])
 
     def score_steps(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> ProcessScores:
         """Return the weighted steps of completion i by all process rewards, merged; None where one of them fails.

@@ -31,6 +31,7 @@ from policygrad.rewards.workers.messages import (
     format_failure,
     quote,
     select_samples,
+    split_feedback,
     to_number,
     to_steps,
 )
@@ -211,12 +212,14 @@ class RewardCaller:
             return self.fail("raised", what, [completion], kind=type(value).__name__)[0]
         number: float | None = None
         steps: StepScores = ()
+        feedback = ""
         if self.process_reward:
             steps, reason = to_steps(value, len(completion))
         else:
-            number, reason = to_number(value)
+            score, feedback = split_feedback(value)
+            number, reason = to_number(score)
         if reason is None:
-            return SampleResult(number, steps=steps)
+            return SampleResult(number, steps=steps, feedback=feedback)
         what = f"returned {quote(value)}" + (f", beyond ±{MAX_ABS_REWARD:g}" if reason == "inf" else "")
         hint = f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
         message = format_failure(self.name, what, [completion])
