@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,11 @@ def test_a_run_follows_its_teacher(run_command: Command, tmp_path: Path) -> None
     assert sum(kl[-3:]) < 0.97 * sum(kl[:3])
     code, out, err = run_command("verify", str(tmp_path / "run"))
     assert code == 0, out + err
+
+
+def test_the_function_with_feedback_counts_words() -> None:
+    names: dict[str, Any] = {}
+    exec(BLOCKS["feedback"], names)
+    assert names["within_limit"](["p"], ["a few words"]) == [1.0]
+    (result,) = names["within_limit"](["p"], ["word " * 31])
+    assert result == {"score": 0.0, "feedback": "The answer has 31 words, and 30 are allowed."}
