@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import policygrad as pg
 from doubles.random_batches import Shape, make, policy
+from doubles.rollouts import collect_rollout
+from doubles.tabular_sampler import TabularSampler, TabularTokenizer
+from policygrad.rewards.base import RewardScores
 from policygrad.rollout.optimal_values import OPTIMAL_VALUES, OptimalValues
+from policygrad.rollout.rollouter import Rollouter
+from policygrad.tasks.base import Example
 
 RUN = pg.Run(
     algorithm=replace(pg.ASTAR_PO, advantage=(pg.OptimalValue(samples=4, prompts=70),)),
@@ -164,6 +171,47 @@ def test_squares_of_completions_are_of_k2_alone() -> None:
         pg.KLToReference(level="sequence")
 
 
-def test_a_rollouter_without_values_says_how_to_get_them() -> None:
+def test_metrics_are_of_the_first_step_alone_and_leave_out_what_has_no_value() -> None:
     assert OptimalValues((0.5, math.nan)).metrics(2) == {}
     assert OptimalValues((0.5, math.nan)).metrics(1)["reward/optimal_value"].value == 0.5
+
+
+def rollouter(score: Any) -> Rollouter:
+    return Rollouter(lambda i: Example(str(i % 4)), TabularTokenizer(), TabularSampler(4, 3, 4), score)  # type: ignore[arg-type]
+
+
+def first_token(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
+    """No reward for completions of the prompt 2."""
+    rewards = [None if prompt == "2" else float(len(text)) for prompt, text in zip(prompts, texts, strict=True)]
+    return RewardScores(rewards, {}, messages=["a reward failed"])
+
+
+def test_a_rollouter_without_values_says_how_to_get_them(tmp_path: Path) -> None:
+    sampling, without = pg.SamplingParams(max_tokens=3), rollouter(first_token)
+    with pytest.raises(pg.ConfigError, match="estimated before the first update"):
+        collect_rollout(without, pg.ASTAR_PO, sampling, prompts=4, samples=1)
+    file = tmp_path / "values.json"
+    valued, messages = without.estimate_optimal_values(pg.OptimalValue(), 4, sampling, file, is_initial=True)
+    assert messages == ("a reward failed",)
+    rollout = collect_rollout(valued, pg.ASTAR_PO, sampling, prompts=4, samples=1, position=6)
+    assert rollout.position == 10
+    assert rollout.prompts == ("2", "3", "0", "1")
+    psi = pg.ASTAR_PO.compute_advantages(rollout.batch)
+    assert math.isnan(rollout.batch.baseline[0])  # type: ignore[index]
+    assert (psi[0] == 0).all()
+    assert valued.optimal_values is not None
+    for row, prompt in enumerate((3, 0, 1), 1):
+        expected = rollout.batch.reward[row] - valued.optimal_values.values[prompt]
+        assert psi[row, 0] == pytest.approx(float(expected))
+
+
+def test_rewards_that_all_fail_end_the_estimate_and_keep_what_there_is(tmp_path: Path) -> None:
+    def fail(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
+        return RewardScores([None] * len(texts), {}, messages=["the server is down"])
+
+    file = tmp_path / "values.json"
+    with pytest.raises(pg.RewardError, match=r"prompts 0 to 3 has a reward.*the server is down"):
+        rollouter(fail).estimate_optimal_values(
+            pg.OptimalValue(), 4, pg.SamplingParams(max_tokens=3), file, is_initial=True
+        )
+    assert not file.exists()

@@ -15,7 +15,7 @@ import torch
 from policygrad.core.advantages import OptimalValue
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, list_means
-from policygrad.errors import RunError
+from policygrad.errors import RewardError, RunError
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import OPTIMAL, EpisodeGroup, EpisodeSpec
 from policygrad.tasks.base import Example
@@ -78,6 +78,7 @@ def estimate_optimal_values(
 
     Raises:
         RunError: The file has not all values, and the policy is no longer the initial one.
+        RewardError: No completion of a chunk of prompts has a reward.
     """
     saved: dict[str, Any] = {"prompts": num_prompts, "rewards": [], "tokens": 0, "seconds": 0.0}
     if file.exists():
@@ -95,7 +96,13 @@ def estimate_optimal_values(
         specs = [EpisodeSpec(example(i), (seed, OPTIMAL, 0, i), max_tokens) for i in indices]
         groups, scored = sample(specs, part.samples)
         messages += scored.messages
-        rewards += [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+        chunk = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+        if not any(chunk):
+            raise RewardError(
+                f"no completion of prompts {first} to {indices[-1]} has a reward, from which optimal values are estimated: "
+                f"{'; '.join(scored.messages)}. What {file} holds is kept; resume the run once the reward works"
+            )
+        rewards += chunk
         saved["tokens"] += sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
         saved["seconds"] += time.perf_counter() - started
         write_atomically(file, json.dumps(saved))
