@@ -59,11 +59,15 @@ REGIME = (
 )
 """Many updates on old samples at a high rate: π_old is the policy that sampled, so that the gate sees all of the difference."""
 GATE_TOKENS, GATE_SEEDS = 60_000, 3
-ENVIRONMENT_FIELDS = {
+WITHOUT_ENVIRONMENT = {
     "observation": "it learns to predict what an environment writes, and the embedded tasks have single answers",
-    "role": "it compares the roles of a game, and the embedded tasks have none (docs/self-play.md measures it)",
+    "role": "it compares the roles of a game, and the embedded tasks have none ([self-play](self-play.md) measures it)",
 }
 """Batch fields that only an environment's episodes fill -> why an algorithm that needs one is left out."""
+CANNOT_READ_HINTS = (
+    "the embedded model has not learned to read what its teacher reads, and unlearns the task at every learning rate "
+    "([self-distillation](self-distillation.md) measures it, before and after the model has learned to)"
+)
 Compare = Callable[[list[str]], int]
 
 
@@ -89,8 +93,7 @@ def measurable(names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """(those that run on the embedded task, why the others do not)."""
     there, left_out = [], {}
     for name in names:
-        needs = ALGORITHMS[name].all_needs if name in ALGORITHMS else frozenset[str]()
-        if reason := next((why for field, why in ENVIRONMENT_FIELDS.items() if field in needs), ""):
+        if reason := describe_lack(name):
             left_out[name] = reason
             continue
         try:
@@ -100,6 +103,16 @@ def measurable(names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
         else:
             there.append(name)
     return there, left_out
+
+
+def describe_lack(name: str) -> str:
+    """Return what the embedded task lacks that an algorithm needs; "" if nothing."""
+    algorithm = ALGORITHMS.get(name)
+    if algorithm is None:
+        return ""
+    if algorithm.reference is not None and algorithm.reference.templates:
+        return CANNOT_READ_HINTS
+    return next((reason for field, reason in WITHOUT_ENVIRONMENT.items() if field in algorithm.all_needs), "")
 
 
 def written(report: dict[str, Any], path: Path) -> None:
