@@ -65,7 +65,7 @@ WITHOUT_ENVIRONMENT = {
 }
 """Batch fields that only an environment's episodes fill -> why an algorithm that needs one is left out."""
 CANNOT_READ_HINTS = (
-    "the embedded model has not learned to read what its teacher reads, and unlearns the task at every learning rate "
+    "the embedded model has not learned to read what its teacher reads, which is then no teacher "
     "([self-distillation](self-distillation.md) measures it, before and after the model has learned to)"
 )
 Compare = Callable[[list[str]], int]
