@@ -444,7 +444,7 @@ class OptimalValue(Advantage):
 
     V* is estimated once, before the first update, from `samples` completions of each training prompt. A run trains on its first
     `prompts` prompts, over and over. If no completion of a prompt has a reward (NaN), Ψ = 0.
-    Source: Brantley et al. 2025 (A*-PO), arXiv:2505.20686, sec. 3.
+    Source: Brantley et al. 2025 (A*-PO), arXiv:2505.20686, and the authors' code.
     """
 
     samples: int = setting(8, "at least 1")

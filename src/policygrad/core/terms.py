@@ -55,7 +55,7 @@ class KLToReference(AdaptiveBeta, Term):
     With level='sequence', k2 is of the completion: (Σ_t u_t)²/2, so that d = Σ_t u_t at every token. Added to Ψ·log π_θ it is the
     regression of β·log(π_θ/π_ref) of the completion on Ψ.
     Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4; `cap`: Hübotter et al. 2026 (SDPO, code); `level`:
-    Brantley et al. 2025 (A*-PO), arXiv:2505.20686, sec. 3.
+    Brantley et al. 2025 (A*-PO), arXiv:2505.20686, and the authors' code.
 
     Raises:
         ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target; a cap without a ratio; the

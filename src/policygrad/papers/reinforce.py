@@ -114,7 +114,7 @@ def remax(prompts: Prompts, max_tokens: int) -> Tensor:
 
 
 def astar_po(prompts: Prompts, max_tokens: int) -> Tensor:
-    """−1/(2 β_2 B) Σ_i (β_2 log(π(o)/π_ref(o)) − (R_i − V*))², without its constants of θ. Brantley et al. 2025, sec. 3.
+    """−1/(2 β_2 B) Σ_i (β_2 log(π(o)/π_ref(o)) − (R_i − V*))², without its constants of θ. Brantley et al. 2025.
 
     Expanded, the square is (R − V*) log π(o) − β_2/2 (log π(o)/π_ref(o))² and what does not depend on θ.
     """
