@@ -116,7 +116,7 @@ def describe_lack(name: str) -> str:
 
 
 def written(report: dict[str, Any], path: Path) -> None:
-    """The report, a row and a pair on one line each, so that a changed row is a changed line."""
+    """The report, a row and a pair on one line each, so that a changed row is a changed line; its claims follow from the pairs."""
 
     def lines(values: Sequence[Any]) -> str:
         return "[\n" + ",\n".join(json.dumps(value, ensure_ascii=False) for value in values) + "\n]"
@@ -124,6 +124,7 @@ def written(report: dict[str, Any], path: Path) -> None:
     reported = {
         key: lines(value) if key in ("rows", "pairs") else json.dumps(value, ensure_ascii=False)
         for key, value in report.items()
+        if key != "claims"
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -198,8 +199,10 @@ def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[s
     new, repeated = [label for label in later if label not in earlier], [label for label in later if label in earlier]
     caveat = f"Measured later than the others, under another load of the machine, which their seconds show: {', '.join(later)}."
     for label in repeated:
-        scores = [[run["curve"]["score"] for run in report[label]["runs"]] for report in (earlier, later)]
-        caveat += f" {label} was measured then and now; its scores are {'the same' if scores[0] == scores[1] else 'not the same'}."
+        pairs = zip(earlier[label]["runs"], later[label]["runs"], strict=True)
+        change = max(abs(a["after"] - b["after"]) for a, b in pairs)
+        text = f"differ by at most {change:.3f}" if change else "are the same"
+        caveat += f" {label} was measured then and now; the final scores of its seeds {text}."
     merged = replace(merged, caveats=(*merged.caveats, *([caveat] if new else [])))
     return merged.to_dict(), render_comparison(merged)
 
