@@ -58,8 +58,8 @@ class Code:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
         rows = ({name: values[i] for name, values in columns.items()} for i in range(len(completions)))
-        judged = [self.judge(prompt, text, row) for prompt, text, row in zip(prompts, completions, rows, strict=True)]
-        return [{"score": x, "feedback": text} if self.feedback and text else x for x, text in judged]
+        results = [self.judge(prompt, text, row) for prompt, text, row in zip(prompts, completions, rows, strict=True)]
+        return [{"score": x, "feedback": text} if self.feedback and text else x for x, text in results]
 
     def score(self, prompt: Any, completion: str, row: dict[str, Any]) -> float | None:
         """Score one completion. Raises as `judge`."""
