@@ -149,7 +149,7 @@ def test_progress_counts_results_that_arrived_before(monkeypatch: pytest.MonkeyP
             answered(begun, 1)
             assert message == []
             pool.score(["p"] * 3, ["a", "hang", "a"], {}, begun)
-    assert ("waiting for reward 'unruly' (each call has up to 0.5 s)", 1, 3) in message
+    assert ("waiting for reward 'unruly' (each call has up to 3 s)", 1, 3) in message
     assert message[-1] == ("", 0, 0)
 
 

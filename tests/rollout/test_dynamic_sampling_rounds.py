@@ -258,6 +258,7 @@ def test_every_field_of_a_group_comes_back() -> None:
         {"x": 0.7},
         turn_states=("hall", ("hall", 2)),
         reward_parts=(0.25, None),
+        feedback="too long",
         demonstration=True,
         stop_reason="turns",
         failure="the environment's Guess.step raised",
@@ -291,7 +292,7 @@ def test_every_field_of_a_group_comes_back() -> None:
         {"x": 0.7},
     )
     assert back.step_marks == one.step_marks
-    assert back.reward_parts == one.reward_parts
+    assert (back.reward_parts, back.feedback) == (one.reward_parts, one.feedback)
     assert results[0].reward_weights == group.reward_weights
     assert len(set(back.turn_states)) == 2  # numbers that tell them apart
     assert torch.equal(back.routed_experts, one.routed_experts)
