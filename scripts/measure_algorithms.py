@@ -116,7 +116,7 @@ def describe_lack(name: str) -> str:
 
 
 def written(report: dict[str, Any], path: Path) -> None:
-    """The report, a row and a pair on one line each, so that a changed row is a changed line; its claims follow from the pairs."""
+    """The report, a row and a pair on one line each, so that a change is one line; without the claims, which follow from pairs."""
 
     def lines(values: Sequence[Any]) -> str:
         return "[\n" + ",\n".join(json.dumps(value, ensure_ascii=False) for value in values) + "\n]"
@@ -146,6 +146,8 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     parser.add_argument("--ladder", choices=LADDERS, help="this ladder instead")
     parser.add_argument("--gates", action="store_true", help="the regime in which gates act instead")
     chosen = parser.parse_args(args[:at])
+    if chosen.only and (chosen.ladder or chosen.gates):
+        parser.error("--only puts rows among those of docs/results/algorithms.json: omit --ladder and --gates")
     names, left_out = ([], {}) if chosen.ladder or chosen.gates else measurable(tuple(chosen.only or ALGORITHMS))
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}", flush=True)
@@ -153,12 +155,17 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     folder = work / (name if not chosen.only else "-".join(["only", *chosen.only]))
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) and Path.cwd() == ROOT else folder
     more = args[at + 1 :]
+    if chosen.only and (results / f"{name}.json").exists():  # the budget and the seeds of the rows that they join
+        before = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        numbers = {"--budget-tokens": before["tokens"], "--seeds": len(before["seeds"])}
+        numbers["--tuning-seeds"] = len(before["tuning_seeds"])
+        more = [*(str(word) for pair in numbers.items() for word in pair), *more]
     code = compare(gate_options(shown, more) if chosen.gates else options(names, chosen.ladder, shown, more))
     if code == STOPPED or not (folder / "comparison.json").exists():
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     called = shlex.join(["python", "scripts/measure_algorithms.py", *args])
-    if chosen.only:
+    if chosen.only and (results / f"{name}.json").exists():
         before = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
         report, page = merge_reports(before, report)
         called, left_out = f"{before['measured_by']}\n{called}", before["left_out"] | left_out
@@ -196,14 +203,13 @@ def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[s
     plan = ComparisonPlan(tuple(rows), **shared, command=before["command"], version=added["version"], ladder={})
     chosen = {label: row["option_value"] for label, row in (earlier | later).items()}
     merged = build_report(plan, Results(outcomes, {}, chosen), before["share"])
-    new, repeated = [label for label in later if label not in earlier], [label for label in later if label in earlier]
     caveat = f"Measured later than the others, under another load of the machine, which their seconds show: {', '.join(later)}."
-    for label in repeated:
+    for label in (label for label in later if label in earlier):
         pairs = zip(earlier[label]["runs"], later[label]["runs"], strict=True)
         change = max(abs(a["after"] - b["after"]) for a, b in pairs)
         text = f"differ by at most {change:.3f}" if change else "are the same"
         caveat += f" {label} was measured then and now; the final scores of its seeds {text}."
-    merged = replace(merged, caveats=(*merged.caveats, *([caveat] if new else [])))
+    merged = replace(merged, caveats=(*merged.caveats, caveat))
     return merged.to_dict(), render_comparison(merged)
 
 

@@ -100,8 +100,8 @@ def test_a_run_estimates_once_and_trains_on_those_prompts_alone(tmp_path: Path) 
         assert row["advantage"] == pytest.approx(row["reward"] - value, abs=1e-6)
 
 
-def test_a_stopped_estimate_goes_on_and_changes_nothing(tmp_path: Path) -> None:
-    """Killed after the first chunk: what it had is kept, and the run is the same to the bit."""
+def test_a_stopped_run_and_a_stopped_estimate_go_on_from_what_is_in_the_folder(tmp_path: Path) -> None:
+    """Metrics of a resumed run are the same; an estimate with a chunk in its file samples the other prompts alone."""
     whole = trained(tmp_path / "whole")
     broken = trained(tmp_path / "broken", stop_after=2)
     assert broken["rewards"] == whole["rewards"]
@@ -145,7 +145,7 @@ def test_prompts_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     few = replace(run, algorithm=replace(run.algorithm, advantage=(pg.OptimalValue(prompts=8),)))
     with pytest.raises(pg.ConfigError, match=r"optimal-value\.prompts 8 is less than --prompts-per-step 16"):
         pg.train(few, display=False)
-    with pytest.raises(pg.ConfigError, match=r"samples 4 completions of 70 prompts.*more than --tokens 200"):
+    with pytest.raises(pg.ConfigError, match=r"samples 4 completions of 70 prompts.*--tokens 200 would be used up"):
         pg.train(replace(run, tokens=200), display=False)
     assert not (tmp_path / "run").exists()
 

@@ -389,11 +389,11 @@ def _find_reference_conflicts(algorithm: Algorithm, reads_reference: bool) -> It
             "or set reward_model=None"
         )
     if _instances(OptimalValue, algorithm.advantage) and reads_reference:
-        frozen = moves or used or ("refresh_every or refresh_after_stall" if reference.refreshes else "")
-        if frozen or reference.models:
+        differs = moves or used or ("refresh_every or refresh_after_stall" if reference.refreshes else "")
+        if differs or reference.models:
             yield (
                 "OptimalValue is estimated with the initial policy, which π_ref must then be, and Reference has "
-                f"{frozen or 'another model'}: unset it, or use GreedyBaseline() or LeaveOneOut()"
+                f"{differs or 'another model'}: unset it, or use GreedyBaseline() or LeaveOneOut()"
             )
     if reference.templates:
         if _instances(KLInReward, algorithm.shaping):

@@ -50,9 +50,9 @@ class OptimalValues:
         """Return the metrics of the first step; none of later ones."""
         if step != 1:
             return {}
-        tokens: Metrics = {name: Sum(float(self.num_sampled_tokens)) for name in ("tokens/values", "tokens/sampled")}
-        tokens["time/optimal_values"] = Sum(self.seconds)
-        return tokens | list_means({"reward/optimal_value": [v for v in self.values if v == v]})
+        metrics: Metrics = {name: Sum(float(self.num_sampled_tokens)) for name in ("tokens/values", "tokens/sampled")}
+        metrics["time/optimal_values"] = Sum(self.seconds)
+        return metrics | list_means({"reward/optimal_value": [v for v in self.values if v == v]})
 
 
 def estimate_optimal_values(

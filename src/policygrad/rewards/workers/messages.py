@@ -276,7 +276,7 @@ def split_feedback(value: Any) -> tuple[Any, str]:
     if not isinstance(value, Mapping) or "score" not in value:
         return value, ""
     feedback = value.get("feedback")
-    return value["score"], "" if feedback is None else str(feedback)[:MAX_FEEDBACK]
+    return value["score"], "" if feedback is None else str(feedback)
 
 
 def to_steps(value: Any, length: int) -> tuple[StepScores, str | None]:

@@ -361,8 +361,8 @@ class Run(UncheckedRun):
         count = part.prompts or max(per_step, min(num_rows or visited, visited))
         if self.tokens is not None and count * part.samples >= self.tokens:
             raise ConfigError(
-                f"{self.algorithm.name} samples {part.samples} completions of {count:,} prompts before its first update, which is "
-                f"more than --tokens {self.tokens:,} in all: set {option} to fewer prompts, or fewer --steps"
+                f"{self.algorithm.name} samples {part.samples} completions of {count:,} prompts before its first update, and "
+                f"--tokens {self.tokens:,} would be used up by then: set {option} to fewer prompts, or fewer --steps"
             )
         return count
 
