@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, Store
 
+from policygrad.utils.rendezvous import serve_store
 from policygrad.weight_sync.nccl import (
     UNIQUE_ID_BYTES,
     GroupError,
-    create_store,
     make_contiguous,
     make_init_request,
     prefix_store,
@@ -44,7 +44,7 @@ class GlooGroup:
 
     def __init__(self, size: int, address: str, name: str) -> None:
         self._size, self._address, self._name = size, address, name
-        self._store, self._group = create_store(address), None  # type: ProcessGroup | None
+        self._store, self._group = serve_store(address, WAIT), None  # type: ProcessGroup | None
 
     def init_request(self) -> Mapping[str, Any]:
         return make_init_request(self._store, self._size, self._address, self._name, "gloo")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import select
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from doubles.ranked import started
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp import processes
 from policygrad.learners.fsdp.processes import (
@@ -22,6 +26,8 @@ from policygrad.learners.fsdp.processes import (
     check_devices,
     kill_workers,
 )
+from policygrad.learners.fsdp.watchdog import ControlStore
+from policygrad.utils.rendezvous import GLOO_INTERFACE, serve_store
 
 RANK_0 = """
 import sys
@@ -46,6 +52,55 @@ def test_a_rank_exits_with_rank_0_before_connecting() -> None:
                 assert select.select([worker], [], [], 120)[0], "it outlives rank 0"
             finally:
                 os.close(worker)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists its sockets there")
+def test_processes_of_one_machine_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    with started(2) as ranks:
+        addresses = [listening_addresses(pid) for pid in (os.getpid(), ranks._processes[0].pid)]  # type: ignore[attr-defined]
+    assert all(addresses)
+    assert {address for of_process in addresses for address in of_process} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Return the addresses that a process listens at."""
+    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    addresses = set[str]()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            local, state, inode = (fields := line.split())[1], fields[3], fields[9]
+            if state == "0A" and f"socket:[{inode}]" in links:
+                words = bytes.fromhex(local.partition(":")[0])  # in the machine's order of bytes, four at a time
+                octets = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                addresses.add(str(ipaddress.ip_address(octets)))
+    return addresses
+
+
+def test_a_store_is_served_at_the_address_that_was_named() -> None:
+    store = serve_store("127.0.0.2", timedelta(seconds=5))  # every address of 127.0.0.0/8 is this machine's
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.3", store.port), 5):
+        pass
+    with socket.create_connection(("127.0.0.2", store.port), 5):
+        pass
+
+
+def test_values_that_no_rank_has_signed_are_absent() -> None:
+    served = dist.HashStore()
+    ranks, stranger = (ControlStore(served, key) for key in (b"k" * 32, b"s" * 32))
+    ranks.set("heartbeat 1", "alive")
+    assert ranks.get("heartbeat 1") == "alive"
+    stranger.set("exit 1", "")
+    served.set("exit 2", "no base64 \N{BROKEN BAR}")
+    served.set("exit 3", "")
+    served.set("exit 4", served.get("heartbeat 1"))  # a value of the ranks' own, under another name
+    for rank in range(1, 5):
+        assert not ranks.contains(f"exit {rank}")
+        assert ranks.get(f"exit {rank}") is None
+    with pytest.raises(KeyError):
+        ranks.pop("exit 1")
+    assert ranks.pop("heartbeat 1") == "alive"
+    assert not ranks.contains("heartbeat 1")
 
 
 def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from policygrad.errors import EngineError
+from policygrad.utils.rendezvous import serve_store
 
 # NVIDIA's NCCL through its C interface, from the library that torch installs. Source: NVIDIA/nccl, src/nccl.h.in, version 2.
 #
@@ -30,6 +31,7 @@ from policygrad.errors import EngineError
 # learner must outlive its servers.
 
 LIBRARY = "libnccl.so.2"
+STORE_TIMEOUT = timedelta(minutes=1)
 UNIQUE_ID_BYTES = 128  # size of `ncclUniqueId`, which tells processes how to reach rank 0
 # Torch's dtypes to `ncclDataType_t`.
 DTYPES = {
@@ -204,7 +206,7 @@ class StoreGroup(NcclGroup):
 
     def __init__(self, world_size: int, address: str, name: str, device: torch.device, library: Nccl) -> None:
         super().__init__(world_size, address, name, device, library)
-        self._store = create_store(address)
+        self._store = serve_store(address, STORE_TIMEOUT)
 
     def init_request(self) -> Mapping[str, Any]:
         return make_init_request(self._store, self._world_size, self._address, self._name, "nccl")
@@ -216,12 +218,6 @@ class StoreGroup(NcclGroup):
         if not self._communicator:
             self._join_communicator()
         super().send(tensors)
-
-
-def create_store(address: str, timeout: float = 60.0) -> TCPStore:
-    """Return a store that this process serves at a free port."""
-    seconds = timedelta(seconds=timeout)
-    return TCPStore(address, 0, None, is_master=True, timeout=seconds, wait_for_workers=False)
 
 
 def make_init_request(store: TCPStore, world_size: int, address: str, name: str, backend: str) -> Mapping[str, Any]:

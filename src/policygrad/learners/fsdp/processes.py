@@ -23,16 +23,23 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from policygrad.errors import ConfigError, RunError
-from policygrad.learners.fsdp.torchrun import torchrun_rank
+from policygrad.learners.fsdp.torchrun import is_on_one_machine, torchrun_rank
 from policygrad.learners.fsdp.watchdog import ControlStore, Watchdog
+from policygrad.utils.rendezvous import (
+    ANY_ADDRESS,
+    LOCALHOST,
+    connect_to_store,
+    is_loopback,
+    serve_store,
+    use_loopback_for_gloo,
+)
 from policygrad.utils.user_code import FILE_MODULE
 
-LOCALHOST = "127.0.0.1"
 CONTROL_TIMEOUT = timedelta(days=30)
 """How long a rank waits for the next message: a rollout or an evaluation may take any time."""
+START_TIMEOUT = timedelta(minutes=5)  # torch's default: how long a process waits for the others to connect
 EXIT_TIMEOUT = 10.0  # seconds that workers have to exit by themselves
 MAX_LOCAL_PROCESSES = 16  # processes that any machine may start; more need as many processors
 POLL_SECONDS = 0.05  # seconds between checks on workers that are starting
@@ -117,7 +124,7 @@ class WorkerGroup:
         """Wrap torch's default process group, with the `processes` that this one has started and rank 0's address."""
         self.rank, self.size, self._processes = rank, size, processes
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        self.store = ControlStore.connect(rank, size, self._control, host)
+        self.store = ControlStore.connect(rank, self._control, host)
         self.watchdog = Watchdog(self.store, size, processes)  # started by rank 0
 
     @classmethod
@@ -142,7 +149,9 @@ class WorkerGroup:
         if torchrun_rank() is not None:
             return cls.from_torchrun()
         launcher = launcher or WorkerLauncher()
-        store = TCPStore(launcher.host, 0, size, is_master=True, wait_for_workers=False)
+        if is_loopback(launcher.host):
+            use_loopback_for_gloo()
+        store = serve_store(launcher.host, START_TIMEOUT)
         processes = list[WorkerProcess]()
         try:
             for rank in range(1, size):  # appended one by one, so that an interruption kills those already started
@@ -164,7 +173,9 @@ class WorkerGroup:
         """Join the group as one of the ranks that rank 0, listening at `port` of `host`, has started; `device` is the index
         of this rank's GPU on its own machine (None = its rank)."""
         os.environ["LOCAL_RANK"] = str(rank if device is None else device)
-        store = TCPStore(host, port, size, is_master=False, wait_for_workers=False)
+        if is_loopback(host):
+            use_loopback_for_gloo()
+        store = connect_to_store(host, port, START_TIMEOUT)
         store.set(f"rank {rank} is ready", "")
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
         return cls(rank, size, host=host)
@@ -172,8 +183,16 @@ class WorkerGroup:
     @classmethod
     def from_torchrun(cls) -> WorkerGroup:
         """Join the group that torchrun has set up."""
+        host = os.environ["MASTER_ADDR"]
+        if is_on_one_machine():
+            host = LOCALHOST
+            use_loopback_for_gloo()
         dist.init_process_group(_backend())
-        return cls(dist.get_rank(), dist.get_world_size())
+        if dist.get_rank() == 0 and not is_on_one_machine() and is_loopback(host):
+            host = (
+                ANY_ADDRESS  # this machine's own name for itself (127.0.1.1 on Debian), which others resolve otherwise
+            )
+        return cls(dist.get_rank(), dist.get_world_size(), host=host)
 
     def broadcast_object(self, message: object) -> None:
         """Send an object from rank 0 to all ranks in `receive_object`. Raises ConfigError if it cannot be pickled."""

@@ -21,6 +21,11 @@ def torchrun_rank() -> tuple[int, int] | None:
     return (rank, size) if size > 1 else None
 
 
+def is_on_one_machine() -> bool:
+    """Return whether torchrun has started all of its processes on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
 def resolve_world_size(requested: int) -> int:
     """Return torchrun's world size, or the requested one without torchrun. Raises ConfigError if they differ."""
     launched = torchrun_rank()

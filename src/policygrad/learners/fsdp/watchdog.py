@@ -10,8 +10,10 @@ that computes for minutes. faulthandler serves where Python code cannot: a rank 
 from __future__ import annotations
 
 import faulthandler
+import hmac
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -32,10 +34,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from policygrad.errors import HangError
-from policygrad.learners.fsdp.torchrun import torchrun_rank
+from policygrad.utils.rendezvous import connect_to_store, serve_store
 
 if TYPE_CHECKING:
     from policygrad.learners.fsdp.processes import WorkerProcess
@@ -45,6 +47,7 @@ BEAT_SECONDS = 1.0  # seconds between heartbeats
 MIN_CPU_FRACTION = 0.02
 """CPU seconds per second below which a process counts as idle; sending heartbeats takes a tenth of that."""
 STACK_AFTER_BEATS = 3  # idle heartbeats after which the stack is sent along
+_SIGNATURE_BYTES = 32  # SHA-256
 EXIT_SECONDS = 10.0  # seconds that a process has to leave an operation or to exit by itself
 Clock = Callable[[], float]  # returns seconds
 STACKS_FILE = "stacks.txt"  # in the run's folder: the stack of every process at a hang
@@ -56,38 +59,54 @@ _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 class ControlStore:
     """A key-value store between ranks for use from any thread; unlike a collective, no call waits for another process.
 
-    It is a TCPStore that rank 0 serves. Every method raises RuntimeError once rank 0 has exited.
+    It is a TCPStore that rank 0 serves, which accepts values from whoever can reach its address. Every value is therefore signed
+    with a key that only the ranks have; one without their signature counts as absent. Every method raises RuntimeError once
+    rank 0 has exited.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, key: bytes) -> None:
+        self._store, self._key = store, key
 
     @classmethod
-    def connect(cls, rank: int, size: int, group: dist.ProcessGroup, host: str) -> ControlStore:
-        """Connect to the store of rank 0, on the machine `host` or torchrun's master; its port is broadcast in `group`."""
-        host = os.environ["MASTER_ADDR"] if torchrun_rank() is not None else host
-        server = TCPStore(host, 0, size, True, STORE_TIMEOUT, wait_for_workers=False) if rank == 0 else None
-        port = [0 if server is None else server.port]
-        dist.broadcast_object_list(port, src=0, group=group)
-        return cls(server or TCPStore(host, port[0], size, False, STORE_TIMEOUT, wait_for_workers=False))
+    def connect(cls, rank: int, group: dist.ProcessGroup, host: str) -> ControlStore:
+        """Connect to the store that rank 0 serves at its address `host`; port and key are broadcast in `group`."""
+        server = serve_store(host, STORE_TIMEOUT) if rank == 0 else None
+        message = [(0 if server is None else server.port, secrets.token_bytes(32))]
+        dist.broadcast_object_list(message, src=0, group=group)
+        port, key = message[0]
+        return cls(server or connect_to_store(host, port, STORE_TIMEOUT), key)
 
     def set(self, key: str, text: str) -> None:
         """Store a text, replacing an earlier one."""
-        self._store.set(key, b64encode(zlib.compress(text.encode(), 1)).decode())  # a store value is limited to 8 MiB
+        content = zlib.compress(text.encode(), 1)  # a store value is limited to 8 MiB
+        self._store.set(key, b64encode(self._sign(key, content) + content).decode())
 
     def contains(self, *keys: str) -> bool:
-        return self._store.check(list(keys))
+        return self._store.check(list(keys)) and all(self._fetch(key) is not None for key in keys)
 
     def get(self, key: str) -> str | None:
-        return self._fetch(key) if self.contains(key) else None
+        return self._fetch(key) if self._store.check([key]) else None
 
     def pop(self, key: str) -> str:
+        """Return the text and delete it. Raises KeyError if there is none that a rank has written."""
         text = self._fetch(key)
+        if text is None:
+            raise KeyError(key)
         self._store.delete_key(key)
         return text
 
-    def _fetch(self, key: str) -> str:
-        return zlib.decompress(b64decode(self._store.get(key))).decode()
+    def _fetch(self, key: str) -> str | None:
+        try:
+            value = b64decode(self._store.get(key), validate=True)
+        except ValueError:
+            return None
+        signature, content = value[:_SIGNATURE_BYTES], value[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._sign(key, content)):
+            return None
+        return zlib.decompress(content).decode()
+
+    def _sign(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self._key, key.encode() + b"\0" + content, "sha256")
 
 
 @dataclass(frozen=True)
