@@ -30,7 +30,7 @@ from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import ControlOptions, LabOptions
 from policygrad.commands.options import pop_algorithm
 from policygrad.commands.plan import PlanOptions
-from policygrad.commands.train import TrainOptions
+from policygrad.commands.train import TrainOptions, get_switches
 from policygrad.errors import RunError
 from policygrad.training.config.run import Run, RunOptions
 from policygrad.training.config.serialization import list_parts, load_config
@@ -255,10 +255,19 @@ def test_parts_by_flag(run_command: Any, tmp_path: Path) -> None:
         ("--algorithm gspo --plain", "gspo", "--plain"),
         ("--plain --algorithm=gspo", "gspo", "--plain"),
         ("", None, ""),
+        ("--task.fetch grpo", "grpo", "--task.fetch"),
+        (
+            "--rewards.show-output --sampler.no-cuda-graphs grpo",
+            "grpo",
+            "--rewards.show-output --sampler.no-cuda-graphs",
+        ),
+        ("--algorithm.advantage.turn-group-std.no-std grpo", "grpo", "--algorithm.advantage.turn-group-std.no-std"),
+        ("--algorithm.reference.live grpo", "grpo", "--algorithm.reference.live"),
+        ("--algorithm.reference.model grpo", None, "--algorithm.reference.model grpo"),
     ],
 )
 def test_the_algorithm_may_be_anywhere_on_the_command_line(args: str, name: str | None, rest: str) -> None:
-    assert pop_algorithm(args.split()) == (name, rest.split())
+    assert pop_algorithm(args.split(), get_switches()) == (name, rest.split())
 
 
 def test_values(run_command: Any, tmp_path: Path) -> None:

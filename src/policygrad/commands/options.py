@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -34,21 +34,9 @@ from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
 from policygrad.utils.filesystem import read_json
 
-# Flags without a value.
-SWITCHES = (
-    "--dry-run",
-    "--overwrite",
-    "--plain",
-    "--json",
-    TRUST_FLAG,
-    "--learner.compile",
-    "--learner.gradient-checkpointing",
-    "--learner.offload",
-    "--learner.routing-replay",
-    "--sampler.colocate",
-)
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy and head, plain words."""
+_PART_SWITCH = "--algorithm.*."  # a part's flag names the field that holds the part, which differs between algorithms
 _CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()
@@ -261,11 +249,39 @@ def _choice(info: Any) -> Any:
     )
 
 
-def pop_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
+def list_switches(*kinds: type) -> frozenset[str]:
+    """Return the flags without a value of these dataclasses of options, and `--algorithm.….NAME` of every part's switches."""
+    parts, switches = [Part], {flag for kind in kinds for flag in _iter_switches(kind)}
+    while parts:
+        part = parts.pop()
+        parts += part.__subclasses__()
+        switches |= {f"{_PART_SWITCH}{flag.removeprefix('--')}" for flag in _iter_switches(part)}
+    return frozenset(switches)
+
+
+def _is_switch(flag: str, switches: Collection[str]) -> bool:
+    is_of_part = flag.startswith("--algorithm.")
+    return (_PART_SWITCH + flag.rpartition(".")[2] if is_of_part else flag) in switches
+
+
+def _iter_switches(kind: type, prefix: str = "--") -> Iterator[str]:
+    for f in fields(kind) if is_dataclass(kind) else ():
+        hint = get_type_hints(kind, include_extras=True)[f.name]
+        given = [extra.name for extra in getattr(hint, "__metadata__", ()) if getattr(extra, "name", None) is not None]
+        name = given[0] if given else f.name.replace("_", "-")
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if plain is bool:
+            head, dot, last = name.rpartition(".")
+            yield from (f"{prefix}{name}", f"{prefix}{head}{dot}no-{last}")
+        elif is_dataclass(plain) and isinstance(plain, type):
+            yield from _iter_switches(plain, f"{prefix}{name}." if name else prefix)
+
+
+def pop_algorithm(args: list[str], switches: Collection[str]) -> tuple[str | None, list[str]]:
     """Return (algorithm, remaining arguments).
 
     The algorithm is the first argument, or `--algorithm NAME`, or a later argument that is a known name or looks like
-    mine:NAME.
+    mine:NAME and follows no option but one of these `switches`, which take no value.
     """
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
@@ -275,7 +291,7 @@ def pop_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
         if word == "--algorithm" and i + 1 < len(args):
             return args[i + 1], args[:i] + args[i + 2 :]
         before = args[i - 1].replace("_", "-")
-        if before.startswith("--") and "=" not in before and before not in SWITCHES:
+        if before.startswith("--") and "=" not in before and not _is_switch(before, switches):
             continue  # the value of an option
         last_flag = next((w for w in reversed(args[:i]) if w.startswith("--")), "")
         follows_list = last_flag.partition("=")[0] in ("--reward", "--allow-code")  # whose values may be files, too

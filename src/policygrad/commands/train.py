@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from policygrad.commands.options import (
     choose_parts,
     drop_trust_flag,
     list_help_flags,
+    list_switches,
     load_base,
     parse_arguments,
     pop_algorithm,
@@ -128,10 +130,13 @@ def train(args: list[str]) -> int:
 def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
     """Parse the arguments of `policygrad train`."""
     reject_foreign_options(
-        args, lambda: list_train_flags(pop_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "dapo")
+        args,
+        lambda: list_train_flags(
+            pop_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)], get_switches())[0] or "dapo"
+        ),
     )
     reject_empty_values(args, "--reward", "--allow-code")
-    name, args = pop_algorithm(args)
+    name, args = pop_algorithm(args, get_switches())
     allowed = CodePermissions(
         (*option_values(args, "--allow-code"), *code_in_argv(args)), TRUST_FLAG in args, overridden_in_argv(args)
     )
@@ -169,6 +174,12 @@ def format_configuration(run: Run) -> str:
 def list_train_flags(name: str) -> list[str]:
     """Return every flag of `policygrad train ALGORITHM`."""
     return list_help_flags(lambda: _parse(UncheckedRun(algorithm=load_algorithm(name)), ["--help"]))
+
+
+@functools.cache
+def get_switches() -> frozenset[str]:
+    """Return the flags of `policygrad train` that take no value."""
+    return list_switches(TrainOptions, RunOptions)
 
 
 def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
