@@ -50,6 +50,8 @@ class Checkpointer(Generic[P]):
     check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None
     """Raises CheckpointError for a checkpoint that lacks something, so that the one before it is used."""
     sharded: ShardedState[P] | None = None  # how several processes save their shards; None = `pack` has everything
+    before_save: Callable[[P], None] = lambda progress: None
+    """Called after every step, once its snapshot is taken: writes what a run that resumes from the checkpoint would not make again."""
     _pending: tuple[int, Future[Path]] | None = field(default=None, init=False)  # a step, whose save a thread finishes
 
     def restore(self) -> checkpoints.Checkpoint | None:
@@ -85,6 +87,8 @@ class Checkpointer(Generic[P]):
         CheckpointError if the final checkpoint cannot be written; a failure of any other is a note."""
         if self._pending is not None and self._pending[1].done():
             self.wait_for_save()
+        self._take_snapshot(progress)
+        self.before_save(progress)
         if final or progress.step % self.every == 0:
             try:
                 with span("checkpoint", step=progress.step):
@@ -96,7 +100,6 @@ class Checkpointer(Generic[P]):
                 if final:
                     raise
                 self._note_failure(error)
-        self._take_snapshot(progress)
 
     def wait_for_save(self) -> None:
         """Wait for the checkpoint that is being written; its failure is a note."""

@@ -306,6 +306,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             max_snapshot_bytes=self.max_snapshot_bytes,
             check=self.check_checkpoint,
             sharded=sharded,
+            before_save=self.before_save,
         )
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
@@ -426,6 +427,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
 
             self.learner.run_on_all(gather_spans)
         return active
+
+    def before_save(self, progress: P) -> None:
+        """Write what belongs to the step that led to `progress`, before the step can be part of a checkpoint."""
 
     def compare_with_checkpoint(self, saved: Checkpoint) -> None:
         """Note what differs from the checkpoint, and record the options that do.

@@ -354,7 +354,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         steps = choose_steps(self.steps, self.config.verify)
         self.recorder = StepRecorder(self.folder, steps, self.fingerprint, self.note)
         self.recorder.start(progress.step)
-        self._record(progress)
+        self.before_save(progress)
         if self._is_eval_due(progress.step):  # the run may have been stopped before it
             self.evaluate_at(f"at step {progress.step}", progress.step)
         with self.stopping.interruptible():
@@ -398,12 +398,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         else:
             super().write_weights(folder)
 
-    def should_continue(self, progress: Progress) -> bool:
-        active = super().should_continue(progress)
-        self._record(progress)
-        return active
-
-    def _record(self, progress: Progress) -> None:
+    def before_save(self, progress: Progress) -> None:
         """Record the step that led to `progress`, or the state for the next one, if it is one to verify."""
         if self.recorder.is_due(progress.step):
             with span("record", step=progress.step):
