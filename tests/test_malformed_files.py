@@ -495,3 +495,91 @@ def test_json_of_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(OSError, match="a pipe without a writer"):
         read_json(tmp_path / "a.json")
+
+
+# ---- names and files that a command is given
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("train", "--environment", "a" * 5000),
+        ("skills", "--into", "a" * 300),
+        ("verify", "a" * 300),
+        ("export", "a" * 300),
+        ("report", "a" * 300),
+        ("audit", "a" * 300),
+        ("doctor", "--python", "a" * 300),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_refused(argv: tuple[str, ...], run_command: Command) -> None:
+    refused(run_command(*argv), "too long" if argv[0] != "train" else "--environment")
+
+
+def test_skills_do_not_replace_a_file_that_is_not_text(tmp_path: Path, run_command: Command) -> None:
+    guide = tmp_path / "policygrad-debug-run" / "SKILL.md"
+    guide.parent.mkdir()
+    guide.write_bytes(b"\xff\xfe")
+    refused(run_command("skills", "--into", str(tmp_path)), "would be replaced")
+    if hasattr(os, "mkfifo"):
+        guide.unlink()
+        os.mkfifo(guide)
+        refused(run_command("skills", "--into", str(tmp_path)), "would be replaced")
+    assert [path.name for path in tmp_path.iterdir()] == ["policygrad-debug-run"]
+
+
+@pipes
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])
+def test_a_pipe_in_a_model_folder_is_refused(
+    tmp_path: Path, random_model: Path, run_command: Command, name: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in random_model.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    results = run_command("train", "--model", str(model), "--output", str(tmp_path / "run"))
+    refused(results, name, "not a regular file" if name != "config.json" else "pipe", "restore")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", [("engine", "llama_cpp", "--print"), ("export",), ("train", "--output")])
+def test_a_deep_configuration_of_a_model_is_refused(
+    tmp_path: Path, run_command: Command, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 50_000)
+    (tmp_path / "model.safetensors").touch()
+    if command == ("export",):
+        results = run_command("export", str(tmp_path), "--merge", "--output", str(tmp_path / "merged"))
+    else:
+        argv = (*command, str(tmp_path / "run")) if command[0] == "train" else command
+        results = run_command(*argv, "--model", str(tmp_path))
+    refused(results)
+
+
+def test_a_folder_of_a_server_that_is_a_file_is_refused(tmp_path: Path, run_command: Command) -> None:
+    (tmp_path / "file").touch()
+    refused(run_command("serve", "--folder", str(tmp_path / "file"), "--port", "0"), "--folder", "choose another")
+
+
+@endless
+def test_keys_of_a_server_are_read_from_a_file_that_ends(run_command: Command) -> None:
+    refused(run_command("serve", "--api-keys", "/dev/zero", "--port", "0"), "--api-keys", "larger than")
+
+
+@pipes
+def test_files_that_nobody_reads_are_not_written(tmp_path: Path, run_command: Command) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(run_command("plan", "grpo", "--output", str(tmp_path / "pipe")), "--output", "choose another")
+    refused(run_command("proxy", "--record", str(tmp_path / "pipe")), "--record", "choose another")
+
+
+def test_proxy_refuses_completions_of_less_than_a_token(run_command: Command) -> None:
+    refused(run_command("proxy", "--max-tokens", "-1"), "--max-tokens must be at least 1")
+
+
+def test_a_trace_of_deep_brackets_is_passed_over(run: Path, run_command: Command) -> None:
+    (run / "trace.json").write_text(f'[\n{{"ph":"X","pid":1,"name":"step","ts":0,"dur":5000000,"args":{DEEP}\n')
+    code, _, err = run_command("report", str(run))
+    assert (code, "Traceback" in err) == (0, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -187,7 +188,15 @@ def _run(args: list[str]) -> int:
     module, _, function = COMMANDS[name].partition(":")
     with paused_garbage_collection():
         command: Callable[[list[str]], int] = getattr(import_module(module), function)
-    return command(args)
+    try:
+        return command(args)
+    except OSError as error:  # wherever a name from the arguments is first looked up
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename or "")
+        raise ConfigError(
+            f"{name[:40]!r}… ({len(name)} characters) is too long for a file's name; shorten it"
+        ) from error
 
 
 if __name__ == "__main__":

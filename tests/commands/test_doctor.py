@@ -27,6 +27,11 @@ def find(findings: Any, name: str) -> Check:
     return found
 
 
+def test_an_address_is_shown_without_its_password() -> None:
+    assert doctor.hide_password("https://someone:secret@mirror.example:8443/hf") == "https://mirror.example:8443/hf"
+    assert doctor.hide_password("https://huggingface.co") == "https://huggingface.co"
+
+
 def test_lines_are_printed_by_group_with_remedies(run_command: RunCommand) -> None:
     code, output, _ = run_command("doctor", "--model", "tiny")
     assert code == 0

@@ -21,12 +21,14 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
+from doubles.folder_engine import SilentEngine
 from doubles.forked import Forked
 from doubles.stops import AtDecoding, AtPhase, AtUpdate, learner_that_sends, send
 from doubles.trackers import Record
 from policygrad import cli
 from policygrad.checkpoint.format import newest_step
 from policygrad.commands import STOPPED
+from policygrad.samplers.engines import registry
 from policygrad.trackers.console import PlainTracker
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
@@ -113,6 +115,23 @@ def test_a_signal_while_saving_finishes_the_checkpoint(run: pg.Run, uninterrupte
     assert result.steps == 1  # the second time it is packed: for its first checkpoint
     pg.train(run, resume=folder, display=False)
     assert same(weights(uninterrupted), weights(folder))
+
+
+def test_a_silent_engine_does_not_delay_a_stop(run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step whose weights it was to load is complete, and a resumed run ends as one that never stopped."""
+    monkeypatch.setitem(registry.ENGINES, "silent", "doubles.folder_engine:SilentEngine")
+    folders = {name: tmp_path / name for name in ("stopped", "whole")}
+    served = replace(run, sampler=pg.SamplerConfig(engine="silent", urls=("http://silent",)), steps=3)
+    monkeypatch.setattr(SilentEngine, "loads", 0)
+    stopped = pg.train(replace(served, output=str(folders["stopped"])), display=False)
+    assert (stopped.steps, stopped.interrupted) == (2, True)
+    assert newest_step(folders["stopped"] / "checkpoints") == 2
+    for name, options in (("stopped", {"resume": folders["stopped"]}), ("whole", {})):
+        monkeypatch.setattr(SilentEngine, "loads", 100)  # from here on it answers
+        result = pg.train(replace(served, output=str(folders[name])), display=False, **options)
+        assert (result.steps, result.interrupted) == (3, False)
+    assert same(weights(folders["whole"]), weights(folders["stopped"]))
+    assert rows(folders["whole"] / "completions.jsonl") == rows(folders["stopped"] / "completions.jsonl")
 
 
 class Here:

@@ -51,7 +51,7 @@ class Checkpointer(Generic[P]):
     """Raises CheckpointError for a checkpoint that lacks something, so that the one before it is used."""
     sharded: ShardedState[P] | None = None  # how several processes save their shards; None = `pack` has everything
     before_save: Callable[[P], None] = lambda progress: None
-    """Called after every step, once its snapshot is taken: writes what a run that resumes from the checkpoint would not make again."""
+    """Called after each step, once its snapshot is taken: writes what a run that resumes from here would not make again."""
     _pending: tuple[int, Future[Path]] | None = field(default=None, init=False)  # a step, whose save a thread finishes
 
     def restore(self) -> checkpoints.Checkpoint | None:

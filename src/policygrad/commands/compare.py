@@ -205,7 +205,7 @@ def _row(
         tuned_option=knob,
         grid=grid,
         measure=measure,
-        settings=settings if knob == lr else {**settings, "lr": tried.lr},
+        settings=settings if grid and knob == lr else {**settings, "lr": tried.lr},
         change=request.change,
         reason=reason,
     )

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit, urlunsplit
 
 from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
@@ -195,13 +196,13 @@ def examine_hub(environment: Mapping[str, str]) -> Iterator[Check]:
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    endpoint = constants.ENDPOINT
+    endpoint, shown = constants.ENDPOINT, hide_password(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE:
-        yield Check("Hub", endpoint, "not asked, as HF_HUB_OFFLINE is set", ABSENT, "unset it to download models")
+        yield Check("Hub", shown, "not asked, as HF_HUB_OFFLINE is set", ABSENT, "unset it to download models")
     else:
         answer = ask_hub(endpoint)
         remedy = "" if not answer else "models come from folders and the cache: --model DIR. HF_ENDPOINT names a mirror"
-        yield Check("Hub", endpoint, answer or "answers", ABSENT if answer else OK, remedy)
+        yield Check("Hub", shown, answer or "answers", ABSENT if answer else OK, remedy)
     cache = Path(constants.HF_HUB_CACHE)
     try:
         cached = scan_cache_dir(cache)
@@ -284,6 +285,12 @@ def find_extras() -> dict[str, list[str]]:
         except importlib.metadata.PackageNotFoundError:
             missing.append(package)
     return dict(sorted(extras.items()))
+
+
+def hide_password(url: str) -> str:
+    """Return an address without the user and password that it may hold."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else url
 
 
 def ask_hub(endpoint: str) -> str:

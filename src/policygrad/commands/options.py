@@ -214,6 +214,10 @@ def check_writable(path: Path, option: str) -> None:
             raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ConfigError(f"{option} {path}: no permission to write there; choose another path")
+        if path.is_fifo():
+            os.close(
+                os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            )  # raises if nothing reads it, where writing would wait for ever
     except OSError as error:  # a name that is too long
         raise ConfigError(f"{option} {path}: {error.strerror}; choose another name") from error
     except ConfigError:

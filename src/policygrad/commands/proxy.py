@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Annotated, Any
 
 from policygrad.commands.json_output import print_json
-from policygrad.commands.options import parse_arguments
+from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg
 
@@ -53,6 +53,11 @@ def proxy(args: list[str]) -> int:
     options = parse_arguments(ProxyOptions, args, "proxy", *HELP)
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port must be from 0 to 65535, not {options.port}")
+    check_at_least_1(options, "max_tokens")
+    if options.record is not None:
+        check_writable(options.record, "--record")
+        if options.record.exists() and not options.record.is_file():
+            raise ConfigError(f"--record {options.record} is not a regular file; choose another")
     from policygrad.proxy.server import ANY_KEY, Proxy
 
     with contextlib.ExitStack() as stack:

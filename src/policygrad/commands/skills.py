@@ -18,7 +18,7 @@ from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import HEAD, QUIET, StyledLine, get_page_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg
-from policygrad.utils.filesystem import write_atomically
+from policygrad.utils.filesystem import open_regular, write_atomically
 
 DEFAULT_FOLDER = ".agents/skills"
 """Read by several agents by convention (https://agentskills.io/client-implementation/adding-skills-support), Codex among them
@@ -107,7 +107,7 @@ def write_skills(guides: Sequence[Skill], folder: Path, *, overwrite: bool) -> d
     """
     paths = {guide.name: folder / guide.name / "SKILL.md" for guide in guides}
     texts = {paths[guide.name]: guide.text for guide in guides}
-    differing = [path for path, text in texts.items() if path.exists() and path.read_text(encoding="utf-8") != text]
+    differing = [path for path, text in texts.items() if path.exists() and not has_text(path, text)]
     if differing and not overwrite:
         raise ConfigError(
             f"--into {folder}: {', '.join(map(str, differing))} would be replaced, and nothing was written. Use another folder, or "
@@ -122,3 +122,12 @@ def write_skills(guides: Sequence[Skill], folder: Path, *, overwrite: bool) -> d
             ) from error
         write_atomically(path, text)
     return paths
+
+
+def has_text(path: Path, text: str) -> bool:
+    """Return whether a file has this text; a pipe, a folder or bytes that are no UTF-8 have another."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(text.encode()) + 1) == text.encode()
+    except OSError:
+        return False

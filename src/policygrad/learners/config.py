@@ -156,10 +156,9 @@ class LearnerConfig:
         """`lora`, parsed."""
         return parse_lora(self.lora)
 
-    @property
-    def lora_lr_multiplier(self) -> float:
-        """Factor on the default learning rate of a large model."""
-        return LORA_LR_FACTOR if self.lora else 1.0
+    def scale_lr(self, lr: float) -> float:
+        """Return the default learning rate of a large model, given that of all its weights: more for adapters."""
+        return float(f"{lr * LORA_LR_FACTOR:.12g}") if self.lora else lr  # 1e-06 * 10 is 9.999999999999999e-06
 
     def resolve_micro_tokens(self, device: object, parameters: int) -> int:
         """Return `micro_tokens`, or the default for a torch device and a model's size.

@@ -37,7 +37,7 @@ from policygrad.models.lora_config import (
     read_lora,
 )
 from policygrad.planning.model_shapes import EMBEDDED_MODELS, check_sizes
-from policygrad.utils.filesystem import parse_json
+from policygrad.utils.filesystem import UnusableDataError, open_regular, parse_json, read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
@@ -272,8 +272,11 @@ def locate_model(model: str) -> str:
         )
     path = Path(model)
     if is_model_folder(path / "model"):
-        return str(path / "model")
+        path = path / "model"
+        reject_unusable_files(path, model)
+        return str(path)
     if path.is_dir():
+        reject_unusable_files(path, model)
         return model
     if path.exists():
         raise ModelError(f"the model {model!r} is a file: give the folder that contains config.json and safetensors")
@@ -282,6 +285,26 @@ def locate_model(model: str) -> str:
             f"there is no model folder {model!r}: a relative path starts at {Path.cwd().name!r}, the current folder"
         )
     return _query_hub(model)[0]
+
+
+def reject_unusable_files(folder: Path, model: str) -> None:
+    """Raise ModelError if a model's folder has a file that transformers would never finish reading (a pipe, a device), or a
+    configuration that Python's parser gives up on."""
+    for file in sorted(folder.iterdir()):
+        if file.is_dir():
+            continue
+        try:
+            if file.name.endswith("config.json"):
+                read_json(file)
+            else:
+                open_regular(file).close()
+        except (OSError, UnusableDataError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ModelError(
+                f"the model {model!r} cannot be read: {file.name}: {reason}; restore the model's own file"
+            ) from error
+        except ValueError:  # not JSON, or not UTF-8: transformers reports it
+            continue
 
 
 @lru_cache(maxsize=8)

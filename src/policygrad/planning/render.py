@@ -166,8 +166,9 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
         assumptions.append("Each learner keeps the full policy too, for sampling; with --engine it does not.")
     if not layout.keeps_full_policy and not layout.is_disaggregated:
         assumptions.append(
-            "The engine samples on the learners' devices, releases its memory while they learn, and receives weights over their "
-            "links. This library's engines do neither yet: give them devices of their own with --samplers or --max-staleness."
+            "The engine samples on the learners' devices, releases its memory while they learn (--sampler.colocate of train), and "
+            "receives weights over their links. This library's engines read them from files then, which takes longer: give them "
+            "devices of their own with --samplers or --max-staleness, and NCCL sends them (--sampler.weight-transport nccl)."
         )
     if not layout.keeps_full_policy:
         assumptions.append("The engine's key-value cache is paged, for completions of average length.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.samplers.config import LOCAL, SamplerConfig
+from policygrad.utils.filesystem import read_text_bounded
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class ServeConfig:
         if self.api_keys is None:
             return frozenset()
         try:
-            lines = self.api_keys.read_text(encoding="utf-8").splitlines()
+            lines = read_text_bounded(self.api_keys).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-keys {self.api_keys} cannot be read: {error}") from error
         keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

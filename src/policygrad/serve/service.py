@@ -49,7 +49,10 @@ class Service:
         """
         self.config, self.note = config, note
         folder = config.folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--folder {folder} cannot be made: {error.strerror}; choose another") from error
         self.resources = ExitStack()
         self.resources.enter_context(hold_lock(folder / ".lock"))
         self.store = Store(folder)

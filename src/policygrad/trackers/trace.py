@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from policygrad.errors import RunError
 from policygrad.trackers.base import RunInfo, Tracker
-from policygrad.utils.filesystem import read_lines
+from policygrad.utils.filesystem import parse_json, read_lines
 from policygrad.utils.spans import MAX_LANES, SpanRecord, SpanRecorder, current_recorder
 
 TRACE_FILE = "trace.json"
@@ -169,8 +169,8 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line.strip().removesuffix(b","))
-    except ValueError:  # a bracket, or a line that is not complete
+        event = parse_json(line.strip().removesuffix(b","))
+    except ValueError:  # a bracket, a line that is not complete, or what no run has written
         return None
     return event if isinstance(event, dict) else None
 

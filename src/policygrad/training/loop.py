@@ -19,7 +19,9 @@ from policygrad.learners.base import Learner
 from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import EpisodeGroup, RolloutConfig
+from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run
+from policygrad.training.interrupts import StopRequested
 from policygrad.utils.spans import span
 
 
@@ -121,16 +123,22 @@ def run_step(
     collect = partial(rollouter.collect, algorithm, config, evaluate=learner.evaluate)
     with interruptible(), span("take rollout", step=step) as taking:
         rollout = producer.take(1 if rollouter.in_flight else max(1, run.rollouts_ahead(step)), collect)
-    with span("lend memory") as lending:
+    with interruptible(), span("lend memory") as lending:
         lent = rollouter.lend_memory()
     with producer.produce_during(run.rollouts_ahead(step + 1), collect):
         with span("learn", step=step) as learning:
             trained = train_on_rollout(rollout, algorithm, learner)
-        with span("wait for sampler") as waiting:
-            if not rollouter.in_flight:
-                producer.wait_idle()
-        with span("publish", step=step) as publishing:
-            published = rollouter.update_weights(learner.publish())
+        waiting, publishing = span("wait for sampler"), span("publish", step=step)
+        try:
+            # A server that is silent must not delay a stop. The step is complete without it: a resumed run publishes first.
+            with interruptible() if _may_skip_publication(run, progress) else nullcontext():
+                with waiting:
+                    if not rollouter.in_flight:
+                        producer.wait_idle()
+                with publishing:
+                    published = rollouter.update_weights(learner.publish())
+        except StopRequested:  # the checkpoint that follows ends the run
+            published = {}
     # the wait for the next rollout to finish included, and in the first step what was sampled before it
     rollout_seconds = taking.seconds + lending.seconds + waiting.seconds
     if (before := rollout.metrics.get("time/optimal_values")) is not None:
@@ -160,6 +168,11 @@ def run_step(
         queued_rollouts=() if rolled_back else queue.rollouts,
     )
     return after, rolled_back
+
+
+def _may_skip_publication(run: Run, progress: Progress) -> bool:
+    """Return whether a step can end without its weights at the sampler: nothing evaluates them, and no rank waits in a gather."""
+    return run.sampler.engine != LOCAL and run.learner.world_size == 1 and not progress.state
 
 
 @dataclass(frozen=True, eq=False)

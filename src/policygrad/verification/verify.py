@@ -95,6 +95,10 @@ def verify_run(
     return Verification(folder, tuple(findings))
 
 
+UNUSABLE_CONTENT = (CheckpointError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""What reading and repeating a step raises if a file's values have other types, names or shapes; RuntimeError is torch's."""
+
+
 class _Verifier:
     """Repeats steps of one run."""
 
@@ -124,11 +128,20 @@ class _Verifier:
             self.replayer = replayer
             for number, step in enumerate(steps):
                 self.progress("repeating steps", number, len(steps))
-                if step in recorded:
-                    yield from self._check_recorded(step)
-                else:
-                    yield from self._check_logged(step)
+                yield from self._check_step(step, is_recorded=step in recorded)
         self.progress("", 0, 0)
+
+    def _check_step(self, step: int, *, is_recorded: bool) -> Iterator[Finding]:
+        """Repeat one step. Whoever changes a file and seals its folder again can put anything into it."""
+        try:
+            yield from self._check_recorded(step) if is_recorded else self._check_logged(step)
+        except UNUSABLE_CONTENT as error:
+            subject = "record" if is_recorded else "steps"
+            text = (
+                f"the files of this step hold what no run has written ({type(error).__name__}: {str(error)[:200]}): they were "
+                "changed after they were written, or another version wrote them"
+            )
+            yield differs(subject, text, step)
 
     def _check_recorded(self, step: int) -> Iterator[Finding]:
         try:

@@ -190,8 +190,8 @@ class EngineSampler(ABC):
         self.vocab_size = len(tokenizer.hf) if embeddings is None else int(embeddings.weight.shape[0])
         self.colocated: dict[str, ColocatedServer] = {}  # by server, of those that sleep while the learner learns
         self.records_experts = False
-        self.returns_masks = False  # whether servers that are started here must return sampling masks
         """True: completions must come with the experts that each token was routed to. Set it before the first request."""
+        self.returns_masks = False  # whether servers that are started here must return sampling masks
         self.load_monitor = server_pool.LoadMonitor(
             lambda url: self.http.get(url, config.heartbeat or config.timeout), self.gauges
         )

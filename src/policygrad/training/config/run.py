@@ -381,7 +381,7 @@ class Run(UncheckedRun):
             algorithm = replace(algorithm, update_rule=rule)
         updates = rule.updates if rule.uses_lr else rule.critic_updates
         is_embedded = isinstance(self.model, str) and self.model in EMBEDDED_MODELS
-        default = TINY_MODEL_LR / updates**0.5 if is_embedded else DEFAULT_LR * self.learner.lora_lr_multiplier
+        default = TINY_MODEL_LR / updates**0.5 if is_embedded else self.learner.scale_lr(DEFAULT_LR)
         if algorithm.critic is not None and not rule.uses_lr:  # its rate cannot follow the policy's, which has none
             algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.learning_rate(default)))
         lr = self.lr if self.lr is not None else default if rule.uses_lr else None

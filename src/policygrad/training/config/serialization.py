@@ -92,7 +92,6 @@ def _part_to_dict(part: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"part": import_path(kind) if is_custom else kind.__name__}
     for f in fields(part):
         value = getattr(part, f.name)
-        value = list(value) if isinstance(value, tuple) else value
         # an open field is written as "none": left out, it would be read as the named algorithm's value
         value = list(value) if isinstance(value, tuple) else value
         out[f.name] = NONE if value is None else _part_to_dict(value) if is_dataclass(value) else value

@@ -123,7 +123,7 @@ class SupervisedConfig:
         """Fill in every open choice. Raises ConfigError if there is no data."""
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
-        default = TINY_MODEL_LR if self.model in EMBEDDED_MODELS else DEFAULT_LR * self.learner.lora_lr_multiplier
+        default = TINY_MODEL_LR if self.model in EMBEDDED_MODELS else self.learner.scale_lr(DEFAULT_LR)
         return replace(self, lr=default if self.lr is None else self.lr, learner=self.learner.resolve())
 
 
