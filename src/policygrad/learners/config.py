@@ -10,6 +10,7 @@ from typing import Self
 from policygrad.errors import ConfigError
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
+from policygrad.utils.field_types import check_field_types
 
 SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
@@ -35,6 +36,7 @@ class OptimizerConfig:
     """constant, linear or cosine, down to 0 at the run's last update."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "optimizer")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"optimizer.schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
         for name in ("eps", "weight_decay", "clip", "warmup"):
@@ -99,6 +101,7 @@ class LearnerConfig:
     """Regular expression of the parameters whose gradients make OptimalBaseline's exact norms; empty = all trained ones."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "learner")
         for name in ("trainable", "score_parameters"):
             try:
                 re.compile(getattr(self, name))

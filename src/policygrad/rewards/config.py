@@ -10,6 +10,7 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.rewards.workers.limits import check_variable_names, parse_names, parse_size
+from policygrad.utils.field_types import check_field_types
 
 SandboxChoice = Literal["none", "auto", "bubblewrap", "landlock"]
 """Sandbox around reward workers; auto = the first that works on this machine."""
@@ -57,6 +58,7 @@ class RewardConfig(Isolation):
     """Failed steps in a row that stop the run, resumably; a first step or evaluation without any reward does, too. 0 = never."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "rewards")
         if self.num_workers < 1 or not 0 < self.timeout < math.inf:
             raise ConfigError(
                 "rewards.num_workers must be at least 1 and rewards.timeout above 0 and finite, not "

@@ -14,6 +14,7 @@ from policygrad.core.batch import SamplingMask
 from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
+from policygrad.utils.field_types import check_field_types
 from policygrad.weight_sync.base import PublishedWeights
 
 
@@ -33,6 +34,7 @@ class SamplingParams:
     """Completions decoded at a time: fewer use less memory, more are faster. The samples do not depend on it."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"sampling.temperature must be finite and at least 0, not {self.temperature}")
         if not 0 < self.top_p <= 1:

@@ -11,6 +11,7 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
+from policygrad.utils.field_types import check_field_types
 
 LOCAL = "local"  # the engine name of the sampler in this process
 FOLDER, NCCL = WEIGHT_TRANSPORTS = ("folder", "nccl")
@@ -81,6 +82,7 @@ class SamplerConfig:
     """Largest accepted difference in nats between log-probabilities of server and learner; 0 = 1e-4 in fp32, 0.2 in bf16."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "sampler")
         if self.engine != LOCAL and self.engine not in ENGINES:
             raise ConfigError(f"sampler.engine must be one of {', '.join((LOCAL, *ENGINES))}, not {self.engine!r}")
         for name, choices in {"lora_sync": LORA_SYNCS, "weight_transport": WEIGHT_TRANSPORTS}.items():
@@ -196,6 +198,7 @@ class TeacherServerConfig:
     """Name of the environment variable that holds the servers' API key; none is sent where it is not set."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "teacher_server")
         if self.max_concurrency < 1:
             raise ConfigError(f"teacher_server.max_concurrency must be at least 1, not {self.max_concurrency}")
         if not all(0 < seconds < math.inf for seconds in (self.timeout, self.recovery_timeout)):

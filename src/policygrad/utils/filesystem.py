@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -291,9 +292,13 @@ def acquire_lock(
 
 
 def write_lock_owner(file: IO[bytes]) -> None:
-    """Write this process's pid, host, time and command for others to read. Raises OSError."""
+    """Write this process's pid, host, time and command for others to read. Raises OSError.
+
+    The file outlives the process: of the command it has the first words, and no option, whose value may be a password.
+    """
     program = Path(sys.argv[0])
-    command = shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]])
+    words = takewhile(lambda word: not word.startswith("-"), sys.argv[1:3])
+    command = shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *words])
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}
     file.truncate(0)

@@ -29,6 +29,7 @@ from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.tasks.benchmarks import parse_benchmarks
 from policygrad.trackers.services import check_tracking
 from policygrad.trackers.trace import DEFAULT_TRACE_MIB
+from policygrad.utils.field_types import check_field_types
 
 MAX_LR = 1e6  # beyond any useful rate; float32 overflows above 3e38, which torch does not explain
 MAX_COMPLETIONS = 2**24
@@ -78,6 +79,7 @@ class _GuardOptions:
     """Stop after this many consecutive steps with a spike or with constant rewards, unless action is warn. 0 = never."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "guard")
         if self.action not in GUARD_ACTIONS:
             raise ConfigError(f"guard.action must be one of {', '.join(GUARD_ACTIONS)}, not {self.action!r}")
         if self.window < 2 or self.max_consecutive_alarms < 0:
@@ -134,6 +136,7 @@ class EvaluationConfig:
     """Maximum sampled tokens per completion of a benchmark."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "evaluation")
         if self.problems < 0 or self.every < 0 or self.samples_per_prompt < 1:
             raise ConfigError(
                 "evaluation.problems and evaluation.every must be at least 0 and evaluation.samples_per_prompt at least 1, not "
@@ -158,6 +161,7 @@ class CheckpointConfig:
     """Number of checkpoints kept on disk; those written by a stop are deleted first."""
 
     def __post_init__(self) -> None:
+        check_field_types(self, "checkpoint")
         if self.every < 1 or self.keep < 1:
             raise ConfigError(
                 f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
@@ -399,6 +403,7 @@ def check_run(run: Run) -> None:
             raise ConfigError(problem)
     if isinstance(run.reward, str):
         raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
+    check_field_types(run)
     for name in ("steps", "prompts_per_step"):
         if getattr(run, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")

@@ -22,6 +22,7 @@ from policygrad.training.config.run import (
     check_seed,
     optional_arg,
 )
+from policygrad.utils.field_types import check_field_types
 
 MAX_EPOCHS = 10**9  # more than any run has, and few enough for exact step numbers
 TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-5
@@ -92,6 +93,7 @@ class SupervisedConfig:
     Needs the extra `prometheus`."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
