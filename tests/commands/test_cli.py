@@ -455,3 +455,11 @@ def test_an_evaluation_without_any_score_fails(run_command: Any, tmp_path: Path)
     assert json.loads(out)["error"]["kind"] == "RewardError"
     assert "none of the 4 completions has a reward" in err
     assert "KeyError: 'label'" in err
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_an_option_of_another_command_is_answered_with_its_name(run_command: Any, is_json: bool) -> None:
+    code, out, err = run_command("serve", "--output", "runs/a", *["--json"] * is_json)
+    assert code == 2
+    hint = "--output is an option of `policygrad train`, `policygrad sft`"
+    assert hint in (json.loads(out)["error"]["message"] if is_json else err)

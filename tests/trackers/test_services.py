@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import policygrad as pg
 from policygrad.commands.completion import generate_script
 from policygrad.commands.train import train
 from policygrad.errors import ConfigError
-from policygrad.trackers.base import RunInfo
+from policygrad.trackers.base import STOP_SUMMARY, RunInfo
 from policygrad.trackers.services import (
     MAX_COMPLETIONS,
     SERVICES,
@@ -33,6 +33,9 @@ from policygrad.trackers.services import (
 
 CONFIG = {"lr": 1e-3, "algorithm": {"name": "dapo", "advantage": ["GroupMean", "GroupStd"]}, "eval/reward": None}
 ROW = {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0, "advantage": 0.5, "tokens": 1, "truncated": False}
+
+RESULT = {"held-out accuracy": "0.25 -> 0.90"}
+STOPPED = dict.fromkeys(STOP_SUMMARY, "text")
 
 
 @pytest.fixture
@@ -49,7 +52,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def tell(name: str, folder: Path, first: int, last: int, *, finish: bool = True) -> None:
+def tell(
+    name: str, folder: Path, first: int, last: int, *, finish: bool = True, summary: Mapping[str, str] = RESULT
+) -> None:
     """A run from step `first` to `last`."""
     (tracker,) = create_trackers([name])
     with tracker:
@@ -59,7 +64,7 @@ def tell(name: str, folder: Path, first: int, last: int, *, finish: bool = True)
         for step in range(first, last + 1):
             tracker.log(step, {"reward": step / 4 + first, "kl": math.nan}, [ROW] * 3)
         if finish:
-            tracker.finish({"held-out accuracy": "0.25 -> 0.90"})
+            tracker.finish(summary)
     tracker.close()  # twice does no harm
 
 
@@ -81,7 +86,8 @@ def test_tensorboard_has_every_step_once(folder: Path) -> None:
 def test_wandb_is_offline_without_a_key_and_resumes_its_id(folder: Path) -> None:
     wandb = pytest.importorskip("wandb")
     tell("wandb", folder, 1, 2)
-    tell("wandb", folder, 2, 3)
+    with pytest.warns(UserWarning, match="W&B is offline.*wandb sync --id"):
+        tell("wandb", folder, 2, 3)
     wandb.teardown()  # waits for the process that writes
     known = json.loads((folder / "tracked.json").read_text())["wandb"]
     parts = sorted(folder.glob("wandb/offline-run-*"))
@@ -128,11 +134,14 @@ def test_mlflow_resumes_the_same_run(folder: Path) -> None:
     client = mlflow.MlflowClient()
     known = json.loads((folder / "tracked.json").read_text())["mlflow"]
     assert client.get_run(known).info.status == "FAILED"
+    tell("mlflow", folder, 2, 1, summary=STOPPED)
+    assert STOPPED.keys() <= client.get_run(known).data.tags.keys()
     tell("mlflow", folder, 2, 3)
     run = client.get_run(known)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "dapo-1")
     assert run.data.params["algorithm.name"] == "dapo"
     assert run.data.tags["held-out accuracy"] == "0.25 -> 0.90"
+    assert not STOPPED.keys() & run.data.tags.keys()
     assert [(m.step, m.value) for m in client.get_metric_history(known, "reward")] == [
         (1, 1.25),
         (2, 1.5),

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from importlib import import_module
@@ -18,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands import STOPPED
+from policygrad.commands import COMMANDS, STOPPED
 from policygrad.commands.json_output import capture_usage_error, print_json
 from policygrad.commands.render import summarise_docstring, wrap_paragraphs
 from policygrad.core.algorithm import Algorithm
@@ -34,6 +36,7 @@ from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
 from policygrad.utils.filesystem import read_json
 
+MAIN_COMMANDS = ("train", "sft", "eval", "serve", "compare", "export")  # whose options people look for elsewhere
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy and head, plain words."""
 _PART_SWITCH = "--algorithm.*."  # a part's flag names the field that holds the part, which differs between algorithms
@@ -53,16 +56,41 @@ def parse_arguments(
         texts: Paragraphs of the command's description; by default the docstring of `kind`.
         settings: Further arguments of `tyro.cli`.
     """
-    with capture_usage_error():
-        options: OptionsT = tyro.cli(
-            kind,
-            args=args,
-            prog=f"policygrad {command}",
-            description=wrap_paragraphs(*(texts or [" ".join((kind.__doc__ or "").split())])),
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
-            **settings,
-        )
+    try:
+        with capture_usage_error():
+            options: OptionsT = tyro.cli(
+                kind,
+                args=args,
+                prog=f"policygrad {command}",
+                description=wrap_paragraphs(*(texts or [" ".join((kind.__doc__ or "").split())])),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
+                **settings,
+            )
+    except SystemExit as end:
+        if end.code and (hint := describe_options_elsewhere(args, command)):
+            print(hint, file=sys.stderr)
+            end.add_note(hint)
+        raise
     return options
+
+
+def describe_options_elsewhere(args: Sequence[str], command: str) -> str:
+    """Return which other commands have the options that this one lacks; empty if none has."""
+    given = {word.partition("=")[0] for word in args if re.match(r"--[a-z]", word)}
+    unknown = sorted(given - list_command_flags(command.partition(" ")[0]))
+    lines = []
+    for flag in unknown:
+        others = [name for name in MAIN_COMMANDS if name != command and flag in list_command_flags(name)]
+        if others:
+            lines.append(f"{flag} is an option of {', '.join(f'`policygrad {name}`' for name in others)}")
+    return "\n".join(lines)
+
+
+@functools.cache
+def list_command_flags(name: str) -> frozenset[str]:
+    """Return the flags that a command's help names."""
+    module, _, function = COMMANDS[name].partition(":")
+    return frozenset(list_help_flags(lambda: getattr(import_module(module), function)(["--help"])))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,10 @@ class Sample:
     reward: float | None = None
 
 
+STOP_SUMMARY = ("stopped after", "resume with")
+"""What the summary of a stopped run has, and that of a finished one has not."""
+
+
 class Tracker:
     """Base class whose methods do nothing: override those you need. All calls come from the training thread.
 

@@ -10,6 +10,7 @@ import netrc
 import os
 import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from policygrad.errors import ConfigError, install_command
-from policygrad.trackers.base import RunInfo, Tracker, choose_sample, format_prompt
+from policygrad.trackers.base import STOP_SUMMARY, RunInfo, Tracker, choose_sample, format_prompt
 from policygrad.trackers.opentelemetry import OpenTelemetry
 from policygrad.trackers.prometheus import parse_metrics_port
 from policygrad.trackers.trace import DEFAULT_TRACE_MIB, MIN_TRACE_MIB, TraceFile
@@ -150,6 +151,8 @@ class MLflow(Tracker):
         if (run_id := load_run_id(info, "mlflow")) is not None:
             self._client.update_run(run_id, "RUNNING")
             self._id = run_id
+            for name in {*STOP_SUMMARY} & {*self._client.get_run(run_id).data.tags}:  # of the process that stopped
+                self._client.delete_tag(run_id, name)
             return
         name = project_name("MLFLOW_EXPERIMENT_NAME")
         experiment = self._client.get_experiment_by_name(name)
@@ -277,6 +280,14 @@ class WandB(Tracker):
         )
         self._code = 1
         save_run_id(info.folder, "wandb", self._run.id)
+        for name in {*STOP_SUMMARY} & {*self._run.summary.keys()}:  # of the process that stopped
+            del self._run.summary[name]
+        if mode == "offline" and info.first_step > 1:
+            warnings.warn(
+                "W&B is offline: the resumed run is a second folder below the run's `wandb`. To send them as one run: wandb sync "
+                f"--id {self._run.id} FOLDER FOLDER",
+                stacklevel=2,
+            )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -26,6 +26,7 @@ from policygrad.learners.base import CloseableLearner, DistributedLearner, Snaps
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker, default_tracker
+from policygrad.trackers.base import STOP_SUMMARY
 from policygrad.trackers.prometheus import PrometheusMetrics
 from policygrad.trackers.services import create_trackers
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
@@ -455,7 +456,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
 
     def _stopped(self) -> TrainingResult[M | None]:
         step = self.progress.step
-        self.trackers.finish({"stopped after": f"step {step} of {self.steps}", "resume with": self.resume_command})
+        texts = (f"step {step} of {self.steps}", self.resume_command)
+        self.trackers.finish(dict(zip(STOP_SUMMARY, texts, strict=True)))
         return TrainingResult(self.folder, step, self.before, None, None, interrupted=self.stopping.requested)
 
     @property
