@@ -313,7 +313,8 @@ class OptimalBaseline(Advantage):
         rewards. With the completion itself B_t = G_t there, so Ψ_t = 0.
         """
         mask, counted = batch.mask, batch.counted[:, None].expand(batch.mask.shape)
-        logp = masked.apply_mask(batch.require("logp_old", self), mask).double()
+        of_squares = batch.require("logp_old", self) if batch.logp_learner is None else batch.logp_learner
+        logp = masked.apply_mask(of_squares, mask).double()
         squares = masked.apply_mask(batch.require("sum_pi_squared", self), mask).double()
         # 1 − 2π + Σ_a π_a² without cancellation: (1 − π)² of the token, and the squares of all others
         norm = logp.expm1().square() + (squares - (2 * logp).exp()).clamp(min=0)

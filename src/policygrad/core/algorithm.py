@@ -112,8 +112,9 @@ class Algorithm:
     def needs(self) -> frozenset[str]:
         """The `Batch` fields that a learner fills: logp_old too for several updates per rollout, unless the sampler reports it."""
         filled = self.all_needs - {"selected"}
-        if self.old_policy == "sampler":
-            return filled - {"logp_old"}
+        if self.old_policy == "sampler":  # one distribution for π(o) and Σ π²
+            own = {"logp_learner"} if "sum_pi_squared" in filled else frozenset[str]()
+            return filled - {"logp_old"} | own
         return filled | ({"logp_old"} if self.update_rule.updates > 1 else frozenset())
 
     @property
@@ -183,6 +184,8 @@ class Algorithm:
             NumericsError: a NaN or infinite Ψ, with the part that caused it.
         """
         check_rewards(batch)
+        if "logp_learner" in self.needs:
+            batch.require("logp_learner", self)
         reject_unread_demonstrations(self, batch)
         reject_mixed_roles(self, batch)
         psi = reward_to_go(shaped := shaped or self.shape_rewards(batch))
@@ -224,8 +227,8 @@ class Algorithm:
     def corrects(self, term: Term | LossTerm) -> bool:
         """Return whether corrections multiply a term: one that the policy learns from, not a penalty.
 
-        That is what a term says of itself, what compares the policy with a teacher (another model than the initial policy, or one that
-        reads more), and every term where Ψ is always 0. The tokens of demonstrations and of the environment have no sampler.
+        That is what a term says of itself, what compares the policy with a teacher (another model than the initial policy, or one
+        that reads more), and every term where Ψ is always 0. The tokens of demonstrations and of the environment have no sampler.
         """
         if {"demonstration", "observation"} & term.needs:
             return False

@@ -104,9 +104,9 @@ class Critic(TrainedModel):
             for unit, setting_name, gamma, own in discounts:
                 if gamma is not None and gamma != own:
                     yield (
-                        f"{type(link).__name__} discounts by {gamma:g} per {unit} and the critic's targets by {own:g}, so rewards and "
-                        f"values do not match: set the critic's {setting_name}={gamma:g} (--algorithm.critic."
-                        f"{setting_name.replace('_', '-')} {gamma:g})"
+                        f"{type(link).__name__} discounts by {gamma:g} per {unit} and the critic's targets by {own:g}, so "
+                        f"rewards and values do not match: set the critic's {setting_name}={gamma:g} "
+                        f"(--algorithm.critic.{setting_name.replace('_', '-')} {gamma:g})"
                     )
 
     def init_state(self) -> State | None:

@@ -175,8 +175,8 @@ class ObjectiveTerm(Part):
     aggregation: Aggregation | None = None
     """None: aggregated like the policy's tokens."""
     learns_from_samples: bool = False
-    """True for a term that the policy learns from, as it does from Ψ: corrections multiply it too (`Algorithm.corrects`). False for a
-    penalty."""
+    """True for a term that the policy learns from, as it does from Ψ: corrections multiply it too (`Algorithm.corrects`). False for
+    a penalty."""
     mixture_weight: float = 0.0
     """μ in a mixture (1 − μ)·J + μ·term; the policy term keeps 1 minus the sum of these. 0: the term is simply added."""
 

@@ -14,10 +14,10 @@ from policygrad.core.precision import move
 from policygrad.errors import ConfigError
 
 _SHAPES = {
-    "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
-    "weight version entropy sum_pi_squared turn_state selected observation sampling_mask_counts",
-    "[B]": "group reward outcome bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration "
-    "role peers teacher has_reference",
+    "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler logp_learner values returns token_reward step_end "
+    "implicit_reward weight version entropy sum_pi_squared turn_state selected observation sampling_mask_counts",
+    "[B]": "group reward outcome bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline "
+    "demonstration role peers teacher has_reference",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
 _DTYPES = (
@@ -122,6 +122,9 @@ class Batch(_Tensors):
     """[B, T] nats, log π_ref."""
     logp_sampler: Tensor | None = None
     """[B, T] nats, log μ, as reported by the engine that sampled."""
+    logp_learner: Tensor | None = None
+    """[B, T] nats, log π under the weights and the arithmetic that `sum_pi_squared` is of. None: `logp_old` is it. With
+    old_policy='sampler' `logp_old` is μ's."""
     values: Tensor | None = None
     """[B, T] the critic's value before each token."""
     returns: Tensor | None = None

@@ -356,9 +356,9 @@ class ExactKLToReference(LossTerm):
 
     With a teacher as π_ref it is on-policy distillation without the variance of the sampled token, which `KLToReference` and
     `TeacherLogRatio` have. The learner evaluates π_ref in every update. Only completions that π_ref has read count
-    (`Batch.has_reference`). Stale samples are corrected where the policy learns from this term, as the authors of SDPO do. D is exact
-    in each state, so that a token's own ratio has mean 1 there and only lowers or raises its share; how likely the states are
-    is in the product over a completion, `TruncatedIS(level="sequence")`. Source: Agarwal et al. 2024 (GKD), eq. 1 to 4.
+    (`Batch.has_reference`). Stale samples are corrected where the policy learns from this term, as the authors of SDPO do. D is
+    exact in each state, so that a token's own ratio has mean 1 there and only lowers or raises its share; how likely the states
+    are is in the product over a completion, `TruncatedIS(level="sequence")`. Source: Agarwal et al. 2024 (GKD), eq. 1 to 4.
     """
 
     beta: float = setting(1.0, "at least 0")

@@ -218,9 +218,9 @@ class LocalLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fill logp_old, entropy, sum_pi_squared and grad_logp_sq_norm from the policy, logp_ref from the reference, values and
-        bootstrap from the critic, implicit_reward from the reward model, all with the current weights; equal completions are
-        computed once."""
+        """Fill logp_old, logp_learner, entropy, sum_pi_squared and grad_logp_sq_norm from the policy, logp_ref from the reference,
+        values and bootstrap from the critic, implicit_reward from the reward model, all with the current weights; equal
+        completions are computed once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.critic is not None and "bootstrap" in needs:
@@ -230,11 +230,10 @@ class LocalLearner:
                 batch = self.norms.evaluate(batch)
         filled: dict[str, Any] = {}
         exact = needs & {"entropy", "sum_pi_squared"}
-        if exact or "logp_old" in needs:
+        own = needs & {"logp_old", "logp_learner"}
+        if exact or own:
             out = self.networks.score_batch(batch, self.evaluator, exact)
-            filled |= {name: getattr(out, name) for name in exact}
-            if "logp_old" in needs:
-                filled["logp_old"] = out.logp
+            filled |= {name: getattr(out, name) for name in exact} | dict.fromkeys(own, out.logp)
         reward_model = self.reward_model if "implicit_reward" in needs else None
         if self.reference is not None and ("logp_ref" in needs or reward_model is not None):
             filled["logp_ref"] = self.networks.score_batch(self._as_reference_reads(batch), self.reference).logp
