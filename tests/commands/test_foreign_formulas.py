@@ -124,14 +124,14 @@ def dual_clip_as_cap() -> None:
 
 
 def cap_below_the_clip() -> None:
-    """TRL: a delta below 1 + epsilon_high is the bound where Ψ > 0 too."""
+    """TRL: a delta below 1 + epsilon_high is the bound where Ψ > 0, and 1 + epsilon_high the one where Ψ < 0."""
 
     def value(logp: Tensor, i: int, t: int) -> Tensor:
         r, a = ratio(logp, i, t), PSI[i, t]
         return -torch.minimum(r.clamp(max=1.1) * a, r.clamp(0.8, 1.4) * a)
 
     loss = theirs(token_mean(value))
-    agree(ours(f"{BARE} --algorithm.gate.c 1.1 --algorithm.gate.high 0.1"), loss)
+    agree(ours(f"{BARE} --algorithm.gate.c 1.4 --algorithm.gate.high 0.1"), loss)
     assert not torch.allclose(ours(f"{BARE} --algorithm.gate.c 1.1 --algorithm.gate.high 0.4"), loss)
 
 
@@ -592,7 +592,7 @@ def test_every_row_that_names_a_formula_has_a_numerical_check() -> None:
 NAMED = {
     ("TRL", "scale_rewards"): "batch GroupMean,BatchStd with --algorithm.advantage.batch-std.of rewards",
     ("TRL", "mask_truncated_completions"): "B/(B − truncated) times TRL's gradient",
-    ("TRL", "delta"): "--algorithm.gate.high is delta − 1",
+    ("TRL", "delta"): "--algorithm.gate.high is delta − 1 and --algorithm.gate.c 1 + epsilon_high",
     ("TRL", "gamma"): "different ones are refused",
     ("verl", "algorithm.lam"): "the critic's is 0.95 until it is set",
     ("OpenRLHF", "vllm_is_correction_type"): "has no equivalent",

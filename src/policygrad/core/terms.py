@@ -247,7 +247,11 @@ class PositiveNLL(Term):
     mu: float = 0.1
     threshold: float = 1.0
     aggregation: Aggregation | None = field(default_factory=TokenMean)
-    learns_from_samples: ClassVar[bool] = True
+
+    @property
+    def learns_from_samples(self) -> bool:  # type: ignore[override]
+        """Its completions are the policy's samples, imitated as `RejectionSampling` does."""
+        return True
 
     @property
     def formula(self) -> str:

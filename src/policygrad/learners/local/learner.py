@@ -20,6 +20,7 @@ from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.compilation import CompiledBlocks, count_compiled_graphs
 from policygrad.learners.local.curvature import Curvature
+from policygrad.learners.local.expert_balance import ExpertBalance, find_expert_balance
 from policygrad.learners.local.forward import Evaluator, build_evaluator, choose_kernels, recompute_activations
 from policygrad.learners.local.networks import (
     ImplicitRewardModel,
@@ -114,6 +115,8 @@ class LocalLearner:
         self.networks = TrainedNetworks(
             self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
         )
+        self.networks = replace(self.networks, balance=find_expert_balance(self.evaluator, config, self.division))
+        check_expert_balance(self.networks.balance, algorithm)
         alphas = [term.alpha for term in algorithm.terms if isinstance(term, ExactKLToReference)]
         self.networks = replace(self.networks, alpha=alphas[0] if alphas else 1.0)
         if config.compile:
@@ -400,6 +403,15 @@ def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) ->
 def is_live(algorithm: Algorithm) -> bool:
     """Return True if π_ref is the policy itself."""
     return algorithm.reference is not None and algorithm.reference.live
+
+
+def check_expert_balance(balance: ExpertBalance | None, algorithm: Algorithm) -> None:
+    """Raise ConfigError for an update rule whose steps would leave the experts' loss out."""
+    if balance is not None and not algorithm.update_rule.uses_lr:
+        raise ConfigError(
+            f"{type(algorithm.update_rule).__name__} compares surrogates without the load-balancing loss that the model's config "
+            "asks for (output_router_logits): set it to false there, or use GradientSteps()"
+        )
 
 
 def check_routing_replay(algorithm: Algorithm) -> None:
