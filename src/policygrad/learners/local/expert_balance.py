@@ -170,13 +170,14 @@ def _probabilities(logits: Tensor) -> Tensor:
     return at_least_float32(logits).softmax(-1)
 
 
-def _router_kinds(model: Any) -> tuple[type, ...]:
+def _router_kinds(model: Any) -> tuple[type[nn.Module], ...]:
     """Return the classes of modules whose first output transformers records as router logits."""
-    kinds = list[type]()
+    kinds = list[type[nn.Module]]()
     for module in model.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         for recorder in recorded if isinstance(recorded, list | tuple) else [recorded]:
             kind = getattr(recorder, "target_class", recorder)
-            if isinstance(kind, type) and getattr(recorder, "index", 0) == 0 and kind not in kinds:
+            is_first = getattr(recorder, "index", 0) == 0
+            if isinstance(kind, type) and issubclass(kind, nn.Module) and is_first and kind not in kinds:
                 kinds.append(kind)
     return tuple(kinds)
