@@ -414,6 +414,7 @@ SDFT = replace(
         ),
     ),
     samples_per_prompt=1,
+    old_policy="learner",
 )
 OPSD = replace(
     SDFT,

@@ -68,7 +68,7 @@ def test_every_foreign_option_is_refused_by_name(ours: set[str]) -> None:
         ("train --num_generations=16", "here it is --samples-per-prompt 16"),
         ("train grpo --max-completion-length 64", "here it is --max-tokens 64"),
         ("train grpo --epsilon 0.1", "--algorithm.gate.low and --algorithm.gate.high"),
-        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.advantage.gae.gamma 0.9; the algorithm has no part"),
+        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.advantage.gae.gamma and --algorithm.critic.gamma (one γ"),
         ("train --bf16 true", "here it is --learner.dtype bf16 ("),
         ("train actor_rollout_ref.actor.clip_ratio_low=0.2", "here it is --algorithm.gate.low 0.2"),
         ("train grpo +actor_rollout_ref.rollout.n=5", "here it is --samples-per-prompt 5"),

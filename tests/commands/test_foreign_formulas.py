@@ -123,6 +123,18 @@ def dual_clip_as_cap() -> None:
     agree(ours(f"{BARE} --algorithm.gate.c 1.5"), theirs(token_mean(value)))
 
 
+def cap_below_the_clip() -> None:
+    """TRL: a delta below 1 + epsilon_high is the bound where Ψ > 0, and 1 + epsilon_high the one where Ψ < 0."""
+
+    def value(logp: Tensor, i: int, t: int) -> Tensor:
+        r, a = ratio(logp, i, t), PSI[i, t]
+        return -torch.minimum(r.clamp(max=1.1) * a, r.clamp(0.8, 1.4) * a)
+
+    loss = theirs(token_mean(value))
+    agree(ours(f"{BARE} --algorithm.gate.c 1.4 --algorithm.gate.high 0.1"), loss)
+    assert not torch.allclose(ours(f"{BARE} --algorithm.gate.c 1.1 --algorithm.gate.high 0.4"), loss)
+
+
 def value_loss(factor: float, argv: str) -> Callable[[], None]:
     """factor · max((V − R)², (V clipped about the old one − R)²), a token."""
 
@@ -176,12 +188,19 @@ def same(psi: Tensor, values: Numbers, factor: float = 1.0, tolerance: float = 1
         assert float(psi[i, t]) == pytest.approx(factor * values[i, t], rel=tolerance, abs=1e-9), (i, t)
 
 
-GAE = "ppo --algorithm.shaping none --algorithm.advantage.gae.gamma 0.9 --algorithm.advantage.gae.lam 0.8"
+GAE = (
+    "ppo --algorithm.shaping none --algorithm.advantage.gae.gamma 0.9 --algorithm.advantage.gae.lam 0.8 "
+    "--algorithm.critic.gamma 0.9 --algorithm.critic.lam 0.8"
+)
 
 
 def gae() -> None:
-    """TRL, verl: whitened with ddof 1 and 1e-8 under the root."""
+    """TRL, verl: whitened with ddof 1 and 1e-8 under the root; the critic's targets are the unwhitened ones plus V."""
     same(algorithm(GAE).compute_advantages(BATCH), whitened(gae_by_hand(0.9, 0.8)))
+    critic, by_hand = algorithm(GAE).critic, gae_by_hand(0.9, 0.8)
+    assert critic is not None
+    assert BATCH.values is not None
+    same(critic.targets(BATCH), {(i, t): x + float(BATCH.values[i, t]) for (i, t), x in by_hand.items()})
 
 
 DDOF = math.sqrt((len(TOKENS) - 1) / len(TOKENS))
@@ -375,6 +394,24 @@ def truncated() -> None:
         assert float(psi[i, t]) == pytest.approx(0.0 if TRUNCATED[i] else REWARDS[i] - mean_of_group(REWARDS, i))
 
 
+def averages_without_truncated_ones() -> None:
+    """TRL divides by all completions or all tokens there could be, grpo, dr_grpo and sapo alike; here by those that are left. Where
+    the tokens are counted both count the same."""
+    kept, left = "--algorithm.filters MaskTruncated --algorithm.filters.mask-truncated.keep-in-statistics", []
+    for argv, length, factor in (
+        ("grpo --algorithm.terms none", None, ROWS / (ROWS - sum(TRUNCATED))),
+        ("sapo", None, ROWS / (ROWS - sum(TRUNCATED))),
+        ("dr_grpo --algorithm.aggregation.length 5", WIDTH, ROWS / (ROWS - sum(TRUNCATED))),
+        (BARE, 0, 1.0),
+    ):
+        chosen = algorithm(f"{argv} {kept}")
+        batch = chosen.apply_filters(BATCH)
+        left = [(i, t) for i, t in TOKENS if not TRUNCATED[i]]
+        for i, t in left:
+            denominator = len(left) if length == 0 else ROWS * (length or LENGTHS[i])
+            assert float(chosen.coefficients(batch)[i, t]) == pytest.approx(factor / denominator), argv
+
+
 def temperatures() -> None:
     def value(logp: Tensor, i: int, t: int) -> Tensor:
         tau = 1.5 if PSI[i, t] > 0 else 2.5
@@ -422,6 +459,20 @@ def corrections() -> None:
         ours(f"{BARE} --algorithm.corrections MaskedIS {band}"), weighed(lambda rho: rho if 0.5 <= rho <= 1.5 else 0.0)
     )
     assert not torch.allclose(ours(cap) * BATCH.mask, weighed(lambda rho: min(max(rho, 0.5), 1.5)) * BATCH.mask)
+
+
+def no_geometric_mask() -> None:
+    """OpenRLHF's seq-mask-tis: a completion's geometric mean decides, and the tokens keep their unbounded weights."""
+    gaps = [[float(BATCH.logp_old[i, t] - BATCH.logp_sampler[i, t]) for t in range(n)] for i, n in enumerate(LENGTHS)]  # type: ignore[index]
+
+    def value(logp: Tensor, i: int, t: int) -> Tensor:
+        is_kept = 0.8 <= math.exp(sum(gaps[i]) / len(gaps[i])) <= 1.3
+        return -is_kept * math.exp(gaps[i][t]) * clipped(ratio(logp, i, t), PSI[i, t], 0.2, 0.2)
+
+    loss = theirs(token_mean(value))
+    for level in ("token", "sequence"):
+        for part in (f"MaskedIS --algorithm.corrections.masked-is.level {level}", "TruncatedIS"):
+            assert not torch.allclose(ours(f"{BARE} --algorithm.corrections {part}") * BATCH.mask, loss * BATCH.mask)
 
 
 def entropy() -> None:
@@ -472,7 +523,7 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
     "TRL": {
         **dict.fromkeys(("epsilon", "cliprange"), (clip,)),
         "epsilon_high": (clip, clip_of_cispo),
-        "delta": (dual_clip_as_cap,),
+        "delta": (dual_clip_as_cap, cap_below_the_clip),
         "cliprange_value": (value_loss(0.5, ""),),
         "vf_coef": (value_loss(0.5 * 0.2, "--algorithm.critic.coefficient 0.1"),),  # vf_coef 0.2
         **dict.fromkeys(("gamma", "lam"), (gae,)),
@@ -481,7 +532,7 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
         "loss_type": (loss_types, clip_of_cispo, temperatures),
         "scale_rewards": (scale_rewards,),
         "importance_sampling_level": (sampling_level,),
-        "mask_truncated_completions": (truncated,),
+        "mask_truncated_completions": (truncated, averages_without_truncated_ones),
         **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), (temperatures,)),
         "off_policy_mask_threshold": (off_policy_mask,),
         **dict.fromkeys(("vllm_importance_sampling_correction", "vllm_importance_sampling_cap"), (corrections,)),
@@ -519,6 +570,7 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
         "overlong_buffer_len": (overlong,),
         "dynamic_filtering": (filtered_groups,),
         **dict.fromkeys(("enable_vllm_is_correction", "vllm_is_truncated_threshold"), (corrections,)),
+        "vllm_is_correction_type": (corrections, no_geometric_mask),
     },
 }
 """By library and option: what shows that the option named beside it is that formula."""
@@ -539,7 +591,11 @@ def test_every_row_that_names_a_formula_has_a_numerical_check() -> None:
 
 NAMED = {
     ("TRL", "scale_rewards"): "batch GroupMean,BatchStd with --algorithm.advantage.batch-std.of rewards",
-    ("TRL", "mask_truncated_completions"): "--algorithm.filters.mask-truncated.keep-in-statistics",
+    ("TRL", "mask_truncated_completions"): "B/(B − truncated) times TRL's gradient",
+    ("TRL", "delta"): "--algorithm.gate.high is delta − 1 and --algorithm.gate.c 1 + epsilon_high",
+    ("TRL", "gamma"): "different ones are refused",
+    ("verl", "algorithm.lam"): "the critic's is 0.95 until it is set",
+    ("OpenRLHF", "vllm_is_correction_type"): "has no equivalent",
     ("verl", "algorithm.norm_adv_by_std_in_grpo"): "--algorithm.advantage.group-std.eps 1e-6",
     ("verl", "algorithm.use_kl_in_reward"): "--algorithm.shaping.kl-in-reward.level sequence",
     ("OpenRLHF", "init_kl_coef"): "after the baselines",

@@ -51,6 +51,39 @@ def test_hand_numbers() -> None:
         assert advantage(link, batch)[0].tolist() == pytest.approx(numbers), link
 
 
+DISCOUNTED = [
+    pg.GAE(0.99, 0.95),
+    pg.GAE(0.99, 0.95, bootstrap=True),
+    pg.NStep(3, 0.99),
+    pg.LengthAdaptiveGAE(0.5, 0.99),
+    pg.MultiTurnGAE(0.99, 0.95),
+    pg.BiLevelGAE(0.99, 0.95),
+]
+
+
+@pytest.mark.parametrize("link", DISCOUNTED, ids=lambda link: type(link).__name__)
+def test_one_discount_for_advantage_and_critic(link: pg.Advantage) -> None:
+    """Otherwise an exact critic's values are no values of the advantage's rewards; a part of another kind is not asked."""
+    with pytest.raises(
+        pg.ConfigError, match=r"0\.99 per token and the critic's targets by 1.*--algorithm\.critic\.gamma 0\.99"
+    ):
+        replace(pg.PPO, advantage=(link, pg.Whiten()))
+    replace(pg.PPO, advantage=(link, pg.Whiten()), critic=pg.Critic(gamma=0.99))
+    with pytest.raises(pg.ConfigError, match=r"TurnGAE discounts by 1 per token"):
+        replace(pg.PPO, advantage=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(gamma=0.99, turn_gamma=0.9))
+
+
+def test_an_exact_critic_leaves_nothing_to_learn_from_equal_successes() -> None:
+    """40 tokens, R = 1, V_t = γ^(39 − t), the limit of the critic's own targets: Ψ is 0, whitened or not."""
+    ppo = replace(pg.PPO, shaping=(), advantage=(pg.GAE(0.99, 0.95), pg.Whiten()), critic=pg.Critic(gamma=0.99))
+    values = [0.99 ** (39 - t) for t in range(40)]
+    batch = row(1.0, values)
+    assert ppo.compute_advantages(batch).abs().max() < 1e-6
+    assert ppo.critic is not None
+    assert ppo.critic.targets(batch)[0].tolist() == pytest.approx(values, rel=1e-12)
+    assert "λ = 0.95, γ = 0.99" in ppo.equation()["V"]
+
+
 def test_the_next_value_is_the_next_sampled_tokens() -> None:
     """A tool token between two actions is no step: its value, NaN included, is never read."""
     mask = torch.tensor([[True, False, True]])

@@ -12,7 +12,7 @@ from torch import Tensor
 import policygrad as pg
 from doubles.random_batches import Shape, close, gradients, make, policy
 from policygrad.catalog import CATALOG
-from policygrad.core.metrics import EffectiveSize, Max, Metrics, Min, Sum, merge
+from policygrad.core.metrics import EffectiveSize, Max, Mean, Metrics, Min, Sum, drop_unmeasured, merge
 from policygrad.core.objective import measure_forward
 
 
@@ -30,6 +30,20 @@ def hand_batch() -> tuple[pg.Batch, Tensor]:
         logp_sampler=zeros + 0.25,
     )
     return batch, logp
+
+
+def test_a_mean_over_nothing_is_left_out() -> None:
+    """It is no number, also where it joins one that is; sums and extremes are always numbers."""
+    empty: Metrics = {
+        "reward": Mean(0.0, 0.0),
+        "ess": EffectiveSize(0.0, 0.0, 0.0),
+        "count": Sum(0.0),
+        "most": Max(0.0),
+    }
+    assert drop_unmeasured(empty).keys() == {"count", "most"}
+    joined = merge(empty, {"reward": Mean(torch.tensor(3.0), torch.tensor(2.0))})
+    assert drop_unmeasured(joined)["reward"].value == 1.5
+    assert "ess" not in drop_unmeasured(joined)
 
 
 def test_measured_hand_numbers() -> None:

@@ -22,6 +22,7 @@ WEIGHS = [
     name
     for name in ROWS
     if pg.ALGORITHMS[name].ratio is not None
+    and name not in ("sdft", "opsd")  # which have no Ψ, and a term without a ratio
     and not isinstance(pg.ALGORITHMS[name].gate, pg.TaperedImportance | pg.UnitWeight)
 ]
 

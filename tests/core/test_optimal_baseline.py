@@ -173,6 +173,21 @@ def test_the_token_baseline_by_hand() -> None:
     torch.testing.assert_close(without, torch.tensor(expected))
 
 
+def test_a_norm_by_the_logits_is_of_one_distribution() -> None:
+    """Where π_old is the sampler, π(o) beside Σ π² is still the learner's: the baseline is that of the same weights."""
+    batch, _ = make(Shape((4, 5), 6, 3, binary=True), 0.3, "sum_pi_squared")
+    learner = batch.logp_old
+    assert learner is not None
+    sampled = replace(pg.OTB, old_policy="sampler")
+    assert sampled.needs == {"logp_learner", "sum_pi_squared"}
+    report = replace(batch, logp_old=batch.logp_sampler)
+    with pytest.raises(pg.ConfigError, match=r"needs Batch\.logp_learner"):
+        sampled.compute_advantages(report)
+    expected = pg.OTB.compute_advantages(batch)
+    assert torch.equal(sampled.compute_advantages(replace(report, logp_learner=learner)), expected)
+    assert not torch.allclose(pg.OTB.compute_advantages(report), expected, rtol=1e-2)  # what it was, mixed
+
+
 def test_a_certain_policy_has_no_energy_and_the_mean_remains() -> None:
     batch = group_of([0.0, 1.0, 0.5], [math.nan] * 3)
     batch = replace(batch, logp_old=torch.zeros(3, 2), sum_pi_squared=torch.ones(3, 2))

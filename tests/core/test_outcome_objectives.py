@@ -53,6 +53,69 @@ def test_pass_at_k_by_hand(rewards: list[float], k: int, right: float, wrong: fl
     assert psi_of((pg.PassAtK(k, eps=0.0),), rewards) == approx(expected)
 
 
+SHAPED = {
+    "KL at each token": (pg.KLInReward(0.05),),
+    "KL of the completion": (pg.KLInReward(0.05, level="sequence"),),
+    "overlong": (pg.SoftOverlong(length=1),),
+    "both": (pg.KLInReward(0.05), pg.SoftOverlong(length=1)),
+}
+
+
+@pytest.mark.parametrize("shaping", SHAPED.values(), ids=SHAPED.keys())
+def test_thresholds_read_the_outcome(shaping: tuple[pg.Shaping, ...]) -> None:
+    """Successes stay successes when shaping lowers their rewards: rewards 1, 1, 0, 1."""
+    batch = pg.Batch(
+        mask=torch.ones(4, 2, dtype=torch.bool),
+        group=torch.zeros(4, dtype=torch.int64),
+        reward=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64),
+        logp_old=torch.full((4, 2), -1.0, dtype=torch.float64),
+        logp_ref=torch.full((4, 2), -2.0, dtype=torch.float64),
+        example_id=torch.zeros(4, dtype=torch.int64),
+        level=torch.zeros(4, dtype=torch.int64),
+        levels=torch.full((4,), 3),
+    )
+
+    def psi(*chain: pg.Advantage) -> list[float]:
+        return pg.Algorithm(advantage=chain, shaping=shaping).compute_advantages(batch)[:, 0].tolist()
+
+    assert psi(pg.RejectionSampling()) == [1, 1, 0, 1]
+    assert psi(pg.ClassLabels()) == [1, 1, -2, 1]  # G/(1 + 3) and −G/(1 + 1)
+    shaped = pg.Algorithm(shaping=shaping).shape_rewards(batch)
+    assert (shaped.reward + (0 if shaped.token_reward is None else shaped.token_reward.sum(1))).max() < 1
+    assert shaped.outcomes.tolist() == [1, 1, 0, 1]
+    for shaped_or_not in (batch, shaped):
+        assert pg.PositiveNLL().token_mask(shaped_or_not)[:, 0].tolist() == [True, True, False, True]
+    # the curricula's state follows a rollout, and is updated with the shaped batch
+    part: pg.Filter
+    for part in (pg.NoPositiveResampling(0.75), pg.PassRateBand(0.74, 1.0), pg.MovingLevel(up=0.75, rollouts=1)):
+        state = part.init_state()
+        assert state is not None
+        assert part.update_state(state, shaped, {}) == part.update_state(state, batch, {})
+        assert part.update_state(state, shaped, {}) != part.update_state(
+            state, replace(batch, reward=0 * batch.reward), {}
+        )
+
+
+def test_thresholds_read_the_rewards_of_turns() -> None:
+    """An episode with rewards ½ and ½ in its turns is a success, whether they are in its reward or at its tokens."""
+    at_tokens = pg.Batch(
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        group=torch.zeros(2, dtype=torch.int64),
+        reward=torch.zeros(2, dtype=torch.float64),
+        token_reward=torch.tensor([[0.5, 0.5], [0.5, 0.0]], dtype=torch.float64),
+    )
+    assert pg.RejectionSampling()(torch.zeros(2, 2, dtype=torch.float64), at_tokens)[:, 0].tolist() == [1, 0]
+    assert pg.PositiveNLL().token_mask(at_tokens)[:, 0].tolist() == [True, False]
+    four = pg.Batch(
+        mask=torch.ones(4, 2, dtype=torch.bool),
+        group=torch.zeros(4, dtype=torch.int64),
+        reward=torch.zeros(4, dtype=torch.float64),
+        token_reward=torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.25, 0.25], [0.0, 0.0]], dtype=torch.float64),
+    )
+    chosen = pg.Downsample(2, by="max_variance", statistics="kept")(four).mask.any(1)
+    assert chosen.tolist() == [True, False, False, True]
+
+
 @QUICK
 @given(
     rewards=st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 1.5]), min_size=3, max_size=7),

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from doubles.random_batches import Shape, close, gradients, make, policy
+from doubles.random_batches import Shape, close, gradients, make, passed, policy
 from policygrad.core.auxiliary import fill_template, template_names
+from policygrad.core.objective import objective, with_selected_tokens
+from policygrad.core.staleness import resolve_old_policy
 from policygrad.core.validation import check_rollout
 
 T = ("{answer} {prompt}",)
@@ -68,6 +70,62 @@ def test_sdpo_averaged_as_in_trl() -> None:
     close(ours * float(batch.has_reference.double().mean()), *gradients(loss, logits))
 
 
+@pytest.mark.parametrize("algorithm", [pg.SDFT, pg.OPSD], ids=lambda row: row.name)
+def test_stale_samples_of_an_exact_teacher_are_corrected(algorithm: pg.Algorithm) -> None:
+    """As in the published code: each token's divergence is multiplied by min(π_old/μ, 2). Fresh samples are as they were."""
+    batch, logits = make(Shape((4, 3, 4), 6, seed=7, binary=True), 0.15, "references")
+    batch = replace(batch, version=torch.where(batch.mask, 3, -9))
+    assert resolve_old_policy(algorithm, replace(batch, logp_old=None), 3)[0] == algorithm
+    corrected, stale = resolve_old_policy(algorithm, batch, 8)
+    logp = policy(logits, batch.tokens, batch.mask)  # type: ignore[arg-type]
+    out, psi = passed(logp, stale, algorithm), corrected.compute_advantages(stale)
+    rho = torch.where(batch.mask, batch.logp_old - batch.logp_sampler, 0).exp().clamp(max=2.0)  # type: ignore[operator]
+    assert out.kl_ref is not None
+    assert batch.has_reference is not None
+    counted = batch.mask & batch.has_reference[:, None]
+    divergence = torch.where(counted, out.kl_ref, 0)
+    per_row = (rho * divergence).sum(1) / counted.sum(1).clamp(min=1)
+    mean = per_row.sum() / counted.any(1).sum() if algorithm is pg.SDFT else (rho * divergence).sum() / counted.sum()
+    close(*gradients(pg.surrogate(out, stale, psi, corrected), logits), *gradients(mean, logits))
+    torch.testing.assert_close(objective(out, stale, psi, corrected), -mean.detach())
+    fresh = gradients(pg.surrogate(out, stale, psi, algorithm), logits)[0]
+    assert not torch.allclose(fresh, gradients(mean, logits)[0], rtol=1e-2)
+
+
+def test_corrections_multiply_what_the_policy_learns_from() -> None:
+    """Terms that replace Ψ, follow a teacher or imitate samples; a penalty that only restrains stays as TRL and verl have it."""
+    regression = replace(pg.ASTAR_PO, corrections=(pg.TruncatedIS(),))
+    assert regression.corrects(regression.terms[0])
+    imitation = replace(pg.VAPO, corrections=(pg.TruncatedIS(),))
+    assert imitation.corrects(imitation.terms[0])
+    penalty = replace(pg.GRPO, corrections=(pg.TruncatedIS(),))
+    assert not penalty.corrects(penalty.terms[0])
+    taught = replace(penalty, reference=pg.Reference(model="teacher"))
+    assert taught.corrects(taught.terms[0])
+    for shown in (pg.DemonstrationNLL(), pg.ObservationNLL()):
+        assert not taught.corrects(shown)
+    batch, logits = make(Shape((4, 3, 4), 6, seed=7, binary=True), 0.15)
+    logp = policy(logits, batch.tokens, batch.mask)  # type: ignore[arg-type]
+    for algorithm in (regression, imitation, penalty):
+        psi = torch.zeros_like(batch.mask, dtype=torch.float64)
+        plain = gradients(pg.surrogate(logp, batch, psi, replace(algorithm, corrections=())), logits)[0]
+        actual = gradients(pg.surrogate(logp, batch, psi, algorithm), logits)[0]
+        assert torch.equal(plain, actual) is (algorithm is penalty)
+
+
+def test_masks_reach_a_distillation_without_an_advantage() -> None:
+    """A mask on tokens keeps the divergence of the others; one that looks for Ψ < 0 would find none, and is refused."""
+    batch, logits = make(Shape((4, 3, 4), 6, seed=7, binary=True), 0.15, "entropy")
+    algorithm = replace(pg.OPSD, corrections=(pg.HighEntropy(0.3),))
+    logp = policy(logits, batch.tokens, batch.mask)  # type: ignore[arg-type]
+    out, psi = passed(logp, batch, algorithm), torch.zeros_like(batch.mask, dtype=torch.float64)
+    chosen = with_selected_tokens(out, batch, psi, algorithm).selected
+    assert chosen is not None
+    assert out.kl_ref is not None
+    expected = torch.where(chosen, out.kl_ref, 0).sum() / batch.mask.sum()
+    close(*gradients(pg.surrogate(out, batch, psi, algorithm), logits), *gradients(expected, logits))
+
+
 def test_capped_kl_by_hand() -> None:
     """One token: π_old = ¼, π_ref = ½, cap 2, at π_θ = ⅛, ½ (where r reaches the cap) and ¾."""
     term = pg.KLToReference(1.0, "r*k3", cap=2.0)
@@ -93,7 +151,7 @@ def test_completions_that_the_reference_has_not_read_do_not_count() -> None:
     assert batch.logp_ref is not None
     read = batch.select(batch.has_reference & batch.mask.any(1))
     far = replace(batch, logp_ref=torch.where(batch.has_reference[:, None], batch.logp_ref, -77.0))
-    algorithm = replace(pg.SDPO, terms=(pg.KLToReference(0.3, "k2"),))
+    algorithm = replace(pg.SDPO, terms=(pg.KLToReference(0.3, "k2"),), old_policy="learner")
     both = []
     for rows in (far, replace(read, has_reference=None)):
         logp = policy(logits, rows.tokens, rows.mask)  # type: ignore[arg-type]
@@ -171,6 +229,18 @@ REFUSED = {
     "an implicit reward model": (
         lambda: replace(pg.PRIME, reference=pg.Reference(ema=0.1)),
         ["ImplicitReward is relative", "ema=0.1"],
+    ),
+    "a sampler in a ratio that the term lacks": (
+        lambda: replace(pg.SDFT, old_policy="sampler"),
+        ["ExactKLToReference does not have", "old_policy='learner'"],
+    ),
+    "the same with sampled tokens": (
+        lambda: replace(pg.SDPO, terms=(pg.KLToReference(1.0, "k2"),)),
+        ["KLToReference does not have", "old_policy='learner'"],
+    ),
+    "a mask that looks for failures": (
+        lambda: replace(pg.OPSD, corrections=(pg.OffPolicySequenceMask(),)),
+        ["OffPolicySequenceMask reads Ψ", "at 0 everywhere", "TruncatedIS()"],
     ),
     "no hint for a distillation": (
         lambda: check_rollout(replace(pg.SDFT, reference=pg.Reference(ema=0.1))),

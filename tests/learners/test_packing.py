@@ -251,6 +251,10 @@ def test_entropy_and_sum_of_squares_are_over_the_full_vocabulary(model: nn.Modul
     only = learner.evaluate(batch, frozenset({"sum_pi_squared"}))
     assert only.entropy is None
     assert torch.equal(only.sum_pi_squared, result.sum_pi_squared)  # type: ignore[arg-type]
+    reported = replace(batch, logp_old=torch.zeros(batch.mask.shape))  # a sampler's
+    both = learner.evaluate(reported, replace(pg.OTB, old_policy="sampler").needs)
+    assert torch.equal(both.logp_learner, learner.evaluate(batch, frozenset({"logp_old"})).logp_old)  # type: ignore[arg-type]
+    assert both.logp_old is reported.logp_old
     for row in batch.mask.any(1).nonzero().flatten().tolist():
         prompt = batch.prompts[int(batch.group[row])]
         logits = model(input_ids=torch.cat([prompt, batch.tokens[row]])[None]).logits[0, len(prompt) - 1 : -1] / 0.7

@@ -25,6 +25,12 @@ def later(prompts, completions, **columns):
     if (here / "broken").exists(): raise ValueError("the judge has left")
     return [float(len(c) % 2) for c in completions]
 
+def length(prompts, completions, **columns):
+    return [float(len(c)) for c in completions]
+
+def elsewhere(prompts, completions, **columns):
+    return [None for c in completions]
+
 def hangs(prompts, completions, **columns):
     while not (here / "mended").exists(): time.sleep(1000)
     return [1.0]
@@ -48,6 +54,15 @@ def mine(run: pg.Run) -> Path:
 
 def named(run: pg.Run, function: str, **changes: object) -> pg.Run:
     return replace(run, reward=(f"{mine(run)}:{function}",), **changes)  # type: ignore[arg-type]
+
+
+def test_a_reward_that_applies_to_no_sample_is_no_metric(run: pg.Run) -> None:
+    """Its mean would be over nothing: it is left out, and the other one is reported."""
+    both = replace(run, reward=tuple(f"{mine(run)}:{name}" for name in ("length", "elsewhere")), steps=1)
+    pg.train(both, display=False)
+    step = next(row for row in rows(Path(str(run.output)) / "metrics.jsonl") if row.get("step") == 1)
+    named_rewards = {name for name in step if name.startswith("rewards/") and not name.startswith("rewards/failed_")}
+    assert {name.rsplit(":", 1)[-1] for name in named_rewards} == {"length", "length/std"}
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.Run) -> None:

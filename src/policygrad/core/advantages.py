@@ -313,7 +313,8 @@ class OptimalBaseline(Advantage):
         rewards. With the completion itself B_t = G_t there, so Ψ_t = 0.
         """
         mask, counted = batch.mask, batch.counted[:, None].expand(batch.mask.shape)
-        logp = masked.apply_mask(batch.require("logp_old", self), mask).double()
+        of_squares = batch.require("logp_old", self) if batch.logp_learner is None else batch.logp_learner
+        logp = masked.apply_mask(of_squares, mask).double()
         squares = masked.apply_mask(batch.require("sum_pi_squared", self), mask).double()
         # 1 − 2π + Σ_a π_a² without cancellation: (1 − π)² of the token, and the squares of all others
         norm = logp.expm1().square() + (squares - (2 * logp).exp()).clamp(min=0)
@@ -578,6 +579,8 @@ class PassAtK(Advantage):
 class RejectionSampling(Advantage):
     """Ψ = 1 for an accepted completion, else 0: the likelihood of accepted completions.
 
+    The threshold is one of the task's reward (`Batch.outcomes`), whatever shaping does; the best of a prompt is that of the shaped
+    rewards, as in RAFT with a KL in the reward.
     Source: Xiong et al. 2025, arXiv:2504.11343 (correct ones); Dong et al. 2023 (RAFT), arXiv:2304.06767 (the best of each prompt).
     """
 
@@ -596,15 +599,17 @@ class RejectionSampling(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total, counted = total_rewards(batch), batch.counted
-        minimum: float | Tensor = self.threshold if self.keep == "right" else Groups(batch.group, counted).max(total)
-        return masked.apply_mask(((total >= minimum) & counted).to(total.dtype)[:, None], batch.mask)
+        is_best = total >= Groups(batch.group, counted).max(total)
+        accepted = batch.outcomes >= self.threshold if self.keep == "right" else is_best
+        return masked.apply_mask((accepted & counted).to(total.dtype)[:, None], batch.mask)
 
 
 @dataclass(frozen=True)
 class ClassLabels(Advantage):
     """Ψ = ±G/(1 + n_±): the rewards as labels, + for R ≥ threshold and − below it, n_± the group's samples with the same label.
 
-    A group with one label only gives Ψ = 0, as in the authors' code. With `ClassificationWeight` it is the gradient of τ times the
+    The rewards are the task's, whatever shaping does (`Batch.outcomes`). A group with one label only gives Ψ = 0, as in the
+    authors' code. With `ClassificationWeight` it is the gradient of τ times the
     in-group classification loss. G is the group's size, which makes `SequenceMean` a mean over prompts.
     Source: Zhai et al. 2026 (REAL), arXiv:2602.05630.
     """
@@ -619,7 +624,7 @@ class ClassLabels(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total, counted = total_rewards(batch), batch.counted
-        positive = total >= self.threshold
+        positive = batch.outcomes >= self.threshold
         groups = Groups(batch.group, counted)
         num_positive = groups.sum(positive)
         num_negative = groups.size - num_positive
@@ -692,6 +697,10 @@ class TeacherLogRatio(Advantage):
     """In [0, 1]: the weight of later tokens' KL in a token's Ψ."""
     starts_chain: ClassVar[bool] = True
     reads_reward: ClassVar[bool] = False
+
+    @property
+    def is_zero(self) -> bool:
+        return self.coefficient == 0
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

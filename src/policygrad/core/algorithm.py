@@ -112,8 +112,9 @@ class Algorithm:
     def needs(self) -> frozenset[str]:
         """The `Batch` fields that a learner fills: logp_old too for several updates per rollout, unless the sampler reports it."""
         filled = self.all_needs - {"selected"}
-        if self.old_policy == "sampler":
-            return filled - {"logp_old"}
+        if self.old_policy == "sampler":  # one distribution for π(o) and Σ π²
+            own = {"logp_learner"} if "sum_pi_squared" in filled else frozenset[str]()
+            return filled - {"logp_old"} | own
         return filled | ({"logp_old"} if self.update_rule.updates > 1 else frozenset())
 
     @property
@@ -164,7 +165,9 @@ class Algorithm:
         return batch
 
     def shape_rewards(self, batch: Batch) -> Batch:
-        """Apply reward shaping."""
+        """Apply reward shaping; `Batch.outcome` keeps the task's reward, which thresholds read."""
+        if self.shaping and batch.outcome is None:
+            batch = replace(batch, outcome=batch.outcomes)
         for part in self.shaping:
             batch = check_same_batch(part(batch), part, batch)
         return batch
@@ -181,6 +184,8 @@ class Algorithm:
             NumericsError: a NaN or infinite Ψ, with the part that caused it.
         """
         check_rewards(batch)
+        if "logp_learner" in self.needs:
+            batch.require("logp_learner", self)
         reject_unread_demonstrations(self, batch)
         reject_mixed_roles(self, batch)
         psi = reward_to_go(shaped := shaped or self.shape_rewards(batch))
@@ -214,8 +219,25 @@ class Algorithm:
             return batch
         return replace(batch, returns=self.critic.targets(shaped or self.shape_rewards(batch)))
 
+    @property
+    def has_zero_advantage(self) -> bool:
+        """True if Ψ is 0 for every batch, so that the policy learns from terms alone."""
+        return bool(self.advantage) and all(link.is_zero for link in self.advantage)
+
+    def corrects(self, term: Term | LossTerm) -> bool:
+        """Return whether corrections multiply a term: one that the policy learns from, not a penalty.
+
+        That is what a term says of itself, what compares the policy with a teacher (another model than the initial policy, or one
+        that reads more), and every term where Ψ is always 0. The tokens of demonstrations and of the environment have no sampler.
+        """
+        if {"demonstration", "observation"} & term.needs:
+            return False
+        reference = self.reference
+        is_taught = reference is not None and bool(reference.models or reference.templates) and "logp_ref" in term.needs
+        return term.learns_from_samples or is_taught or self.has_zero_advantage
+
     def apply_corrections(self, weight: Tensor, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        """Multiply w [B, T] by the corrections."""
+        """Multiply w, or a term's score or value, [B, T] by the corrections."""
         for correction in self.corrections:
             weight = weight * check_per_token(correction(out, batch, psi), correction, batch.mask)
         return weight

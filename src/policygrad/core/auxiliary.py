@@ -4,9 +4,9 @@ parameters."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from policygrad.core.batch import Batch
 from policygrad.core.gae import GAE
 from policygrad.core.metrics import Mean, Metric, Metrics, masked_mean
 from policygrad.core.settings import COUNT, choice, setting
-from policygrad.core.turns import MultiTurnGAE
+from policygrad.core.turns import MultiTurnGAE, token_discount, turn_discount
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 
 class TrainedModel(Part):
@@ -61,8 +64,9 @@ class Critic(TrainedModel):
     lr: float | None = setting(None, "at least 0")
     """Peak learning rate, on the policy's schedule; None: ten times the policy's."""
     lam: float = setting(0.95, "in [0, 1]")
-    """λ of the targets; 1 gives Monte-Carlo returns."""
+    """λ of the targets; 1 gives Monte-Carlo returns. It may differ from the advantage's, as in VAPO."""
     gamma: float = setting(1.0, "in [0, 1]")
+    """Discount per token; must match the advantage's."""
     turn_gamma: float = setting(1.0, "in [0, 1]")
     """Discount per turn, at its last token; must match the advantage's."""
     coefficient: float = setting(0.5, "at least 0")
@@ -90,6 +94,21 @@ class Critic(TrainedModel):
                 "states: set backbone='policy', or leave hidden at 0"
             )
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        """V is the value of rewards that are discounted in one way, and the advantage compares rewards with it."""
+        for link in algorithm.advantage:
+            discounts = (
+                ("token", "gamma", token_discount(link), self.gamma),
+                ("turn", "turn_gamma", turn_discount(link), self.turn_gamma),
+            )
+            for unit, setting_name, gamma, own in discounts:
+                if gamma is not None and gamma != own:
+                    yield (
+                        f"{type(link).__name__} discounts by {gamma:g} per {unit} and the critic's targets by {own:g}, so "
+                        f"rewards and values do not match: set the critic's {setting_name}={gamma:g} "
+                        f"(--algorithm.critic.{setting_name.replace('_', '-')} {gamma:g})"
+                    )
+
     def init_state(self) -> State | None:
         return {"pretrain": self.pretrain} if self.pretrain else None
 
@@ -108,8 +127,9 @@ class Critic(TrainedModel):
     def formula(self) -> str:
         clip = f", clipped at V_old ± {self.clip:g}" if self.clip else ""
         head = ", V on the policy's states" if self.backbone == "policy" else ""
-        turn = f", γ = {self.turn_gamma:g} per turn" if self.turn_gamma < 1 else ""
-        return f"{self.coefficient:g}·(V − (GAE(λ = {self.lam:g}{turn}) + V_old))²{clip}{head}"
+        discount = f", γ = {self.gamma:g}" if self.gamma < 1 else ""
+        discount += f", γ = {self.turn_gamma:g} per turn" if self.turn_gamma < 1 else ""
+        return f"{self.coefficient:g}·(V − (GAE(λ = {self.lam:g}{discount}) + V_old))²{clip}{head}"
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

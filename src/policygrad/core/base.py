@@ -10,14 +10,17 @@ Stateful parts keep their state apart from their settings, as a plain dict that 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metric, Metrics
 from policygrad.core.settings import check_settings
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 State = dict[str, Any]
 
@@ -43,6 +46,10 @@ class Part:
     def formula(self) -> str:
         """One line for the printed equation."""
         return type(self).__name__
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        """Yield why the part does not fit the other parts, each with a remedy. `Algorithm` asks when it is built."""
+        return iter(())
 
     def init_state(self) -> State | None:
         """Return the state before the first rollout, or None for a stateless part."""
@@ -87,6 +94,11 @@ class Advantage(Part):
     """True if the rollout must estimate `Batch.values` from `samples` fresh completions of each step's prefix."""
     samples: int = 0
 
+    @property
+    def is_zero(self) -> bool:
+        """True if the link's Ψ is 0 for every batch, so that the policy learns from terms alone."""
+        return False
+
     @abstractmethod
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T] -> [B, T]."""
@@ -127,10 +139,20 @@ class Gate(Part):
 
 
 class Correction(Part):
-    """A factor on w: importance weights for a sampler μ that is not π_old, or a mask on tokens."""
+    """A factor on w: importance weights for a sampler μ that is not π_old, or a mask on tokens.
+
+    It also multiplies the terms that the policy learns from (`Algorithm.corrects`).
+    """
 
     corrects_sampler: ClassVar[bool] = True
     """True if the factor accounts for μ ≠ π_old, so that stale samples need no other correction. False for a mask."""
+    reads_psi: ClassVar[bool] = False
+    """True if the factor depends on Ψ, so that it does nothing where Ψ is always 0."""
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if self.reads_psi and algorithm.has_zero_advantage:
+            name = type(self).__name__
+            yield f"{name} reads Ψ, which {algorithm.name} has at 0 everywhere: remove it, or use TruncatedIS() or MaskedIS()"
 
     @abstractmethod
     def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
@@ -152,6 +174,9 @@ class ObjectiveTerm(Part):
     """'kl_old' for a penalty that keeps π_θ near π_old."""
     aggregation: Aggregation | None = None
     """None: aggregated like the policy's tokens."""
+    learns_from_samples: bool = False
+    """True for a term that the policy learns from, as it does from Ψ: corrections multiply it too (`Algorithm.corrects`). False for
+    a penalty."""
     mixture_weight: float = 0.0
     """μ in a mixture (1 − μ)·J + μ·term; the policy term keeps 1 minus the sum of these. 0: the term is simply added."""
 

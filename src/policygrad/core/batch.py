@@ -14,10 +14,10 @@ from policygrad.core.precision import move
 from policygrad.errors import ConfigError
 
 _SHAPES = {
-    "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler values returns token_reward step_end implicit_reward "
-    "weight version entropy sum_pi_squared turn_state selected observation sampling_mask_counts",
-    "[B]": "group reward bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline demonstration "
-    "role peers teacher has_reference",
+    "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler logp_learner values returns token_reward step_end "
+    "implicit_reward weight version entropy sum_pi_squared turn_state selected observation sampling_mask_counts",
+    "[B]": "group reward outcome bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline "
+    "demonstration role peers teacher has_reference",
 }
 PER_TOKEN, PER_COMPLETION = (tuple(names.split()) for names in _SHAPES.values())
 _DTYPES = (
@@ -105,6 +105,9 @@ class Batch(_Tensors):
     """[B] int64; the prompt that a completion answers (an index into `prompts`)."""
     reward: Tensor
     """[B] floating; terminal reward of the completion (float64 stays float64)."""
+    outcome: Tensor | None = None
+    """[B] the task's reward of the whole completion, before any shaping, with the rewards of its turns: what thresholds read.
+    None: `reward` plus the token rewards."""
     tokens: Tensor | None = None
     """[B, T] int64; token ids of the completion."""
     prompts: tuple[Tensor, ...] | None = None
@@ -119,6 +122,9 @@ class Batch(_Tensors):
     """[B, T] nats, log π_ref."""
     logp_sampler: Tensor | None = None
     """[B, T] nats, log μ, as reported by the engine that sampled."""
+    logp_learner: Tensor | None = None
+    """[B, T] nats, log π under the weights and the arithmetic that `sum_pi_squared` is of. None: `logp_old` is it. With
+    old_policy='sampler' `logp_old` is μ's."""
     values: Tensor | None = None
     """[B, T] the critic's value before each token."""
     returns: Tensor | None = None
@@ -251,6 +257,15 @@ class Batch(_Tensors):
     def counted(self) -> Tensor:
         """Completions that count in group statistics, [B] bool."""
         return self.mask.any(1) if self.in_statistics is None else self.in_statistics
+
+    @property
+    def outcomes(self) -> Tensor:
+        """`outcome`, or what it is where it is None, [B]."""
+        if self.outcome is not None:
+            return self.outcome
+        if self.token_reward is None:
+            return self.reward
+        return self.reward + torch.where(self.mask, self.token_reward, 0).sum(1)
 
     @property
     def policy_tokens(self) -> Tensor:

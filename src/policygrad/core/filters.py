@@ -154,7 +154,7 @@ class Downsample(Filter):
         for group in set(batch.group[order].tolist()):
             rows = order[batch.group[order] == group]
             by_variance = self.by == "max_variance"
-            kept = max_variance_subset(batch.reward[rows], self.keep) if by_variance else slice(self.keep)
+            kept = max_variance_subset(batch.outcomes[rows], self.keep) if by_variance else slice(self.keep)
             chosen[rows[kept]] = True
         return chosen
 
@@ -338,7 +338,7 @@ class MovingLevel(Curriculum):
         at_level = (level == now) if batch.demonstration is None else (level == now) & ~batch.demonstration
         if not at_level.any():
             return {"level": now, "rates": list(state["rates"])}
-        rates = [*state["rates"], float(batch.reward[at_level].double().mean())][-self.rollouts :]
+        rates = [*state["rates"], float(batch.outcomes[at_level].double().mean())][-self.rollouts :]
         if len(rates) < self.rollouts:
             return {"level": now, "rates": rates}
         mean = sum(rates) / len(rates)
@@ -363,11 +363,11 @@ class FrozenLevelFilter(MovingLevel):
 
 
 def _pass_rates(batch: Batch, part: Curriculum) -> dict[int, float]:
-    """Return the mean reward of the samples of each example id."""
+    """Return the mean of the task's reward over the samples of each example id; the batch may be shaped."""
     example = batch.require("example_id", part)
     shown = batch.demonstration
     is_sampled = torch.ones_like(batch.reward, dtype=torch.bool) if shown is None else ~shown
     ids, index = torch.unique(example[is_sampled], return_inverse=True)
     count = torch.bincount(index, minlength=len(ids))
-    rate = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, batch.reward[is_sampled].double()) / count
+    rate = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, batch.outcomes[is_sampled].double()) / count
     return dict(zip(ids.tolist(), rate.tolist(), strict=True))

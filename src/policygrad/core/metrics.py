@@ -25,6 +25,11 @@ class Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     @property
+    def is_measured(self) -> bool:
+        """False for a mean over nothing, which is no number; `value` is then 0."""
+        return float(self.count) != 0
+
+    @property
     def value(self) -> float:
         return float(self.total) / float(self.count) if float(self.count) else 0.0
 
@@ -89,6 +94,11 @@ class EffectiveSize:
         )
 
     @property
+    def is_measured(self) -> bool:
+        """False for no weights; `value` is then 1."""
+        return float(self.count) != 0
+
+    @property
     def value(self) -> float:
         bound = float(self.count) * float(self.sum_of_squares)
         return float(self.total) ** 2 / bound if bound else 1.0
@@ -114,6 +124,15 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
             else:
                 merged[name] = merged[name] | metric  # type: ignore[operator]  # same class, checked above
     return merged
+
+
+def drop_unmeasured(metrics: Mapping[str, Metric]) -> Metrics:
+    """Return the metrics that measured something: a mean over nothing is left out rather than reported as 0."""
+    return {
+        name: metric
+        for name, metric in metrics.items()
+        if not isinstance(metric, Mean | EffectiveSize) or metric.is_measured
+    }
 
 
 def list_means(values: Mapping[str, Sequence[float]]) -> Metrics:

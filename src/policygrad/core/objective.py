@@ -43,15 +43,28 @@ def _compute_ratio(out: Forward, batch: Batch, algorithm: Algorithm) -> Tensor:
     return torch.ones_like(change) if ratio is None else check_per_token(ratio(change, batch.mask), ratio, batch.mask)
 
 
-def _score(term: Term, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-    return check_per_token(term.score(out, batch, psi), term, batch.mask, "score")
+def _score(term: Term, out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Tensor:
+    return _correct(
+        check_per_token(term.score(out, batch, psi), term, batch.mask, "score"), term, out, batch, psi, algorithm
+    )
 
 
-def _term_value(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+def _term_value(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Tensor:
     """Compute a term's share of the objective per token; a loss term's has a graph."""
     if isinstance(term, LossTerm):
-        return check_per_token(term.objective(out, batch, psi), term, batch.mask, "objective")
-    return check_per_token(term.value(out, batch, psi), term, batch.mask, "value")
+        value = check_per_token(term.objective(out, batch, psi), term, batch.mask, "objective")
+    else:
+        value = check_per_token(term.value(out, batch, psi), term, batch.mask, "value")
+    return _correct(value, term, out, batch, psi, algorithm)
+
+
+def _correct(x: Tensor, term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Tensor:
+    """Multiply a term by the corrections, which have no graph, if the policy learns from it."""
+    if not algorithm.corrections or not algorithm.corrects(term):
+        return x
+    with torch.no_grad():
+        factor = algorithm.apply_corrections(torch.ones_like(x), out, batch, psi)
+    return masked.apply_mask(x, batch.mask) * masked.apply_mask(factor, batch.mask)
 
 
 @torch.no_grad()
@@ -147,11 +160,18 @@ def surrogate(
         score = masked.apply_mask(score, batch.mask)
         for term, c in zip(algorithm.terms, per_term, strict=True):
             if not isinstance(term, LossTerm):
-                score = score + masked.apply_mask(c * _score(term, out, batch, psi), term.scored_tokens(batch))
+                score = score + masked.apply_mask(
+                    c * _score(term, out, batch, psi, algorithm), term.scored_tokens(batch)
+                )
     loss = -(score * masked.apply_mask(out.logp, algorithm.read_tokens(batch))).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
         if isinstance(term, LossTerm):
-            loss = loss - (c * masked.apply_mask(_term_value(term, out, batch, psi), term.scored_tokens(batch))).sum()
+            loss = (
+                loss
+                - (
+                    c * masked.apply_mask(_term_value(term, out, batch, psi, algorithm), term.scored_tokens(batch))
+                ).sum()
+            )
     return loss
 
 
@@ -170,7 +190,10 @@ def objective(
         value = value / batch.lengths.clamp(min=1)[:, None]
     total = masked.apply_mask(policy * value, batch.mask).sum()
     for term, c in zip(algorithm.terms, per_term, strict=True):
-        total = total + masked.apply_mask(c * _term_value(term, out, batch, psi), term.scored_tokens(batch)).sum()
+        total = (
+            total
+            + masked.apply_mask(c * _term_value(term, out, batch, psi, algorithm), term.scored_tokens(batch)).sum()
+        )
     return total
 
 
@@ -193,11 +216,11 @@ def find_nonfinite_factors(
     for i, (term, c) in enumerate(zip(algorithm.terms, coef[1:], strict=True)):
         tokens[f"terms.{i}"] = scored = term.scored_tokens(batch)
         if not isinstance(term, LossTerm):
-            factors[f"terms.{i}"] = [c, _score(term, out, batch, psi)]
+            factors[f"terms.{i}"] = [c, _score(term, out, batch, psi, algorithm)]
             continue
         with torch.enable_grad():  # a finite objective can have a gradient that is not
             leaves = {name: x.detach().clone().requires_grad_() for name, x in outputs.items()}
-            value = _term_value(term, Forward(**leaves), batch, psi)
+            value = _term_value(term, Forward(**leaves), batch, psi, algorithm)
             gradients: tuple[Tensor | None, ...] = ()
             if value.requires_grad:
                 total = masked.apply_mask(value, scored).sum()

@@ -139,6 +139,7 @@ class OffPolicySequenceMask(Correction):
     """δ: mean over a completion's sampled tokens, in nats."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_sampler"})
     corrects_sampler: ClassVar[bool] = False
+    reads_psi: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:

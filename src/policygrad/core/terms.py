@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from policygrad.core.ratios import (
 from policygrad.core.settings import check_setting, choice, setting
 from policygrad.errors import ConfigError
 
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
+
 KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
 
 
@@ -33,6 +36,15 @@ def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
     """Compute log(π_θ/π_old) [B, T] without graph; 0 where π_old is the policy itself."""
     logp = masked.apply_mask(logp.detach(), mask)
     return torch.zeros_like(logp) if old is None else logp - masked.apply_mask(old, mask)
+
+
+def _find_uncorrected(term: ObjectiveTerm, algorithm: Algorithm) -> Iterator[str]:
+    """Yield the conflict of a term without a ratio, which is all that the policy learns from, with a sampler as π_old."""
+    if algorithm.old_policy == "sampler" and algorithm.has_zero_advantage:
+        yield (
+            f"old_policy='sampler' accounts for stale samples by the ratio, which {type(term).__name__} does not have, and Ψ is 0: "
+            "set old_policy='learner', which corrects the term by TruncatedIS()"
+        )
 
 
 def _read_by_reference(batch: Batch) -> Tensor | None:
@@ -101,6 +113,15 @@ class KLToReference(AdaptiveBeta, Term):
             "r*k3": f"{r}·u",
         }[self.form]
         return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{self.describe_target()}"
+
+    @property
+    def learns_from_samples(self) -> bool:  # type: ignore[override]
+        """The regression on Ψ is no penalty: its two halves belong to one square."""
+        return self.level == "sequence"
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if not self.form.startswith("r*"):
+            yield from _find_uncorrected(self, algorithm)
 
     def token_mask(self, batch: Batch) -> Tensor | None:
         return _read_by_reference(batch)
@@ -218,7 +239,7 @@ class KLToOld(PenaltyOnOld, Term):
 
 @dataclass(frozen=True)
 class PositiveNLL(Term):
-    """μ·log π_θ on the tokens of correct completions (reward ≥ threshold), averaged over those tokens.
+    """μ·log π_θ on the tokens of correct completions (the task's reward ≥ threshold), averaged over those tokens.
 
     Source: Yue et al. 2025 (VAPO), sec. 4.3.
     """
@@ -228,12 +249,17 @@ class PositiveNLL(Term):
     aggregation: Aggregation | None = field(default_factory=TokenMean)
 
     @property
+    def learns_from_samples(self) -> bool:  # type: ignore[override]
+        """Its completions are the policy's samples, imitated as `RejectionSampling` does."""
+        return True
+
+    @property
     def formula(self) -> str:
         return f"{self.mu:g} where R ≥ {self.threshold:g}"
 
     def token_mask(self, batch: Batch) -> Tensor:
         """Return the correct completions, [B, 1] bool."""
-        return (batch.reward >= self.threshold)[:, None]
+        return (batch.outcomes >= self.threshold)[:, None]
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self.mu * self.token_mask(batch).expand(batch.mask.shape).to(batch.reward.dtype)
@@ -334,7 +360,9 @@ class ExactKLToReference(LossTerm):
 
     With a teacher as π_ref it is on-policy distillation without the variance of the sampled token, which `KLToReference` and
     `TeacherLogRatio` have. The learner evaluates π_ref in every update. Only completions that π_ref has read count
-    (`Batch.has_reference`). Source: Agarwal et al. 2024 (GKD), eq. 1 to 4.
+    (`Batch.has_reference`). Stale samples are corrected where the policy learns from this term, as the authors of SDPO do. D is
+    exact in each state, so that a token's own ratio has mean 1 there and only lowers or raises its share; how likely the states
+    are is in the product over a completion, `TruncatedIS(level="sequence")`. Source: Agarwal et al. 2024 (GKD), eq. 1 to 4.
     """
 
     beta: float = setting(1.0, "at least 0")
@@ -348,6 +376,9 @@ class ExactKLToReference(LossTerm):
     def formula(self) -> str:
         named = {1.0: "KL(π_θ‖π_ref)", 0.0: "KL(π_ref‖π_θ)"}
         return f"−{self.beta:g}·∇{named.get(self.alpha, f'JSD_{self.alpha:g}(π_ref, π_θ)')} over the vocabulary"
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        yield from _find_uncorrected(self, algorithm)
 
     def token_mask(self, batch: Batch) -> Tensor | None:
         return _read_by_reference(batch)

@@ -315,6 +315,13 @@ class BiLevelGAE(TurnValueAdvantage):
         )
 
 
+def token_discount(link: Advantage) -> float | None:
+    """Return the γ per token of an advantage from values; None for all others and for custom ones."""
+    if isinstance(link, TurnGAE):
+        return 1.0
+    return link.gamma if isinstance(link, GAE | NStep | LengthAdaptiveGAE | MultiTurnGAE | BiLevelGAE) else None
+
+
 def turn_discount(link: Advantage) -> float | None:
     """Return the γ per turn of an advantage from values; None for all others and for custom ones."""
     if isinstance(link, TurnGAE):

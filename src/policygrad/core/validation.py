@@ -42,7 +42,6 @@ from policygrad.core.ratios import Sequence, Token
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import DemonstrationNLL, ExactKLToReference, policy_share
 from policygrad.core.trust_region import TrustRegion
-from policygrad.core.turns import turn_discount
 from policygrad.core.updates import DualDescent, GradientSteps
 from policygrad.core.vine import SelfNormalisation, SelfNormalised, Vine
 from policygrad.errors import ConfigError
@@ -63,6 +62,7 @@ def validate_algorithm(algorithm: Algorithm) -> None:
         _find_advantage_conflicts,
         _find_model_conflicts,
         find_data_conflicts,
+        _find_part_conflicts,
     ):
         for problem in check(algorithm):
             raise ConfigError(problem)
@@ -181,6 +181,12 @@ PartT = TypeVar("PartT", bound=Part)
 
 def _instances(kind: type[PartT], parts: Iterable[Part]) -> list[PartT]:
     return [part for part in parts if isinstance(part, kind)]
+
+
+def _find_part_conflicts(algorithm: Algorithm) -> Iterator[str]:
+    """Yield what the parts themselves object to."""
+    for part in algorithm.parts():
+        yield from part.find_conflicts(algorithm)
 
 
 def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
@@ -471,13 +477,6 @@ def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
             f"DivideByGroupMean maximises the likelihood of success, and {shaping} would make rewards negative: set shaping=() and "
             "add KLToReference() to terms, or replace DivideByGroupMean by GroupStd()"
         )
-    for link in algorithm.advantage:
-        gamma, critic = turn_discount(link), algorithm.critic
-        if critic is not None and gamma is not None and gamma != critic.turn_gamma:
-            yield (
-                f"{type(link).__name__} discounts by {gamma:g} per turn and the critic's targets by {critic.turn_gamma:g}, so "
-                f"rewards and values do not match: set the critic's turn_gamma={gamma:g}"
-            )
     if _instances(Vine, algorithm.advantage):
         for field in ("filters", "shaping"):
             for part in getattr(algorithm, field):

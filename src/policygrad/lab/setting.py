@@ -112,7 +112,9 @@ class LabSetting:
             "logp_old": self.sampling_theta if from_sampler else old,
             "logp_ref": reference,
             "logp_sampler": self.sampling_theta,
+            "logp_learner": old,
         }
+        needs |= algorithm.needs & {"logp_learner"}
         filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in needs}
         if "grad_logp_sq_norm" in needs:
             filled["grad_logp_sq_norm"] = world.scores(old).square().sum(1)

@@ -159,7 +159,7 @@ def add_turn_states(batch: Batch, groups: Sequence[EpisodeGroup], *, scored: boo
         return batch
     if batch.token_reward is not None:  # the scores of reasoning steps
         token_reward = token_reward + batch.token_reward
-    return replace(batch, token_reward=token_reward, reward=reward)
+    return replace(batch, token_reward=token_reward, reward=reward, outcome=batch.reward)
 
 
 def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> Metrics:

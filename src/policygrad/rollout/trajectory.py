@@ -329,4 +329,4 @@ def add_step_marks(batch: Batch, marks: Sequence[StepMarks | None], *, scored: b
             step_end[row, ends] = True
             reward[row, ends] = torch.tensor(step_marks.scores, dtype=batch.reward.dtype)
     batch = replace(batch, step_end=step_end & batch.mask)
-    return replace(batch, token_reward=reward) if scored else batch
+    return replace(batch, token_reward=reward, outcome=batch.reward) if scored else batch

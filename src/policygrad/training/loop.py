@@ -13,7 +13,7 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import State
 from policygrad.core.batch import Batch
-from policygrad.core.metrics import Metrics, Sum, merge
+from policygrad.core.metrics import Metrics, Sum, drop_unmeasured, merge
 from policygrad.core.staleness import resolve_old_policy, staleness_metrics
 from policygrad.learners.base import Learner
 from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
@@ -147,7 +147,8 @@ def run_step(
     clock: Metrics = {"time/rollout": Sum(rollout_seconds), "time/update": Sum(update_seconds)}
     if run.max_staleness:
         clock["time/sampler_idle"] = Sum(max(0.0, rollout_seconds + update_seconds - (producer.busy_seconds - busy)))
-    metrics = merge(rollout.metrics, lent, trained.metrics, trained.update_metrics, published, clock)
+    sampled = drop_unmeasured(rollout.metrics)
+    metrics = merge(sampled, lent, trained.metrics, trained.update_metrics, published, clock)
     result = StepResult(step, trained.algorithm, rollout, trained.batch, trained.psi, metrics)
     with span("log", step=step):
         outcome = callbacks.on_step(result)
@@ -212,8 +213,8 @@ def train_on_rollout(rollout: Rollout, algorithm: Algorithm, learner: Learner) -
         shaped = algorithm.shape_rewards(batch)
         psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
     with span("update"):
-        update_metrics = learner.update(batch, psi, algorithm)
-    metrics = merge(age, algorithm.report(batch))
+        update_metrics = drop_unmeasured(learner.update(batch, psi, algorithm))
+    metrics = drop_unmeasured(merge(age, algorithm.report(batch)))
     return TrainedRollout(algorithm, batch, shaped, psi, metrics, update_metrics)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.media import TextMedia, select_media
 from policygrad.core.precision import widest_dtype
 from policygrad.errors import ModelError
+from policygrad.learners.local.expert_balance import find_expert_balance, row_weights
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
 from policygrad.models.loading import at_least_float32, load_model
@@ -90,9 +92,10 @@ class SFTObjective:
         self.eval_rows = split.eval
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
-        """Add one update's gradient; return {"loss": nats per token, "tokens": their number}."""
+        """Add one update's gradient; return {"loss": nats per token, "tokens": their number}, and "router_aux_loss" where a mixture
+        of experts asks for it."""
         batch = build_sft_batch([self.rows[i] for i in rows])
-        return {"loss": learner.run_on_all(accumulate_sft_gradient, batch), "tokens": float(batch.mask.sum())}
+        return learner.run_on_all(accumulate_sft_gradient, batch) | {"tokens": float(batch.mask.sum())}
 
     def evaluate(self, learner: SupervisedLearner, progress: Callable[[int, int], None]) -> dict[str, float]:
         """Return the held-out loss in nats per token, and the perplexity exp(loss)."""
@@ -113,18 +116,29 @@ class SFTObjective:
         }
 
 
-def accumulate_sft_gradient(shard: LearnerShard, batch: Batch) -> float:
-    """Add −∂/∂θ Σ log π(o_t) / n, for the n tokens of an update, to the gradients; return the loss in nats per token."""
-    total, loss = float(batch.mask.sum()), 0.0
+def accumulate_sft_gradient(shard: LearnerShard, batch: Batch) -> dict[str, float]:
+    """Add −∂/∂θ Σ log π(o_t) / n, for the n tokens of an update, to the gradients, and the load-balancing loss of experts where the
+    model asks for it; return the loss in nats per token."""
+    total, loss, balance_loss = float(batch.mask.sum()), 0.0, 0.0
     dtype = at_least_float32(next(shard.model.parameters())[:0].detach()).dtype
+    balance = find_expert_balance(shard.evaluator, shard.config, shard.division)
+    load = None if balance is None else balance.measure(shard.evaluator, _micro_batches(shard, batch))
     for pack in _micro_batches(shard, batch):
         with backward_mode(shard.model, shard.config.gradient_checkpointing):
             pack = pack.to(get_device(shard))
-            pack_loss = -shard.evaluator(pack, expected=pack.mask.to(dtype) / -total).sum() / total
-            torch.autograd.backward(pack_loss)
+            with nullcontext(list[Tensor]()) if balance is None else balance.observe() as logits:
+                pack_loss = -shard.evaluator(pack, expected=pack.mask.to(dtype) / -total).sum() / total
+            if balance is None or load is None:
+                torch.autograd.backward(pack_loss)
+            else:
+                more = balance.loss(logits, row_weights(shard.evaluator, pack), load)
+                torch.autograd.backward(pack_loss + more)
+                balance_loss += float(more.detach())
         shard.optimizer.accumulate_master_grads()
         loss += float(pack_loss.detach())
-    return float(shard.division.all_reduce(torch.tensor(loss, dtype=torch.float64)))
+    mean = float(shard.division.all_reduce(torch.tensor(loss, dtype=torch.float64)))
+    reported = {} if balance is None else balance.report(balance_loss)
+    return {"loss": mean} | {name: metric.value for name, metric in reported.items()}
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from policygrad.errors import CheckpointError, ConfigError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
+from policygrad.learners.local.expert_balance import find_expert_balance
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, choose_kernels, recompute_activations
 from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
@@ -89,6 +90,8 @@ class LocalSupervisedLearner:
         self.model, self.config = model, config.learner
         evaluator = build_evaluator(model, 1.0) if causal else Evaluator(Network(model), 1.0)
         self.evaluator = choose_kernels(evaluator, self.config)
+        if causal:
+            find_expert_balance(self.evaluator, self.config, self.division)  # refused here, before the run
         assert config.lr is not None  # `SupervisedConfig.resolve` has filled it in
         self.optimizer = Optimizer(model, config.optimizer, config.lr, steps)
 

@@ -18,7 +18,7 @@ from policygrad.checkpoint.format import Checkpoint, load_checkpoint
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import Reference
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch, Forward
-from policygrad.core.metrics import Mean, Metrics, merge
+from policygrad.core.metrics import Mean, Metrics, drop_unmeasured, merge
 from policygrad.core.objective import surrogate, with_selected_tokens
 from policygrad.core.staleness import resolve_old_policy
 from policygrad.core.updates import GradientProblem, GradientSteps, require_problem
@@ -180,7 +180,7 @@ def check_step(replay: Replay) -> Iterator[Finding]:
         yield check_gradient(replay, trained, evaluate_policy(replay), "after the step's updates")
     else:
         yield check_gradient(replay, trained, policy, "at the weights before the step")
-    metrics = merge(record.rollout.metrics, trained.metrics, trained.update_metrics)
+    metrics = merge(drop_unmeasured(record.rollout.metrics), trained.metrics, trained.update_metrics)
     values = {name: metric.value for name, metric in metrics.items()}
     yield compare_metrics(step, values, record.metrics, replay.tolerance)
     yield from check_state_after(replay, progress, trained)

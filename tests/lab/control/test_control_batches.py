@@ -77,8 +77,8 @@ def literal_gae(script: Sequence[Sequence[int]], steps: int, gamma: float, lam: 
 
 
 def test_gae_over_boundary_time_limit_and_cut_is_a_literal_loop() -> None:
-    algorithm = replace(find_preset("trpo").algorithm, critic=pg.Critic(lr=1e-3, lam=0.8, gamma=0.9, clip=0.0))
-    algorithm = replace(algorithm, advantage=(pg.GAE(0.9, 0.8),))
+    critic = pg.Critic(lr=1e-3, lam=0.8, gamma=0.9, clip=0.0)
+    algorithm = replace(find_preset("trpo").algorithm, critic=critic, advantage=(pg.GAE(0.9, 0.8),))
     learner = ControlLearner(DISCRETE, algorithm, Settings(lr=None), seed=0)
     learner.critic = replace(learner.critic, network=Quadratic())  # type: ignore[type-var]
     result = Collector(Scripted(SCRIPT), seed=0)(zeros, 6)

@@ -20,6 +20,7 @@ from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.compilation import CompiledBlocks, count_compiled_graphs
 from policygrad.learners.local.curvature import Curvature
+from policygrad.learners.local.expert_balance import ExpertBalance, find_expert_balance
 from policygrad.learners.local.forward import Evaluator, build_evaluator, choose_kernels, recompute_activations
 from policygrad.learners.local.networks import (
     ImplicitRewardModel,
@@ -114,6 +115,8 @@ class LocalLearner:
         self.networks = TrainedNetworks(
             self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
         )
+        self.networks = replace(self.networks, balance=find_expert_balance(self.evaluator, config, self.division))
+        check_expert_balance(self.networks.balance, algorithm)
         alphas = [term.alpha for term in algorithm.terms if isinstance(term, ExactKLToReference)]
         self.networks = replace(self.networks, alpha=alphas[0] if alphas else 1.0)
         if config.compile:
@@ -218,9 +221,9 @@ class LocalLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fill logp_old, entropy, sum_pi_squared and grad_logp_sq_norm from the policy, logp_ref from the reference, values and
-        bootstrap from the critic, implicit_reward from the reward model, all with the current weights; equal completions are
-        computed once."""
+        """Fill logp_old, logp_learner, entropy, sum_pi_squared and grad_logp_sq_norm from the policy, logp_ref from the reference,
+        values and bootstrap from the critic, implicit_reward from the reward model, all with the current weights; equal
+        completions are computed once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.critic is not None and "bootstrap" in needs:
@@ -230,11 +233,10 @@ class LocalLearner:
                 batch = self.norms.evaluate(batch)
         filled: dict[str, Any] = {}
         exact = needs & {"entropy", "sum_pi_squared"}
-        if exact or "logp_old" in needs:
+        own = needs & {"logp_old", "logp_learner"}
+        if exact or own:
             out = self.networks.score_batch(batch, self.evaluator, exact)
-            filled |= {name: getattr(out, name) for name in exact}
-            if "logp_old" in needs:
-                filled["logp_old"] = out.logp
+            filled |= {name: getattr(out, name) for name in exact} | dict.fromkeys(own, out.logp)
         reward_model = self.reward_model if "implicit_reward" in needs else None
         if self.reference is not None and ("logp_ref" in needs or reward_model is not None):
             filled["logp_ref"] = self.networks.score_batch(self._as_reference_reads(batch), self.reference).logp
@@ -401,6 +403,15 @@ def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) ->
 def is_live(algorithm: Algorithm) -> bool:
     """Return True if π_ref is the policy itself."""
     return algorithm.reference is not None and algorithm.reference.live
+
+
+def check_expert_balance(balance: ExpertBalance | None, algorithm: Algorithm) -> None:
+    """Raise ConfigError for an update rule whose steps would leave the experts' loss out."""
+    if balance is not None and not algorithm.update_rule.uses_lr:
+        raise ConfigError(
+            f"{type(algorithm.update_rule).__name__} compares surrogates without the load-balancing loss that the model's config "
+            "asks for (output_router_logits): set it to false there, or use GradientSteps()"
+        )
 
 
 def check_routing_replay(algorithm: Algorithm) -> None:

@@ -20,6 +20,7 @@ from policygrad.core.precision import move, widen
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.compilation import CompiledBlocks
+from policygrad.learners.local.expert_balance import ExpertBalance
 from policygrad.learners.local.forward import (
     Evaluator,
     backward_mode,
@@ -263,6 +264,7 @@ class TrainedNetworks:
     old: Evaluator | None = None  # π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)
     compiled: CompiledBlocks | None = None  # the policy's blocks, with `learner.compile`
     alpha: float = 1.0  # of the exact divergence from the reference (`ExactKLToReference`)
+    balance: ExpertBalance | None = None  # the loss that a mixture of experts asks for
 
     @property
     def device(self) -> torch.device:

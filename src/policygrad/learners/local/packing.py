@@ -186,6 +186,7 @@ class Pack:
     predictor: Tensor  # [b, T] index into `predicting_nodes` of the node that predicts the token; 0 off the mask
     tokens: Tensor  # [b, T] predicted tokens; 0 off the mask
     mask: Tensor  # [b, T]
+    reads: Tensor  # [N] float32, number of texts that read each node, equal texts each
     tree: AttentionTree
     routes: Tensor | None = None
     """[N, layers, k] experts that each node is sent to, -1 = the model's own choice; None = that everywhere."""
@@ -313,6 +314,7 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
         paths[i, same:length] = np.arange(nodes, nodes + length - same)
         paths[i, length:] = paths[i, length - 1]
         nodes += length - same
+    reads = np.bincount(paths[np.arange(paths.shape[1]) < texts.lengths[:, None]], minlength=nodes)
     distinct = np.flatnonzero(texts.lengths > shared)
     distinct_paths = paths[distinct]
     lengths, skip = texts.lengths[distinct], shared[distinct]
@@ -361,6 +363,7 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
         predictor=predictor,
         tokens=torch.where(mask, tokens, 0),
         mask=mask,
+        reads=torch.from_numpy(reads).float(),
         tree=AttentionTree(distinct_paths, lengths, skip),
         routes=routes,
         sampling_mask=batch.sampling_mask(rows),

@@ -18,6 +18,7 @@ from policygrad.core.objective import find_nonfinite_factors, measure_forward, s
 from policygrad.core.outputs import explain_nonfinite
 from policygrad.core.precision import move
 from policygrad.learners.local.curvature import Curvature
+from policygrad.learners.local.expert_balance import row_weights
 from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite
 from policygrad.learners.local.packing import Pack, find_contributing
@@ -85,12 +86,19 @@ class LocalGradientProblem:
         """Accumulate the policy's gradient over the completions that have one; `learning=False` only measures, over all."""
         networks, batch = self.networks, self.batch_with_selection()
         coefficients = self.algorithm.all_coefficients(batch)
-        is_skipping = learning and self.skip_inactive
+        balance = networks.balance if learning else None
+        is_skipping = learning and self.skip_inactive and balance is None  # the experts of every token are balanced
         contributing = find_contributing(batch, self.psi, coefficients) if is_skipping else batch.mask.any(1)
         if self.algorithm.gate.requires_full_groups:  # a weight needs all of its group, also where Ψ = 0
             contributing = torch.isin(batch.group, batch.group[contributing]) & batch.mask.any(1)
         rows = contributing.nonzero().squeeze(1)
         metrics, needs = Metrics(), self.algorithm.forward_needs
+        load = None
+        if balance is not None and len(rows):
+            with span("experts' load"):
+                parts = (part for part, *_ in self._micro_batches(batch, rows, coefficients))
+                load = balance.measure(networks.policy, parts)
+        balance_loss = 0.0
         for part, share, psi, coef in self._micro_batches(batch, rows, coefficients):
             name = "forward and backward" if learning else "forward"
             with span(name, completions=part.completions), networks.backward_mode(), networks.compiled_blocks():
@@ -99,14 +107,23 @@ class LocalGradientProblem:
                 if learning and batch.logp_old is None and not self.algorithm.terms and not needs:
                     zero = at_least_float32(torch.zeros_like(psi)).requires_grad_()
                     expected = torch.autograd.grad(surrogate(zero, share, psi, self.algorithm, coef), zero)[0]
-                out = networks.forward(part, needs, expected)
-                if learning:
-                    torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
+                if balance is None or load is None:
+                    out = networks.forward(part, needs, expected)
+                    if learning:
+                        torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
+                else:
+                    part = part.to(networks.device)
+                    with balance.observe() as logits:
+                        out = networks.forward(part, needs, expected)
+                    more = balance.loss(logits, row_weights(networks.policy, part), load)
+                    torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef) + more)
+                    balance_loss += float(more.detach())
             networks.optimizer.accumulate_master_grads()
             metrics = merge(metrics, {"completions/computed": Sum(float(part.completions))})
             metrics = merge(metrics, measure_forward(out, share, psi, self.algorithm, coef))
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
         metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
+        metrics |= {} if balance is None or load is None else balance.report(balance_loss)
         routing = networks.policy.network.routing
         metrics |= {} if routing is None else networks.division.reduce_metrics(routing.pop_metrics())
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens count as not clipped

@@ -36,6 +36,7 @@ MAX_COMPLETIONS = 2**24
 """Per rollout or evaluation: hundreds of times what anybody samples, and few enough to list in memory."""
 LEARNER_FIELDS = {
     "logp_old",
+    "logp_learner",
     "logp_ref",
     "entropy",
     "sum_pi_squared",
