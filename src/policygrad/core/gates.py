@@ -380,9 +380,9 @@ class LogClip(Gate):
 class FutureKL(Clip):
     """Clip times f, the influence of a token on what follows: f_t = clip(exp(Σ_{s≥t} γ^{s−t} log r_s), f_low, f_high).
 
-    Tokens with r > c, the dual clip's bound, are left out of the sum, whose half-life is `half_life` positions (γ = 2^(−1/half_life));
-    what an environment wrote between two tokens counts as positions. Where Ψ < 0 and r exceeds `safe_ratio`, f is at most 1 and at least
-    0.8. f is under stop-gradient. A completion with more than `max_bounded` tokens at the dual clip's bound has weight 0 everywhere.
+    Tokens with r > c, the dual clip's bound, are left out of the sum. Its half-life is `half_life` positions (γ = 2^(−1/half_life)),
+    those of the environment's tokens included. Where Ψ < 0 and r exceeds `safe_ratio`, f is at most 1 and at least 0.8. f is under
+    stop-gradient. A completion with more than `max_bounded` tokens at the dual clip's bound has weight 0 everywhere.
     Source: Ma et al. 2026 (FIPO), arXiv:2603.19835, and the authors' code, verl/trainer/ppo/core_algos.py
     (`compute_policy_loss_future_kl`), with the settings of recipe/fipo/run_fipo_qwen2.5_32b.sh.
     """
@@ -402,7 +402,9 @@ class FutureKL(Clip):
     def formula(self) -> str:
         influence = f"clip(exp(Σ_{{s≥t}} 2^{{−(s−t)/{self.half_life:g}}} log r_s), {self.f_low:g}, {self.f_high:g})"
         return f"({super().formula}) × f_t,  f_t = {influence},  in [0.8, 1] where Ψ<0 and r>{self.safe_ratio:g}" + (
-            "" if self.c is None else f";  0 in a completion with more than {self.max_bounded} tokens where Ψ<0 and r>{self.c:g}"
+            ""
+            if self.c is None
+            else f";  0 in a completion with more than {self.max_bounded} tokens where Ψ<0 and r>{self.c:g}"
         )
 
     def _influence(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
