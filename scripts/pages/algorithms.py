@@ -29,7 +29,7 @@ from policygrad.commands.show import group_by_family
 from policygrad.compare.plan import OVERRIDES
 from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.terms import policy_share
+from policygrad.core.terms import ExactEntropy, policy_share
 from policygrad.core.vine import Vine
 
 LAB = Path(__file__).resolve().parents[2] / "docs" / "lab.md"
@@ -166,7 +166,9 @@ def pseudo_code(a: Algorithm) -> list[str]:
     remembers = [part for part in a.advantage if part.init_state() is not None]
     lines += [_note("remember this rollout's rewards for the next", part) for part in remembers]
     adapts = [part for part in (*a.terms, *a.shaping) if getattr(part, "target", None) is not None]
-    lines += [_note(f"adapt β, for a KL near {shorten_number(part.target)}", part) for part in adapts]
+    for part in adapts:
+        coefficient, goal = ("η", "an entropy") if isinstance(part, ExactEntropy) else ("β", "a KL")
+        lines.append(_note(f"adapt {coefficient}, for {goal} near {shorten_number(part.target)}", part))
     before = []
     for part in (part for part in a.advantage if isinstance(part, OptimalValue)):
         sampled = f"sample {part.samples} completions from the initial policy, and score them: r_j"
@@ -267,8 +269,11 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
         values = [getattr(p, setting) for p in theirs.parts() if type(p) is type(part)]
         if value in values if part is not None else value == theirs.samples_per_prompt:
             inherited = origin(theirs, part, setting, value)
-            if inherited not in (OURS, DEFAULT_SOURCES.get(key)):
-                return inherited if inherited.startswith("as [") else f"as [`{parent}`]({parent}.md): {inherited}"
+            if inherited not in (
+                OURS,
+                DEFAULT_SOURCES.get(key),
+            ):  # its reason is of another publication, and stands on its page
+                return inherited if inherited.startswith("as [") else f"as [`{parent}`]({parent}.md)"
     is_default = any(f.name == setting and value == f.default for f in fields(part)) if part is not None else False
     return DEFAULT_SOURCES.get(key, OURS) if is_default else OURS
 

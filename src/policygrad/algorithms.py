@@ -321,7 +321,13 @@ REAL = replace(
     terms=(),
     update_rule=GradientSteps(minibatches=4),
 )
-FIPO = replace(DAPO, name="fipo", gate=FutureKL(0.2, 0.28))
+FIPO = replace(
+    DAPO,
+    name="fipo",
+    gate=FutureKL(0.2, 0.28),
+    filters=(DropZeroVariance(),),
+    update_rule=GradientSteps(minibatches=8),
+)
 SKYWORK_OR1 = replace(
     GRPO,
     name="skywork_or1",

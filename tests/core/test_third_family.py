@@ -110,8 +110,30 @@ def test_suppressed_text_is_not_amplified_and_outliers_do_not_count() -> None:
     torch.testing.assert_close(fallen, numbers([-0.1, -0.1]).exp())  # f is 1, not below
     outlier = gate.weight(numbers([0.0, math.log(20.0)]).exp(), numbers([1.0, 1.0]), batch)
     assert outlier[0, 0] == 1
+    gate = pg.FutureKL(0.2, 0.28, half_life=32.0, safe_ratio=4.0)
     risen = gate.weight(numbers([math.log(5.0), 0.0]).exp(), numbers([-1.0, -1.0]), batch)
     torch.testing.assert_close(risen[0, 0], torch.tensor(5.0).double())  # r > 4 and Ψ < 0: f is at most 1
+
+
+def test_a_completion_with_two_tokens_at_the_dual_clip_is_left_out() -> None:
+    gate, batch = pg.FutureKL(0.2, 0.28), one_prompt([0.0], width=3, logp_old=torch.zeros(1, 3).double())
+    for changes, psi, kept in (
+        ([math.log(11.0), 0.0, 0.0], -1.0, True),
+        ([math.log(11.0), 0.0, math.log(12.0)], -1.0, False),
+        ([math.log(11.0), 0.0, math.log(12.0)], 1.0, True),
+    ):
+        weight = gate.weight(numbers(changes).exp(), numbers([psi] * 3), batch)
+        assert bool(weight[0, 1]) is kept
+        assert bool(gate.value(numbers(changes).exp(), numbers([psi] * 3), batch)[0, 1]) is kept
+
+
+def test_the_half_life_of_influence_counts_what_the_environment_wrote() -> None:
+    """A token, three of the environment's and a token, half-life 1: the last counts 2^−4."""
+    mask = torch.tensor([[True, False, False, False, True]])
+    batch = replace(one_prompt([1.0], width=5, logp_old=torch.zeros(1, 5).double()), mask=mask)
+    change = numbers([0.0, 9.0, 9.0, 9.0, 0.8])
+    weight = pg.FutureKL(10.0, 10.0, half_life=1.0).weight(change.exp(), numbers([1.0] * 5), batch)
+    torch.testing.assert_close(weight[0, 0], torch.tensor(math.exp(0.8 / 16)).double())
 
 
 def test_the_entropy_coefficient_grows_while_entropy_is_low_and_is_off_above_the_target() -> None:

@@ -63,8 +63,8 @@ def dapo_filter(prompts: Prompts) -> Prompts:
     return without_truncated(without_constant_groups(prompts))
 
 
-PAPER_FILTERS = dict.fromkeys(("dapo", "fipo", "prorl", "high_entropy"), dapo_filter) | dict.fromkeys(
-    ("magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime", "prime_rl", "skywork_or1"),
+PAPER_FILTERS = dict.fromkeys(("dapo", "prorl", "high_entropy"), dapo_filter) | dict.fromkeys(
+    ("fipo", "magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime", "prime_rl", "skywork_or1"),
     without_constant_groups,
 )
 

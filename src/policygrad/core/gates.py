@@ -380,31 +380,44 @@ class LogClip(Gate):
 class FutureKL(Clip):
     """Clip times f, the influence of a token on what follows: f_t = clip(exp(Σ_{s≥t} γ^{s−t} log r_s), f_low, f_high).
 
-    Tokens with r > c, the dual clip's bound, are left out of the sum, whose half-life is `half_life` tokens (γ = 2^(−1/half_life)).
-    Where Ψ < 0 and r exceeds `safe_ratio`, f is at most 1 and at least 0.8. f is under stop-gradient.
-    Source: Ma et al. 2026 (FIPO), arXiv:2603.19835; the settings are those of the authors' 32B script as ms-swift reports them.
+    Tokens with r > c, the dual clip's bound, are left out of the sum. Its half-life is `half_life` positions (γ = 2^(−1/half_life)),
+    those of the environment's tokens included. Where Ψ < 0 and r exceeds `safe_ratio`, f is at most 1 and at least 0.8. f is under
+    stop-gradient. A completion with more than `max_bounded` tokens at the dual clip's bound has weight 0 everywhere.
+    Source: Ma et al. 2026 (FIPO), arXiv:2603.19835, and the authors' code, verl/trainer/ppo/core_algos.py
+    (`compute_policy_loss_future_kl`), with the settings of recipe/fipo/run_fipo_qwen2.5_32b.sh.
     """
 
     c: float | None = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0")
     half_life: float = setting(32.0, "above 0 and finite")
-    """Tokens after which a later token's change counts half."""
+    """Positions after which a later token's change counts half."""
     f_low: float = setting(1.0, "in [0, 1]")
     f_high: float = setting(1.2, "at least 1")
-    safe_ratio: float = setting(4.0, "at least 1")
+    safe_ratio: float = setting(10.0, "at least 1")
     """Ratio above which tokens with Ψ < 0 are not amplified."""
+    max_bounded: int = setting(1, "at least 0")
+    """Tokens with Ψ < 0 and r > c that a completion may have before it is left out."""
     requires_token_ratio: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
         influence = f"clip(exp(Σ_{{s≥t}} 2^{{−(s−t)/{self.half_life:g}}} log r_s), {self.f_low:g}, {self.f_high:g})"
-        return f"({super().formula}) × f_t,  f_t = {influence},  in [0.8, 1] where Ψ<0 and r>{self.safe_ratio:g}"
+        return f"({super().formula}) × f_t,  f_t = {influence},  in [0.8, 1] where Ψ<0 and r>{self.safe_ratio:g}" + (
+            ""
+            if self.c is None
+            else f";  0 in a completion with more than {self.max_bounded} tokens where Ψ<0 and r>{self.c:g}"
+        )
 
     def _influence(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         counted = batch.mask if self.c is None else batch.mask & (ratio <= self.c)
         change = masked.apply_mask(ratio.detach().log(), counted)
-        future = masked.discounted_reverse_cumsum(change, batch.mask, 2 ** (-1 / self.half_life))
+        positions = torch.ones_like(batch.mask)
+        future = masked.discounted_reverse_cumsum(change, positions, 2 ** (-1 / self.half_life))
         influence = bounded_exp(future).clamp(self.f_low, self.f_high)
-        return torch.where((psi < 0) & (ratio > self.safe_ratio), influence.clamp(*_SAFE_INFLUENCE), influence)
+        influence = torch.where((psi < 0) & (ratio > self.safe_ratio), influence.clamp(*_SAFE_INFLUENCE), influence)
+        if self.c is None:
+            return influence
+        bounded = ((psi < 0) & (ratio > self.c) & batch.mask).sum(1, keepdim=True)
+        return torch.where(bounded > self.max_bounded, 0.0, influence)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return self._influence(ratio, psi, batch) * super().weight(ratio, psi, batch)

@@ -164,17 +164,24 @@ def real(prompts: Prompts, max_tokens: int, tau: float = 0.5) -> Tensor:
 def fipo(prompts: Prompts, max_tokens: int, half_life: float = 32.0, c: float = 10.0) -> Tensor:
     """DAPO's objective with dual clip at c, each token × f_t = clip(exp(Σ_{k≥t} γ^{k−t} M_k log r_k), 1, 1.2).
 
-    Ma et al. 2026 (FIPO). γ = 2^{−1/32}; M_k = 0 where r_k > c. f_t is in [0.8, 1] where Â < 0 and r_t > 4.
+    Ma et al. 2026 (FIPO). γ = 2^{−1/32}, k − t in positions of the row; M_k = 0 where r_k > c. f_t is in [0.8, 1] where Â < 0 and
+    r_t > 10. A completion with Â < 0 and two tokens or more with r > c adds 0.
     """
     J = total([])
     for outputs in with_overlong_penalty(prompts, max_tokens):
         for o in outputs:
             A = group_z_score(o, outputs)
             ratios = [math.exp(float(o.logp[t].detach()) - o.old[t]) for t in range(len(o))]
+            if A < 0 and sum(r > c for r in ratios) > 1:
+                continue
             for t in range(len(o)):
-                change = [2 ** (-(k - t) / half_life) * math.log(ratios[k]) for k in range(t, len(o)) if ratios[k] <= c]
+                change = [
+                    2 ** (-(o.position[k] - o.position[t]) / half_life) * math.log(ratios[k])
+                    for k in range(t, len(o))
+                    if ratios[k] <= c
+                ]
                 f = min(max(math.exp(math.fsum(change)), 1.0), 1.2)
-                if A < 0 and ratios[t] > 4:
+                if A < 0 and ratios[t] > 10:
                     f = min(max(f, 0.8), 1.0)
                 surrogate = clipped_surrogate(o, t, A, 0.2, 0.28)
                 if A < 0:
