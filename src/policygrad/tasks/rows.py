@@ -318,10 +318,15 @@ def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], n
             used += 1
             yield number, parsed
     if invalid:
-        warnings.warn(f"{name}: {invalid} of {len(source)} rows skipped, the first: {first_error}", stacklevel=2)
+        warn_of_skipped(name, invalid, len(source), first_error)
     if not used:
         left_out = f"the row map left out {len(source) - invalid}, and {invalid} are invalid"
         raise DataError(f"{name}: no row is left of {len(source)}: {left_out}")
+
+
+def warn_of_skipped(name: str, count: int, size: int, first_error: str) -> None:
+    """Warn about `count` of `size` rows that were left out."""
+    warnings.warn(f"{name}: {count} of {size} rows skipped, the first: {first_error}", stacklevel=3)
 
 
 def to_example(row: Mapping[str, Any], where: str, first: Example | None = None) -> Example:
