@@ -16,9 +16,10 @@ from doubles.rollouts import collect_rollout
 from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.rollout.row_checks import check_rows
+from policygrad.rollout.row_checks import check_reward_columns, check_rows
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.base import Example, Task
@@ -170,3 +171,21 @@ def test_a_run_goes_on_and_resumes_past_a_prompt_that_is_found_too_long_in_an_ep
     assert "so its group is left out" in record.said
     steps = [row for row in rows(result.output / "metrics.jsonl") if "completions/failed_ratio" in row]
     assert [row["completions/failed_ratio"] for row in steps] == [pytest.approx(1 / 6)] * 3
+
+
+def needs_tests(prompts: Any, completions: Any, tests: Any, **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_a_reward_without_its_column_is_refused_before_anything_is_sampled(small: pg.Run, tmp_path: Path) -> None:
+    rewards = (Reward("needs_tests", needs_tests),)
+    task = load_task([{"prompt": "1 =\n", "answer": "1"}])
+    for environment in (None, pg.ToolUse((lookup,))):
+        with pytest.raises(pg.RewardError, match="'needs_tests' needs the column 'tests', and the task has: answer"):
+            check_reward_columns(rewards, task, environment)
+    check_reward_columns(rewards, load_task([{"prompt": "1 =\n", "tests": "1"}]))
+    check_reward_columns(rewards, task, lambda example: None)  # which may add it
+    sums = write_rows(tmp_path / "sums.jsonl", [{"prompt": "1 =\n", "solution": "1"}])
+    with pytest.raises(pg.RewardError, match="'exact_match' needs the column 'answer', and the task has: solution"):
+        pg.train(replace(small, task=sums, reward=("exact_match",), output=str(tmp_path / "run")), display=False)
+    assert not (tmp_path / "run").exists()

@@ -1,14 +1,22 @@
-"""Checks of a task's rows that need the model's tokenizer, before a run: prompts that leave no room for a completion."""
+"""Checks of a task's rows before a run: prompts that leave no room for a completion, columns that a reward needs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from policygrad.environments.base import KnowsOpening
+from policygrad.environments.tools import ToolUse
+from policygrad.errors import RewardError
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
+from policygrad.rewards.base import Reward
+from policygrad.rewards.workers.worker import Signature
 from policygrad.rollout.demonstrations import check_demonstrations
 from policygrad.tasks.base import Example, Task
 from policygrad.tasks.mixtures import RowsTask
 
 SKIP_OPTION = "--task.skip-bad-rows"
+PROBE_EXAMPLES = 16
+"""Examples of a task without rows, or with equal ones, whose columns are looked at."""
 
 
 def check_rows(
@@ -59,3 +67,21 @@ def check_rows(
     if has_demonstrations:
         check_demonstrations(task.rows, tokenizer, max_tokens)
     return task
+
+
+def check_reward_columns(rewards: Sequence[Reward], task: Task, environment: object = None) -> None:
+    """Raise RewardError for a reward function that needs a column which the task does not have.
+
+    An environment of the user's own may add columns in its episodes, so that nothing can be said before.
+    """
+    if environment is not None and not isinstance(environment, ToolUse):
+        return
+    examples = task.rows[:PROBE_EXAMPLES] or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
+    columns = dict.fromkeys(name for example in examples for name in example.columns)
+    given = {*columns, *getattr(environment, "reward_columns", ())}
+    for reward in rewards:
+        if missing := sorted(Signature.from_function(reward.function).required - given):
+            raise RewardError(
+                f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
+                "rename or add the column, or choose another reward"
+            )

@@ -37,7 +37,7 @@ from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATIO
 from policygrad.rollout.game_episodes import ModelOpponent
 from policygrad.rollout.reference_prompts import check_template_columns
 from policygrad.rollout.rollouter import SINGLE_TURN_OBSERVATIONS, Rollouter
-from policygrad.rollout.row_checks import check_rows
+from policygrad.rollout.row_checks import check_reward_columns, check_rows
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.rollout.teachers import ServedTeachers, find_teacher
 from policygrad.samplers.base import AsyncCloseable, Sampler
@@ -172,6 +172,7 @@ def load_resources(
     rewards: tuple[Reward, ...] = ()
     if has_rewards and not environment_only:
         rewards = choose_rewards(task, reward_options, needs, step_end)
+        check_reward_columns(rewards, task, environment)
     pool = None
     if rewards:  # the workers import while the model is loaded
         pool = stack.enter_context((placement.reward_pool or RewardPool.from_config)(rewards, options.rewards, phase))
