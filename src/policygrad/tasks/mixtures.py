@@ -99,6 +99,17 @@ class RowsTask:
             parts = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=5)) for part in parts]
         return cls(name, parts, eval_parts, seed=seed)
 
+    @property
+    def shares(self) -> str:
+        """How often training prompts come from each part of a mixture, with its number of rows; "" for a single part."""
+        if len(self._train_parts) < 2:
+            return ""
+        names, total = shorten_names([part.name for part in self._train_parts]), sum(self._weights)
+        return ", ".join(
+            f"{name} {part.weight / total:.1%} ({len(part.rows):,} rows)"
+            for name, part in zip(names, self._train_parts, strict=True)
+        )
+
     def without_bad_rows(self, check: Callable[[Example], object]) -> RowsTask:
         """Return the task without the rows for which `check` raises a PolicygradError, and warn about their number.
 
