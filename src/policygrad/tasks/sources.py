@@ -107,8 +107,8 @@ def digest_data(name: object, relative_to: str | None = None) -> str | None:
     if name.startswith(HUB_PREFIX):
         return str(load_dataset(name)._fingerprint)
     try:
-        if not _is_dataset_folder(name) and (files := list_files(name)):
-            return _hash_text(f"{os.path.basename(file)}\0{_hash_file(Path(file))}\n" for file in files)
+        if not _is_dataset_folder(name) and (shards := list_files(name)):
+            return _hash_text(f"{os.path.basename(shard)}\0{_hash_file(Path(shard))}\n" for shard in shards)
         path = Path(name.partition(":")[0] if _is_dataset_folder(name) else name)
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
