@@ -208,7 +208,7 @@ def test_a_run_can_be_repeated_from_another_folder(
         ("task", "gcd + 2*chain_sum:max_digits=1", "gcd + 2*chain_sum:max_digits=1"),
         ("task", "data", "{}/data"),
         ("task", "data/*.jsonl", "{}/data/*.jsonl"),
-        ("data", "0.5*data/?.jsonl+gone*.jsonl", "0.5*{}/data/?.jsonl+gone*.jsonl"),
+        ("task", "0.5*data/?.jsonl+gone*.jsonl", "0.5*{}/data/?.jsonl+gone*.jsonl"),
         ("task", "saved:train", "{}/saved:train"),
         ("task", "hf:org/data:main", "hf:org/data:main"),
         ("eval_data", "data/held.jsonl", "{}/data/held.jsonl"),
