@@ -179,8 +179,8 @@ class RunOptions:
     task: Annotated[Any, optional_arg("NAME|FILE", kind=str)] = "embedded"
     """Source of prompts: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     With levels of difficulty: curriculum:NAME. A taskset of verifiers: verifiers:ID.
-    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a quoted pattern of such files, a folder of
-    `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
+    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a quoted pattern of such files.
+    It is also a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
     Several are mixed by weight, 0.7*a.jsonl+0.3*b.jsonl; without weights each has an equal share, whatever its rows.
     In Python also rows, each a dict with `prompt`."""
     row_map: Annotated[Any, optional_arg("FILE:NAME", "none", str)] = None
