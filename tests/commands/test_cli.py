@@ -463,3 +463,24 @@ def test_an_option_of_another_command_is_answered_with_its_name(run_command: Any
     assert code == 2
     hint = "--output is an option of `policygrad train`, `policygrad sft`"
     assert hint in (json.loads(out)["error"]["message"] if is_json else err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            "--task a.jsonl b.jsonl",
+            "mixed as one word, --task a.jsonl+b.jsonl, or read together as a folder or a pattern",
+        ),
+        ("grpo --task=a.jsonl b.jsonl", "--task takes one value, and 'b.jsonl' follows 'a.jsonl'"),
+        ("grpo --algorithm.advantage GroupMean GroupStd", "joined by commas, --algorithm.advantage GroupMean,GroupStd"),
+        ("grpo --lr 1e-3 1e-4", "--lr takes one value, and '1e-4' follows '1e-3'"),
+        ("--steps 3 gpro", "unknown algorithm 'gpro': did you mean 'grpo'"),
+        ("grpo --json b.jsonl", "unknown algorithm 'b.jsonl'"),
+        ("grpo --steps 3 dapo", "one algorithm too many"),
+    ],
+)
+def test_a_second_value_of_an_option_is_not_read_as_an_algorithm(run_command: Any, argv: str, says: str) -> None:
+    code, _, error = run_command("train", *argv.split())
+    assert code == 2
+    assert says in error

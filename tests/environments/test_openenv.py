@@ -301,6 +301,123 @@ def test_a_number_of_many_digits_is_refused() -> None:
     assert parse_value("9" * 5000, {"type": "integer"}) is None
 
 
+# --- tools
+
+CALL = {
+    "properties": {
+        "metadata": {"type": "object"},
+        "type": {"const": "call_tool", "default": "call_tool", "type": "string"},
+        "tool_name": {"type": "string"},
+        "arguments": {"type": "object"},
+    },
+    "required": ["tool_name"],
+}
+ECHO = {
+    "name": "echo",
+    "description": "Says it again.",
+    "input_schema": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+}
+RESULTS = {
+    "again": {"result": {"content": [{"type": "text", "text": "again"}], "is_error": False}, "error": None},
+    "failed": {"result": {"content": [{"type": "text", "text": "no"}], "is_error": True}, "error": None},
+    "odd": {"result": None, "error": {"error_type": "execution_error", "message": "a bug"}},
+    "plain": {"result": {"said": 1}, "error": None},
+    "other": {"board": "x"},
+    "end": {"result": "over", "error": None},
+}
+
+
+def tool_server(message: dict[str, Any]) -> Any:
+    """Gives half a point for each call that is heard, and ends with `end`."""
+    if message["type"] == "reset":
+        return seen({})
+    if message["data"]["type"] == "list_tools":
+        return seen({"tools": [ECHO]})
+    text = message["data"]["arguments"]["text"]
+    if text == "refused":
+        return error("not now", "EXECUTION_ERROR")
+    return seen({"tool_name": "echo", **RESULTS[text]}, reward=0.5, done=text == "end")
+
+
+def says(*texts: str) -> str:
+    return "".join(f'<tool_call>{{"name": "echo", "arguments": {{"text": "{text}"}}}}</tool_call>' for text in texts)
+
+
+def replies(step: Any) -> list[str]:
+    lines = str(step.observation.content).replace("<tool_response>", "").replace("</tool_response>", "").splitlines()
+    return [line for line in lines if line]
+
+
+def test_the_tools_of_a_server_are_called_as_tools(schema: tuple[str, list[Any]]) -> None:
+    """The whole text became the name of a tool, which no server has."""
+    schema[1][0] = {"action": CALL}
+    server = Server(tool_server)
+    turns = (says("again"), says("failed", "odd", "plain"), says("other", "refused"), says("end", "again"), "more")
+    first, steps = played(server, *turns, address=schema[0], text_field=None)
+    assert first.content == TEXT.prompt  # the server shows nothing at the beginning
+    assert [tool["function"]["name"] for tool in first.tools] == ["echo"]
+    assert first.tools[0]["function"]["parameters"] == ECHO["input_schema"]
+    assert [message["type"] for message in server.heard[:2]] == ["step", "reset"]
+    assert server.heard[2] == {
+        "type": "step",
+        "data": {"type": "call_tool", "tool_name": "echo", "arguments": {"text": "again"}},
+    }
+    assert [replies(step) for step in steps[:3]] == [
+        ["again"],
+        ["error: no", "error: a bug", '{"said": 1}'],
+        ["tool_name: echo", "board: x", "error: not now"],
+    ]
+    assert [step.reward for step in steps] == [0.5, 1.5, 0.5, 0.5]  # what follows the end is not sent
+    assert [step.metrics["calls_raised"] for step in steps] == [0, 2, 1, 1]
+    assert (len(steps), steps[-1].observation, steps[-1].stop_reason) == (4, None, "terminated")
+
+
+def test_a_turn_without_a_call_and_the_last_turn_end_an_episode_with_tools(schema: tuple[str, list[Any]]) -> None:
+    schema[1][0] = {"action": CALL}
+    _, steps = played(Server(tool_server), "I am done.", address=schema[0], text_field=None)
+    assert (steps[0].reward, steps[0].stop_reason, steps[0].metrics["calls"]) == (0.0, "answer", 0)
+    server = Server(tool_server)
+    _, steps = played(server, says("again"), says("again"), "", address=schema[0], text_field=None, max_turns=2)
+    assert [(step.reward, step.stop_reason) for step in steps] == [(0.5, "environment"), (0.5, "turns")]
+    first, _ = played(Server(tool_server), address=schema[0], text_field=None, instructions="Say it.")
+    assert first.content == "Say it.\n"
+
+
+def test_tools_that_are_listed_otherwise_or_not_at_all(schema: tuple[str, list[Any]]) -> None:
+    """By the protocol's own message where no step precedes the reset; an action may leave its fields open."""
+    schema[1][0] = {"action": {"properties": {"metadata": {"type": "object"}}}}
+
+    def listing(tools: list[Any]) -> Callable[[dict[str, Any]], Any]:
+        def answer(message: dict[str, Any]) -> Any:
+            if message["type"] == "mcp":
+                return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": tools}}}
+            if message["type"] == "step" and message["data"]["type"] == "list_tools":
+                return error("reset first", "EXECUTION_ERROR")
+            return tool_server(message)
+
+        return answer
+
+    first, (step,) = played(Server(listing([{"name": "echo"}])), says("again"), address=schema[0], text_field=None)
+    assert first.tools[0]["function"] == {
+        "name": "echo",
+        "description": "",
+        "parameters": {"type": "object", "additionalProperties": True},
+    }
+    assert replies(step) == ["again"]
+    for tools in ([], [{"title": "no name"}], "tools"):
+        with pytest.raises(
+            pg.ConfigError, match="is the call of a tool, and it lists none: from Python, give text_field="
+        ):
+            played(Server(listing(tools)), address=schema[0], text_field=None)  # type: ignore[arg-type]
+
+
+def test_fixed_fields_make_a_call_an_action_of_the_rest(schema: tuple[str, list[Any]]) -> None:
+    schema[1][0] = {"action": CALL}
+    server, fixed = Server(tool_server), {"type": "call_tool", "tool_name": "echo"}
+    played(server, '{"arguments": {"text": "again"}}', address=schema[0], text_field=None, constant_fields=fixed)
+    assert server.heard[1]["data"] == {**fixed, "arguments": {"text": "again"}}
+
+
 # --- observations
 
 

@@ -27,9 +27,10 @@ TESTS = Path(__file__).parents[1]
 
 
 @contextmanager
-def serving(sessions: int = 64, *more: str) -> Iterator[str]:
+def serving(sessions: int = 64, *more: str, app: str = "app") -> Iterator[str]:
     """The address of a server of our own."""
-    argv = [sys.executable, "-m", "uvicorn", "doubles.openenv_server:app", "--port", "0", "--log-level", "info", *more]
+    name = f"doubles.openenv_server:{app}"
+    argv = [sys.executable, "-m", "uvicorn", name, "--port", "0", "--log-level", "info", *more]
     process = subprocess.Popen(
         argv, cwd=TESTS, env={**os.environ, "SESSIONS": str(sessions)}, stderr=subprocess.PIPE, text=True
     )
@@ -101,6 +102,22 @@ def test_unreadable_and_refused_actions_are_reported_to_the_policy(address: str)
         {"malformed": 0.0, "refused": 0.0},
     ]
     assert steps[-1].reward == 1.0
+
+
+def test_tools_are_called_as_tools() -> None:
+    """A tool tells the number, another one ends the episode with the reward."""
+
+    def say(received: str, turn: int) -> str:
+        number = re.search(r"\d", received)
+        name, arguments = ("guess", f'{{"number": {number[0]}}}') if number and turn else ("look", "{}")
+        return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+    with serving(app="tools_app") as address:
+        ((first, steps),) = episodes(pg.OpenEnv(address), [1], say)
+    assert first == TEXT.prompt
+    assert [step.reward for step in steps] == [0.0, 1.0]
+    assert steps[1].stop_reason == "terminated"
+    assert [step.metrics["calls_raised"] for step in steps] == [0, 0]
 
 
 def test_a_full_server_is_reported_with_a_remedy() -> None:

@@ -113,6 +113,22 @@ REFUSED = {
 }
 
 
+PLUGGED = """
+async def enough(trace: vf.Trace) -> bool:
+    return True
+
+
+async def ran(trace, runtime) -> float:
+    return 1.0
+
+
+class Configured(vf.TaskConfig):
+    stops: dict[str, vf.DecoratedFunctionConfig] = {STOPS}
+    metrics: dict[str, vf.DecoratedFunctionConfig] = {METRICS}
+"""
+"""What a task is configured with instead of decorated."""
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -158,10 +174,13 @@ def test_rewards_are_the_task_s_weighed_and_named(taskset: Callable[[str, str], 
     seen, (step,) = played(name, "<think>which?</think> two\n", index=1)
     assert seen.content[1]["content"] == "Say two"
     assert (step.observation, step.stop_reason, step.reward) == (None, "answer", 2.5)
-    assert step.metrics == {"reward_right": 1.0, "reward_brief": 1.0, "metric_turns": 1.0, "failed": 0.0}
+    assert step.metrics == {"reward_right": 1.0, "reward_brief": 1.0, "metric_turns": 1.0}
     assert played(name, "three, or rather four", index=1)[1][0].reward == 0.0
-    (failed,) = played(name, "raise")[1]
-    assert (failed.reward, failed.metrics) == (None, {"failed": 1.0})
+    with pytest.raises(KeyError, match="a bug"):  # which the episode reports; verifiers' own error only names the task
+        played(name, "raise")
+    endless = taskset("endless", WORDS.replace("return float(trace.last_reply == task.answer)", "return float('nan')"))
+    with pytest.raises(ValueError, match="the rewards add up to nan, which is not a finite number"):
+        played(endless, "one")
 
 
 def test_tools_are_called_in_this_process(taskset: Callable[[str, str], str]) -> None:
@@ -193,6 +212,56 @@ def test_unsupported_features_of_verifiers_are_refused(taskset: Callable[[str, s
     name = taskset(kind, WORDS.replace(head, f"{head}\n    {more}"))
     with pytest.raises(pg.ConfigError, match=says):
         pg.load_task(f"verifiers:{name}")
+
+
+@pytest.mark.parametrize(
+    ("field", "function", "says"),
+    [
+        ("STOPS", "enough", "hooks into verifiers' rollouts .enough."),
+        ("METRICS", "ran", "needs a runtime .the metric ran."),
+        ("STOPS", "missing", "cannot load what Spell is configured with"),
+    ],
+)
+def test_what_a_configuration_plugs_in_is_refused_likewise(
+    taskset: Callable[[str, str], str], here: Path, field: str, function: str, says: str
+) -> None:
+    name = taskset(f"plugged_{function}", "")
+    fields = {"STOPS": "{}", "METRICS": "{}"}
+    fields[field] = f'{{"{function}": vf.DecoratedFunctionConfig(fn="{name}:{function}")}}'
+    configured = PLUGGED.replace("{STOPS}", fields["STOPS"]).replace("{METRICS}", fields["METRICS"])
+    text = WORDS.replace("class Spell(", f"{configured}\n\nclass Spell(").replace(
+        "vf.TaskConfig]):\n    @vf.reward(weight=2.0)", "Configured]):\n    @vf.reward(weight=2.0)"
+    )
+    text = text.replace(
+        "class Words(", "class Settings(vf.TasksetConfig):\n    task: Configured = Configured()\n\n\nclass Words("
+    )
+    (here / f"{name}.py").write_text(text.replace("[Spell, vf.TasksetConfig]", "[Spell, Settings]"))
+    with pytest.raises(pg.ConfigError, match=says):
+        pg.load_task(f"verifiers:{name}")
+
+
+def test_what_the_data_of_any_task_asks_of_a_runtime_is_refused(taskset: Callable[[str, str], str]) -> None:
+    boxed = 'image="box" if word == "three" else None, answer=word'
+    name = taskset("boxed", WORDS.replace("answer=word", boxed))
+    with pytest.raises(pg.ConfigError, match=r"needs a runtime \(image of task 2\)"):
+        pg.load_task(f"verifiers:{name}")
+
+
+def test_a_run_says_what_a_reward_raised(taskset: Callable[[str, str], str], tmp_path: Path) -> None:
+    name = taskset("words", WORDS.replace('if trace.last_reply == "raise":', "if True:"))
+    run = pg.Run(
+        algorithm=pg.GRPO,
+        task=f"verifiers:{name}",
+        environment=f"verifiers:{name}",
+        steps=1,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        sampling=pg.SamplingParams(max_tokens=12),
+        evaluation=pg.EvaluationConfig(problems=0),
+        output=str(tmp_path / "runs" / "buggy"),
+    )
+    with pytest.raises(pg.RewardError, match=rf"raised KeyError: 'a bug' at .*{name}\.py:\d+"):
+        pg.train(run, display=False)
 
 
 def test_a_missing_taskset_is_refused(here: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import policygrad as pg
 from doubles.files import read_examples, write_rows
 from policygrad.errors import ConfigError, DataError
 from policygrad.tasks import load_task, sources
@@ -181,10 +183,14 @@ def test_unreadable_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check_refused("a.arrow", b"nothing", r"a\.arrow: cannot be read as Arrow")
     check_refused("a.jsonl.gz", b"nothing", r"a\.jsonl\.gz: cannot be read")
     check_refused("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-12], r"cut\.jsonl\.gz: cannot be read")
-    check_refused(
-        "a.csv", b"prompt,answer\n1+1=,2\n", r"a\.csv: CSV is not read.*read_csv\(.*a\.csv', sep=','\)\.to_json"
-    )
-    with pytest.raises(DataError, match=r"CSV is not read.*sep='\\t'"):
+    check_refused("a.csv", b"prompt,prompt\n", r"a\.csv:1: the first line names the columns.*the column 'prompt' twice")
+    check_refused("b.csv", b"prompt,answer\n", r"b\.csv: no rows")
+    check_refused("c.csv", b'prompt,answer\n"1+1=,2\n', r"c\.csv:2: cannot be read as CSV: unexpected end of data")
+    check_refused("d.csv", b"prompt,answer\n\xff,1", r"d\.csv: byte 15 is not UTF-8")
+    check_refused("e.csv", b"prompt,\n", r"e\.csv:1: the first line names the columns.*a column without a name")
+    check_refused("a.json", b'[{"prompt": "a"}', r"a\.json: not JSON at line 1, column 17: .*is the file cut off")
+    check_refused("b.json", b"[]", r"b\.json: no rows")
+    with pytest.raises(DataError, match=r"gone\.tsv: no such file"):
         read_preferences("gone.tsv")
     with pytest.raises(DataError, match=r"gone\.parquet: no such file"):
         load_task(str(tmp_path / "gone.parquet"))
@@ -268,3 +274,103 @@ def test_demonstrations_and_preferences_use_the_same_sources(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="1 of 4 rows skipped"):
         assert len(read_preferences(worse, RowOptions(skip_bad_rows=True))) == 3
     assert open_source(worse, "").fits_in_memory
+
+
+def test_json_arrays_and_csv_are_read_with_locations(tmp_path: Path) -> None:
+    """Values of CSV are text; a value may span lines."""
+    (tmp_path / "a.json").write_text(json.dumps(ROWS[:3], indent=1))
+    assert [row.columns for row in read_examples(str(tmp_path / "a.json"))] == [
+        {"answer": row["answer"], "level": row["level"]} for row in ROWS[:3]
+    ]
+    assert read_examples(str(tmp_path / "a.json"))[1].source.endswith("a.json, row 2")
+    write_rows(tmp_path / "lines.json", ROWS[:3])
+    assert read_examples(str(tmp_path / "lines.json")) == read_examples(str(tmp_path / "a.json"))
+    (tmp_path / "a.csv").write_text('\ufeffprompt,answer\n"1,\n2 ""+""",3\n\n4,\n')
+    first, second = read_examples(str(tmp_path / "a.csv"))
+    assert (first.prompt, first.columns, second.columns) == ('1,\n2 "+"', {"answer": "3"}, {"answer": ""})
+    assert [row.source.rpartition(":")[2] for row in (first, second)] == ["2", "5"]
+    (tmp_path / "b.tsv").write_text("prompt\tanswer\na\t1\nb\nc\t3\n")
+    with pytest.raises(DataError, match=r"b\.tsv:3: 1 values for 2 columns"):
+        load_task(str(tmp_path / "b.tsv"))
+    with pytest.warns(UserWarning, match=r"1 of 3 rows skipped, the first: .*b\.tsv:3"):
+        assert len(load_task(str(tmp_path / "b.tsv"), row_options=RowOptions(skip_bad_rows=True)).rows) == 2
+    (tmp_path / "b.json").write_text('[{"prompt": "a"}, 3]')
+    with pytest.raises(DataError, match=r"b\.json, row 2: every row must be a JSON object, got a int"):
+        load_task(str(tmp_path / "b.json"))
+
+
+@pytest.mark.parametrize("write", [parquet, write_rows])
+def test_a_folder_or_pattern_of_shards_is_one_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, list[dict[str, Any]]], str]
+) -> None:
+    """Each row counts once, however the shards are cut; what lies beside them does not."""
+    kind = ".parquet" if write is parquet else ".jsonl"
+    whole = write(tmp_path / f"whole{kind}", ROWS)
+    (tmp_path / "shards" / "deeper").mkdir(parents=True)
+    for number, (start, end) in enumerate(((0, 7), (7, 150), (150, 200))):
+        write(tmp_path / "shards" / f"part-{number}{kind}", ROWS[start:end])
+    (tmp_path / "shards" / "README.md").write_text("shards")
+    (tmp_path / "shards" / f"_other{kind}").write_text("not one")
+    monkeypatch.chdir(tmp_path)
+    alone = load_task(whole)
+    for name in ("shards", "./shards/", "shards/p*" + kind, "**/part-?" + kind):
+        task = load_task(name)
+        assert list(task.rows) == list(alone.rows)
+        assert [task.train_example(i) for i in range(99)] == [alone.train_example(i) for i in range(99)]
+    eighth = next(row for row in load_task("shards").rows if row.prompt == ROWS[8]["prompt"])
+    assert eighth.source.endswith((f"part-1{kind}, row 2", f"part-1{kind}:2"))
+    assert digest_data("shards") == digest_data(f"shards/part-*{kind}") != digest_data(f"shards/part-1{kind}")
+    write(tmp_path / "other.jsonl" if kind == ".jsonl" else tmp_path / "other.parquet", ROWS)
+    mixed = load_task(f"0.5*shards/part-*{kind}+0.5*other{kind}", row_options=RowOptions())
+    assert len(mixed.rows) == 400
+    assert mixed.shares == f"part-*{kind} 50.0% (192 rows), other{kind} 50.0% (192 rows)"  # type: ignore[attr-defined]
+    assert alone.shares == ""  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"none/\*\.jsonl: no file matches"):
+        load_task("none/*.jsonl")
+
+
+def test_a_folder_that_is_not_clear_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for names, says in (
+        (("train-0.jsonl", "test-0.jsonl"), r"several splits \(test, train\): choose by a pattern, '\./data/\*test\*'"),
+        (("a.jsonl", "a.csv"), r"several kinds \(\.csv, \.jsonl\): choose by a pattern, '\./data/\*\.csv'"),
+        (("a.txt",), r"a folder without data files.*it holds a\.txt"),
+    ):
+        (tmp_path / "data").mkdir()
+        for name in names:
+            (tmp_path / "data" / name).write_text('{"prompt": "a"}\n')
+        with pytest.raises(DataError, match=says):
+            load_task("./data")
+        shutil.rmtree(tmp_path / "data")
+    (tmp_path / "gcd").mkdir()  # a folder does not take a task's name from it
+    write_rows(tmp_path / "gcd" / "a.jsonl", ROWS)
+    assert load_task("gcd").rows == ()
+    assert load_task("2*gcd+chain_sum").rows == ()
+    assert len(load_task("./gcd").rows) == len(ROWS)
+
+
+def test_tables_from_python_are_rows_and_other_data_is_told_the_way(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = [{**row, "hint": None if row["level"] % 2 else "even"} for row in ROWS]
+    expected = load_task(rows)
+    for table in (pandas.DataFrame(rows), pa.Table.from_pylist(rows)):
+        for task in (load_task(table), load_task(pg.Run(task=table, reward=("exact_match",)).task)):
+            assert list(task.rows) == list(expected.rows)
+        assert len(load_task([{**rows[0], "prompt": "new"}], eval_data=table).eval_examples(999)) == 200
+    data = datasets.Dataset.from_list(rows)
+    for given, says in (
+        (datasets.DatasetDict({"train": data}), r"DatasetDict has splits: give one, data\['train'\]"),
+        (data.to_iterable_dataset(), r"IterableDataset is read once: give list\(data\.take\(10_000\)\)"),
+        (iter(rows), r"is read once: give list\(data\)"),
+        ({"prompt": ["a"]}, "give a list with a dict for each row"),
+    ):
+        with pytest.raises(DataError, match=says):
+            load_task(given)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=says):
+            load_task(rows, eval_data=given)  # type: ignore[arg-type]
+
+
+def test_columns_that_no_function_can_be_given_are_refused() -> None:
+    for name, says in (("self", "rename the column 'self'"), (3, "must be text, as a reward's argument has; rename 3")):
+        with pytest.raises(DataError, match=says):
+            load_task([{"prompt": "a", name: 1}])

@@ -249,7 +249,7 @@ def test_missing_file_and_folder(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         load_task(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"folder\.jsonl: cannot be read: Is a directory"):
+    with pytest.raises(DataError, match=r"folder\.jsonl: a folder without data files"):
         load_task(str(tmp_path / "folder.jsonl"))
 
 

@@ -127,6 +127,32 @@ def test_truncation_counts_and_drops_unreadable_lines(tmp_path):
     assert [row["step"] for row in lines(path)] == [1, 2, 3]
 
 
+def test_only_the_end_of_completions_is_read_when_a_run_resumes(tmp_path, monkeypatch):
+    """What stays is not parsed, whatever its size; a line may be longer than a block."""
+    with JsonlTracker(tmp_path) as files:
+        for step in range(1, 9):
+            files.log(step, {}, [{"completion": "x" * 50_000 * step}, {"completion": "\r\u2028\n"}])
+    before = lines(tmp_path / "completions.jsonl")
+    parsed = list[int]()
+
+    def count(line, *place):
+        parsed.append(len(line))
+        return json.loads(line)
+
+    monkeypatch.setattr("policygrad.trackers.jsonl._usable", count)
+    for step, kept in ((8, 8), (5, 5), (9, 5), (-1, 0)):
+        parsed.clear()
+        with JsonlTracker(tmp_path) as files:
+            monkeypatch.setattr(files, "_drop_metrics", lambda step: 0)
+            dropped = files.truncate_after(step)
+        after = lines(tmp_path / "completions.jsonl")
+        assert after == before[: 2 * kept]
+        assert len(parsed) == dropped + (kept > 0)
+    with JsonlTracker(tmp_path) as files:
+        files.append_completions(1, [{"completion": "again"}])
+    assert lines(tmp_path / "completions.jsonl") == [{"step": 1, "completion": "again"}]
+
+
 def test_truncation_is_all_or_nothing(tmp_path, monkeypatch):
     write(tmp_path, range(1, 4))
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -206,7 +206,9 @@ def test_a_run_can_be_repeated_from_another_folder(
         ("task", "data/a.jsonl", "{}/data/a.jsonl"),
         ("task", "0.5*data/a.jsonl+0.5*data/gone.jsonl", "0.5*{}/data/a.jsonl+0.5*data/gone.jsonl"),
         ("task", "gcd + 2*chain_sum:max_digits=1", "gcd + 2*chain_sum:max_digits=1"),
-        ("task", "data", "data"),  # a folder that `datasets` has not saved is no data
+        ("task", "data", "{}/data"),
+        ("task", "data/*.jsonl", "{}/data/*.jsonl"),
+        ("task", "0.5*data/?.jsonl+gone*.jsonl", "0.5*{}/data/?.jsonl+gone*.jsonl"),
         ("task", "saved:train", "{}/saved:train"),
         ("task", "hf:org/data:main", "hf:org/data:main"),
         ("eval_data", "data/held.jsonl", "{}/data/held.jsonl"),

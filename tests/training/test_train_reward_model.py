@@ -388,6 +388,9 @@ def test_invalid_files_models_and_folders_are_refused(
     refused("there is no model folder", model="./nosuch")
     long = write_rows(tmp_path / "long.jsonl", [*PAIRS, {"prompt": "a" * 3000, "chosen": "b", "rejected": "c"}])
     refused(r"long.jsonl:\d+: prompt and 'chosen' have \d+ tokens, more than the 256", data=long)
+    with pytest.warns(UserWarning, match=rf"long\.jsonl: 1 of {len(PAIRS) + 1} rows skipped"):
+        skipping = PreferenceObjective(replace(config, data=long, skip_bad_rows=True).resolve())
+    assert (skipping.units, skipping.eval_units) == ((o := PreferenceObjective(config.resolve())).units, o.eval_units)
     special = write_rows(tmp_path / "equal.jsonl", [*PAIRS, {"prompt": "a", "chosen": "b", "rejected": "b<eos>"}])
     refused(r"equal.jsonl:\d+: 'chosen' and 'rejected' are equal in token ids", data=special)
     (tmp_path / "full").mkdir()

@@ -124,6 +124,31 @@ def test_unsuitable_templates_are_refused(
     assert "one.jsonl:1" in str(caught.value)
 
 
+def test_rows_beyond_the_context_are_skipped_and_counted_on_request(config: SFTConfig, tmp_path: Path) -> None:
+    """A prompt, and a completion; neither is told of an option that fine-tuning lacks."""
+    config = config.resolve()
+    before = SFTObjective(config)
+    rows = [*ROWS, {"prompt": "1 " * 300, "completion": "1"}, {"prompt": "1 =\n", "completion": "1 " * 300}]
+    longer = replace(config, data=write_rows(tmp_path / "long.jsonl", rows))
+    with pytest.raises(
+        ModelError, match=r"long\.jsonl:43 has \d+ tokens: more than the 256 .*--skip-bad-rows"
+    ) as error:
+        SFTObjective(longer)
+    assert "max-tokens" not in str(error.value)
+    with pytest.warns(UserWarning, match=r"long\.jsonl: 2 of 44 rows skipped, the first: .*long\.jsonl:43 has"):
+        after = SFTObjective(replace(longer, skip_bad_rows=True))
+    assert (after.units, after.eval_rows, after.run_facts) == (before.units, before.eval_rows, before.run_facts)
+    assert [row.tokens.tolist() for row in after.rows] == [row.tokens.tolist() for row in before.rows]
+    only = write_rows(tmp_path / "only.jsonl", rows[-1:])
+    with pytest.raises(DataError, match="no row is left to train on"):
+        SFTObjective(replace(config, data=only, skip_bad_rows=True))
+    held_out = replace(longer, data=config.data, eval_data=only, skip_bad_rows=True)
+    with pytest.warns(UserWarning, match="1 of 43 rows skipped"):
+        result = SFTObjective(held_out)
+    assert result.eval_rows == tuple(range(42))
+    assert "too few" in result.run_facts["eval data"]
+
+
 def test_a_prompt_that_joins_its_completion_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """`The answer ` + `is` is one token where the prompt's end and the completion's beginning were to be two."""
     row = read(tmp_path, {"prompt": "The answer", "completion": " is 2"})

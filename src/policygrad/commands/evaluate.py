@@ -84,7 +84,8 @@ class EvalOptions:
     """Code that the run's own run.toml may import; code named on the command line needs no permission."""
     task: Annotated[str, optional_arg("NAME|FILE", f"{_RUN_DEFAULT}embedded")] = ""
     """Source of problems: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a quoted pattern of such files.
+    It is also a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_RUN_DEFAULT}none")] = None
     """A function that maps each row, a dict, to the row to use, or to None to skip it: mine.py:f."""
     fetch_images: Annotated[bool, tyro.conf.arg(name="task.fetch")] = False

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import tyro
@@ -143,7 +144,7 @@ def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
     base = load_base(UncheckedRun(), "train", _flag(args, "--resume"), _flag(args, "--config"), allowed)
     base = base if name is None else replace(base, algorithm=load_algorithm(name))
     chosen, rest = choose_parts(reopen_lengths(base.algorithm, base.sampling.max_tokens), drop_trust_flag(base, args))
-    run, command = _parse(replace(base, algorithm=chosen), rest)
+    run, command = _parse(replace(base, algorithm=chosen), rest, args)
     # a changed algorithm of the user's says so by its name; others when displayed
     if base.algorithm.name not in ALGORITHMS:
         name = name_run(run.algorithm, run.sampling.max_tokens, base.algorithm).name
@@ -182,7 +183,8 @@ def get_switches() -> frozenset[str]:
     return list_switches(TrainOptions, RunOptions)
 
 
-def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
+def _parse(base: UncheckedRun, args: list[str], given: Sequence[str] = ()) -> tuple[Run, TrainOptions]:
+    """Parse the options. given: the arguments before some were taken out, for messages."""
     parts = build_option_type(base.algorithm)
     columns = [("command", Annotated[TrainOptions, _FLAT]), ("run", Annotated[RunOptions, _FLAT]), ("algorithm", parts)]
     shape: Any = make_dataclass("Train", columns, frozen=True)
@@ -190,6 +192,7 @@ def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
     default = shape(TrainOptions(), defaults, parts())
     parsed = parse_arguments(shape, args, "train", *HELP, default=default, registry=TYRO_REGISTRY)
     if parsed.command.algorithm is not None:
+        reject_second_value(given, parsed.command.algorithm)
         load_algorithm(parsed.command.algorithm)  # raises for an unknown name, with the nearest
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many; give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(RunOptions)}
@@ -203,6 +206,24 @@ def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
         change = {"model": None, "teachers": teachers} if is_named else {"model": teachers[0], "teachers": ()}
         chosen = replace(chosen, reference=replace(chosen.reference, **change))
     return Run(**options, algorithm=chosen), parsed.command
+
+
+def reject_second_value(args: Sequence[str], word: str) -> None:
+    """Raise ConfigError if a word that belongs to no option stands behind the value of one, which takes one value alone."""
+    i = args.index(word) if word in args else 0
+    start = next((k for k in reversed(range(i)) if args[k].startswith("--")), None)
+    if start is None:
+        return
+    flag, equals, first = args[start].partition("=")
+    values = [*([first] if equals else []), *args[start + 1 : i + 1]]
+    if len(values) < 2 or get_close_matches(word, ALGORITHMS):  # behind a switch; an algorithm's name in another place
+        return
+    several = "give each option its own"
+    if flag == "--task":
+        several = f"files are mixed as one word, {flag} {'+'.join(values)}, or read together as a folder or a pattern in quotes"
+    elif flag.startswith("--algorithm."):
+        several = f"parts are joined by commas, {flag} {','.join(values)}"
+    raise ConfigError(f"{flag} takes one value, and {word!r} follows {first or values[0]!r}: {several}")
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:

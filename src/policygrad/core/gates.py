@@ -380,7 +380,7 @@ class LogClip(Gate):
 class FutureKL(Clip):
     """Clip times f, the influence of a token on what follows: f_t = clip(exp(Σ_{s≥t} γ^{s−t} log r_s), f_low, f_high).
 
-    Tokens with r > c, the dual clip's bound, are left out of the sum. Its half-life is `half_life` positions (γ = 2^(−1/half_life)),
+    Tokens with r > c, the dual clip's bound, are left out of the sum. Its half-life is `half_life` positions, γ = 2^(−1/half_life),
     those of the environment's tokens included. Where Ψ < 0 and r exceeds `safe_ratio`, f is at most 1 and at least 0.8. f is under
     stop-gradient. A completion with more than `max_bounded` tokens at the dual clip's bound has weight 0 everywhere.
     Source: Ma et al. 2026 (FIPO), arXiv:2603.19835, and the authors' code, verl/trainer/ppo/core_algos.py

@@ -144,6 +144,14 @@ class SupportsTruncation(Protocol):
         """Return a number to add to the last turn's reward, or None."""
 
 
+@runtime_checkable
+class KnowsOpening(Protocol):
+    """A factory that knows what its episodes begin with before one is begun, so that a run checks its rows when it starts."""
+
+    def opening(self, example: Example) -> Observation | None:
+        """Return the first observation of an example's episodes; None = it is known only in an episode."""
+
+
 EnvironmentFactory = Callable[..., Environment]
 """Creates the environment of one episode: `f(example)`, or `f(example, seed)` when the environment itself is random.
 

@@ -132,6 +132,12 @@ class McpTools:
         if session is not None:
             _wait_for(session.stop())
 
+    @property
+    def tools(self) -> Sequence[Tool] | None:
+        """The tools that the server listed when the run began; None before."""
+        listing = self._state.listing
+        return None if listing is None else [_Connection(self).make_tool(tool) for tool in listing]
+
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[Tool]]:
         """Return the tools of one episode."""

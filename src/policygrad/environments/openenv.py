@@ -2,18 +2,20 @@
 
 The protocol is OpenEnv's (openenv-core 0.3, `core/env_server/http_server.py`): JSON messages {"type": "reset" | "step" | "close",
 "data": …} on /ws, answered by {"type": "observation", "data": {"observation", "reward", "done"}} or {"type": "error", "data":
-{"message", "code"}}; GET /schema describes an action. The package itself is not needed here.
+{"message", "code"}}; GET /schema describes an action. Where an action is the call of a tool (`core/env_server/mcp_types.py`), a
+step is {"type": "list_tools"} or {"type": "call_tool", "tool_name", "arguments"}. The package itself is not needed here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import urllib.request
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
@@ -27,11 +29,12 @@ from policygrad.environments.registry import (
     reply_observation,
     to_http_url,
 )
-from policygrad.errors import ConfigError, EngineError, import_optional
-from policygrad.tasks.base import Example
+from policygrad.environments.tools import Tool, ToolError, ToolUse
+from policygrad.errors import ConfigError, DataError, EngineError, import_optional
+from policygrad.tasks.base import Example, Prompt
 from policygrad.utils.async_runner import run_on_background_loop
 from policygrad.utils.filesystem import reject_constant
-from policygrad.utils.pictures import to_parts
+from policygrad.utils.pictures import Picture, to_parts
 
 HIDDEN_FIELDS = ("reward", "done", "metadata")  # fields of an observation that the policy does not see
 SEED_BOUND = 1 << 31  # servers get seeds below this, which fit into a C int
@@ -63,6 +66,10 @@ class OpenEnv:
     is required, or `text_field`; numbers are extracted from the text, and an action with several required fields is written as a
     JSON object. Turns that cannot be parsed, or that the server refuses, get the reply `error: …` and are counted
     (`environment/malformed`, `environment/refused`). Rewards are the server's, per step.
+
+    If an action is the call of a tool (OpenEnv's MCP environments), the policy is given the server's tools and calls them as in
+    `ToolUse`, each call being a step of the server. A turn without a call ends the episode. Where `reset` shows nothing, the policy
+    reads the task's own prompt.
 
     Raises:
         ConfigError: No address, or a limit below its minimum.
@@ -99,7 +106,7 @@ class OpenEnv:
             import_websockets()
 
     @cached_property
-    def _action_schema(self) -> ActionSchema:
+    def _action_schema(self) -> ActionSchema | None:
         if self.text_field is not None:
             return ActionSchema({self.text_field: {"type": "string"}}, self.constant_fields)
         url = f"{to_http_url(self.address)}/schema"
@@ -114,12 +121,15 @@ class OpenEnv:
             ) from error
         if not isinstance(schema, Mapping):
             raise EngineError(f"{url} does not describe an action: 'action' is {type(schema).__name__}")
+        if not self.constant_fields and is_tool_call(schema):
+            return None
         return build_action_schema(schema, self.constant_fields, to_http_url(self.address))
 
-    async def action_schema(self) -> ActionSchema:
-        """Return the schema of an action, requested from the server once, in a thread."""
-        cached: ActionSchema | None = self.__dict__.get("_action_schema")
-        return await asyncio.to_thread(lambda: self._action_schema) if cached is None else cached
+    async def action_schema(self) -> ActionSchema | None:
+        """Return the schema of an action, requested from the server once, in a thread; None = an action is the call of a tool."""
+        if "_action_schema" in self.__dict__:
+            return self._action_schema
+        return await asyncio.to_thread(lambda: self._action_schema)
 
     def __call__(self, example: Example, seed: int = 0) -> Environment:
         return _Episode(self, example, seed)
@@ -133,9 +143,10 @@ class _Episode:
         self.turns, self.shows_pictures = 0, False
         self._server = f"the OpenEnv server at {config.address}"
         self._connection: Connection | None = None
+        self._tools: _ToolCalls | None = None
 
     async def reset(self) -> Observation:
-        await self.config.action_schema()
+        schema = await self.config.action_schema()
         address = to_http_url(self.config.address).replace("http", "ws", 1) + "/ws"
         try:
             self._connection = await (self.config.connect or WebSocket.connect)(address, self.config.connect_timeout)
@@ -143,17 +154,27 @@ class _Episode:
             raise EngineError(
                 f"there is no OpenEnv server at {address} ({type(error).__name__}: {error}): start it, or correct the address"
             ) from error
+        if schema is None:  # before the reset, so that it is no step of the episode
+            self._tools = _ToolCalls(self.config, self.example, await self._list_tools(), self._call_tool)
         result = await self._request("reset", {**self.config.reset_options, "seed": self.seed % SEED_BOUND})
         if isinstance(result, str):
             raise EngineError(f"{self._server} refused to reset: {result}")
         shown = self._describe(result)
         self.shows_pictures = not isinstance(shown, str)
-        return initial_observation(self.example, shown, self.config.instructions)
+        first = initial_observation(self.example, shown, self.config.instructions)
+        if self._tools is None:
+            return first
+        is_empty = isinstance(shown, str) and not shown.strip() and not self.config.instructions.strip()
+        return await self._tools.open(self.example.prompt if is_empty else first.content)
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
+        if self._tools is not None:
+            return await self._tools.step(action)
         metrics, reward = {"malformed": 0.0, "refused": 0.0}, 0.0
-        parsed = (await self.config.action_schema()).parse(action.text)
+        schema = await self.config.action_schema()
+        assert schema is not None
+        parsed = schema.parse(action.text)
         if isinstance(parsed, str):
             metrics["malformed"], reply = 1.0, cast(Shown, f"error: {parsed}")
         else:
@@ -161,10 +182,7 @@ class _Episode:
             if isinstance(result, str):
                 metrics["refused"], reply = 1.0, f"error: {result}"
             else:
-                reward = result.get("reward") or 0.0
-                if not is_finite_number(reward):
-                    raise EngineError(f"{self._server} gives the reward {reward!r}: it must be a finite number")
-                reward = float(reward)
+                reward = self._read_reward(result)
                 if result.get("done"):
                     return Step(reward=reward, metrics=metrics, stop_reason=TERMINATED)
                 reply = self._describe(result)
@@ -184,12 +202,48 @@ class _Episode:
             with suppress(*CONNECTION_ERRORS):
                 await asyncio.wait_for(connection.close(), self.config.connect_timeout)
 
+    async def _list_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Return the tools as the server describes them. Raises ConfigError if there are none."""
+        listed = await self._request("step", {"type": "list_tools"})
+        tools = None if isinstance(listed, str) else (listed.get("observation") or {}).get("tools")
+        if not tools:  # an environment may allow no step before the reset
+            answer = await self._request("mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list"})
+            tools = None if isinstance(answer, str) else (answer.get("result") or {}).get("tools")
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) and tool.get("name") for tool in tools):
+            tools = ()
+        if not tools:
+            raise ConfigError(
+                f"an action of {self._server} is the call of a tool, and it lists none: from Python, give text_field=, or "
+                "constant_fields= with the fields that are fixed"
+            )
+        return tools
+
+    async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, float, bool]:
+        """Call a tool; return (what it shows or the ToolError, the reward, whether the episode is over)."""
+        result = await self._request("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
+        if isinstance(result, str):
+            return ToolError(result), 0.0, False
+        reward, is_over = self._read_reward(result), bool(result.get("done"))
+        try:
+            return self._render(result, show_tool_result), reward, is_over
+        except ToolError as error:
+            return error, reward, is_over
+
+    def _read_reward(self, result: Mapping[str, Any]) -> float:
+        reward = result.get("reward") or 0.0
+        if not is_finite_number(reward):
+            raise EngineError(f"{self._server} gives the reward {reward!r}: it must be a finite number")
+        return float(reward)
+
     def _describe(self, result: Mapping[str, Any]) -> Shown:
+        described = self._render(result, render_observation)
+        return to_parts(described) or cast(str, described)
+
+    def _render(self, result: Mapping[str, Any], render: Callable[[Mapping[str, Any]], Any]) -> Any:
         observation = result.get("observation")
         if not isinstance(observation, Mapping):
             raise EngineError(f"{self._server} returns the observation {observation!r}: it must be an object")
-        described = (self.config.describe or render_observation)(observation)
-        return to_parts(described) or cast(str, described)
+        return (self.config.describe or render)(observation)
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any] | str:
         """Send a request; return the response's data, or the reason why the server refuses.
@@ -234,7 +288,100 @@ class _Episode:
         return f"{reason} ({details})" if details else reason
 
 
+class _ToolCalls:
+    """The turns of an episode whose actions are calls of the server's tools."""
+
+    def __init__(
+        self,
+        config: OpenEnv,
+        example: Example,
+        described: Sequence[Mapping[str, Any]],
+        call: Callable[[str, Mapping[str, Any]], Awaitable[tuple[Any, float, bool]]],
+    ) -> None:
+        self._config, self._call, self._turns = config, call, 0
+        self._reward, self._is_over = 0.0, False
+        tools = [self._make_tool(tool) for tool in described]
+        # the last turn's calls are made too, and a server that does not answer is noticed by the request
+        use = ToolUse(tools, max_turns=config.max_turns + 1, timeout=config.timeout + config.connect_timeout)
+        self._conversation = use(example)
+
+    async def open(self, content: Prompt) -> Observation:
+        """Return the first observation, with the tools."""
+        return replace(await self._conversation.reset(), content=content)
+
+    async def step(self, action: Action) -> Step:
+        """Make the calls of a turn; their rewards are added up."""
+        self._turns, self._reward = self._turns + 1, 0.0
+        step = await self._conversation.step(action)
+        is_last = action.truncated or self._turns >= self._config.max_turns
+        if self._is_over or step.observation is None or is_last:
+            reason = TERMINATED if self._is_over else step.stop_reason if step.observation is None else TURNS
+            return Step(reward=self._reward, metrics=step.metrics, stop_reason=reason)
+        return replace(step, reward=self._reward)
+
+    def _make_tool(self, described: Mapping[str, Any]) -> Tool:
+        name = str(described["name"])
+        schema = described.get("input_schema") or described.get("inputSchema")
+        function = {
+            "name": name,
+            "description": str(described.get("description") or ""),
+            "parameters": schema if isinstance(schema, Mapping) else {"type": "object", "additionalProperties": True},
+        }
+
+        async def call(**arguments: Any) -> Any:
+            if self._is_over:
+                raise ToolError("the episode is over")
+            shown, reward, self._is_over = await self._call(name, arguments)
+            self._reward += reward
+            if isinstance(shown, ToolError):
+                raise shown
+            return shown
+
+        return Tool(name, call, {"type": "function", "function": function})
+
+
+def show_tool_result(observation: Mapping[str, Any]) -> Any:
+    """Return what the policy reads of a call's observation: its contents, texts and pictures, or else the result itself.
+
+    Raises:
+        ToolError: The call failed.
+    """
+    if error := observation.get("error"):
+        raise ToolError(str(error.get("message") or error) if isinstance(error, Mapping) else str(error))
+    if "result" not in observation:
+        return render_observation(observation)
+    result = observation["result"]
+    if not isinstance(result, Mapping) or not isinstance(result.get("content"), list):
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    shown: list[Any] = [_show_block(block) for block in result["content"]]
+    texts = [item for item in shown if isinstance(item, str)]
+    if result.get("is_error"):
+        raise ToolError("\n".join(texts) or "the call failed")
+    return shown if len(texts) < len(shown) else "\n".join(texts)
+
+
+def _show_block(block: Any) -> str | Picture:
+    if isinstance(block, Mapping) and block.get("type") == "text":
+        return str(block.get("text", ""))
+    if isinstance(block, Mapping) and block.get("type") == "image":
+        try:
+            picture = Picture(data=base64.b64decode(str(block.get("data"))), source="the result of a tool")
+            picture.decode()
+        except (DataError, ValueError) as error:
+            raise ToolError(str(error)) from error
+        return picture
+    return json.dumps(block, ensure_ascii=False)
+
+
 # Between the policy's text and the server's objects.
+
+
+def is_tool_call(schema: Mapping[str, Any]) -> bool:
+    """Return True if an action with this JSON schema is the call of a tool, or has no fields: an environment of tools alone may
+    leave the class of its actions open."""
+    fields = (schema.get("properties") or {}).keys() - {"metadata"}
+    kind = resolve_schema((schema.get("properties") or {}).get("type"), schema)
+    return ({"tool_name", "arguments"} <= fields and kind.get("const") == "call_tool") or not fields
 
 
 @dataclass(frozen=True)

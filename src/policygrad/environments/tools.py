@@ -91,6 +91,22 @@ class ToolUse:
         chosen = tools(example, seed=seed) if accepts_seed(tools) else tools(example)
         return _Conversation(self, example, describe_tools(chosen))
 
+    def opening(self, example: Example) -> Observation | None:
+        """Return the first observation of an example's episodes, if the descriptions of all tools are known."""
+        if callable(self.tools):
+            return None
+        tools = list[Tool]()
+        for item in self._fixed_tools:
+            described = [item] if isinstance(item, Tool) else item.tools if isinstance(item, DescribesTools) else None
+            if described is None:
+                return None
+            tools += described
+        return self.show(example, index_tools(tools).values())
+
+    def show(self, example: Example, tools: Iterable[Tool]) -> Observation:
+        """Return an episode's first observation."""
+        return Observation(example.prompt, tuple(tool.schema for tool in tools) if self.tools_in_prompt else ())
+
     def __enter__(self) -> Self:
         """Begin a run: servers whose tools are used are tried."""
         with ExitStack() as stack:
@@ -148,6 +164,15 @@ class ToolSource(Protocol):
 
     def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
         """Return the tools of one episode, which ends when the context is left."""
+
+
+@runtime_checkable
+class DescribesTools(Protocol):
+    """A source that knows its tools once it is entered."""
+
+    @property
+    def tools(self) -> Sequence[Tool] | None:
+        """The tools as in an episode, to read their descriptions; None = they are known only in an episode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,8 +339,7 @@ class _Conversation:
         for item in self._given:
             tools += [item] if isinstance(item, Tool) else await self._sources.enter_async_context(item.open())
         self.tools = index_tools(tools)
-        schemas = tuple(tool.schema for tool in self.tools.values()) if self.config.tools_in_prompt else ()
-        return Observation(self.example.prompt, schemas)
+        return self.config.show(self.example, self.tools.values())
 
     async def step(self, action: Action) -> Step:
         self.turns += 1

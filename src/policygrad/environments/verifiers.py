@@ -23,8 +23,8 @@ class Verifiers:
     A turn without a tool call is the answer and ends the episode. Then the task's rewards are called on a trace of the
     conversation, offline as in `vf replay`, and their weighted sum is the reward. Tools are the methods of the taskset's and the
     task's Toolsets, called in this process, under the names that verifiers gives them. Scores are logged as
-    `environment/reward_NAME` and `environment/metric_NAME`. An episode whose rewards raise or are not finite is not trained on,
-    and is counted (`environment/failed`).
+    `environment/reward_NAME` and `environment/metric_NAME`. An episode whose rewards raise or are not finite is not trained on:
+    a note says what was raised, and the episode is counted (`environment/ended_failed`).
 
     Raises:
         ConfigError: No such taskset, or one that needs a runtime, an Env, a user or a state of verifiers.
@@ -109,8 +109,9 @@ class _Episode:
         self.messages += [(result, False) for result in results]
         return step
 
-    async def _score(self) -> tuple[float | None, dict[str, float]]:
-        """Return the episode's reward, and its parts and metrics."""
+    async def _score(self) -> tuple[float, dict[str, float]]:
+        """Return the episode's reward, and its parts and metrics. What a reward, a metric or a judge raises ends the episode, like
+        any error of an environment."""
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.graph import MessageNode
         from verifiers.v1.state import state_cls
@@ -131,13 +132,13 @@ class _Episode:
         )
         try:
             await self.task.score(trace)
-        except Exception:  # a user's reward function, on the policy's output
-            return None, {"failed": 1.0}
+        except Exception as error:  # a reward's, a metric's or a judge's, which verifiers wraps in its own
+            raise error.__cause__ if isinstance(error.__cause__, Exception) else error  # noqa: B904
         if not is_finite_number(trace.reward):
-            return None, {"failed": 1.0}
+            raise ValueError(f"the rewards add up to {trace.reward!r}, which is not a finite number")
         parts = {f"reward_{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
         metrics = {f"metric_{name}": float(value) for name, value in trace.metrics.items() if is_finite_number(value)}
-        return float(trace.reward), {"failed": 0.0, **metrics, **parts}
+        return float(trace.reward), {**metrics, **parts}
 
 
 def _wrap_tool(method: Any, server: str) -> Callable[..., Any]:

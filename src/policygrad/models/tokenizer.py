@@ -49,6 +49,10 @@ class EncodedText:
     """[P] bool; the tokens of the messages' contents, without the chat template's and without pictures. None = not marked."""
 
 
+class PromptTooLongError(ModelError):
+    """A prompt that leaves no room for a completion in the model's context."""
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """The model's tokenizer, with the ids that end a completion.
@@ -72,8 +76,8 @@ class Tokenizer:
         Control tokens that the descriptions of tools spell out are encoded letter by letter: a server may have written them.
 
         Raises:
-            ModelError: No chat template, or one that refuses the messages; a prompt without tokens, or one that leaves no room
-                for max_tokens.
+            PromptTooLongError: The prompt leaves no room for max_tokens.
+            ModelError: No chat template, or one that refuses the messages; a prompt without tokens.
         """
         compact: list[int] | None = None
         tools, placeholders = escape_special_tokens(self.hf, tools or (), _make_placeholder(repr((prompt, tools))))
@@ -93,11 +97,21 @@ class Tokenizer:
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context_length is not None and len(ids) + max_tokens > self.context_length:
-            raise ModelError(
-                f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context_length} "
-                f"positions of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
-            )
+            described = ", with the descriptions of its tools," if tools else ""
+            limits = f"the {self.context_length} positions of {self.name!r}"
+            excess = f"{described} and max_tokens is {max_tokens}: together more than {limits}. Shorten it, or lower --max-tokens"
+            if not max_tokens:
+                excess = f"{described.rstrip(',')}: more than {limits}. Shorten it"
+            raise PromptTooLongError(f"{source} has {len(ids)} tokens{excess}. It begins: {str(prompt)[:80]!r}")
         return self._with_media(ids, compact, () if isinstance(prompt, str) else prompt, source)
+
+    def encode_unanswered(self, prompt: str | Sequence[Message], source: str = "a prompt") -> EncodedText:
+        """Encode the prompt of a group of which nothing was sampled, so that it is not trained on: one that leaves no room for a
+        completion is its first token."""
+        try:
+            return self.encode(prompt, 1, source)
+        except PromptTooLongError:
+            return EncodedText(replace(self, context_length=None).encode(prompt, 0, source).ids[:1])
 
     def _with_media(
         self, ids: Sequence[int], compact: Sequence[int] | None, messages: Sequence[Message], source: str

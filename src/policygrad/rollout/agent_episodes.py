@@ -391,7 +391,7 @@ def _make_group(spec: EpisodeSpec, episodes: Sequence[_Episode], encoder: Tokeni
     """Return the episodes as a group: its prompt is what all first texts begin with."""
     texts = [episode.tree.first_text for episode in episodes if episode.tree.num_turns]
     if not texts:
-        prompt = encoder.encode(spec.example.prompt, 1, spec.location).ids
+        prompt = encoder.encode_unanswered(spec.example.prompt, spec.location).ids
         return EpisodeGroup(spec, prompt, tuple(episode.trajectory(len(prompt)) for episode in episodes))
     length = min(map(len, texts))
     for text in texts[1:]:

@@ -32,7 +32,7 @@ from policygrad.environments.base import (
 )
 from policygrad.errors import EngineError
 from policygrad.models.chat_template import HistoryRewrittenError, Tools
-from policygrad.models.tokenizer import EncodedText, Tokenizer
+from policygrad.models.tokenizer import EncodedText, PromptTooLongError, Tokenizer
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, align_contents
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
@@ -225,7 +225,7 @@ class _Episode(Conversation):
         try:
             self.environment = calls.create_environment(factory, spec.example, spec.seed, self.name, spec.location)
         except EnvironmentFailedError as error:
-            self._fail(error)
+            self.fail(str(error))
         else:
             if not (kind := type(self.environment).__name__).startswith("_"):
                 self.name = kind
@@ -238,7 +238,7 @@ class _Episode(Conversation):
         try:
             observation = await self._call("reset")
         except EnvironmentFailedError as error:
-            self._fail(error)
+            self.fail(str(error))
             return None
         if not isinstance(observation, Observation):
             raise EngineError(
@@ -269,7 +269,7 @@ class _Episode(Conversation):
             if self.done:
                 await self._close_environment()
         except EnvironmentFailedError as error:
-            self._fail(error)
+            self.fail(str(error))
             with suppress(EnvironmentFailedError):
                 await self._close_environment()
 
@@ -299,9 +299,9 @@ class _Episode(Conversation):
         turn = f", turn {len(self.rewards) + 1}" if method != "reset" else ""
         return await self.calls.call(self.environment, self.name, method, f"{self.spec.location}{turn}", *args)
 
-    def _fail(self, error: EnvironmentFailedError) -> None:
+    def fail(self, reason: str) -> None:
         """End the episode without a reward. If nothing was sampled, it gets one token not written by the policy."""
-        self.failure, self.stop_reason, self.done = str(error), FAILED, True
+        self.failure, self.stop_reason, self.done = reason, FAILED, True
         self.rewards += [None] * (sum(segment.is_sampled for segment in self.segments) - len(self.rewards))
         self.segments = self.segments or [Segment(torch.zeros(1, dtype=torch.int64))]
 
@@ -347,12 +347,15 @@ async def _gather(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, An
 def _encode_prompt(
     episodes: Sequence[_Episode], observations: Sequence[Observation | None], encoder: Tokenizer
 ) -> EncodedText:
-    """Encode the first observation of a group once and give it to its episodes. None = the environment failed."""
+    """Encode the first observation of a group once and give it to its episodes. None = the environment failed.
+
+    An observation that leaves no room for a completion ends the group's episodes: they fail, and none is trained on.
+    """
     spec = episodes[0].spec
     max_tokens = spec.max_tokens + (0 if spec.prefix is None else len(spec.prefix))
     pairs = [(e, observation) for e, observation in zip(episodes, observations, strict=True) if observation is not None]
     if not pairs:  # all episodes failed: none is trained on
-        return encoder.encode(spec.example.prompt, max_tokens, spec.location)
+        return encoder.encode_unanswered(spec.example.prompt, spec.location)
     name, first = pairs[0][0].name, pairs[0][1]
     if any((o.content, list(o.tools)) != (first.content, list(first.tools)) for _, o in pairs):
         raise EngineError(
@@ -362,7 +365,12 @@ def _encode_prompt(
     tools = first.tools or None
     is_single_turn = isinstance(pairs[0][0].environment, SingleTurn)
     source = spec.location if is_single_turn else f"the first observation of {name} ({spec.location})"
-    prompt = encoder.encode(first.content, max_tokens, source, tools)
+    try:
+        prompt = encoder.encode(first.content, max_tokens, source, tools)
+    except PromptTooLongError as error:
+        for episode, _ in pairs:
+            episode.fail(f"a prompt is too long, so its group is left out: {error}")
+        return encoder.encode_unanswered(first.content, source)
     start = prompt  # one tensor for all episodes, which a sampler reads once
     if spec.prefix is not None:
         compact_ids = prompt.ids if prompt.compact_ids is None else prompt.compact_ids

@@ -413,7 +413,7 @@ def _make_group(spec: EpisodeSpec, tables: Sequence[_Table], encoder: Tokenizer)
     seats = [(table, seat) for table in tables for seat in table.trained or (None,)]
     texts = [(seat.first, seat.first_media) for _, seat in seats if seat is not None and len(seat.first)]
     if not texts:  # no player has read anything
-        prompt, length, media = encoder.encode(spec.example.prompt, 1, spec.location).ids, 0, TextMedia()
+        prompt, length, media = encoder.encode_unanswered(spec.example.prompt, spec.location).ids, 0, TextMedia()
     else:
         length = _common_length([ids for ids, _ in texts])
         for _, shown in texts:

@@ -340,7 +340,10 @@ class Rollouter:
         """Run and score episodes; finished completions are scored while others are sampled, if that saves time."""
         pool = self.pool if self.environment is SingleTurn else None
         with score_while_sampling(pool, self.sampler, specs, samples_per_prompt, self.tokenizer.decode) as score:
-            return score_groups(self.play(specs, samples_per_prompt, sampling), score or self.score)
+            groups = self.play(specs, samples_per_prompt, sampling)
+            if not any(t.failure for group in groups for t in group.trajectories):
+                return score_groups(groups, score or self.score)
+        return score_groups(groups, self.score)  # what was scored meanwhile counted on every completion
 
     def _score(self, groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], ScoringResult]:
         return score_groups(groups, self.score)

@@ -15,7 +15,7 @@ from policygrad.errors import DataError
 from policygrad.tasks.base import Example, Prompt, Task
 from policygrad.tasks.mixtures import MixturePart, RowsTask
 from policygrad.tasks.reasoning_gym import CURRICULUM_PREFIX, EMBEDDED, CurriculumTask, ReasoningGymTask, dataset_names
-from policygrad.tasks.rows import RowOptions, load_examples, open_rows
+from policygrad.tasks.rows import RowOptions, explain_data, load_examples, open_rows
 from policygrad.tasks.shapes import ShapesTask
 from policygrad.tasks.sources import parse_components, parse_data_mixture
 from policygrad.tasks.verifiers import VERIFIERS_PREFIX, load_verifiers_task
@@ -58,7 +58,10 @@ def load_task(
         return _load_generated_task(name, seed, eval_data)
     eval_parts = None if eval_data is None else _load_parts(eval_data, "held-out row", options)
     if eval_parts == []:
-        raise DataError(f"eval_data={eval_data!r} is not data: give rows or a file such as eval.jsonl")
+        got = repr(eval_data) if isinstance(eval_data, str) else f"of type {type(eval_data).__name__}"
+        raise DataError(
+            f"eval_data={got} is not data: {explain_data(eval_data) or 'give rows or a file such as eval.jsonl'}"
+        )
     return RowsTask.from_parts(title, parts, seed, eval_parts, options.decontaminate)
 
 
@@ -81,7 +84,7 @@ def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
         needed = ("name", "rewards", "steps", "eval_on_train", "rows", "train_example", "eval_examples")
         if missing := [attribute for attribute in needed if not hasattr(task, attribute)]:
             got = f"{type(task).__name__}, which has no {', '.join(missing)}"
-            raise DataError(f"a task is a name, a list of rows or a Task, got {got}")
+            raise DataError(explain_data(task) or f"a task is a name, a list of rows or a Task, got {got}")
         if eval_data is not None:
             raise DataError(
                 f"eval_data needs a task made of rows; the task {task.name!r} has its own evaluation examples"

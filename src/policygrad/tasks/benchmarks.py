@@ -24,7 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from policygrad.errors import ConfigError, DataError, install_command
 from policygrad.tasks.base import Example, hash_int
-from policygrad.tasks.sources import HUB_PREFIX, TABLE_SUFFIXES, Row, open_dataset, open_source
+from policygrad.tasks.files import TABLE_SUFFIXES
+from policygrad.tasks.sources import HUB_PREFIX, Row, open_dataset, open_source
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES, "")

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import PurePath
 from threading import Lock
 
-from policygrad.errors import DataError
+from policygrad.errors import DataError, PolicygradError
 from policygrad.tasks.base import Example, hash_choice
-from policygrad.tasks.rows import EvalPrompts, LazyRows, ShuffledEpochs, concatenate, sort_by_hash, split_train_eval
+from policygrad.tasks.rows import (
+    EvalPrompts,
+    LazyRows,
+    ShuffledEpochs,
+    concatenate,
+    select_rows,
+    sort_by_hash,
+    split_train_eval,
+    warn_of_skipped,
+)
 
 BLOCK = 1024  # part choices computed together
 
@@ -41,6 +50,7 @@ class RowsTask:
 
     def __init__(self, name: str, train: Sequence[MixturePart], eval_parts: Sequence[MixturePart], *, seed: int = 0):
         self.name, self.seed = name, seed
+        self._train_parts, self._given_eval_parts = train, eval_parts
         self.eval_on_train = not eval_parts
         self._epochs = [ShuffledEpochs(part.rows, seed) for part in train]
         self._weights = tuple(part.weight for part in train)
@@ -88,6 +98,48 @@ class RowsTask:
             excluded = EvalPrompts((row.prompt for part in eval_parts for row in part.rows), decontaminate)
             parts = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=5)) for part in parts]
         return cls(name, parts, eval_parts, seed=seed)
+
+    @property
+    def shares(self) -> str:
+        """How often training prompts come from each part of a mixture, with its number of rows; "" for a single part."""
+        if len(self._train_parts) < 2:
+            return ""
+        names, total = shorten_names([part.name for part in self._train_parts]), sum(self._weights)
+        return ", ".join(
+            f"{name} {part.weight / total:.1%} ({len(part.rows):,} rows)"
+            for name, part in zip(names, self._train_parts, strict=True)
+        )
+
+    def without_bad_rows(self, check: Callable[[Example], object]) -> RowsTask:
+        """Return the task without the rows for which `check` raises a PolicygradError, and warn about their number.
+
+        The other rows stay where they are, in training or in evaluation.
+
+        Raises:
+            DataError: A part has no row left to train on.
+        """
+
+        skipped, first_error = 0, ""
+
+        def keep(part: MixturePart) -> MixturePart:
+            nonlocal skipped, first_error
+            kept = list[int]()
+            for index, example in enumerate(part.rows):
+                try:
+                    check(example)
+                    kept.append(index)
+                except PolicygradError as error:
+                    skipped, first_error = skipped + 1, first_error or str(error)
+            return part if len(kept) == len(part.rows) else replace(part, rows=select_rows(part.rows, kept))
+
+        train = [keep(part) for part in self._train_parts]
+        evaluated = [part for part in map(keep, self._given_eval_parts) if part.rows]
+        if emptied := [part.name for part in train if not part.rows]:
+            raise DataError(f"{emptied[0]}: no row is left to train on; the first that was skipped: {first_error}")
+        if not skipped:
+            return self
+        warn_of_skipped(self.name, skipped, len(self.rows), first_error)
+        return RowsTask(self.name, train, evaluated, seed=self.seed)
 
     def train_example(self, index: int) -> Example:
         if index < 0:

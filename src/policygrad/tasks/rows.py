@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, overload
 from policygrad.errors import DataError
 from policygrad.tasks.base import Example, Message, Prompt, is_eval_prompt
 from policygrad.tasks.pictures import PictureOptions, parse_text_parts, place_pictures
-from policygrad.tasks.sources import Row, Source, is_dataset, is_source, open_dataset, open_source
+from policygrad.tasks.sources import Row, SeveralSources, Source, is_dataset, is_source, open_dataset, open_source
 from policygrad.utils.pictures import content_text, list_pictures, to_plain
 
 MIN_ROWS_TO_SPLIT = 32  # with fewer rows, training uses them all and evaluation repeats them
@@ -56,6 +56,8 @@ class RowOptions:
         Raises:
             DataError: `row_map` raised, or returned something other than a row; or a picture is not there.
         """
+        if isinstance(source, SeveralSources):
+            source, number = source.locate(number)
         where, columns = source[number]
         if self.row_map is not None:
             try:
@@ -262,12 +264,45 @@ class InMemoryRows:
 
 
 def open_rows(data: Any, name: str = "row", example: str = EXAMPLE) -> Source | None:
-    """Open rows given by name or as an object (a list or a `datasets.Dataset`); None for anything else."""
+    """Open rows given by name or as an object (a list, a table or a `datasets.Dataset`); None for anything else."""
     if isinstance(data, str):
         return open_source(data, example) if is_source(data) else None
+    data = table_to_rows(data)
     if is_dataset(data):
         return open_dataset(data, name)
     return InMemoryRows(data, name) if isinstance(data, Sequence) else None
+
+
+def table_to_rows(data: Any) -> Any:
+    """Return the rows of a table of pandas, Polars or pyarrow as dicts, missing values as None; anything else unchanged."""
+    if hasattr(data, "to_dicts"):  # Polars
+        return data.to_dicts()
+    if hasattr(data, "to_pylist") and hasattr(data, "column_names"):  # pyarrow
+        return data.to_pylist()
+    if hasattr(data, "iloc") and hasattr(data, "columns"):  # pandas
+        rows = data.to_dict("records")
+        return [{name: None if _is_missing(value) else value for name, value in row.items()} for row in rows]
+    return data
+
+
+def _is_missing(value: Any) -> bool:
+    """Return True for pandas' NaN, NaT and NA, which are unequal to themselves or of no type of ours."""
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)
+
+
+def explain_data(data: Any) -> str:
+    """Return how to give data of a kind that is not read as rows; "" for other objects."""
+    kind = type(data).__name__
+    if isinstance(data, str):
+        return ""
+    if isinstance(data, Mapping) and data and all(is_dataset(part) for part in data.values()):
+        return f"{kind} has splits: give one, data[{next(iter(data))!r}]"
+    if isinstance(data, Mapping):
+        return f"{kind} is no list of rows: give a list with a dict for each row"
+    if hasattr(data, "__iter__") or hasattr(data, "__next__"):
+        remedy = "list(data.take(10_000))" if hasattr(data, "take") else "list(data)"
+        return f"rows are read several times, in a shuffled order, and {kind} is read once: give {remedy}"
+    return ""
 
 
 def load_examples(source: Source, options: RowOptions, name: str) -> Sequence[Example]:
@@ -318,10 +353,15 @@ def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], n
             used += 1
             yield number, parsed
     if invalid:
-        warnings.warn(f"{name}: {invalid} of {len(source)} rows skipped, the first: {first_error}", stacklevel=2)
+        warn_of_skipped(name, invalid, len(source), first_error)
     if not used:
         left_out = f"the row map left out {len(source) - invalid}, and {invalid} are invalid"
         raise DataError(f"{name}: no row is left of {len(source)}: {left_out}")
+
+
+def warn_of_skipped(name: str, count: int, size: int, first_error: str) -> None:
+    """Warn about `count` of `size` rows that were left out."""
+    warnings.warn(f"{name}: {count} of {size} rows skipped, the first: {first_error}", stacklevel=3)
 
 
 def to_example(row: Mapping[str, Any], where: str, first: Example | None = None) -> Example:
@@ -337,9 +377,11 @@ def to_example(row: Mapping[str, Any], where: str, first: Example | None = None)
             f"{where}: no column 'prompt' (it has {names}); rename the column that holds the question, or map "
             "each row with --row-map FILE:NAME"
         )
-    for name in ("prompts", "completions"):
+    for name in ("prompts", "completions", "self"):
         if name in columns:
             raise DataError(f"{where}: rename the column {name!r}: reward functions have an argument of that name")
+    if odd := [name for name in columns if not isinstance(name, str)]:
+        raise DataError(f"{where}: a column's name must be text, as a reward's argument has; rename {odd[0]!r}")
     example = Example(parse_prompt(columns.pop("prompt"), where), columns, where)
     # each column reaches the reward functions as one list
     first = first or example

@@ -17,23 +17,35 @@ import shutil
 import tempfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any, Protocol
 
 from policygrad.errors import ConfigError, DataError, install_command
+from policygrad.tasks.files import (
+    CSV_SEPARATORS,
+    DATA_SUFFIXES,
+    TABLE_SUFFIXES,
+    ParsedRow,
+    is_data_folder,
+    is_pattern,
+    list_files,
+    read_csv,
+    read_json_array,
+)
 from policygrad.tasks.reasoning_gym import Component
 from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
 
 HUB_PREFIX = "hf:"
-TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
-_CSV_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_LINE_BYTES = 16 * 2**20  # longer lines are refused: no model reads that much, and parsing them takes long
 MAX_CACHED_BYTES = 64 * 2**20
 """Rows of JSONL files up to this size are kept in memory; those of larger files are read when requested."""
+MAX_CACHED_FILES = 4  # with more files, all are read when requested: together they may be larger
 Row = tuple[str, Mapping[str, Any]]  # (location for messages, columns)
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")  # little-endian UTF-32 begins like the first
@@ -53,27 +65,28 @@ class Source(Protocol):
 
 
 def is_source(name: str) -> bool:
-    """Return True for the name of data: an existing file or `datasets` folder, `hf:…`, or a data file's suffix."""
-    suffixes = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES, *_CSV_SEPARATORS)
-    return name.startswith(HUB_PREFIX) or name.endswith(suffixes) or _path_exists(name)
+    """Return True for the name of data: an existing file or folder, a pattern of files, `hf:…`, or a data file's suffix."""
+    is_named = name.startswith(HUB_PREFIX) or name.endswith(DATA_SUFFIXES)
+    return is_named or _path_exists(name) or is_data_folder(name) or (is_pattern(name) and bool(list_files(name)))
 
 
 def open_source(name: str, example: str) -> Source:
     """Open the named data. example: a valid row, for messages.
 
     Raises:
-        DataError: Data that does not exist, cannot be read, has no rows or is CSV.
+        DataError: Data that does not exist, cannot be read or has no rows.
         ConfigError: A required library is not installed.
     """
     if name.startswith(HUB_PREFIX) or _is_dataset_folder(name):
         return open_dataset(load_dataset(name), name)
-    stem, suffix = os.path.splitext(name)
-    if suffix in _CSV_SEPARATORS:
-        read = f"pandas.read_csv({name!r}, sep={_CSV_SEPARATORS[suffix]!r})"
-        raise DataError(
-            f"{name}: CSV is not read, because it has no types; convert it to JSONL or Parquet, for example with pandas: "
-            f"{read}.to_json({stem + '.jsonl'!r}, orient='records', lines=True)"
-        )
+    if is_data_folder(name) or is_pattern(name):
+        if not (files := list_files(name)):
+            raise DataError(f"{name}: no file matches; a relative path starts at the current folder")
+        return SeveralSources([open_source(file, example) for file in files])
+    if separator := CSV_SEPARATORS.get(os.path.splitext(name)[1]):
+        return ParsedSource(name, read_csv(name, separator))
+    if name.endswith(".json") and (rows := read_json_array(name)) is not None:
+        return ParsedSource(name, rows)
     return open_arrow(name) if name.endswith(TABLE_SUFFIXES) else JsonLines(name, example)
 
 
@@ -94,12 +107,14 @@ def digest_data(name: object, relative_to: str | None = None) -> str | None:
     if name.startswith(HUB_PREFIX):
         return str(load_dataset(name)._fingerprint)
     try:
+        if not _is_dataset_folder(name) and (shards := list_files(name)):
+            return _hash_text(f"{os.path.basename(shard)}\0{_hash_file(Path(shard))}\n" for shard in shards)
         path = Path(name.partition(":")[0] if _is_dataset_folder(name) else name)
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
             return _hash_text(f"{file.relative_to(path)}\0{_hash_file(file)}\n" for file in files)
         return _hash_file(path)
-    except (OSError, ValueError):  # not a file; too long for a file name, or containing a NUL
+    except (OSError, ValueError):  # not a file, or a folder of no data; too long for a file name, or containing a NUL
         return None
 
 
@@ -211,8 +226,8 @@ def parse_data_mixture(name: object) -> tuple[tuple[float, str], ...]:
                 else "data can be mixed with data only"
             )
             raise DataError(
-                f"task {name!r}: its part {part!r} is not data: {hint}; a part is a file (.jsonl, .parquet, .arrow), a folder "
-                "of `datasets`, or hf:REPOSITORY"
+                f"task {name!r}: its part {part!r} is not data: {hint}; a part is a file (.jsonl, .parquet, .csv, …), a folder "
+                "or a pattern of such files, or hf:REPOSITORY"
             )
     return tuple(parts)
 
@@ -221,6 +236,51 @@ def _match_trailing_weight(part: str) -> re.Match[str] | None:
     """Match `a.jsonl*0.7`, a common mistake."""
     match = re.fullmatch(r"(.+?)\s*\*\s*([\d.]+)", part)
     return match if match and is_source(match[1]) else None
+
+
+# Several files as one, and files that were parsed whole.
+
+
+class SeveralSources:
+    """The rows of several files, one after the other, each with equal weight."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._ends = list(accumulate(map(len, sources)))
+        self.fits_in_memory = all(source.fits_in_memory for source in sources) and len(sources) <= MAX_CACHED_FILES
+        self.folder = sources[0].folder
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        source, index = self.locate(index)
+        return source[index]
+
+    def locate(self, index: int) -> tuple[Source, int]:
+        """Return the file of a row, and the row's number there."""
+        number = bisect_right(self._ends, index)
+        return self._sources[number], index - (self._ends[number - 1] if number else 0)
+
+
+class ParsedSource:
+    """Rows in memory."""
+
+    fits_in_memory = True
+
+    def __init__(self, path: str, rows: Sequence[ParsedRow]) -> None:
+        if not rows:
+            raise DataError(f"{path}: no rows")
+        self._rows, self.folder = rows, os.path.dirname(path)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        where, columns = self._rows[index]
+        if isinstance(columns, DataError):
+            raise columns
+        return where, columns
 
 
 # JSONL: one JSON object per line, plain or gzipped.

@@ -8,6 +8,7 @@ of verifiers is refused by name.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -69,23 +70,56 @@ def load_taskset_tasks(identity: str) -> tuple[Any, ...]:
     tasks = tuple(taskset)
     if not tasks:
         return tasks
+    checked = set[tuple[type, int]]()
+    for task in tasks:
+        if needs := list(_list_data_needs(task.data)):
+            raise _unsupported(name, task, needs)
+        if (key := (type(task), id(task.config))) not in checked:  # what a task's class and configuration ask for
+            checked.add(key)
+            try:
+                _check_hooks(name, task)
+            except (
+                ImportError,
+                AttributeError,
+                TypeError,
+            ) as error:  # a function or judge that its configuration names
+                raise ConfigError(
+                    f"{name}: verifiers cannot load what {type(task).__name__} is configured with: {error}"
+                ) from error
+    return tasks
+
+
+def _check_hooks(name: str, task: Any) -> None:
+    """Raise ConfigError for what a task needs of verifiers' own rollouts, by decorators or by its configuration."""
     from verifiers.v1.task import Task
     from verifiers.v1.utils.decorators import discover_decorated
 
-    task, kind = tasks[0], type(tasks[0])
+    kind = type(task)
     needs = [hook for hook in ("setup", "finalize", "stage_verifier") if getattr(kind, hook) is not getattr(Task, hook)]
-    for function in task.hooks("reward"):
+    signals = [(f"the {kind} {fn.__name__}", fn) for kind in ("reward", "metric") for fn in task.hooks(kind)]
+    signals += [(f"the judge {judge.reward_name}", judge.score) for judge in task.plugged_judges()]
+    for what, function in signals:  # verifiers would leave them out
         runtime = inspect.signature(function).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
-            needs.append(f"the reward {function.__name__}")
-    if task.NEEDS_CONTAINER or task.data.image or needs:
-        what = ", ".join(needs) or "a container"
-        raise ConfigError(f"{name}: {kind.__name__} needs a runtime ({what}), which is unsupported")
-    if hooks := [fn.__name__ for hook in ("stop", "intercept") for fn in discover_decorated(task, hook)]:
+            needs.append(what)
+    if task.NEEDS_CONTAINER or needs:
+        raise _unsupported(name, task, needs)
+    if hooks := [fn.__name__ for fn in (*task.hooks("stop"), *discover_decorated(task, "intercept"))]:
         raise ConfigError(
             f"{name}: {kind.__name__} has hooks into verifiers' rollouts ({', '.join(hooks)}), which are unsupported"
         )
-    return tasks
+
+
+def _list_data_needs(data: Any) -> Iterator[str]:
+    """Yield what a task's data asks of a runtime."""
+    for field in ("image", "skills", "artifacts"):
+        if getattr(data, field, None):
+            yield f"{field} of task {data.idx}"
+
+
+def _unsupported(name: str, task: Any, needs: Sequence[str]) -> ConfigError:
+    what = ", ".join(needs) or "a container"
+    return ConfigError(f"{name}: {type(task).__name__} needs a runtime ({what}), which is unsupported")
 
 
 @lru_cache(maxsize=4)

@@ -18,7 +18,13 @@ from typing import Any
 
 from policygrad.errors import RunError
 from policygrad.trackers.base import Tracker
-from policygrad.utils.filesystem import UnusableDataError, parse_json, read_lines
+from policygrad.utils.filesystem import (
+    UnusableDataError,
+    iter_lines_backwards,
+    open_regular,
+    parse_json,
+    read_lines,
+)
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 
@@ -50,26 +56,41 @@ class JsonlTracker(Tracker):
         self._append(COMPLETIONS, [format_row(step, row, COMPLETIONS) for row in rows])
 
     def truncate_after(self, step: int) -> int:
-        """Drop unreadable lines and those of later steps, so that a resumed run's files equal those of an uninterrupted run.
+        """Drop the lines of later steps, so that a resumed run's files equal those of an uninterrupted run.
 
-        Each file is replaced atomically. Returns the number of lines dropped. Raises RunError.
+        Lines of metrics that cannot be read are dropped too, and that file is replaced atomically. Completions, which may be
+        hundreds of megabytes, are read from their end, up to the last line that stays. Returns the number of lines dropped.
+        Raises RunError.
         """
-        total = 0
         with convert_write_errors(self.folder, self.folder):
-            for name in self._files:
-                path, temporary = self.folder / name, self.folder / f".{name}.tmp"
-                dropped = sum(1 for _, row in read_rows(path) if row is None or row["step"] > step)
-                if not dropped:
-                    continue
-                total += dropped
-                with temporary.open("wb") as file:
-                    file.writelines(line for line, row in read_rows(path) if row is not None and row["step"] <= step)
-                    file.flush()
-                    os.fsync(file.fileno())
-                self._files[name].close()
-                os.replace(temporary, path)
-                self._files[name] = path.open("ab", buffering=0)
-        return total
+            return self._drop_metrics(step) + self._drop_completions(step)
+
+    def _drop_metrics(self, step: int) -> int:
+        path, temporary = self.folder / METRICS, self.folder / f".{METRICS}.tmp"
+        dropped = sum(1 for _, row in read_rows(path) if row is None or row["step"] > step)
+        if dropped:
+            with temporary.open("wb") as file:
+                file.writelines(line for line, row in read_rows(path) if row is not None and row["step"] <= step)
+                file.flush()
+                os.fsync(file.fileno())
+            self._files[METRICS].close()
+            os.replace(temporary, path)
+            self._files[METRICS] = path.open("ab", buffering=0)
+        return dropped
+
+    def _drop_completions(self, step: int) -> int:
+        path, dropped = self.folder / COMPLETIONS, 0
+        with open_regular(path) as file:
+            end = file.seek(0, os.SEEK_END)
+            for offset, line in iter_lines_backwards(file):
+                row = _usable(line, path, f", the line at byte {offset}")
+                if row is not None and row["step"] <= step:
+                    break
+                end, dropped = offset, dropped + 1
+        if dropped:
+            self._files[COMPLETIONS].truncate(end)
+            os.fsync(self._files[COMPLETIONS].fileno())
+        return dropped
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of one metric, for the steps that have it."""

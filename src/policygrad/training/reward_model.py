@@ -26,8 +26,8 @@ from policygrad.models.classifier import (
 )
 from policygrad.models.loading import DTYPES, context_length, disable_dropout, model_origin, resolve_model
 from policygrad.models.lora_config import Lora, adapter_base, check_same_adapter, read_lora
-from policygrad.models.tokenizer import Tokenizer, check_vocabulary
-from policygrad.tasks.preferences import group_by_prompt, read_preferences
+from policygrad.models.tokenizer import PromptTooLongError, Tokenizer, check_vocabulary
+from policygrad.tasks.preferences import PreferencePair, group_by_prompt, read_preferences
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import RewardModelConfig
@@ -36,6 +36,7 @@ from policygrad.training.supervised import (
     MetricValues,
     SupervisedLearner,
     SupervisedTrainer,
+    encode_rows,
     load_resumed_config,
     read_rows,
 )
@@ -90,9 +91,7 @@ class PreferenceObjective:
     causal = False
 
     def __init__(self, config: RewardModelConfig) -> None:
-        self.pairs, split, self.run_facts = read_rows(config, read_preferences, "pairs")
-        self.units = group_by_prompt(self.pairs, split.train)
-        self.eval_units = group_by_prompt(self.pairs, split.eval)
+        pairs, split, facts = read_rows(config, read_preferences, "pairs")
         self.model, self.tokenizer = load_reward_model(config)
         padding = self.model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
         if config.learner.world_size > 1 and padding is None:
@@ -101,21 +100,24 @@ class PreferenceObjective:
                 f"{config.model!r} has no padding token, which several processes need: name one in its tokenizer_config.json "
                 "(pad_token), or train in one process (learner.world_size 1)"
             )
-        self.texts = list[tuple[list[int], list[int]]]()
-        limit = self.tokenizer.context_length
-        for pair in self.pairs:
-            sides = []
-            for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-                ids = encode_for_scoring(self.tokenizer, pair.prompt, completion, pair.source)
-                if limit is not None and len(ids) > limit:
-                    raise ModelError(
-                        f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {limit} positions of "
-                        f"{self.tokenizer.name!r}: shorten them, or leave the line out"
-                    )
-                sides.append(ids)
-            if sides[0] == sides[1]:
-                raise ModelError(f"{pair.source}: 'chosen' and 'rejected' are equal in token ids: remove the line")
-            self.texts.append((sides[0], sides[1]))
+        self.pairs, self.texts, split, self.run_facts = encode_rows(config, pairs, split, facts, self._encode)
+        self.units = group_by_prompt(self.pairs, split.train)
+        self.eval_units = group_by_prompt(self.pairs, split.eval)
+
+    def _encode(self, pair: PreferencePair) -> tuple[list[int], list[int]]:
+        """Return the token ids of (chosen, rejected), each with the prompt."""
+        sides, limit = list[list[int]](), self.tokenizer.context_length
+        for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            ids = encode_for_scoring(self.tokenizer, pair.prompt, completion, pair.source)
+            if limit is not None and len(ids) > limit:
+                raise PromptTooLongError(
+                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {limit} positions of "
+                    f"{self.tokenizer.name!r}: shorten them"
+                )
+            sides.append(ids)
+        if sides[0] == sides[1]:
+            raise ModelError(f"{pair.source}: 'chosen' and 'rejected' are equal in token ids: remove the line")
+        return sides[0], sides[1]
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
         """Add one update's gradient; return loss (nats), accuracy, margin r_w − r_l, and the tokens read."""

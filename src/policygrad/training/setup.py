@@ -33,10 +33,11 @@ from policygrad.rewards.builtin import StepEnd
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
-from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
+from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT
 from policygrad.rollout.game_episodes import ModelOpponent
 from policygrad.rollout.reference_prompts import check_template_columns
 from policygrad.rollout.rollouter import SINGLE_TURN_OBSERVATIONS, Rollouter
+from policygrad.rollout.row_checks import check_reward_columns, check_rows
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.rollout.teachers import ServedTeachers, find_teacher
 from policygrad.samplers.base import AsyncCloseable, Sampler
@@ -171,6 +172,7 @@ def load_resources(
     rewards: tuple[Reward, ...] = ()
     if has_rewards and not environment_only:
         rewards = choose_rewards(task, reward_options, needs, step_end)
+        check_reward_columns(rewards, task, environment)
     pool = None
     if rewards:  # the workers import while the model is loaded
         pool = stack.enter_context((placement.reward_pool or RewardPool.from_config)(rewards, options.rewards, phase))
@@ -185,10 +187,14 @@ def load_resources(
     if algorithm is not None and options.learner.resolve(algorithm.head).head == "fp32":
         compute_head_in_float32(model)  # before it is cloned for the sampler
     tokenizer = load_policy_tokenizer(options.model, options.tokenizer, model, options.trust_remote_code)
-    for example in task.rows:  # find a prompt that is too long for the model now rather than in a week
-        tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")
-    if "demonstration" in (needs or ()):
-        check_demonstrations(task.rows, tokenizer, max_tokens)
+    task = check_rows(  # now rather than in a week
+        task,
+        tokenizer,
+        max_tokens,
+        environment,
+        has_demonstrations="demonstration" in (needs or ()),
+        skip_bad_rows=options.skip_bad_rows,
+    )
     if algorithm is not None and algorithm.reference is not None and not algorithm.reads_reward and task.rows:
         check_template_columns(task.rows, algorithm.reference)
     if isinstance(environment, SelfPlay):

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.core.media import TextMedia, select_media
 from policygrad.core.precision import widest_dtype
-from policygrad.errors import ModelError
 from policygrad.learners.local.expert_balance import find_expert_balance, row_weights
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
 from policygrad.models.loading import at_least_float32, load_model
-from policygrad.models.tokenizer import Tokenizer, encode_demonstration, load_tokenizer
+from policygrad.models.tokenizer import PromptTooLongError, Tokenizer, encode_demonstration, load_tokenizer
 from policygrad.tasks.preferences import Demonstration, read_demonstrations
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
@@ -31,6 +30,7 @@ from policygrad.training.supervised import (
     MetricValues,
     SupervisedLearner,
     SupervisedTrainer,
+    encode_rows,
     get_device,
     load_resumed_config,
     read_rows,
@@ -77,7 +77,7 @@ class SFTObjective:
     causal = True
 
     def __init__(self, config: SFTConfig) -> None:
-        rows, split, self.run_facts = read_rows(config, read_demonstrations, "rows")
+        rows, split, facts = read_rows(config, read_demonstrations, "rows")
         self.model: nn.Module = load_model(
             config.model,
             dtype=config.learner.dtype,
@@ -87,7 +87,8 @@ class SFTObjective:
             seed=config.seed,
         )
         self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
-        self.rows = [tokenise_demonstration(row, self.tokenizer) for row in rows]
+        encode = partial(tokenise_demonstration, tokenizer=self.tokenizer)
+        _, self.rows, split, self.run_facts = encode_rows(config, rows, split, facts, encode)
         self.units: list[tuple[int, ...]] = [(i,) for i in split.train]
         self.eval_rows = split.eval
 
@@ -195,9 +196,8 @@ def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExamp
     prompt_ids = tokenizer.encode(row.prompt, 0, row.source).ids
     ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
     if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:
-        raise ModelError(
-            f"{row.source}: {len(ids)} tokens, more than the {tokenizer.context_length} positions of {tokenizer.name!r}: shorten "
-            "it, or leave the line out"
+        raise PromptTooLongError(
+            f"{row.source}: {len(ids)} tokens, more than the {tokenizer.context_length} positions of {tokenizer.name!r}: shorten it"
         )
     size, tensor = len(prompt_ids), torch.tensor(ids, dtype=torch.int64)
     messages = () if isinstance(row.prompt, str) or isinstance(row.completion, str) else (*row.prompt, *row.completion)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.shards import SavedState
 from policygrad.core.algorithm import Algorithm
-from policygrad.errors import CheckpointError, ConfigError, RunError
+from policygrad.errors import CheckpointError, ConfigError, DataError, PolicygradError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
@@ -31,9 +31,9 @@ from policygrad.learners.local.forward import Evaluator, Network, build_evaluato
 from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.models.adapters import describe_adapters
-from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.tasks.preferences import TrainEvalSplit, exclude_eval_prompts, split_by_prompt
-from policygrad.tasks.rows import HasPrompt, RowOptions
+from policygrad.tasks.rows import HasPrompt, RowOptions, warn_of_skipped
 from policygrad.tasks.sources import digest_data
 from policygrad.trackers import RunInfo
 from policygrad.training.base_trainer import BaseTrainer, TrackingOptions
@@ -167,11 +167,52 @@ def read_rows(
         split = TrainEvalSplit(tuple(range(size)), tuple(range(size, size + len(eval_rows))), eval_on_train=False)
     else:
         split = split_by_prompt(rows)
-    on_train = "the training rows, which are too few to hold any out"
-    facts = {"eval data": on_train if split.eval_on_train else f"{len(split.eval)} rows"}
+    facts = {"eval data": _describe_evaluation(split)}
     if len(train_rows) < len(rows):
         facts["left out"] = f"{len(rows) - len(train_rows)} {noun} with prompts of the evaluation data"
     return [*train_rows, *eval_rows], split, facts
+
+
+def encode_rows(
+    config: SupervisedConfig,
+    rows: Sequence[R],
+    split: TrainEvalSplit,
+    facts: Mapping[str, str],
+    encode: Callable[[R], T],
+) -> tuple[list[R], list[T], TrainEvalSplit, dict[str, str]]:
+    """Return the rows, their encodings, the split and the facts, without the rows that the model cannot read where
+    `config.skip_bad_rows` allows it. They are counted in a warning; the others stay in their half.
+
+    Raises:
+        PolicygradError: `encode` raised it for a row that is not to be skipped.
+        DataError: No row is left to train on.
+    """
+    kept, encodings, number, first_error = list[R](), list[T](), dict[int, int](), ""
+    for index, row in enumerate(rows):
+        try:
+            encodings.append(encode(row))
+        except PolicygradError as error:
+            if not config.skip_bad_rows:
+                if isinstance(error, PromptTooLongError):
+                    raise PromptTooLongError(f"{error}. --skip-bad-rows leaves such rows out") from error
+                raise
+            first_error = first_error or str(error)
+            continue
+        number[index] = len(kept)
+        kept.append(row)
+    if len(kept) == len(rows):
+        return kept, encodings, split, dict(facts)
+    warn_of_skipped(config.data, len(rows) - len(kept), len(rows), first_error)
+    train, evaluated = ([number[i] for i in half if i in number] for half in (split.train, split.eval))
+    if not train:
+        raise DataError(f"{config.data}: no row is left to train on; the first that was skipped: {first_error}")
+    split = TrainEvalSplit(tuple(train), tuple(evaluated or train), split.eval_on_train or not evaluated)
+    return kept, encodings, split, {**facts, "eval data": _describe_evaluation(split)}
+
+
+def _describe_evaluation(split: TrainEvalSplit) -> str:
+    on_train = "the training rows, which are too few to hold any out"
+    return on_train if split.eval_on_train else f"{len(split.eval)} rows"
 
 
 @dataclass(frozen=True)

@@ -315,6 +315,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         facts = {"model": describe_model(run.describe_option("model"), self.model, run.learner.dtype)}
         if adapters := describe_adapters(self.model):
             facts["adapters"] = adapters
+        if shares := getattr(resources.task, "shares", ""):
+            facts["mix"] = shares
         facts |= {"batch": batch, "reward": ", ".join(resources.reward_names), "run": str(self.folder)}
         if run.learner.world_size > 1:
             size = run.learner.tensor_parallel

@@ -143,6 +143,26 @@ def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
         yield line
 
 
+def iter_lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) from the last line to the first. Raises OSError for a line of more than `MAX_LINE_BYTES`."""
+    start, block, rest = file.seek(0, os.SEEK_END), 1 << 16, b""
+    while start:
+        size = min(block, start)
+        start -= size
+        file.seek(start)
+        *whole, last = (file.read(size) + rest).split(b"\n")
+        first, *others = [*(line + b"\n" for line in whole), *([last] if last else [])]
+        at = start + len(first) + sum(map(len, others))
+        for line in reversed(others):
+            at -= len(line)
+            yield at, line
+        rest, block = first, 1 << 16 if others else 2 * block  # a long line is not read again and again
+        if len(rest) > MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"it has a line longer than {MAX_LINE_BYTES >> 20} MiB; is it the right file?")
+    if rest:
+        yield 0, rest
+
+
 def read_json(path: Path) -> Any:
     """Parse a file with one JSON value. Raises as `read_text_bounded` and `parse_json`."""
     return parse_json(read_text_bounded(path, MAX_LINE_BYTES))

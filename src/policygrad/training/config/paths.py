@@ -4,6 +4,7 @@ gives `directory` relative to the run's folder, so that a run can be resumed fro
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,11 +17,11 @@ from policygrad.errors import ConfigError, RunError
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.rewards.resolve import find_code, resolve_with_paths
 from policygrad.rewards.resolve import resolve_paths as resolve_reward_paths
-from policygrad.tasks.sources import HUB_PREFIX, TABLE_SUFFIXES
+from policygrad.tasks.files import DATA_SUFFIXES, is_data_folder
+from policygrad.tasks.sources import HUB_PREFIX
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `directory`
 _WEIGHT = re.compile(r"\s*[\d.]+(?:[eE][+-]?\d+)?\s*\*\s*")
-_DATA_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -120,7 +121,7 @@ def check_files_exist(config: C) -> None:
         name = getattr(resolved, option, None)
         if isinstance(name, str) and not name.startswith(HUB_PREFIX) and not Path(name).exists():
             parts = [_WEIGHT.sub("", part, count=1).strip() for part in name.split("+")]
-            files += [(option, p) for p in parts if p.endswith(_DATA_SUFFIXES) and not p.startswith(HUB_PREFIX)]
+            files += [(option, p) for p in parts if p.endswith(DATA_SUFFIXES) and not p.startswith(HUB_PREFIX)]
     for option in ("row_map", "environment"):
         name = getattr(resolved, option, None)
         if isinstance(name, str) and (path := code_references(name)[:1]) and path[0].endswith(".py"):
@@ -129,7 +130,7 @@ def check_files_exist(config: C) -> None:
         if isinstance(name, str):
             files += [("reward", code) for code in find_code(name) if code.endswith(".py")]
     for option, file in files:
-        if not Path(file).expanduser().exists():
+        if not Path(file).expanduser().exists() and not glob.glob(file, recursive=True):
             raise RunError(
                 f"--{option.replace('_', '-')}: {Path(config.directory) / file}, which the run used, does not exist, and neither "
                 f"does {file} in the current folder: --directory DIR says where such files are now"
@@ -186,10 +187,13 @@ def _data_path(name: str, directory: Path) -> str:
 
 
 def _dataset_path(name: str, directory: Path) -> str:
-    """Resolve a file, or a folder that `datasets` saved, possibly followed by a split."""
+    """Resolve a file, a folder or a pattern of files, or a folder that `datasets` saved, possibly followed by a split."""
     path = _path_in(name, directory)
-    if path != name and Path(path).is_file():
+    if path != name and (Path(path).is_file() or is_data_folder(name, str(directory))):
         return path
+    pattern = os.path.join(glob.escape(str(directory)), name)
+    if path == name and glob.has_magic(name) and glob.glob(pattern, recursive=True):
+        return pattern
     folder, colon, split = name.partition(":")
     path = _path_in(folder, directory)
     is_dataset = path != folder and any((Path(path) / file).is_file() for file in _DATASETS_FILES)

@@ -27,6 +27,7 @@ from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
 from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.tasks.benchmarks import parse_benchmarks
+from policygrad.tasks.rows import table_to_rows
 from policygrad.trackers.services import check_tracking
 from policygrad.trackers.trace import DEFAULT_TRACE_MIB
 from policygrad.utils.field_types import check_field_types
@@ -183,8 +184,9 @@ class RunOptions:
     task: Annotated[Any, optional_arg("NAME|FILE", kind=str)] = "embedded"
     """Source of prompts: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     With levels of difficulty: curriculum:NAME. A taskset of verifiers: verifiers:ID.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
-    Several are mixed by weight: 0.7*a.jsonl+0.3*b.jsonl.
+    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a quoted pattern of such files.
+    It is also a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
+    Several are mixed by weight, 0.7*a.jsonl+0.3*b.jsonl; without weights each has an equal share, whatever its rows.
     In Python also rows, each a dict with `prompt`."""
     row_map: Annotated[Any, optional_arg("FILE:NAME", "none", str)] = None
     """Function applied to each row of the data, a dict; it returns the row to use, or None to drop it: mine.py:f."""
@@ -293,6 +295,8 @@ class Run(UncheckedRun):
     """
 
     def __post_init__(self) -> None:
+        for name in ("task", "eval_data"):  # configurations are compared, which tables of pandas refuse
+            object.__setattr__(self, name, table_to_rows(getattr(self, name)))
         if self.task == VISION_MODEL and self.model == EMBEDDED_MODEL:  # which does not see
             object.__setattr__(self, "model", VISION_MODEL)
         check_run(self)

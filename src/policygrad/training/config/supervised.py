@@ -41,7 +41,8 @@ class SupervisedConfig:
     """Name of the command and of the configuration file."""
 
     data: Annotated[str, optional_arg("FILE", "required")] = ""
-    """Training data: .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    """Training data: .jsonl, .json, .csv, .parquet or .arrow, a folder or a quoted pattern of such files.
+    Also a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", "none")] = None
     """Function applied to each row, a dict; it returns the row to use, or None to drop it: mine.py:f."""
     fetch_images: bool = False

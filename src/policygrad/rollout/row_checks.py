@@ -1,0 +1,87 @@
+"""Checks of a task's rows before a run: prompts that leave no room for a completion, columns that a reward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policygrad.environments.base import KnowsOpening
+from policygrad.environments.tools import ToolUse
+from policygrad.errors import RewardError
+from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
+from policygrad.rewards.base import Reward
+from policygrad.rewards.workers.worker import Signature
+from policygrad.rollout.demonstrations import check_demonstrations
+from policygrad.tasks.base import Example, Task
+from policygrad.tasks.mixtures import RowsTask
+
+SKIP_OPTION = "--task.skip-bad-rows"
+PROBE_EXAMPLES = 16
+"""Examples of a task without rows, or with equal ones, whose columns are looked at."""
+
+
+def check_rows(
+    task: Task,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    environment: object = None,
+    *,
+    has_demonstrations: bool = False,
+    skip_bad_rows: bool = False,
+) -> Task:
+    """Return the task without the rows that the model cannot be asked, which are counted in a warning; or raise for the first.
+
+    A prompt is encoded as an episode begins: with the descriptions of the environment's tools, where these are known before one
+    is begun (`KnowsOpening`). What an environment shows only then is encoded then, and costs its group if it is too long.
+
+    Args:
+        has_demonstrations: The algorithm learns from the rows' demonstrations.
+        skip_bad_rows: Leave rows out instead of raising.
+
+    Raises:
+        PromptTooLongError: A prompt that leaves no room for `max_tokens`, with the row's location.
+        ModelError: The chat template refuses a prompt.
+        DataError: A demonstration that is invalid or longer than `max_tokens`; or no row is left to train on.
+    """
+
+    def check(example: Example) -> None:
+        source = example.source or "a prompt"
+        opening = environment.opening(example) if isinstance(environment, KnowsOpening) else None
+        if opening is None:
+            tokenizer.encode(example.prompt, max_tokens, source)
+        else:
+            tokenizer.encode(opening.content, max_tokens, source, opening.tools or None)
+
+    def check_all(example: Example) -> None:
+        check(example)
+        if has_demonstrations:
+            check_demonstrations([example], tokenizer, max_tokens)
+
+    if skip_bad_rows and isinstance(task, RowsTask):
+        return task.without_bad_rows(check_all)
+    for example in task.rows:
+        try:
+            check(example)
+        except PromptTooLongError as error:
+            remedy = f". {SKIP_OPTION} leaves such rows out" if isinstance(task, RowsTask) else ""
+            raise PromptTooLongError(f"{error}{remedy}") from None
+    if has_demonstrations:
+        check_demonstrations(task.rows, tokenizer, max_tokens)
+    return task
+
+
+def check_reward_columns(rewards: Sequence[Reward], task: Task, environment: object = None) -> None:
+    """Raise RewardError for a reward function that needs a column which the task does not have.
+
+    An environment of the user's own may add columns in its episodes, so that nothing can be said before.
+    """
+    if environment is not None and not isinstance(environment, ToolUse):
+        return
+    examples = task.rows[:PROBE_EXAMPLES] or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
+    columns = dict.fromkeys(name for example in examples for name in example.columns)
+    given = {*columns, *getattr(environment, "reward_columns", ())}
+    for reward in rewards:
+        if missing := sorted(Signature.from_function(reward.function).required - given):
+            raise RewardError(
+                f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
+                "rename or add the column, or choose another reward"
+            )
