@@ -24,7 +24,7 @@ from policygrad.utils.user_code import FileFunction, import_function, load_objec
 
 
 def list_rewards() -> list[str]:
-    """Return the names of the built-in rewards, sorted.
+    """Return the names of the built-in rewards, sorted; one that needs something after a colon ends with it, `judge:`.
 
     `format:REGEX` takes a pattern, `gsm8k:POLICY,POLICY` and `math:…` choose where the answer is looked for,
     `code:OPTION=VALUE,…` limits programs, `ifeval:OPTION=VALUE,…` chooses one of its accuracies,
@@ -32,7 +32,7 @@ def list_rewards() -> list[str]:
     `judge:RUBRIC,model=NAME,url=…` a language model as judge; `verl:FILE` and `openrlhf:FILE` are functions written for these
     libraries.
     """
-    return sorted(_BUILTIN)
+    return sorted([*_BUILTIN, *(f"{name}:" for name in _PRESETS.keys() - _BUILTIN.keys())])
 
 
 def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
@@ -106,11 +106,11 @@ def _load_function(name: str) -> RewardFunction:
     if name in _BUILTIN:
         return _BUILTIN[name]
     path, colon, attribute = name.rpartition(":")
-    if colon and path.endswith(".py"):
+    if colon and path.endswith(".py") and (":" not in path or Path(path).is_file()):
         return FileFunction(str(Path(path).resolve()), attribute)
     if _DOTTED.fullmatch(name):
         return import_function(name)
-    similar = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
+    similar = difflib.get_close_matches(f"{preset}:" if ":" in name else name, list_rewards(), n=1, cutoff=0.4)
     hint = f"did you mean {similar[0]!r}?" if similar else f"the built-in ones are {', '.join(list_rewards())}."
     raise ConfigError(
         f"unknown reward {name!r}: {hint} A function of yours is package.module.function or path/to/file.py:function"
