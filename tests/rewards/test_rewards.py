@@ -1,5 +1,6 @@
 """Built-in rewards on hand-made cases and on real solutions, and how names become rewards."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -145,7 +146,12 @@ def test_built_in_rewards_resolve():
 
 
 def test_an_unknown_reward_is_answered_with_a_similar_one_of_any_kind():
-    near = {"juge:rubric.md,model=m": "judge:", "model-1": "model:", "verll:mine.py": "verl:", "verll:mine.py:f": "verl:"}
+    near = {
+        "juge:rubric.md,model=m": "judge:",
+        "model-1": "model:",
+        "verll:mine.py": "verl:",
+        "verll:mine.py:f": "verl:",
+    }
     for name, meant in (near | {"mth": "math", "mathh:boxed": "math", "openrlhff:a.py": "openrlhf:"}).items():
         with pytest.raises(ConfigError, match=f"unknown reward '{re.escape(name)}': did you mean '{meant}'"):
             resolve_reward(name)
