@@ -272,8 +272,10 @@ def options_from_run(run: UncheckedRun) -> EvalOptions:
     """Return the options with which the run evaluated itself."""
     asked = run.evaluation if run.evaluation.problems else UncheckedRun().evaluation
     isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox", "show_output")}
+    own = {name: getattr(run, name) for name in EVAL_OPTIONS if name != "sampling"}
     return EvalOptions(
-        **{name: getattr(run, name) for name in EVAL_OPTIONS},
+        **own,
+        sampling=run.evaluation.resolve_sampling(run.sampling),
         problems=asked.problems,
         samples=asked.samples_per_prompt,
         device=run.learner.device,

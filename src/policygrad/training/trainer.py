@@ -206,8 +206,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             )
         if resources.has_rewards and run.evaluation.problems:
             self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
+        longest = run.evaluation.resolve_sampling(run.sampling).max_tokens
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
-            resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
+            resources.tokenizer.encode(example.prompt, longest, example.source or "a held-out prompt")
         self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
 
     def connect_teachers(self, stack: ExitStack) -> None:
@@ -476,8 +477,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def _evaluate_task(self, progress: Callable[[int, int], None]) -> tuple[float | None, dict[str, float]]:
         """Evaluate on the held-out problems of the run's own task."""
         examples, samples = self.eval_examples, self.config.evaluation.samples_per_prompt
+        sampling = self.config.evaluation.resolve_sampling(self.config.sampling)
         try:
-            result = self.resources.rollouter.evaluate(examples, samples, self.config.sampling, progress)
+            result = self.resources.rollouter.evaluate(examples, samples, sampling, progress)
         except RewardError as error:
             raise RewardError(f"{error}. {self._resume_hint}") from error
         for text in result.messages:
