@@ -40,6 +40,7 @@ from policygrad.tasks.benchmarks import (
 )
 from policygrad.trackers.console import format_number, to_one_line
 from policygrad.trackers.jsonl import convert_write_errors
+from policygrad.training.best_model import BEST
 from policygrad.training.config.run import (
     EvaluationConfig,
     RunOptions,
@@ -210,7 +211,7 @@ def parse_options(args: list[str]) -> EvalOptions:
         args, "eval", "runs on this machine, or with an engine's servers: --sampler.engine vllm --sampler.urls URL …"
     )
     plain = _parse(EvalOptions(), [word for word in args if word not in ("-h", "--help")])
-    run = next((Path(model) for model in plain.model if (Path(model) / RUN_FILE).is_file()), None)
+    run = next(filter(None, map(_find_run, plain.model)), None)
     if plain.benchmark:
         _check_benchmark_options(plain)
         options = _parse(_benchmark_defaults(plain), args)
@@ -247,6 +248,14 @@ def parse_options(args: list[str]) -> EvalOptions:
     return replace(options, task=options.task or "embedded")
 
 
+def _find_run(model: str) -> Path | None:
+    """Return the folder of the run that trained a model, if the model is a run's folder or its RUN/best."""
+    folder = Path(model)
+    if (folder / RUN_FILE).is_file():
+        return folder
+    return folder.parent if folder.name == BEST and (folder.parent / RUN_FILE).is_file() else None
+
+
 def _check_benchmark_options(plain: EvalOptions) -> None:
     """Raise ConfigError for an unknown benchmark, or an option that a benchmark decides."""
     if plain.benchmark != (LIST,):
@@ -260,7 +269,7 @@ def _check_benchmark_options(plain: EvalOptions) -> None:
 
 def _benchmark_defaults(options: EvalOptions) -> EvalOptions:
     """Return the options of benchmarks before the command line's: of a run its seed, precision and reward workers."""
-    run = next((Path(model) for model in options.model if (Path(model) / RUN_FILE).is_file()), None)
+    run = next(filter(None, map(_find_run, options.model)), None)
     if run is None:
         return EvalOptions(benchmark=options.benchmark, problems=ALL_PROBLEMS)
     allowed = CodePermissions(options.allow_code, options.trust_remote_code)

@@ -202,6 +202,13 @@ class PreparedBenchmark:
     weights: Mapping[str, tuple[int, ...]]
     messages: tuple[str, ...] = ()
 
+    @property
+    def metric_directions(self) -> dict[str, bool]:
+        """The names of `BenchmarkResult.metrics` by which models can be compared, and whether a higher value is better."""
+        name, k = self.benchmark.metric_name, self.samples
+        higher = ["mean", *((f"pass_at_{k}", "majority") if k > 1 else ()), *(m.name for m in self.benchmark.metrics)]
+        return {f"eval/{name}/{each}": True for each in higher} | {f"eval/{name}/truncated_ratio": False}
+
     def evaluate(
         self,
         rollouter: Rollouter,

@@ -397,6 +397,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if isinstance(tensors, LazyStateDict):
             save_lazy_model(self.model, tensors, folder)
         else:
+            copy_weights_(tensors, self.model)  # of which a custom learner may have a copy
             super().write_weights(folder)
 
     def should_continue(self, progress: Progress) -> bool:
@@ -445,6 +446,15 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     @property
     def has_eval(self) -> bool:
         return bool(self.eval_examples or self.benchmarks)
+
+    @property
+    def best_metrics(self) -> Mapping[str, bool]:
+        metrics = {"eval/reward": True} if self.eval_examples else {}
+        parts = {part for example in self.eval_examples if (part := getattr(example, "part", ""))}
+        metrics |= {f"eval/from/{part}": True for part in sorted(parts)}
+        for each in self.benchmarks:
+            metrics |= each.metric_directions
+        return metrics
 
     def _is_eval_due(self, step: int) -> bool:
         """Return whether to evaluate after this step, which is not the last."""

@@ -178,11 +178,17 @@ class CheckpointConfig:
     """Steps between checkpoints; one is always written at the end and at --stop-after."""
     keep: int = 2
     """Number of checkpoints kept on disk; those written by a stop are deleted first."""
+    keep_best: Annotated[str | None, optional_arg("METRIC", "none")] = None
+    """Keep the model with the best value of this evaluation metric, such as eval/reward, in RUN/best."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
             raise ConfigError(
                 f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
+            )
+        if self.keep_best is not None and not self.keep_best.startswith("eval/"):
+            raise ConfigError(
+                f"checkpoint.keep_best names a metric of evaluations, such as eval/reward, not {self.keep_best!r}"
             )
 
 
@@ -476,6 +482,11 @@ def check_run(run: Run) -> None:
             "norms: put OptimalBaseline(norm='exact') into advantage, or leave it empty"
         )
     _check_lr_options(run)
+    if run.checkpoint.keep_best and not (evaluation.every and (evaluation.problems or evaluation.benchmarks)):
+        raise ConfigError(
+            f"checkpoint.keep_best={run.checkpoint.keep_best!r} compares evaluations during training, and this run has none: set "
+            "evaluation.every (and evaluation.problems or benchmarks) above 0, or leave it out"
+        )
     if run.step_end is not None:
         check_step_pattern(run.step_end)
         if "step_end" not in run.algorithm.all_needs:
