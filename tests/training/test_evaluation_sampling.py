@@ -60,3 +60,11 @@ def test_impossible_sampling_of_evaluations_is_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             pg.EvaluationConfig(**dict([options]))
     assert pg.EvaluationConfig(temperature=0.0, samples_per_prompt=1).temperature == 0
+
+
+def test_progress_is_reported_while_a_chunk_of_problems_is_sampled(small: pg.Run) -> None:
+    reports: list[tuple[int, int]] = []
+    evaluation = pg.EvaluationConfig(problems=4, samples_per_prompt=2)
+    run = replace(small, evaluation=evaluation, sampling=replace(small.sampling, decode_rows=2))
+    pg.evaluate(run, progress=lambda done, total: reports.append((done, total)))
+    assert reports == [(done, 4) for done in (1, 2, 3, 4)]
