@@ -47,10 +47,15 @@ TRL = """
 def chat(completions, **kwargs): return [float(len(c[0]["content"])) for c in completions]
 def text(prompts, completions, **kwargs): return [float(len(c)) for c in completions]
 def ids(completions, completion_ids, **kwargs): return [float(sum(c)) for c in completion_ids]
-def state(completions, trainer_state=None, log_metric=None): return [float(trainer_state.global_step)] * len(completions)
+def state(completions, trainer_state=None): return [float(trainer_state.global_step)] * len(completions)
 def total(completions, trainer_state): return [trainer_state.max_steps]
-async def column(completions, answer, **kwargs): return [float(sorted(kwargs) == ["completion_ids", "prompts", "trainer_state"])]
-def logs(completions, log_metric): log_metric("x", 1.0)
+def logs(completions, log_extra, log_metric=None, **kwargs):
+    log_metric("x", 1.0)
+    log_extra("y", completions)
+    return [0.5 for _ in completions]
+async def column(completions, answer, **kwargs):
+    return [float(sorted(kwargs) == ["completion_ids", "log_extra", "log_metric", "prompts", "trainer_state"])]
+def worlds(completions, environments): return [0.0]
 """
 OPENRLHF = """
 import torch
@@ -148,8 +153,9 @@ def test_trl(here: Path) -> None:
         RewardError, match=r"'trl:from_trl\.py:column' needs the column 'answer', and the task has: none"
     ):
         total("trl:from_trl.py:column", [""], [""], **{k: v[:1] for k, v in rollout.items()})
-    with pytest.raises(ConfigError, match="needs the argument 'log_metric', which is not passed here"):
-        resolve_reward("trl:from_trl.py:logs")
+    with pytest.raises(ConfigError, match="needs the argument 'environments', which is not passed here"):
+        resolve_reward("trl:from_trl.py:worlds")
+    assert total("trl:from_trl.py:logs", ["", ""], ["a", "b"]) == [0.5, 0.5]
     with pytest.raises(ConfigError, match=r"'trl:from_trl\.py' names no function: trl:mine\.py:my_function"):
         resolve_reward("trl:from_trl.py")
 

@@ -155,11 +155,11 @@ class OpenRLHFReward(ForeignReward):
         return returned["rewards"] if isinstance(returned, Mapping) else returned
 
 
-_NOT_PASSED = {
-    "log_metric": 'return {"score": number, "feedback": text} to have a text logged, or a number to a reward of its own',
-    "log_extra": 'return {"score": number, "feedback": text} to have a text logged',
-    "environments": "let the environment name the columns that it gives (reward_columns), and take these as arguments",
-}
+_LOGS = ("log_metric", "log_extra")
+
+
+def _log_nothing(name: str, value: Any) -> None:
+    """Stand in for TRL's `log_metric` and `log_extra`: a worker's call logs nothing, and its reward is the same."""
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,15 @@ class TRLReward(ForeignReward):
     kind = "trl"
 
     def __post_init__(self) -> None:
-        required = Signature.from_function(self.function).required
-        for name, remedy in _NOT_PASSED.items():
-            if name in required:  # one with a default keeps it
-                raise ConfigError(f"reward 'trl:…' needs the argument {name!r}, which is not passed here: {remedy}")
+        if "environments" in Signature.from_function(self.function).required:
+            raise ConfigError(
+                "reward 'trl:…' needs the argument 'environments', which is not passed here: let the environment name the columns "
+                "that it gives (reward_columns), and take these as arguments"
+            )
 
     @property
     def required_columns(self) -> frozenset[str]:
-        return Signature.from_function(self.function).required
+        return Signature.from_function(self.function).required - set(_LOGS)
 
     @property
     def episode_columns(self) -> frozenset[str]:
@@ -191,7 +192,8 @@ class TRLReward(ForeignReward):
         texts: list[Any] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in pairs
         ]
-        arguments: dict[str, Any] = {"prompts": prompts, "completions": texts, **columns}
+        arguments: dict[str, Any] = {"prompts": prompts, "completions": texts, **dict.fromkeys(_LOGS, _log_nothing)}
+        arguments |= columns
         if state := arguments.pop(TRAINER_STATE, ()):
             arguments[TRAINER_STATE] = state[0]
         accepted = Signature.from_function(self.function).accepted
