@@ -17,6 +17,7 @@ from policygrad.errors import ConfigError
 from policygrad.rewards.builtin import find_answer_extractor
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rollout.evaluation import EvalSample, EvaluationResult
+from policygrad.trackers.console import strip_control_chars
 from policygrad.training.config.serialization import dump_config
 
 Command = Callable[..., tuple[int, str, str]]
@@ -50,6 +51,17 @@ def test_eval_of_a_run_equals_its_own_evaluation(run_command: Command, trained: 
     assert results["mean"] == last["eval/reward"]
     assert results["stderr"] == last["eval/reward_stderr"]
     assert (results["problems"], results["samples"]) == (6, 4)
+
+
+def test_completions_are_printed_in_full(run_command: Command, small: pg.Run, tmp_path: Path) -> None:
+    code, out, err = run_command("eval", str(small.model), *FEW, "--full", "--output", str(tmp_path / "found"))
+    assert code == 0, err
+    samples = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
+    for number, sample in enumerate(samples, 1):
+        head = f"--- problem {number}: reward {sample['reward']:.2f}, {sample['tokens']} tokens"
+        head += ", cut off" * sample["truncated"]
+        shown = f"{head}\n[prompt]\n{sample['prompt'].rstrip()}\n[completion]\n{sample['completion'].rstrip()}\n"
+        assert strip_control_chars(shown) in out
 
 
 def test_several_models_get_the_same_problems_and_random_numbers(

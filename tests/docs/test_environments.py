@@ -101,3 +101,11 @@ def test_an_environment_of_one_s_own_pays_each_turn() -> None:
     others = [t for t in result if t is not one]
     assert {t.stop_reason for t in others} == {"turns"}
     assert all(len(t.turn_rewards) == 4 and 0 <= t.reward < 0.4 for t in others)
+
+
+def test_the_shop_s_reward_sees_the_cart() -> None:
+    shopping = block("shop")["SHOPPING"]
+    call = '<tool_call>{"name": "buy", "arguments": {"what": "tea"}}</tool_call>'
+    bought, nothing = said(shopping, call, "Done."), said(shopping, "Done.")
+    assert (bought.reward, bought.columns) == (1.0, {"cart": ["tea"]})
+    assert (nothing.reward, nothing.columns) == (0.0, {"cart": []})

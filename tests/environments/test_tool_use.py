@@ -13,11 +13,14 @@ import torch
 
 import policygrad as pg
 from doubles.scripted_sampler import conversation
+from policygrad.checkpoint.manifest import decode_json, encode_json
 from policygrad.environments.base import Observation, Step
 from policygrad.environments.tools import Tool, ToolResult
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout.batching import batch_groups, measure_rollout
+from policygrad.rollout.serialization import pack_groups, unpack_groups
+from policygrad.rollout.trajectory import reward_inputs
 from policygrad.sandbox import PythonTool, find_backend
 
 ASKED = pg.Example("1 + 2 =\n", {"answer": "3"})
@@ -297,6 +300,61 @@ def test_tools_may_depend_on_the_example_and_the_group_s_seed(tokenizer: Tokeniz
     other = pg.Example("2 + 1 =\n", {"answer": "3"})
     conversation(tokenizer, environment, other, [call("reveal"), "3"])
     assert seeds[-1] == seeds[0]  # of the run's seed, the step and the place in it: known before anything is drawn
+
+
+class Shop:
+    def __init__(self, example: pg.Example) -> None:
+        self.cart: list[str] = []
+
+    def buy(self, what: str) -> str:
+        """Puts something into the cart.
+
+        Args:
+            what: its name
+        """
+        self.cart.append(what)
+        return "done"
+
+
+def in_shop(tokenizer: Tokenizer, *turns: str, **options: Any) -> Any:
+    return played(tokenizer, *turns, tools=lambda example: [Shop(example).buy], **options)[0]
+
+
+def test_rewards_see_the_state_of_an_episode_s_tools(tokenizer: Tokenizer) -> None:
+    def spent(answer: str, example: pg.Example, cart: list[str]) -> float:
+        return float(len(cart))
+
+    turns = (call("buy", what="tea"), call("buy", what="milk"), "3")
+    trajectory = in_shop(tokenizer, *turns, reward=spent, reward_columns=("cart",))
+    assert (trajectory.reward, trajectory.columns) == (2.0, {"cart": ["tea", "milk"]})
+
+    environment = pg.ToolUse(lambda example: [Shop(example).buy], tools_in_prompt=False, reward_columns=("cart",))
+    groups = [conversation(tokenizer, environment, ASKED, said, samples=2)[0] for said in (turns, ("3",))]
+    tensors, values = pack_groups(groups)  # as a checkpoint holds them
+    for restored in (groups, list(unpack_groups(tensors, decode_json(encode_json(values, "groups")), lambda i: ASKED))):
+        _, completions, columns = reward_inputs(restored)
+        assert columns["cart"] == [["tea", "milk"]] * 2 + [[]] * 2
+        assert columns["answer"] == ["3"] * 4
+        rows = [t for group in restored for t in group.trajectories]
+        assert list(columns["completion_ids"]) == [t.visible_tokens.tolist() for t in rows]
+        assert tokenizer.decode(torch.tensor(columns["completion_ids"][0])) == completions[0]
+
+
+def test_a_state_that_no_reward_can_see_costs_its_episode(tokenizer: Tokenizer) -> None:
+    class Odd(Shop):
+        answer, place = "3", object()
+
+    for name, why in {
+        "wallet": "no tool's object has the attribute 'wallet', which ToolUse.reward_columns names",
+        "place": "place is a object, which JSON cannot hold",
+        "answer": "the task or the rollout has the column 'answer' already",
+    }.items():
+        tools = lambda example: [Odd(example).buy]  # noqa: E731
+        trajectory, _ = played(tokenizer, "3", tools=tools, reward=None, reward_columns=(name,))
+        assert why in trajectory.failure
+        assert (trajectory.reward, trajectory.stop_reason) == (None, "failed")
+    with pytest.raises(pg.ConfigError, match="reward_columns is a tuple of names"):
+        pg.ToolUse((add,), reward_columns="cart")
 
 
 def test_python_is_a_tool(tokenizer: Tokenizer) -> None:

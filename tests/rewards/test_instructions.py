@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ from policygrad.rewards import instructions
 from policygrad.rewards.instructions import INSTRUCTIONS, IFEval, count_sentences, count_words, follows, list_variants
 from policygrad.rewards.resolve import resolve_reward
 
+TABLE = Path(__file__).parent / "ifeval_cases.jsonl"
+PAGE = Path(__file__).parents[2] / "docs" / "known-benchmarks.md"
 LESS, MORE = "less than", "at least"
 # instruction, its arguments, a text that follows it, and one that does not
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -137,9 +141,48 @@ def test_options_are_parsed_and_the_missing_package_is_named(monkeypatch: pytest
         resolve_reward("ifeval")
 
 
-def test_the_real_detector_knows_english_and_german(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "langdetect")
+def use_real_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "langdetect"]:
+        monkeypatch.delitem(sys.modules, name)
     pytest.importorskip("langdetect")
+    instructions.detect_language.cache_clear()
+
+
+DIFFERENT: dict[tuple[str, str], tuple[float, float]] = {  # ours, and the published evaluator's
+    ("number_sentences", "Wait... what?"): (2, 1),
+    ("number_sentences", "See e.g. the book. It is long."): (2, 3),
+    ("number_sentences", "Hi!!! How are you??"): (2, 3),
+    ("number_sentences", "Apples, pears, etc. are fruit. Good."): (2, 3),
+    ("capital_word_frequency", "GPT-4 and USA's"): (0, 1),
+    ("capital_word_frequency", "AI/ML"): (1, 0),
+}
+
+
+def test_scores_differ_from_the_published_evaluator_s_in_the_documented_cases_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """scripts/compare_ifeval.py has recorded its counts of words and sentences, and its verdicts."""
+    use_real_detector(monkeypatch)
+    cases = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+    assert {case["instruction"] for case in cases} == INSTRUCTIONS.keys()
+    differ = {}
+    for case in cases:
+        name, text = case["instruction"], case["text"]
+        count = {"number_words": count_words, "number_sentences": count_sentences}.get(name.partition(":")[2])
+        ours = count(text) if count else follows(name, case["arguments"], text)
+        if ours != case["published"]:
+            differ[name.partition(":")[2], text] = (ours, case["published"])
+    assert differ == DIFFERENT
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"{len(cases)} short texts" in page
+    for (_, text), (ours, published) in DIFFERENT.items():
+        row = next(line for line in page.splitlines() if f"`{text}`" in line)
+        values = [str(bool(x)).lower() if "AI" in text or "GPT" in text else str(x) for x in (ours, published)]
+        assert row.split(" | ")[1:3] == [value.replace("true", "yes").replace("false", "no") for value in values]
+
+
+def test_the_real_detector_knows_english_and_german(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_real_detector(monkeypatch)
     assert instructions.detect_language("The weather is fine today, and we went for a long walk.") == "en"
     assert instructions.detect_language("Das Wetter ist heute schön, und wir gingen lange spazieren.") == "de"
     assert instructions.detect_language("12 + 3") is None

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.math import Gsm8k, Math, grading, gsm8k, math
+from policygrad.rewards.math import Gsm8k, Math, formulas, grading, gsm8k, math
 from policygrad.rewards.math.extraction import POLICIES, extract
 from policygrad.rewards.math.numbers import parse_quantity, parse_unit
 from policygrad.rewards.resolve import find_code, resolve_reward
@@ -343,3 +344,26 @@ def test_gsm8k_needs_neither_math_verify_nor_sympy():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[1.0] False\n"
+
+
+def test_formulas_are_compared_in_any_thread():
+    def score():
+        return [
+            math(["x"], [rf"\boxed{{{given}}}"], answer=["\\frac{1}{\\sqrt{2}}"])
+            for given in (r"\frac{\sqrt{2}}{2}", "x")
+        ]
+
+    with ThreadPoolExecutor(2) as threads:
+        results = [future.result() for future in [threads.submit(score) for _ in range(2)]]
+    assert results == [score()] * 2 == [[[1.0], [0.0]]] * 2
+
+
+def test_a_comparison_in_another_thread_is_stopped_and_the_next_one_works(monkeypatch):
+    comparer = formulas._Comparer()
+    monkeypatch.setattr(formulas, "_BOOT", "import sys; print('true', flush=True); sys.stdin.read()")  # answers once
+    monkeypatch.setattr(formulas, "COMPARISON_TIMEOUT", 0.05)
+    with pytest.raises(TimeoutError, match=r"comparing '0\.5' with '1/2' took more than 0\.05 seconds"):
+        comparer("1/2", "0.5")
+    monkeypatch.undo()
+    assert comparer(r"\frac{1}{2}", "0.5")
+    assert not comparer(r"\frac{1}{2}", r"\frac{1}{3}")

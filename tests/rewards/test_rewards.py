@@ -1,5 +1,6 @@
 """Built-in rewards on hand-made cases and on real solutions, and how names become rewards."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -125,17 +126,39 @@ def test_built_in_rewards_resolve():
         "format",
         "gsm8k",
         "ifeval",
+        "judge:",
+        "length_penalty:",
         "math",
+        "model:",
+        "openrlhf:",
         "reasoning_gym",
         "reasoning_gym_partial",
         "repetition_penalty",
+        "trl:",
+        "verl:",
         "worked_steps",
     ]
-    for name in list_rewards():
+    for name in (name for name in list_rewards() if not name.endswith(":")):
         if name == "ifeval" and find_spec("langdetect") is None:  # which it needs: see test_instructions.py
             continue
         assert resolve_reward(name).name == name
         assert resolve_reward(name).weight == 1.0
+
+
+def test_an_unknown_reward_is_answered_with_a_similar_one_of_any_kind():
+    near = {
+        "juge:rubric.md,model=m": "judge:",
+        "model-1": "model:",
+        "verll:mine.py": "verl:",
+        "verll:mine.py:f": "verl:",
+    }
+    for name, meant in (near | {"mth": "math", "mathh:boxed": "math", "openrlhff:a.py": "openrlhf:"}).items():
+        with pytest.raises(ConfigError, match=f"unknown reward '{re.escape(name)}': did you mean '{meant}'"):
+            resolve_reward(name)
+    for name in (name for name in list_rewards() if name.endswith(":")):
+        for written in (name, name[:-1]):
+            with pytest.raises(ConfigError, match=f"reward '{name[:-1]}"):
+                resolve_reward(written)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
 from policygrad.sandbox import BACKENDS, FunctionTests, PythonTool, find_backend, landlock, run_function_tests, seccomp
-from policygrad.sandbox.function_tests import Connection, PeerClosedError, decode_value, encode_value
+from policygrad.sandbox.function_tests import (
+    Connection,
+    PeerClosedError,
+    decode_value,
+    encode_value,
+    find_builtin_entry,
+)
 from policygrad.sandbox.program_tests import compare_output
 
 PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
@@ -259,6 +265,9 @@ def test_compare_output_compares_numbers_exactly():
     assert not compare_output("50000000000000000", "50000000000000001")
     assert not compare_output("1  2", "1 2")
     assert not compare_output("x 2.50", "x 2.5")
+    assert not compare_output("sNaN", "1")
+    assert not compare_output("1", "sNaN")
+    assert compare_output("nan 1", "nan 1")
 
 
 @needs_wall
@@ -305,6 +314,43 @@ def test_compare_output_compares_numbers_exactly():
 )
 def test_names_and_objects_between_tests_and_program(source, tests, points):
     assert run_function_tests(source, tests).points == points
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry"),
+    [
+        (("assert sum(10, 15) == 6",), "sum"),
+        (("assert abs(sum(1, 2) - 3) < 1e-6",), "sum"),
+        (("assert set(sorted([2, 1])) == set([1, 2])",), "sorted"),
+        (("assert all(sum(x) == y for x, y in [((1, 2), 3)])",), "sum"),
+        (("assert isinstance(max([1]), int)", "assert len([max([2])]) == 1"), "max"),
+        (("x = list(zip([1], [2]))\nassert x == [(1, 2)]",), "zip"),
+        (("assert list(set([1])) == [1]",), "set"),
+        (("assert all(is_even(x) for x in [2])",), None),
+        (("from math import sqrt\nassert round(sqrt(4)) == 2",), "round"),
+        (("assert True",), None),
+        ((), None),
+    ],
+)
+def test_the_tests_alone_decide_which_builtin_they_are_about(tests, entry):
+    assert find_builtin_entry("import math", tests) == entry
+
+
+@needs_wall
+@pytest.mark.parametrize(
+    ("source", "test", "point"),
+    [
+        ("def all(x): return True", "assert all(is_even(x) for x in [2, 4])", 0.0),
+        ("def abs(x): return 0\ndef sum(*x): return 7", "assert abs(sum(1, 2) - 3) < 1e-6", 0.0),
+        ("def abs(x): return 0", "assert abs(sum([1, 2]) - 4) < 1e-6", 0.0),
+        ("def set(x): return 1\ndef sorted(x): return 2", "assert set(sorted([2, 1])) == set([1, 2])", 0.0),
+        ("x = 1", "assert sorted([2, 1]) == [1, 2]", 0.0),  # Python's own function is no solution
+        ("def abs(x): return 0\ndef sum(*x): return 3", "assert abs(sum(1, 2) - 3) < 1e-6", 1.0),
+        ("def sorted(x): return [1, 2]", "assert set(sorted([2, 1])) == set([1, 2])", 1.0),
+    ],
+)
+def test_a_program_replaces_no_builtin_that_tests_compare_by(source, test, point):
+    assert run_function_tests(source, FunctionTests((test,))).points == (point,)
 
 
 SPOKEN = {  # a program, and tests that it passes

@@ -84,3 +84,12 @@ def test_time_left_follows_the_token_budget_if_it_ends_first():
     assert "left" not in steps[-1]
     assert steps[-1].startswith("step 100/500  1.0k/1.0k tokens")
     assert "\ndone at step 100/500  1.0k/1.0k tokens after 1m40s" in stream.getvalue()
+
+
+def test_a_long_phase_shows_its_progress():
+    stream, now = io.StringIO(), [0.0]
+    tracker = PlainTracker(stream, clock=lambda: now[0])
+    for second in range(0, 150, 5):
+        now[0] = float(second)
+        tracker.phase("evaluating before training", second, 150)
+    assert stream.getvalue().splitlines() == ["evaluating before training", *(f"  {n}/150" for n in range(20, 150, 20))]

@@ -367,6 +367,14 @@ class EnvironmentActor(NamedActor):
         on_truncated = getattr(self._episodes[number][0], "on_truncated", None)
         return None if on_truncated is None else await on_truncated()
 
+    async def read_reward_columns(
+        self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]
+    ) -> dict[str, Any]:
+        """Return the attributes that the environment's `reward_columns` names, after these calls."""
+        await self.call(factory, number, example, seed, calls)
+        environment: Any = self._episodes[number][0]
+        return {name: getattr(environment, name) for name in environment.reward_columns}
+
     async def close(self, number: int) -> None:
         """Close an episode."""
         environment, _ = self._episodes.pop(number, (None, []))
@@ -380,6 +388,7 @@ class RayEnvironmentFactory:
 
     def __init__(self, actors: ActorFactory, size: int, factory: EnvironmentFactory) -> None:
         self.factory_bytes = serialise(factory, "the environment")
+        self.reward_columns = tuple(getattr(factory, "reward_columns", ()))
         restarts = actors.config.restarts  # a retry is safe: a call contains all calls before it
         options = {"max_restarts": restarts, "max_task_retries": restarts, "max_concurrency": MAX_CONCURRENT_CALLS}
         self._actors = [actors.create(EnvironmentActor, ENVIRONMENTS, i, **options) for i in range(size)]
@@ -413,6 +422,7 @@ class RayEnvironment:
 
     def __init__(self, factory: RayEnvironmentFactory, number: int, example: Example, seed: int) -> None:
         self._factory, self._number, self._example, self._seed = factory, number, example, seed
+        self.reward_columns = factory.reward_columns
         self._calls: list[Any] = []
         self._responses: list[Any] = []
 
@@ -424,6 +434,9 @@ class RayEnvironment:
 
     async def on_truncated(self) -> float | None:
         return await self._call("on_truncated")  # type: ignore[no-any-return]
+
+    async def read_reward_columns(self) -> dict[str, Any]:
+        return await self._call("read_reward_columns")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         await self._factory.call(self._number, "close", self._number)

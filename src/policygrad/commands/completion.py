@@ -91,7 +91,7 @@ FLAG_VALUES = {
     "--evaluation.benchmarks": list(load_benchmarks()),
     "--dtype": ["fp32", "bf16"],
     "--learner.dtype": ["auto", "fp32", "bf16"],
-    "--reward": [*list_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
+    "--reward": list_rewards(),
     "--track": list(TRACKERS),
     "--optimizer.schedule": ["constant", "linear", "cosine"],
     "--sampler.engine": [LOCAL, *ENGINES],

@@ -27,7 +27,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.models.lora_config import is_model_folder
 from policygrad.rewards.config import Isolation, RewardConfig
 from policygrad.rewards.resolve import resolve_reward
-from policygrad.rollout.evaluation import EvaluationResult
+from policygrad.rollout.evaluation import EvalSample, EvaluationResult
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.tasks.benchmarks import (
@@ -38,8 +38,9 @@ from policygrad.tasks.benchmarks import (
     load_benchmarks,
     parse_benchmarks,
 )
-from policygrad.trackers.console import format_number, to_one_line
+from policygrad.trackers.console import format_number, strip_control_chars, to_one_line
 from policygrad.trackers.jsonl import convert_write_errors
+from policygrad.training.best_model import BEST
 from policygrad.training.config.run import (
     EvaluationConfig,
     RunOptions,
@@ -51,6 +52,7 @@ from policygrad.training.config.run import (
 )
 from policygrad.training.config.serialization import EVAL_OPTIONS, load_eval_options
 from policygrad.training.config.trust import RUN_FILE, CodePermissions, code_in_argv
+from policygrad.utils.pictures import content_text
 
 if TYPE_CHECKING:
     from policygrad.training.evaluation import BenchmarkResult
@@ -132,6 +134,8 @@ class EvalOptions:
     """The reward workers."""
     show: int = 3
     """Number of completions to print."""
+    full: bool = False
+    """Print them in full, with their prompts and rewards, instead of one line of each."""
     json: bool = False
     """Print one JSON object instead of a table (docs/json.md)."""
     output: Annotated[str | None, optional_arg("DIR", "none")] = None
@@ -177,7 +181,7 @@ def evaluate(args: list[str]) -> int:
     report = build_report(options.task, options.eval_data, options.samples, options.threshold, outcomes)
     if folder is not None:
         save_results(folder, report, outcomes)
-    print_table(report, outcomes, options.show, as_json=options.json)
+    print_table(report, outcomes, options.show, as_json=options.json, full=options.full)
     return 0
 
 
@@ -211,7 +215,7 @@ def parse_options(args: list[str]) -> EvalOptions:
         args, "eval", "runs on this machine, or with an engine's servers: --sampler.engine vllm --sampler.urls URL …"
     )
     plain = _parse(EvalOptions(), [word for word in args if word not in ("-h", "--help")])
-    run = next((Path(model) for model in plain.model if (Path(model) / RUN_FILE).is_file()), None)
+    run = next(filter(None, map(_find_run, plain.model)), None)
     if plain.benchmark:
         _check_benchmark_options(plain)
         options = _parse(_benchmark_defaults(plain), args)
@@ -248,6 +252,14 @@ def parse_options(args: list[str]) -> EvalOptions:
     return replace(options, task=options.task or "embedded")
 
 
+def _find_run(model: str) -> Path | None:
+    """Return the folder of the run that trained a model, if the model is a run's folder or its RUN/best."""
+    folder = Path(model)
+    if (folder / RUN_FILE).is_file():
+        return folder
+    return folder.parent if folder.name == BEST and (folder.parent / RUN_FILE).is_file() else None
+
+
 def _check_benchmark_options(plain: EvalOptions) -> None:
     """Raise ConfigError for an unknown benchmark, or an option that a benchmark decides."""
     if plain.benchmark != (LIST,):
@@ -261,7 +273,7 @@ def _check_benchmark_options(plain: EvalOptions) -> None:
 
 def _benchmark_defaults(options: EvalOptions) -> EvalOptions:
     """Return the options of benchmarks before the command line's: of a run its seed, precision and reward workers."""
-    run = next((Path(model) for model in options.model if (Path(model) / RUN_FILE).is_file()), None)
+    run = next(filter(None, map(_find_run, options.model)), None)
     if run is None:
         return EvalOptions(benchmark=options.benchmark, problems=ALL_PROBLEMS)
     allowed = CodePermissions(options.allow_code, options.trust_remote_code)
@@ -273,8 +285,10 @@ def options_from_run(run: UncheckedRun) -> EvalOptions:
     """Return the options with which the run evaluated itself."""
     asked = run.evaluation if run.evaluation.problems else UncheckedRun().evaluation
     isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox", "show_output")}
+    own = {name: getattr(run, name) for name in EVAL_OPTIONS if name != "sampling"}
     return EvalOptions(
-        **{name: getattr(run, name) for name in EVAL_OPTIONS},
+        **own,
+        sampling=run.evaluation.resolve_sampling(run.sampling),
         problems=asked.problems,
         samples=asked.samples_per_prompt,
         device=run.learner.device,
@@ -322,7 +336,7 @@ def evaluate_known(options: EvalOptions, args: list[str], folder: Path | None) -
         if folder is not None:
             save_results(folder / benchmark.metric_name, reports[-1], outcomes)
         if not options.json:
-            print_benchmark(reports[-1], outcomes, options.show)
+            print_benchmark(reports[-1], outcomes, options.show, full=options.full)
     if options.json:
         print_json({"benchmarks": reports})
     elif len(reports) > 1:
@@ -364,9 +378,9 @@ def _interval(values: Sequence[float]) -> list[float]:
     return [estimate.low, estimate.high]
 
 
-def print_benchmark(report: Mapping[str, Any], outcomes: Outcomes, show: int) -> None:
+def print_benchmark(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, full: bool = False) -> None:
     """Print a benchmark's table on standard output, and problems on standard error."""
-    print_table(report, outcomes, show, as_json=False)
+    print_table(report, outcomes, show, as_json=False, full=full)
     for row in report.get("models", [report]):
         name = row["model"]
         low, high = row["interval"]
@@ -501,7 +515,7 @@ def _list_ks(samples: int) -> list[int]:
     return [k for k in _KS if k < samples] + [samples]
 
 
-def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_json: bool) -> None:
+def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_json: bool, full: bool = False) -> None:
     """Print the report on standard output, and problems with rewards on standard error."""
     if as_json:
         print_json(report)
@@ -540,10 +554,26 @@ def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_
     for i in range(max(0, show)):
         for model, outcome in outcomes.items():
             for sample in outcome.problems[i][:1] if i < len(outcome.problems) else ():
+                if full:
+                    print(_format_sample(model if len(rows) > 1 else "", i, outcome.prompts[i], sample))
+                    continue
                 text = f"{to_one_line(model, 24)}: {to_one_line(sample.text, 60)}"
                 print(f"  {format_number(sample.score):>5}  {to_one_line(sample.text, 70) if len(rows) == 1 else text}")
     for message in dict.fromkeys(note for row in rows for note in row["notes"]):
         print(f"note: {message}", file=sys.stderr)
+
+
+def _format_sample(model: str, problem: int, prompt: Any, sample: EvalSample) -> str:
+    """Return a completion in full, after its prompt: text, or messages with their roles."""
+    messages = [("prompt", prompt)] if isinstance(prompt, str) else [(m["role"], m.get("content")) for m in prompt]
+    reward = "none, it failed" if sample.reward is None else format_number(sample.reward)
+    parts = ", ".join(f"{name} {'none' if x is None else format_number(x)}" for name, x in sample.rewards)
+    head = f"problem {problem + 1}" + (f", {model}" if model else "") + f": reward {reward}"
+    head += f" ({parts})" if len(sample.rewards) > 1 else ""
+    head += f", {sample.tokens} tokens" + (", cut off" if sample.truncated else "")
+    shown = [f"[{role}]\n{content_text(content or '').rstrip()}" for role, content in messages]
+    text = "\n".join([f"--- {head}", *shown, "[completion]", sample.text.rstrip()])
+    return strip_control_chars(text)
 
 
 def _format_failures(row: Mapping[str, Any]) -> str:

@@ -127,6 +127,9 @@ class Environment(Protocol):
 
     An environment that never awaits may set `waits = False`: it is then called without a task of its own. One that holds a
     resource, such as a connection, may have a method `close`, plain or async, which is called once however the episode ends.
+
+    `reward_columns`, a tuple of names, lets the run's reward functions see its state: the attributes of these names, as they are at
+    the episode's end, reach them as columns beside the task's. They hold plain data (numbers, text, lists, dicts).
     """
 
     async def reset(self) -> Observation:

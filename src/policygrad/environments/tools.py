@@ -55,8 +55,9 @@ class ToolUse:
     tools: Sequence[Callable[..., Any] | ToolSource] | Callable[..., Sequence[Callable[..., Any] | ToolSource]]
     """Functions with types and a docstring, plain or async, and the tools of servers (`pg.McpTools`); or a function from an example
     (and `seed`) to those of its episode."""
-    reward: Callable[[str, Example], Any] | None = None
-    """Scores an episode from its answer ("" = none) and example, plain or async; None = the run's reward functions."""
+    reward: Callable[..., Any] | None = None
+    """Scores an episode from its answer ("" = none), its example and what `reward_columns` names, plain or async; None = the run's
+    reward functions."""
     call_reward: Callable[[ToolCall, ToolResult], Any] | None = None
     """Scores each call of a turn; the scores are added up. It may return None for a call without a reward."""
     max_turns: int = 8
@@ -71,6 +72,9 @@ class ToolUse:
     """Whether the prompt lists the tools: through the chat template, or before the first message if it does not support tools."""
     parser: ToolCallParser | None = None
     """Parses calls; None = in the format of the model's chat template."""
+    reward_columns: Sequence[str] = ()
+    """Attributes of the tools' objects (`shop` of `shop.buy`) that rewards see as they are at the episode's end: the run's reward
+    functions as columns, `reward` as keyword arguments. Plain data: numbers, text, lists, dicts."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1 or not self.timeout > 0 or self.max_output_chars < 1 or self.max_calls < 1:
@@ -78,6 +82,8 @@ class ToolUse:
                 "ToolUse: max_turns, max_output_chars and max_calls must be at least 1, and timeout above 0, not "
                 f"{self.max_turns}, {self.max_output_chars}, {self.max_calls} and {self.timeout:g}"
             )
+        if isinstance(self.reward_columns, str):
+            raise ConfigError(f"ToolUse: reward_columns is a tuple of names, ({self.reward_columns!r},), not one text")
         self._fixed_tools  # noqa: B018  an invalid tool fails here, not in the first episode
 
     @cached_property
@@ -331,6 +337,7 @@ def _to_text(value: Any) -> str:
 class _Conversation:
     def __init__(self, config: ToolUse, example: Example, tools: Sequence[Tool | ToolSource]) -> None:
         self.config, self.example, self.turns = config, example, 0
+        self.reward_columns = tuple(config.reward_columns)
         self._given, self._sources = tools, AsyncExitStack()
         self.tools: dict[str, Tool] = {}
 
@@ -383,6 +390,18 @@ class _Conversation:
             reply = ({"role": "user", "content": join_tool_responses(replies)},)
         return Step(Observation(reply), reward, metrics)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the state of the tools that `reward_columns` names."""
+        if name not in self.__dict__.get("reward_columns", ()):
+            raise AttributeError(name)
+        for tool in self.tools.values():
+            owner = getattr(tool.function, "__self__", tool.function)
+            if hasattr(owner, name):
+                return getattr(owner, name)
+        raise AttributeError(
+            f"no tool's object has the attribute {name!r}, which ToolUse.reward_columns names: give methods of one that has it"
+        )
+
     async def on_truncated(self) -> float | None:
         return await self._score("")
 
@@ -392,7 +411,8 @@ class _Conversation:
     async def _score(self, answer: str) -> float | None:
         if self.config.reward is None:
             return None
-        reward = self.config.reward(answer, self.example)
+        columns = {name: getattr(self, name) for name in self.reward_columns}
+        reward = self.config.reward(answer, self.example, **columns)
         return _check_reward("reward", await reward if inspect.isawaitable(reward) else reward)
 
 

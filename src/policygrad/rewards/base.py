@@ -17,7 +17,23 @@ RewardResult = Sequence[float | Feedback | Exception | None] | Sequence[StepScor
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+COMPLETION_IDS, TRAINER_STATE = "completion_ids", "trainer_state"
+EPISODE_COLUMNS = frozenset({COMPLETION_IDS, TRAINER_STATE})
+"""What a rollout adds to the task's columns for functions that name them: each completion's token ids, and a TrainerState."""
 FAILURE_REASONS = ("raised", "row", "timeout", "nan", "inf", "none", "type", "length", "crashed")
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the run is, for reward functions with an argument `trainer_state`, as TRL's have."""
+
+    global_step: int
+    """Number of finished steps; 0 in evaluations, which are compared with each other."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer_state has no {name!r} here: it has `global_step`, the number of finished steps, alone"
+        )
 
 
 @dataclass(frozen=True)

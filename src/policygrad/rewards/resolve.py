@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 from urllib.parse import urlsplit
 
-from policygrad.errors import ConfigError, RewardError
+from policygrad.errors import ConfigError
 from policygrad.rewards import builtin, code, instructions
 from policygrad.rewards import math as math_rewards
 from policygrad.rewards.base import Reward, RewardFunction
+from policygrad.rewards.foreign import FOREIGN, split_location
 from policygrad.rewards.workers.messages import SampleResult, select_samples
 from policygrad.rewards.workers.worker import RewardCaller, Signature
-from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function, load_object
 
 
 def list_rewards() -> list[str]:
-    """Return the names of the built-in rewards, sorted.
+    """Return the names of the built-in rewards, sorted; one that needs something after a colon ends with it, `judge:`.
 
     `format:REGEX` takes a pattern, `gsm8k:POLICY,POLICY` and `math:…` choose where the answer is looked for,
     `code:OPTION=VALUE,…` limits programs, `ifeval:OPTION=VALUE,…` chooses one of its accuracies,
     `length_penalty:max_length=400` sets the length; `model:PATH` is a reward model,
-    `judge:RUBRIC,model=NAME,url=…` a language model as judge; `verl:FILE` and `openrlhf:FILE` are functions written for these
-    libraries.
+    `judge:RUBRIC,model=NAME,url=…` a language model as judge; `verl:FILE`, `openrlhf:FILE` and `trl:FILE:NAME` are
+    functions written for these libraries.
     """
-    return sorted(_BUILTIN)
+    return sorted([*_BUILTIN, *(f"{name}:" for name in _PRESETS.keys() - _BUILTIN.keys())])
 
 
 def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
@@ -79,9 +78,10 @@ _PRESETS = {
     "length_penalty": "policygrad.rewards.builtin:LengthPenalty.from_options",
     "math": "policygrad.rewards.math:Math.from_options",
     "model": "policygrad.rewards.reward_model:ModelReward.from_name",
-    "openrlhf": "policygrad.rewards.resolve:OpenRLHFReward.load",
+    "openrlhf": "policygrad.rewards.foreign:OpenRLHFReward.load",
     "repetition_penalty": "policygrad.rewards.builtin:RepetitionPenalty.from_options",
-    "verl": "policygrad.rewards.resolve:VerlReward.load",
+    "trl": "policygrad.rewards.foreign:TRLReward.load",
+    "verl": "policygrad.rewards.foreign:VerlReward.load",
 }
 OPENAI_URL = "https://api.openai.com/v1"
 _LOCALHOST = ("localhost", "127.0.0.1", "::1")
@@ -106,11 +106,11 @@ def _load_function(name: str) -> RewardFunction:
     if name in _BUILTIN:
         return _BUILTIN[name]
     path, colon, attribute = name.rpartition(":")
-    if colon and path.endswith(".py"):
+    if colon and path.endswith(".py") and (":" not in path or Path(path).is_file()):
         return FileFunction(str(Path(path).resolve()), attribute)
     if _DOTTED.fullmatch(name):
         return import_function(name)
-    similar = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
+    similar = difflib.get_close_matches(f"{preset}:" if ":" in name else name, list_rewards(), n=1, cutoff=0.4)
     hint = f"did you mean {similar[0]!r}?" if similar else f"the built-in ones are {', '.join(list_rewards())}."
     raise ConfigError(
         f"unknown reward {name!r}: {hint} A function of yours is package.module.function or path/to/file.py:function"
@@ -131,7 +131,7 @@ def _find_code(name: str) -> str | None:
         url = options.get("url") or OPENAI_URL
         return None if is_local_url(url) else url
     kind, _, location = name.partition(":")
-    if kind in DEFAULT_FUNCTION_NAMES:
+    if kind in FOREIGN:
         return split_location(kind, location)[0]
     if name in _BUILTIN or kind in _PRESETS:
         return None
@@ -171,7 +171,7 @@ def resolve_paths(name: str, resolve_path: PathResolver) -> str:
             file = location.partition(",")[0]
         elif kind == "model":
             file = location
-        elif kind in DEFAULT_FUNCTION_NAMES:
+        elif kind in FOREIGN:
             file = split_location(kind, location)[0]
         else:
             start, file = 0, part.rpartition(":")[0]
@@ -334,6 +334,11 @@ class GatedReward:
         """The columns that a part requires."""
         return frozenset().union(*(Signature.from_function(part.function).required for part in self._parts))
 
+    @property
+    def episode_columns(self) -> frozenset[str]:
+        """The columns of the rollout that a part names."""
+        return frozenset().union(*(Signature.from_function(part.function).episode for part in self._parts))
+
     @cached_property
     def _callers(self) -> tuple[RewardCaller, ...]:
         return tuple(RewardCaller(part.name, part.function) for part in self._parts)
@@ -355,102 +360,3 @@ class GatedReward:
                     elif result.value is not None and result.value <= 0:
                         results[i] = SampleResult(0.0, feedback=result.feedback)
         return [results[i] for i in range(len(completions))]
-
-
-# Reward functions with the signatures of verl and OpenRLHF: `verl:mine.py`, `openrlhf:reward_func.py`.
-#
-# Sources: verl, docs/preparation/reward_function.rst ("Customized"), and its reward managers for what may be returned; OpenRLHF,
-# README, "Single-Turn Agent: Reinforced Fine-tuning with Custom Rewards" (--remote_rm_url FILE).
-
-DEFAULT_FUNCTION_NAMES = {"verl": "compute_score", "openrlhf": "reward_func"}
-
-
-@dataclass(frozen=True)
-class ForeignReward:
-    """A function with the signature of another library."""
-
-    function: RewardFunction
-    kind: ClassVar[str]
-
-    @classmethod
-    def load(cls, name: str) -> Self:
-        """Load the function at `FILE.py`, `FILE.py:NAME` or `package.module.NAME`. Raises ConfigError."""
-        if not name:
-            kind, default = cls.kind, DEFAULT_FUNCTION_NAMES[cls.kind]
-            raise ConfigError(f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{default}")
-        file, attribute = split_location(cls.kind, name)
-        is_file = file.endswith(".py")
-        return cls(FileFunction(str(Path(file).resolve()), attribute) if is_file else import_function(name))
-
-    @property
-    def reward_prepare(self) -> Any:
-        return getattr(self.function, "reward_prepare", None)
-
-
-def split_location(kind: str, name: str) -> tuple[str, str]:
-    """Return (file or module, function)."""
-    if name.endswith(".py"):
-        return name, DEFAULT_FUNCTION_NAMES[kind]
-    file, colon, function = name.rpartition(":")
-    return (file, function) if colon else (name.rpartition(".")[0], name.rpartition(".")[2])
-
-
-@dataclass(frozen=True)
-class VerlReward(ForeignReward):
-    """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`) and
-    perhaps `feedback`.
-
-    ground_truth comes from the column `reward_model`, or is `answer`; data_source and extra_info are the columns of these names, or
-    None. The function may be async.
-    """
-
-    kind = "verl"
-
-    def __call__(self, prompts: Any, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
-        returned: list[Any] = []
-        for i, text in enumerate(completions):
-            row = {name: values[i] for name, values in columns.items()}
-            model = row.get("reward_model")
-            if isinstance(model, Mapping) and "ground_truth" in model:
-                row["answer"] = model["ground_truth"]
-            elif "answer" not in row:
-                raise RewardError("verl's functions need a ground_truth: the task has neither reward_model nor answer")
-            source, truth, extra = (row.get(column) for column in ("data_source", "answer", "extra_info"))
-            returned.append(self.function(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra))
-        if not any(map(inspect.isawaitable, returned)):
-            return [_extract_verl_score(each) for each in returned]
-
-        async def wait() -> list[Any]:
-            return [_extract_verl_score(await each if inspect.isawaitable(each) else each) for each in returned]
-
-        return wait()
-
-
-def _extract_verl_score(returned: Any) -> Any:
-    if not isinstance(returned, Mapping):
-        return returned
-    score = returned["score"] if "score" in returned else returned["reward"]
-    return {"score": score, "feedback": returned["feedback"]} if "feedback" in returned else score
-
-
-@dataclass(frozen=True)
-class OpenRLHFReward(ForeignReward):
-    """`reward_func(queries, prompts, labels)` → a tensor or list of rewards, or a dict with `rewards`.
-
-    queries are prompts followed by their completions, labels the column `answer` (--label_key there), lists of one. A chat prompt
-    is the contents of its messages, a line each: the model's template is not known here.
-    """
-
-    kind = "openrlhf"
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
-        texts = [
-            prompt
-            if isinstance(prompt, str)
-            else "".join(f"{content_text(message.get('content') or '')}\n" for message in prompt)
-            for prompt in prompts
-        ]
-        queries = [prompt + text for prompt, text in zip(texts, completions, strict=True)]
-        labels = list(columns.get("answer", [None] * len(queries)))
-        returned: Any = self.function(queries=queries, prompts=texts, labels=labels)
-        return returned["rewards"] if isinstance(returned, Mapping) else returned

@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from policygrad.checkpoint.manifest import encode_json
 from policygrad.core.media import TextMedia, distinguish_media, select_media, shift_media
 from policygrad.environments.base import (
     CONTEXT,
@@ -32,7 +34,9 @@ from policygrad.environments.base import (
 )
 from policygrad.errors import EngineError
 from policygrad.models.chat_template import HistoryRewrittenError, Tools
+from policygrad.models.control_tokens import replace_surrogates
 from policygrad.models.tokenizer import EncodedText, PromptTooLongError, Tokenizer
+from policygrad.rewards.base import EPISODE_COLUMNS
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, align_contents
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
@@ -221,6 +225,7 @@ class _Episode(Conversation):
         self.metrics: Counter[str] = Counter()
         self.done = self.truncated = False
         self.stop_reason = ""
+        self.columns: dict[str, Any] = {}  # for reward functions
         self._close: Callable[[], Any] | None = None
         try:
             self.environment = calls.create_environment(factory, spec.example, spec.seed, self.name, spec.location)
@@ -267,6 +272,7 @@ class _Episode(Conversation):
             if observation and not self.append_observation(observation, text, encoder, generation.tokens):
                 await self._truncate()
             if self.done:
+                await self._read_columns()
                 await self._close_environment()
         except EnvironmentFailedError as error:
             self.fail(str(error))
@@ -293,7 +299,14 @@ class _Episode(Conversation):
             turn_states=tuple(self.turn_states),
             stop_reason=self.stop_reason,
             failure=self.failure,
+            columns=self.columns,
         )
+
+    async def _read_columns(self) -> None:
+        """Read what the environment shows to reward functions, before it is closed."""
+        if getattr(self.environment, "reward_columns", ()):
+            reader = SimpleNamespace(reward_columns=partial(read_columns, self.environment, self.spec.example.columns))
+            self.columns = await self.calls.call(reader, self.name, "reward_columns", self.spec.location)
 
     async def _call(self, method: str, *args: Any) -> Any:
         turn = f", turn {len(self.rewards) + 1}" if method != "reset" else ""
@@ -323,6 +336,29 @@ class _Episode(Conversation):
                 raise EngineError(f"{self.name}.on_truncated: {error} ({self.spec.location})") from error
             if last.reward is not None:
                 self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
+
+
+async def read_columns(environment: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of an environment's attributes that its `reward_columns` names.
+
+    Args:
+        columns: The example's own.
+
+    Raises:
+        TypeError, ValueError: One is not plain data, or has the name of another argument.
+    """
+    names: Sequence[str] = environment.reward_columns
+    if taken := [name for name in names if name in {"prompts", "completions", *EPISODE_COLUMNS, *columns}]:
+        raise ValueError(
+            f"the task or the rollout has the column {taken[0]!r} already: rename the environment's attribute"
+        )
+    if (read := getattr(environment, "read_reward_columns", None)) is not None:  # it runs elsewhere
+        values = await read()
+    else:
+        values = {name: getattr(environment, name) for name in names}
+    for name, value in values.items():
+        encode_json(value, name)  # checkpoints and records hold it
+    return {name: deepcopy(replace_surrogates(value)) for name, value in values.items()}
 
 
 def before_picture(length: int, media: TextMedia) -> int:

@@ -324,22 +324,37 @@ class Rollouter:
         Random numbers are the same in every evaluation, so that two evaluations differ only by the weights.
         """
         groups, scoring = list[EpisodeGroup](), ScoringResult()
+        reported = 0
+
+        def report(num_completions: int) -> None:
+            """Report a part of a chunk, in problems."""
+            nonlocal reported
+            if (done := len(groups) + num_completions // samples_per_prompt) > reported:
+                reported = done
+                progress(done, len(examples))
+
         for first in range(0, len(examples), EVAL_CHUNK):
             chunk = enumerate(examples[first : first + EVAL_CHUNK], first)
             specs = [EpisodeSpec(x, (self.seed, EVALUATE, 0, i), sampling.max_tokens) for i, x in chunk]
             with self.lock:
-                chunk_groups, result = self._play_and_score(specs, samples_per_prompt, sampling)
+                chunk_groups, result = self._play_and_score(specs, samples_per_prompt, sampling, report)
             groups, scoring = [*groups, *chunk_groups], scoring | result
-            progress(len(groups), len(examples))
+            report(0)
         extract_answer = find_answer_extractor(self.pool.rewards if self.pool else ())
         return summarise_evaluation(groups, scoring.messages, extract_answer)
 
     def _play_and_score(
-        self, specs: Sequence[EpisodeSpec], samples_per_prompt: int, sampling: SamplingParams
+        self,
+        specs: Sequence[EpisodeSpec],
+        samples_per_prompt: int,
+        sampling: SamplingParams,
+        on_finished: Callable[[int], None] | None = None,
     ) -> tuple[list[EpisodeGroup], ScoringResult]:
-        """Run and score episodes; finished completions are scored while others are sampled, if that saves time."""
-        pool = self.pool if self.environment is SingleTurn else None
-        with score_while_sampling(pool, self.sampler, specs, samples_per_prompt, self.tokenizer.decode) as score:
+        """Run and score episodes; finished completions are scored while others are sampled, if that saves time, and counted."""
+        pool, decode = self.pool, self.tokenizer.decode
+        if self.environment is not SingleTurn:  # a completion is a turn
+            pool, on_finished = None, None
+        with score_while_sampling(pool, self.sampler, specs, samples_per_prompt, decode, on_finished) as score:
             groups = self.play(specs, samples_per_prompt, sampling)
             if not any(t.failure for group in groups for t in group.trajectories):
                 return score_groups(groups, score or self.score)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import stdev
@@ -154,14 +154,30 @@ def score_while_sampling(
     specs: Sequence[EpisodeSpec],
     samples_per_prompt: int,
     decode: Callable[[Any], str],
+    on_finished: Callable[[int], None] | None = None,
 ) -> Iterator[ScoreFn | None]:
     """Score finished completions while others are still being sampled, when the overlap saves time. Results are identical.
 
     Single-turn episodes only. Yields the function that returns all scores; None = score in the ordinary way.
+
+    Args:
+        on_finished: Called with the number of finished completions whenever there are more, if the sampler reports them.
     """
     keys = [(*spec.key, sample) for spec in specs for sample in range(samples_per_prompt)]
-    if pool is None or not isinstance(sampler, SupportsStreaming) or not pool.is_overlap_worthwhile(len(keys)):
+    if not isinstance(sampler, SupportsStreaming):
         yield None
+        return
+    num_finished = 0
+
+    def count(finished: Sequence[tuple[Request, Tensor]]) -> None:
+        nonlocal num_finished
+        num_finished += len(finished)
+        if on_finished is not None:
+            on_finished(num_finished)
+
+    if pool is None or not pool.is_overlap_worthwhile(len(keys)):
+        with nullcontext() if on_finished is None else sampler.on_completion(count):
+            yield None
         return
     prompts, columns = prompts_and_columns([spec.example for spec in specs for _ in range(samples_per_prompt)])
     indices = {key: i for i, key in enumerate(keys)}
@@ -170,6 +186,7 @@ def score_while_sampling(
         def add(finished: Sequence[tuple[Request, Tensor]]) -> None:
             completions = {indices[r.key]: decode(tokens) for r, tokens in finished if r.key in indices}
             scoring.add_completions(completions)
+            count(finished)
 
         with sampler.on_completion(add):
             yield partial(pool.score, incremental=scoring)

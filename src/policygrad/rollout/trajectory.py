@@ -15,7 +15,7 @@ from policygrad.core.batch import Batch, SamplingMask
 from policygrad.core.media import Media, TextMedia, shift_media
 from policygrad.environments.base import ENVIRONMENT, TOKENS
 from policygrad.models.tokenizer import EncodedText
-from policygrad.rewards.base import StepScores
+from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, StepScores, TrainerState
 from policygrad.samplers.base import Generation, SamplingParams
 from policygrad.tasks.base import Example
 
@@ -148,6 +148,8 @@ class Trajectory:
     """The role that the policy played, in a game of several players; "" = no game."""
     peers: str = ""
     """Equal for the episodes of a group that can be compared with each other."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What its environment tells the reward functions (`reward_columns`): plain data by name, as it was at the episode's end."""
 
     @property
     def tokens(self) -> Tensor:
@@ -301,10 +303,32 @@ class RolloutRequest:
 
 
 def reward_inputs(groups: list[EpisodeGroup]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
-    """Return the arguments of a reward function: (prompts, completions, columns), one entry per episode."""
-    repeated = [(g.spec.example, t.text) for g in groups for t in g.trajectories]
-    prompts, columns = prompts_and_columns([example for example, _ in repeated])
-    return prompts, [text for _, text in repeated], columns
+    """Return the arguments of a reward function: (prompts, completions, columns), one entry per episode.
+
+    The columns are those of the examples, of the environments (`Trajectory.columns`), and EPISODE_COLUMNS.
+    """
+    rows = [(g.spec, t) for g in groups for t in g.trajectories]
+    prompts, columns = prompts_and_columns([spec.example for spec, _ in rows])
+    for name in dict.fromkeys(name for _, t in rows for name in t.columns):
+        columns[name] = [t.columns.get(name) for _, t in rows]
+    columns[COMPLETION_IDS] = _LazyColumn([t.visible_tokens.tolist for _, t in rows])  # type: ignore[assignment]
+    columns[TRAINER_STATE] = [
+        TrainerState(max(0, spec.key[2] - 1) if spec.key[1] != EVALUATE else 0) for spec, _ in rows
+    ]
+    return prompts, [t.text for _, t in rows], columns
+
+
+@dataclass(frozen=True, eq=False)
+class _LazyColumn(Sequence[Any]):
+    """A column whose values are made when they are read: few reward functions ask for token ids."""
+
+    make: Sequence[Callable[[], Any]]
+
+    def __len__(self) -> int:
+        return len(self.make)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make[index]()
 
 
 def prompts_and_columns(examples: Sequence[Example]) -> tuple[list[Any], dict[str, list[Any]]]:

@@ -19,7 +19,7 @@ import re
 import sys
 import types
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, TypeGuard
 
 _MAX_MESSAGE_CHARS = 300  # of the verdict's messages
@@ -42,7 +42,8 @@ def run_examiner(examination: dict[str, Any], questions: int, answers: int, verd
         try:
             _bind_names(space, channel, setup, exclude_defined=True)
             exec(compile(setup, "setup.py", "exec"), space)
-            bound = _bind_names(space, channel, "\n".join(tests), examination["entry"])
+            entry = examination["entry"] or find_builtin_entry(setup, tests)
+            bound = _bind_names(space, channel, "\n".join(tests), entry)
         except Exception as error:
             message = f"the tests' setup raised {type(error).__name__}: {error}"
             if not channel.num_requests and not isinstance(error, NameError):
@@ -76,20 +77,11 @@ def _bind_names(
 ) -> dict[str, Any]:
     """Bind the candidate's functions and constants that the code uses, and return them.
 
-    `len` or `math` in tests is Python's, and what their setup defines is theirs: a program cannot replace it. Only where tests call
-    nothing else of the program's is a function with a built-in's name the program's (MBPP has a `sum`).
+    `len` or `math` in tests is Python's, and what their setup defines is theirs: a program cannot replace it.
     exclude_defined: skip the names that this code defines itself.
     """
     nodes = list(ast.walk(ast.parse(code)))
-    defined = set[str]()
-    for node in nodes if exclude_defined else ():
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                defined.add(name)
-            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
-                defined.add(name)
-            case ast.alias():
-                defined.add((node.asname or node.name).partition(".")[0])
+    defined = _find_definitions(nodes) if exclude_defined else set()
     used = [entry, *(node.id for node in nodes if isinstance(node, ast.Name))]
     names = dict.fromkeys(name for name in used if name and name not in defined)
     available = [name for name in names if name in channel.names and (name == entry or name not in space)]
@@ -99,11 +91,54 @@ def _bind_names(
     for name in names:
         if name in sys.stdlib_module_names and name not in space and name not in bound:
             space[name] = __import__(name)
-    for name in bound or [name for name in available if hasattr(builtins, name) and not exclude_defined]:
+    for name in bound:
         space[name] = channel.request("name", name)
     if entry and entry not in channel.names:
         raise NameError(f"the program defines no {entry!r}")
     return {name: space[name] for name in bound}
+
+
+def _find_definitions(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names that code defines, at its top level or within."""
+    defined = set[str]()
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+                defined.add(name)
+            case ast.ExceptHandler(name=str() as name):
+                defined.add(name)
+            case ast.alias():
+                defined.add((node.asname or node.name).partition(".")[0])
+    return defined
+
+
+def find_builtin_entry(setup: str, tests: Sequence[str]) -> str | None:
+    """Return the function that tests are about, where it has a built-in's name (MBPP has a `sum`); None = it has another.
+
+    The tests alone decide, as a program may define `all` or `abs` as well, by which they compare. It is what all of them use, and
+    of several the first to be called, which is an argument of the others, unless it only makes data (`set`).
+    """
+    trees = [ast.parse(test) for test in tests]
+    nodes = list(ast.walk(ast.parse("\n".join((setup, *tests)))))
+    own = _find_definitions(nodes)
+    free = {node.id for node in nodes if isinstance(node, ast.Name)} - own - sys.stdlib_module_names
+    if not trees or not all(hasattr(builtins, name) for name in free):
+        return None  # they use something else of the program's
+    used = ({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} for tree in trees)
+    shared = {name for name in free.intersection(*used) if callable(getattr(builtins, name))}
+    calls = [call.func.id for tree in trees for call in _list_calls(tree) if isinstance(call.func, ast.Name)]
+    candidates = [name for name in calls if name in shared]
+    return next((name for name in candidates if name not in _DATA_TYPES), candidates[0] if candidates else None)
+
+
+def _list_calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield calls in the order in which they return: arguments before the call that they are for."""
+    for child in ast.iter_child_nodes(node):
+        yield from _list_calls(child)
+    if isinstance(node, ast.Call):
+        yield node
 
 
 def serve_candidate(source: str, questions: int, answers: int) -> None:
@@ -577,6 +612,7 @@ _BUILTIN_TYPES = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, type(None))
 }
+_DATA_TYPES = {*_BUILTIN_TYPES, "bytearray", "range", "slice"}
 _COLLECTIONS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
 

@@ -138,8 +138,9 @@ def compare_output(printed: str, expected: str) -> bool:
 
 
 def _parse_numbers(line: str) -> list[Decimal] | None:
-    """Parse a line of numbers with one blank between them; None = something else."""
+    """Parse a line of numbers with one blank between them; None = something else, such as a NaN, which equals nothing."""
     try:
-        return [Decimal(word) for word in line.split(" ")]
+        values = [Decimal(word) for word in line.split(" ")]
     except ArithmeticError:
         return None
+    return None if any(value.is_nan() for value in values) else values

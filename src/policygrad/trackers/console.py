@@ -174,7 +174,8 @@ class RateEstimator:
 class PlainTracker(Tracker):
     """Prints about 25 steps of a run of any length, or one a minute if steps are slow, and a few samples."""
 
-    LINES, SAMPLES, QUIET = 24, 4, 60.0  # step lines and samples per run; seconds
+    LINES, SAMPLES, QUIET = 24, 4, 60.0  # step lines and samples per run; seconds between steps that are shown at least
+    PHASE_QUIET = 20.0  # seconds of a phase, such as an evaluation, after which its progress is shown
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
@@ -200,7 +201,7 @@ class PlainTracker(Tracker):
         if text not in self._phases:
             self._phases.add(text)
             self._print(text)
-        elif done < total and self._clock() - self._printed >= self.QUIET:
+        elif done < total and self._clock() - self._printed >= self.PHASE_QUIET:
             self._print(f"  {done}/{total}")
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:

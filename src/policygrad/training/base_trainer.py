@@ -10,16 +10,16 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from policygrad.checkpoint.format import Checkpoint, load_latest, newest_step
+from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_latest, newest_step, parse_step
 from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasStep
-from policygrad.checkpoint.model_export import save_model
+from policygrad.checkpoint.model_export import save_model, write_model
 from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.base import CloseableLearner, DistributedLearner, SnapshotLearner
@@ -29,6 +29,7 @@ from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker
 from policygrad.trackers.base import STOP_SUMMARY
 from policygrad.trackers.prometheus import PrometheusMetrics
 from policygrad.trackers.services import create_trackers
+from policygrad.training.best_model import BEST, BestModel, BestStep, check_best_metric
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision
@@ -108,6 +109,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     fingerprint: Fingerprint
     last_step: int
     sharded_io: ShardedCheckpointIO | None = None  # saves and restores a learner in several processes
+    best: BestModel | None = None  # keeps the best model so far
 
     def __init__(
         self,
@@ -196,6 +198,11 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         """Return an evaluation that the log already holds, from a run that was killed after it."""
         return None
 
+    @property
+    def best_metrics(self) -> Mapping[str, bool]:
+        """Metrics of the evaluations by which models can be compared, and whether a higher value is better."""
+        return {}
+
     @abstractmethod
     def summarise(self, after: M | None) -> Mapping[str, str]:
         """Describe the evaluations before and after training."""
@@ -256,6 +263,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 check_files_exist(self.config)
                 with self.stopping.interruptible(), paused_garbage_collection(), span("load"):
                     self.build(stack)
+                if self.config.checkpoint.keep_best is not None:
+                    check_best_metric(self.config.checkpoint.keep_best, self.best_metrics)
             except StopRequested:
                 if folder.has_stash:
                     self.trackers.note(f"stopped while loading; the earlier run in {self.folder} is unchanged")
@@ -317,6 +326,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 f"out, or set it to {self.progress.step} or more; to stop earlier, start a new run"
             )
         self.files.truncate_after(self.progress.step if saved else -1)
+        self._restore_best()
         self._write_configuration()
         self.run_info = self.make_run_info(self.progress)
         self.trackers.start(self.run_info)
@@ -344,7 +354,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             after = self.evaluate_at("after training", self.progress.step) if self.has_eval else None
         except StopRequested:
             return self._stopped()
-        values, summary = self.result_values(self.progress, after), self.summarise(after)
+        values, summary = dict(self.result_values(self.progress, after)), self.summarise(after)
+        if self.best is not None and (best := self.best.read()) is not None:
+            values["best"] = asdict(best)
         card = render_model_card(
             self.kind,
             self.folder.name,
@@ -359,7 +371,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             model = save_model(self.folder, self.write_weights, self.tokenizer, self.resume_command, card)
         self.checkpointer.finish()
         write_atomically(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
-        self.trackers.finish({**summary, "model": str(model), "run": str(self.folder)})
+        self.trackers.finish({**summary, "model": str(model), **self._describe_best(), "run": str(self.folder)})
         return TrainingResult(self.folder, self.progress.step, self.before, after, model)
 
     def evaluate_at(self, when: str, step: int, *, interruptible: bool = True) -> M | None:
@@ -376,8 +388,41 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             result, values = self.evaluate(lambda done, total: self.trackers.phase(phase, done, total))
         self.trackers.phase("")
         if values:
+            if self.best is not None:  # first, so that the log holds no evaluation of a model that was lost
+                with span("keep best", step=step):
+                    self.best.consider(step, values)
             self.trackers.log_evaluation(step, values)
         return result
+
+    def _restore_best(self) -> None:
+        """Begin with the best model of the steps that the log holds."""
+        metric = self.config.checkpoint.keep_best
+        if metric is None:
+            return
+        self.best = BestModel(self.folder, metric, self.best_metrics[metric], self._write_best, self.trackers.note)
+        self.best.restore(dict(self.files.history(metric)), lambda name: dict(self.files.history(name)))
+
+    def _write_best(self, folder: Path, best: BestStep) -> None:
+        def write(path: Path) -> None:
+            self.write_weights(path)
+            best.add_to(path)
+
+        card = render_model_card(
+            self.kind,
+            f"{self.folder.name}, the best model so far",
+            tomllib.loads(dump_config(self.config)),
+            {"best": f"{best}, of the evaluations up to then"},
+            {},
+            self.run_info.facts.get("eval data", ""),
+            self.option_changes,
+            reads_pictures=self.tokenizer.pictures is not None,
+        )
+        folder.parent.mkdir(exist_ok=True)
+        write_model(folder, write, self.tokenizer, card=card)
+
+    def _describe_best(self) -> dict[str, str]:
+        found = None if self.best is None else self.best.read()
+        return {} if found is None else {"best": f"{self.folder / BEST} ({found})"}
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         """Log a finished step: to the files first, so that everything shown is also on disk."""
@@ -423,6 +468,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.stopping.step_done()
         active = progress.step < self.last_step and not self.is_finished(progress) and not self.stopping.requested
         self.checkpointer.on_step(progress, final=not active)
+        if self.best is not None:
+            self.best.prune([parse_step(path) or 0 for path in list_checkpoints(self.checkpointer.folder)])
         if self.sharded_io is not None and is_recording():
             from policygrad.training.distributed import gather_spans
 
@@ -456,8 +503,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
 
     def _stopped(self) -> TrainingResult[M | None]:
         step = self.progress.step
-        texts = (f"step {step} of {self.steps}", self.resume_command)
-        self.trackers.finish(dict(zip(STOP_SUMMARY, texts, strict=True)))
+        stopped_after, resume_with = STOP_SUMMARY
+        stopped = f"step {step} of {self.steps}"
+        self.trackers.finish({stopped_after: stopped, **self._describe_best(), resume_with: self.resume_command})
         return TrainingResult(self.folder, step, self.before, None, None, interrupted=self.stopping.requested)
 
     @property

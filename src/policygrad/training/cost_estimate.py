@@ -199,6 +199,10 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         base = parameters // 2 + parameters // 16 if four_bits else parameters * weight  # NF4, with its scales
         fixed |= {"weights": base, "adapters": adapters * trained * 4, "other models": other}
     sampled = [(rows, max(lengths) + completion)]  # rows at a time, and tokens of each
+    if evaluated:
+        number = min(run.evaluation.problems, EVAL_CHUNK) * run.evaluation.samples_per_prompt
+        longest = run.evaluation.resolve_sampling(run.sampling).max_tokens
+        sampled.append((min(run.sampling.decode_rows, number), max(lengths) + longest))
     for benchmark in parse_benchmarks(run.evaluation.benchmarks):
         settings, limit = benchmark.sampling, run.evaluation.benchmark_problems or benchmark.problems
         number = min(limit, EVAL_CHUNK) * (run.evaluation.benchmark_samples or settings.samples)

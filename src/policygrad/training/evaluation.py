@@ -65,7 +65,8 @@ def evaluate(
 
     Args:
         options: The model, the task, and how to sample and score: `evaluation.problems` problems with
-            `evaluation.samples_per_prompt` completions each. Options of training are ignored.
+            `evaluation.samples_per_prompt` completions each, sampled as `sampling` says and `evaluation` changes. Options of
+            training are ignored.
         sampler: A sampler other than the configured one.
         environment: An environment other than the configured one.
         progress: Called with (completed, total) problems.
@@ -76,7 +77,8 @@ def evaluate(
     with _load(options, None, sampler, environment, phase) as resources:
         examples = resources.task.eval_examples(options.evaluation.problems)
         samples = options.evaluation.samples_per_prompt
-        return resources.rollouter.evaluate(examples, samples, options.sampling, progress)
+        sampling = options.evaluation.resolve_sampling(options.sampling)
+        return resources.rollouter.evaluate(examples, samples, sampling, progress)
 
 
 # Known benchmarks: data that is read before the model, prompts that are made once its tokenizer is there, and scores by workers
@@ -108,6 +110,7 @@ def evaluate_benchmarks(
         reward=(),
         environment=None,
         sampling=replace(options.sampling, max_tokens=longest),
+        evaluation=replace(options.evaluation, max_tokens=None),
     )
     make_pool = partial(RewardPool.from_config, config=options.rewards, progress=phase)
     with _load(options, None, sampler, None, phase, has_rewards=False) as resources:
@@ -198,6 +201,13 @@ class PreparedBenchmark:
     samples: int
     weights: Mapping[str, tuple[int, ...]]
     messages: tuple[str, ...] = ()
+
+    @property
+    def metric_directions(self) -> dict[str, bool]:
+        """The names of `BenchmarkResult.metrics` by which models can be compared, and whether a higher value is better."""
+        name, k = self.benchmark.metric_name, self.samples
+        higher = ["mean", *((f"pass_at_{k}", "majority") if k > 1 else ()), *(m.name for m in self.benchmark.metrics)]
+        return {f"eval/{name}/{each}": True for each in higher} | {f"eval/{name}/truncated_ratio": False}
 
     def evaluate(
         self,

@@ -70,7 +70,9 @@ def render_model_card(
         sections += ["## The algorithm's parts", _render_table(("where", "part"), parts)]
     sections.append("## Evaluation")
     if summary:
-        evaluation, temperature = config.get("evaluation", {}), _get_option(config, "sampling.temperature")
+        evaluation = config.get("evaluation", {})
+        own = evaluation.get("temperature")
+        temperature = _get_option(config, "sampling.temperature") if own is None else own
         method = (
             f"Mean reward on at most {evaluation.get('problems')} problems, {evaluation.get('samples_per_prompt')} samples each at "
             f"temperature {format_option(temperature)}, scored as in training. "

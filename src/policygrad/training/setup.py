@@ -134,7 +134,9 @@ def load_resources(
         needs_masks=algorithm is not None and options.sampling.is_truncated,
         resident_bytes=partial(compute_resident_bytes, options, algorithm),
     )
-    engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, facts)
+    longest = max(max_tokens, options.evaluation.resolve_sampling(options.sampling).max_tokens)
+    sampled = replace(options.sampling, max_tokens=longest)  # servers need room for both
+    engine = make_engine_factory(options.sampler, folder, sampled, sampler, phase, facts)
     environment = resolve_environment(options.environment, environment)
     if environment is not None and placement.environment is not None:
         if isinstance(environment, AgentProgram):

@@ -206,8 +206,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             )
         if resources.has_rewards and run.evaluation.problems:
             self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
+        longest = run.evaluation.resolve_sampling(run.sampling).max_tokens
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
-            resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
+            resources.tokenizer.encode(example.prompt, longest, example.source or "a held-out prompt")
         self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
 
     def connect_teachers(self, stack: ExitStack) -> None:
@@ -398,6 +399,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if isinstance(tensors, LazyStateDict):
             save_lazy_model(self.model, tensors, folder)
         else:
+            copy_weights_(tensors, self.model)  # of which a custom learner may have a copy
             super().write_weights(folder)
 
     def before_save(self, progress: Progress) -> None:
@@ -442,6 +444,15 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def has_eval(self) -> bool:
         return bool(self.eval_examples or self.benchmarks)
 
+    @property
+    def best_metrics(self) -> Mapping[str, bool]:
+        metrics = {"eval/reward": True} if self.eval_examples else {}
+        parts = {part for example in self.eval_examples if (part := getattr(example, "part", ""))}
+        metrics |= {f"eval/from/{part}": True for part in sorted(parts)}
+        for each in self.benchmarks:
+            metrics |= each.metric_directions
+        return metrics
+
     def _is_eval_due(self, step: int) -> bool:
         """Return whether to evaluate after this step, which is not the last."""
         every = self.config.evaluation.every
@@ -473,8 +484,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def _evaluate_task(self, progress: Callable[[int, int], None]) -> tuple[float | None, dict[str, float]]:
         """Evaluate on the held-out problems of the run's own task."""
         examples, samples = self.eval_examples, self.config.evaluation.samples_per_prompt
+        sampling = self.config.evaluation.resolve_sampling(self.config.sampling)
         try:
-            result = self.resources.rollouter.evaluate(examples, samples, self.config.sampling, progress)
+            result = self.resources.rollouter.evaluate(examples, samples, sampling, progress)
         except RewardError as error:
             raise RewardError(f"{error}. {self._resume_hint}") from error
         for text in result.messages:

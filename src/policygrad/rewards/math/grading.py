@@ -1,6 +1,5 @@
 """The rewards `math` and `gsm8k`: answers compared by value, as text, as numbers, as intervals, and else by math-verify."""
 
-import importlib.util
 import logging
 import re
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from policygrad.errors import ConfigError, install_command
+from policygrad.errors import ConfigError
 from policygrad.rewards.math.extraction import (
     MAX_ANSWER_LENGTH,
     POLICIES,
@@ -18,6 +17,7 @@ from policygrad.rewards.math.extraction import (
     is_prose,
     parse_references,
 )
+from policygrad.rewards.math.formulas import check_math_verify_installed, compare_formulas
 from policygrad.rewards.math.numbers import (
     Quantity,
     find_first_number,
@@ -308,57 +308,3 @@ def compare_intervals(left: tuple[Interval, ...], right: tuple[Interval, ...]) -
 
 def _parse_end(text: str) -> str:
     return _INFINITE.get(text.strip(), text.strip())
-
-
-# Formulas, by math-verify. Only here is it imported, when it is used.
-
-PARSE_TIMEOUT = 3  # seconds, an integer; with the comparison's it stays within a pool's default timeout of 10 s
-_TOWER = re.compile(r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)")
-_HUGE = re.compile(r"(?:\^|\*\*)[\s{(]*[-+]?\d{5,}")
-_FACTORIAL = re.compile(r"\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!")
-
-
-def check_math_verify_installed() -> None:
-    """Raise ConfigError, with the remedy, where math-verify is missing."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(
-            f"reward 'math' needs the package math-verify: {install_command('math')}; for answers that are plain "
-            "numbers, 'gsm8k' works without it"
-        )
-
-
-def is_costly(text: str) -> bool:
-    """Return whether parsing could compute what fills the machine: a tower of powers, a huge exponent or factorial.
-
-    Only what is known to do harm is refused here. Anything else that takes long is stopped by math-verify's alarm or, where that
-    does not get through, by the pool's timeout.
-    """
-    return any(pattern.search(text) for pattern in (_TOWER, _HUGE, _FACTORIAL))
-
-
-def compare_formulas(reference: str, given: str) -> bool:
-    """Return whether math-verify takes two LaTeX formulas, without delimiters, to be equal; False for what it cannot parse.
-
-    It limits its time by SIGALRM, so this works only in a process's main thread, such as a reward worker's.
-    """
-    if is_costly(given):
-        return False
-    import math_verify
-    import sympy
-
-    expected, parsed = _parse_formula(reference), _parse_formula(given)
-    if not expected or not parsed:
-        return False
-    both = isinstance(expected[0], sympy.Expr) and isinstance(parsed[0], sympy.Expr)
-    if both and expected[0].free_symbols != parsed[0].free_symbols:  # not equal; simplifying the difference costs most
-        return False
-    return bool(math_verify.verify(list(expected), list(parsed), timeout_seconds=PARSE_TIMEOUT))
-
-
-@lru_cache(maxsize=1024)  # a group of completions shares its reference
-def _parse_formula(text: str) -> tuple[Any, ...]:
-    """Parse all of a text as one formula: math-verify's search for expressions in a text would take one of several numbers."""
-    import math_verify
-
-    formula = (math_verify.LatexExtractionConfig(),)
-    return tuple(math_verify.parse(f"${text}$", extraction_config=formula, parsing_timeout=PARSE_TIMEOUT))

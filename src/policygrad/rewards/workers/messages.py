@@ -271,6 +271,28 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
     return (None, "inf") if abs(number) > MAX_ABS_REWARD else (number, None)
 
 
+def explain_type(value: Any) -> str:
+    """Return why a value that `to_number` refuses is no reward, and what to return in its place."""
+    if isinstance(value, Mapping):
+        if "score" in value:
+            return f"its 'score' is {_describe_type(value['score'])}, not a number"
+        return 'it is a dict without \'score\': return a number, or {"score": number, "feedback": text}'
+    hint = ""
+    if isinstance(value, str):
+        try:
+            hint = f", such as float({value[:20]!r})" if math.isfinite(float(value)) else ""
+        except ValueError:
+            hint = ""
+    elif isinstance(value, (list, tuple)) and len(value) == 1:
+        hint = ": a list of numbers, not of lists (squeeze(-1) of an array)"
+    return f"it is {_describe_type(value)}, not a number: return one number per completion{hint}"
+
+
+def _describe_type(value: Any) -> str:
+    name = "text" if isinstance(value, str) else type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def split_feedback(value: Any) -> tuple[Any, str]:
     """Return (number, feedback) of a reward that is `{"score": number, "feedback": text}`; (value, "") of any other."""
     if not isinstance(value, Mapping) or "score" not in value:

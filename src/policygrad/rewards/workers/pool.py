@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from policygrad.errors import ConfigError, DataError, RewardError
-from policygrad.rewards.base import Columns, ProcessScores, Reward, RewardFunction, RewardScores, StepScores
+from policygrad.rewards.base import (
+    EPISODE_COLUMNS,
+    Columns,
+    ProcessScores,
+    Reward,
+    RewardFunction,
+    RewardScores,
+    StepScores,
+)
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.failures import MIN_LOST_CALLS, UnresponsiveFunctionDetector
@@ -78,7 +86,7 @@ class RewardScorer:
             RewardError: A column that a function needs is missing, no worker can load a function, or it never returns. Nothing is
                 raised for what a function does with a sample.
         """
-        samples = (prompts, completions, columns)
+        samples = (prompts, completions, self._drop_unread(columns))
         with span("score", completions=len(completions)):
             rewards, table = self.run_rewards(samples, process_rewards=False, incremental=incremental)
         failures = _FailureLog()
@@ -106,7 +114,8 @@ class RewardScorer:
         Arguments and errors are those of `score`.
         """
         with span("score steps", completions=len(completions)):
-            rewards, table = self.run_rewards((prompts, completions, columns), process_rewards=True)
+            samples = (prompts, completions, self._drop_unread(columns))
+            rewards, table = self.run_rewards(samples, process_rewards=True)
         failures = _FailureLog()
         steps: list[StepScores | None] = []
         for results in zip(*table, strict=True):
@@ -120,6 +129,11 @@ class RewardScorer:
         scores = ([score for result in row for _, score in result.steps] for row in table)
         parts = {reward.name: row for reward, row in zip(rewards, scores, strict=True)}
         return ProcessScores(steps, parts, dict(failures.counts), list(failures.messages.values()))
+
+    def _drop_unread(self, columns: Columns) -> Columns:
+        """Leave out the columns of the episodes that no function names: they need not be sent."""
+        read = frozenset[str]().union(*(Signature.from_function(reward.function).episode for reward in self.rewards))
+        return {name: values for name, values in columns.items() if name not in EPISODE_COLUMNS - read}
 
     def run_rewards(
         self, samples: Samples, *, process_rewards: bool, incremental: IncrementalScoring | None = None
@@ -277,6 +291,8 @@ class RewardPool(RewardScorer):
     def is_overlap_worthwhile(self, count: int) -> bool:
         """Estimate from earlier calls of the rewards that get one sample at a time in a worker."""
         _, single = self._worker_functions(process_rewards=False)
+        if any(self._signatures[f].episode for f in single):  # known once all episodes are there
+            return False
         seconds = self._dispatcher.estimate_seconds([self.rewards[f].name for f in single])
         return seconds * count / self._num_workers >= MIN_OVERLAP_SECONDS
 
@@ -300,8 +316,9 @@ class RewardPool(RewardScorer):
         _, completions, columns = samples
         for reward, signature in zip(self.rewards, self._signatures, strict=True):
             if missing := sorted(signature.required - columns.keys()):
+                names = ", ".join(name for name in columns if name not in EPISODE_COLUMNS) or "none"
                 raise RewardError(
-                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
+                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {names}; "
                     "rename or add the column, or choose another reward"
                 )
         count = len(completions)

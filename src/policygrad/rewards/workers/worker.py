@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.rewards.base import Columns, StepScores
+from policygrad.rewards.base import EPISODE_COLUMNS, TRAINER_STATE, Columns, StepScores
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import MemoryLimit, raise_oom_score
 from policygrad.rewards.workers.messages import (
@@ -28,6 +28,7 @@ from policygrad.rewards.workers.messages import (
     describe_error,
     encode_ready,
     encode_reply,
+    explain_type,
     format_failure,
     quote,
     select_samples,
@@ -131,6 +132,9 @@ class Signature:
     keywords: bool  # prompts and completions by keyword, else as the first two positional arguments
     accepted: frozenset[str] | None  # None: any column, it has **kwargs
     required: frozenset[str]  # columns without a default, and those that the attribute `required_columns` names
+    episode: frozenset[str] = frozenset()
+    """Columns of EPISODE_COLUMNS among the arguments, or in the attribute `episode_columns` of a function that calls others."""
+    takes_state: bool = False  # an argument `trainer_state`, which is one for all samples of a call
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> "Signature":
@@ -146,11 +150,19 @@ class Signature:
         columns = names - {"prompts", "completions"} if keywords else names - {p.name for p in positional[:2]}
         required = {p.name for p in named if p.name in columns and p.default is p.empty}
         required |= set(getattr(function, "required_columns", ()))
-        return cls(keywords, None if open_ended else names, frozenset(required))
+        episode = EPISODE_COLUMNS & (columns | set(getattr(function, "episode_columns", ())))
+        accepted = None if open_ended else names
+        return cls(keywords, accepted, frozenset(required) - EPISODE_COLUMNS, episode, TRAINER_STATE in columns)
 
     def call(self, function: Callable[..., Any], samples: Samples) -> Any:
         prompts, completions, columns = samples
-        chosen = {k: v for k, v in columns.items() if self.accepted is None or k in self.accepted}
+        chosen: dict[str, Any] = {
+            k: v
+            for k, v in columns.items()
+            if (k in self.episode if k in EPISODE_COLUMNS else self.accepted is None or k in self.accepted)
+        }
+        if self.takes_state and chosen.get(TRAINER_STATE):
+            chosen[TRAINER_STATE] = chosen[TRAINER_STATE][0]
         if not self.keywords:
             return function(prompts, completions, **chosen)
         if self.accepted is None or "prompts" in self.accepted:
@@ -187,6 +199,10 @@ class RewardCaller:
             return self.fail("row", f"cannot score a row: {error}", completions, kind=str(error))
         except BaseException as error:
             message = describe_error(error) + self.hint(error)
+            if isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
+                message += (
+                    "; completions are texts here: TRL's functions for messages, c[0]['content'], are trl:FILE.py:NAME"
+                )
             return self.fail("raised", message, completions, kind=type(error).__name__)
         if not isinstance(returned, (list, tuple)) and hasattr(returned, "tolist"):
             returned = returned.tolist()
@@ -221,6 +237,9 @@ class RewardCaller:
         if reason is None:
             return SampleResult(number, steps=steps, feedback=feedback)
         what = f"returned {quote(value)}" + (f", beyond ±{MAX_ABS_REWARD:g}" if reason == "inf" else "")
-        hint = f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
-        message = format_failure(self.name, what, [completion])
-        return SampleResult(None, reason, message + hint * (self.process_reward and reason == "type"))
+        hint = ""
+        if reason == "type" and self.process_reward:
+            hint = f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
+        elif reason == "type":
+            hint = f"; {explain_type(value)}"
+        return SampleResult(None, reason, format_failure(self.name, what, [completion]) + hint)

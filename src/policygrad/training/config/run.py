@@ -117,7 +117,7 @@ class SupervisedGuardConfig(_GuardOptions):
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on held-out problems, at the sampling temperature, and on known benchmarks, each with its own sampling."""
+    """Evaluation on held-out problems, and on known benchmarks, each with its own sampling."""
 
     problems: int = 256
     """Number of held-out problems; 0 = no evaluation."""
@@ -125,6 +125,14 @@ class EvaluationConfig:
     """Completions per problem."""
     every: int = 0
     """Also evaluate every this many steps; 0 = only before and after training."""
+    temperature: Annotated[float | None, optional_arg("FLOAT", "that of training")] = None
+    """Temperature for held-out problems; 0 = greedy, with one completion per problem."""
+    top_p: Annotated[float | None, optional_arg("FLOAT", "that of training")] = None
+    """Nucleus for held-out problems."""
+    top_k: Annotated[int | None, optional_arg("INT", "that of training")] = None
+    """Number of most probable tokens for held-out problems; 0 = all."""
+    max_tokens: Annotated[int | None, optional_arg("INT", "that of training")] = None
+    """Maximum sampled tokens per completion of a held-out problem."""
     benchmarks: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
     """Known benchmarks to measure at the same points: gsm8k,math500,aime24.
     policygrad eval --benchmark list shows all of them."""
@@ -150,7 +158,21 @@ class EvaluationConfig:
                 "evaluation.benchmark_problems must be at least 0, and evaluation.benchmark_samples and "
                 "evaluation.benchmark_max_tokens at least 1"
             )
+        try:
+            self.resolve_sampling(SamplingParams())
+        except ConfigError as error:
+            raise ConfigError(f"evaluation: {error}") from error
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ConfigError(
+                f"evaluation.temperature=0 makes all {self.samples_per_prompt} samples of a problem equal: set "
+                "evaluation.samples_per_prompt to 1, or a temperature above 0"
+            )
         parse_benchmarks(self.benchmarks)
+
+    def resolve_sampling(self, training: SamplingParams) -> SamplingParams:
+        """Return how completions of held-out problems are sampled: as in training, but for what is set here."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
+        return replace(training, **{name: value for name, value in own.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -161,12 +183,18 @@ class CheckpointConfig:
     """Steps between checkpoints; one is always written at the end and at --stop-after."""
     keep: int = 2
     """Number of checkpoints kept on disk; those written by a stop are deleted first."""
+    keep_best: Annotated[str | None, optional_arg("METRIC", "none")] = None
+    """Keep the model with the best value of this evaluation metric, such as eval/reward, in RUN/best."""
 
     def __post_init__(self) -> None:
         check_field_types(self, "checkpoint")
         if self.every < 1 or self.keep < 1:
             raise ConfigError(
                 f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
+            )
+        if self.keep_best is not None and not self.keep_best.startswith("eval/"):
+            raise ConfigError(
+                f"checkpoint.keep_best names a metric of evaluations, such as eval/reward, not {self.keep_best!r}"
             )
 
 
@@ -464,6 +492,11 @@ def check_run(run: Run) -> None:
             "norms: put OptimalBaseline(norm='exact') into advantage, or leave it empty"
         )
     _check_lr_options(run)
+    if run.checkpoint.keep_best and not (evaluation.every and (evaluation.problems or evaluation.benchmarks)):
+        raise ConfigError(
+            f"checkpoint.keep_best={run.checkpoint.keep_best!r} compares evaluations during training, and this run has none: set "
+            "evaluation.every (and evaluation.problems or benchmarks) above 0, or leave it out"
+        )
     if run.step_end is not None:
         check_step_pattern(run.step_end)
         if "step_end" not in run.algorithm.all_needs:

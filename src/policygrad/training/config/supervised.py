@@ -104,6 +104,11 @@ class SupervisedConfig:
         check_seed(self.seed)
         check_folders(self.output, self.directory)
         check_tracking(self.track, self.trace_mib, self.metrics_port)
+        if self.checkpoint.keep_best is not None:
+            raise ConfigError(
+                f"checkpoint.keep_best compares evaluations during training, and {self.kind} evaluates only before and after: "
+                "leave it out"
+            )
         if self.learner.score_parameters:
             raise ConfigError(
                 f"learner.score_parameters is for policy gradients; {self.kind} does not use it: leave it empty"
