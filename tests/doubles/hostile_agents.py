@@ -254,3 +254,7 @@ def module_level_key() -> dict:
 
 def tells_variables() -> str:
     return " ".join(sorted(os.environ))
+
+
+def needs_a_variable() -> None:
+    print(os.environ["NAMED"])

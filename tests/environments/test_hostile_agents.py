@@ -23,9 +23,11 @@ import policygrad as pg
 from doubles import hostile_agents
 from policygrad.environments import agent_host
 from policygrad.environments.agent_program import AgentProgram
+from policygrad.environments.registry import resolve_environment
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.trajectory import TRAIN, EpisodeSpec, Trajectory
+from policygrad.sandbox import landlock
 
 FILE = Path(hostile_agents.__file__)
 HOST = Path(agent_host.__file__)
@@ -189,6 +191,15 @@ def test_no_secret_of_the_users_is_in_a_program_s_variables(monkeypatch: pytest.
     assert {"PATH", "OPENAI_API_KEY", "POLICYGRAD_RESULT", "TMPDIR", "NO_PROXY"} <= {*told}
     named = play("tells_variables", environment=("NAMED",))["tells_variables"].text.split()
     assert {*named} == {*told, "NAMED"}
+    failed = play("needs_a_variable")["needs_a_variable"].failure
+    assert (
+        "KeyError: 'NAMED'; programs do not get the environment variable NAMED: add --environment.env NAMED" in failed
+    )
+    resolved = resolve_environment(f"agent:{FILE}:main", None, ("NAMED",))
+    assert isinstance(resolved, AgentProgram)
+    assert resolved.environment == ("NAMED",)
+    with pytest.raises(pg.ConfigError, match=r"--environment\.env passes variables to agents' programs"):
+        resolve_environment("calculator", None, ("NAMED",))
     for options in ({"variables": {"OPENAI_API_KEY": "x"}}, {"environment": ("ANTHROPIC_BASE_URL",)}):
         with pytest.raises(pg.ConfigError, match="is set for each episode"):
             AgentProgram("true", **options)
@@ -317,6 +328,11 @@ os.unlink("link")
         AgentProgram("true", restored=("tests",))
 
 
+def abstract_names(place: Path) -> list[str]:
+    """The abstract socket, where the kernel can keep a program from it."""
+    return [f"\0{place}"] if landlock.get_abi_version() >= landlock.SCOPES_SINCE else []
+
+
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 def test_a_sandboxed_program_reaches_no_file_outside_by_a_link_and_no_socket(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -325,16 +341,18 @@ def test_a_sandboxed_program_reaches_no_file_outside_by_a_link_and_no_socket(
     secret.write_text('{"answer": "a secret"}')
     place = Path(tempfile.mkdtemp(dir="/opt"))
     try:
-        with socket.socket(socket.AF_UNIX) as service:
+        with socket.socket(socket.AF_UNIX) as service, socket.socket(socket.AF_UNIX) as abstract:
             service.bind(str(place / "engine.sock"))
             service.listen()
+            abstract.bind(f"\0{place}")
+            abstract.listen()
             script = f"""
 import socket
 base = Path(os.environ["POLICYGRAD_RESULT"]).parent
 os.symlink({str(secret)!r}, base / "result.json")
 os.symlink({str(secret)!r}, base / "output.log")
 reached = []
-for name in ({str(place / "engine.sock")!r}, *map(str, Path("/run").rglob("*"))):
+for name in ({str(place / "engine.sock")!r}, *{abstract_names(place)!r}, *map(str, Path("/run").rglob("*"))):
     try:
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(name)

@@ -30,6 +30,8 @@ from typing import Any
 NAMESPACES, LANDLOCK, NO_ISOLATION = "namespaces", "landlock", "none"
 """How episodes are kept from each other: each sees its own processes and folder alone; none can trace another or read its
 variables; not at all."""
+SANDBOX = "sandbox"
+"""The isolation of a program that bubblewrap hides from others, except for their abstract sockets."""
 LOG_TAIL = 400
 """Characters of a program's output that a message shows."""
 EXIT_SECONDS = 10.0  # for the keepers to end when the run has ended
@@ -48,7 +50,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def main() -> None:
     """Serve jobs until the input ends.
 
-    A job {"id", "argv" or null, "env", "folder", "limits", "isolate"} is answered by {"id", "pid"}, and when it has ended by
+    A job {"id", "argv" or null, "env", "folder", "limits", "isolation" or null} is answered by {"id", "pid"}, and at its end by
     {"id", "code", "output", "exceeded"}: the end of what it has printed, and the limit that it was ended for or "".
     {"close": FOLDER, "id"} ends a job and deletes its folder.
     """
@@ -201,7 +203,7 @@ class Keeper:
         try:
             for descriptor in (*private, self._report, self._alive):
                 os.close(descriptor)
-            values = keep(job, function, isolation if job["isolate"] else NO_ISOLATION, alive, report)
+            values = keep(job, function, job["isolation"] or isolation, alive, report)
             os.write(report, json.dumps(values).encode())
             if os.getppid() != host:
                 remove_tree(job["folder"])
@@ -338,7 +340,7 @@ def start(job: dict[str, Any], function: Any, isolation: str, log: int, ended: i
         if isolation != NO_ISOLATION:
             landlock = load_file("landlock", _SANDBOX)
             if isolation == LANDLOCK or landlock.get_abi_version() >= landlock.SCOPES_SINCE:
-                landlock.keep_from_others()
+                landlock.keep_from_others(sockets=isolation == SANDBOX)
         os.chdir(os.path.join(job["folder"], "work"))
         os.environ.clear()
         os.environ.update(job["env"])

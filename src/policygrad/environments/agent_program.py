@@ -26,14 +26,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from policygrad.environments.agent_host import EXIT_SECONDS, NO_ISOLATION, remove_tree
+from policygrad.environments.agent_host import EXIT_SECONDS, NO_ISOLATION, SANDBOX, remove_tree
 from policygrad.environments.base import RESERVED_METRICS, STOP_METRIC_PREFIX, is_finite_number
 from policygrad.errors import ConfigError, EngineError
 from policygrad.proxy.server import Proxy
 from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.sandbox.backends import find_bwrap, list_interpreter_paths
 from policygrad.tasks.base import Example
-from policygrad.utils.child_environment import check_variable_names, filter_environment
+from policygrad.utils.child_environment import check_variable_names, explain_missing_variable, filter_environment
 from policygrad.utils.filesystem import parse_json, read_untrusted
 from policygrad.utils.pictures import to_plain
 from policygrad.utils.process_guard import list_descendants
@@ -166,7 +166,23 @@ class AgentProgram:
     def host(self) -> AgentHost:
         """The process that starts the programs. Raises EngineError if the function cannot be imported."""
         inherited = filter_environment(os.environ, self.environment)
-        return AgentHost(self.function, self.python, {**inherited, **self.variables})
+        try:
+            return AgentHost(self.function, self.python, {**inherited, **self.variables})
+        except EngineError as error:
+            raise EngineError(f"{error}{self.explain_missing(str(error))}") from error
+
+    @property
+    def isolation(self) -> str | None:
+        """How its episodes are kept from others; None = as well as this system can."""
+        if not self.sandbox:
+            return None if self.isolated else NO_ISOLATION
+        program = find_bwrap()  # with the rights of its owner it cannot start where rights are given up
+        return NO_ISOLATION if program is None or os.stat(program).st_mode & stat.S_ISUID else SANDBOX
+
+    def explain_missing(self, message: str) -> str:
+        """Return the remedy where a program's message names a variable that it was not given; else ""."""
+        given = (*self.environment, *self.variables, *POLICY_VARIABLES)
+        return explain_missing_variable(message, given, "programs", "--environment.env")
 
     def __enter__(self) -> Self:
         self.host  # noqa: B018  a function that cannot be imported is an error now
@@ -304,8 +320,7 @@ class RunningProgram:
             "output": self.config.max_output,
             "disk": self.config.max_disk,
         }
-        isolated = self.config.isolated and not self.config.sandbox  # which has namespaces of its own
-        return self._host.start(argv, self._environment, self.base, limits, self.key, isolated=isolated)
+        return self._host.start(argv, self._environment, self.base, limits, self.key, self.config.isolation)
 
     def start_reward_command(self) -> None:
         """Run the reward command in the program's place. Raises OSError if something cannot be restored."""
@@ -468,16 +483,15 @@ class AgentHost:
         folder: Path,
         limits: Mapping[str, int],
         key: str,
-        *,
-        isolated: bool = True,
+        isolation: str | None = None,
     ) -> int:
-        """Start a program, or the function if `argv` is None. Return its number."""
+        """Start a program, or the function if `argv` is None. Return its number. isolation: another than the host's."""
         number = next(self._numbers)
         self._keys[number] = key
-        if not isolated or self.isolation == NO_ISOLATION:
+        if (isolation or self.isolation) == NO_ISOLATION:
             self._proxy.resolve(key, lambda port: self._find_caller(port) or key)
         job = {"id": number, "argv": argv, "env": dict(environment), "folder": str(folder), "limits": dict(limits)}
-        self._send({**job, "isolate": isolated})
+        self._send({**job, "isolation": isolation})
         return number
 
     @property

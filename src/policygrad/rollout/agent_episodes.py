@@ -351,7 +351,9 @@ class _Episode:
             self._fail("result", str(error))
             return
         if code != 0 and not values and not self.stop_reason:
-            self._fail("crashed", f"ended with exit code {code}: {self.program.last_output() or 'no output'}")
+            text = self.program.last_output() or "no output"
+            hint = self.rollout.program.explain_missing(text)
+            self._fail("crashed", f"ended with exit code {code}: {text}{hint}")
             return
         self.answer = values.get("answer") or ""
         self.metrics.update({str(name): float(value) for name, value in (values.get("metrics") or {}).items()})

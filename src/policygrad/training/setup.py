@@ -134,7 +134,7 @@ def load_resources(
         resident_bytes=partial(compute_resident_bytes, options, algorithm),
     )
     engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase, facts)
-    environment = resolve_environment(options.environment, environment)
+    environment = resolve_environment(options.environment, environment, options.environment_env)
     if environment is not None and placement.environment is not None:
         if isinstance(environment, AgentProgram):
             raise ConfigError(
