@@ -24,7 +24,7 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 NAMESPACES, LANDLOCK, NO_ISOLATION = "namespaces", "landlock", "none"
@@ -66,6 +66,9 @@ def main() -> None:
         send(reports, {"error": "".join(lines).strip()})
         return
     call_prctl(_PR_SET_CHILD_SUBREAPER, 1)  # for what a keeper leaves that somebody has killed
+    own = set(
+        load_file("process_guard", _UTILS).list_descendants(os.getpid())
+    )  # what the file has started at its import
     isolation = find_isolation()
     send(reports, {"ready": True, "isolation": isolation})
     wake, wakes = os.pipe()
@@ -81,13 +84,17 @@ def main() -> None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 4096)
                 for pid, _ in iter_ended():
+                    own.discard(pid)
                     keeper = keepers.pop(pid, None)
                     if keeper is None:
                         continue
-                    send(reports, {"id": keeper.id, **keeper.finish()})
-                    end_strays(keepers)
+                    values = keeper.finish()
+                    if values is None:
+                        end_strays(own | keepers.keys())
+                        values = {"code": -int(signal.SIGKILL), "output": "its keeper was killed", "exceeded": ""}
+                    send(reports, {"id": keeper.id, **values})
                     if (folder := folders.pop(keeper.id, None)) is not None:
-                        remove_in_fork(folder)
+                        own.add(remove_in_fork(folder))
             if jobs in readable:
                 piece = os.read(jobs, 1 << 16)
                 if not piece:
@@ -101,7 +108,7 @@ def main() -> None:
                             folders[keeper.id] = job["close"]
                             keeper.ask_to_end()
                         if not running:
-                            remove_in_fork(job["close"])
+                            own.add(remove_in_fork(job["close"]))
                         continue
                     others = [fd for keeper in keepers.values() for fd in keeper.descriptors]
                     keeper = Keeper(job, function, isolation, [jobs, reports.fileno(), wake, wakes, *others])
@@ -115,7 +122,7 @@ def main() -> None:
             for pid, _ in iter_ended():
                 keepers.pop(pid, None)
             select.select([wake], [], [], 0.05)
-        end_strays({})
+        end_strays(())
         remove_tree(sys.argv[1])
 
 
@@ -136,18 +143,20 @@ def iter_ended() -> Any:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
-def end_strays(keepers: dict[int, Keeper]) -> None:
-    """Kill what keepers have left that were killed."""
-    load_file("process_guard", _UTILS).kill_descendants(except_for=keepers)
+def end_strays(others: Collection[int]) -> None:
+    """Kill what keepers have left that were killed: all below this process but the others."""
+    load_file("process_guard", _UTILS).kill_descendants(except_for=others)
 
 
-def remove_in_fork(folder: str) -> None:
-    """Delete a folder, however large, while others are served."""
-    if not os.fork():
+def remove_in_fork(folder: str) -> int:
+    """Delete a folder, however large, while others are served. Return the process that does."""
+    pid = os.fork()
+    if not pid:
         try:
             remove_tree(folder)
         finally:
             os._exit(0)
+    return pid
 
 
 def load_file(name: str, folder: str) -> Any:
@@ -223,8 +232,8 @@ class Keeper:
             os.close(self._alive)
             self._alive = -1
 
-    def finish(self) -> dict[str, Any]:
-        """Return what the ended keeper has reported."""
+    def finish(self) -> dict[str, Any] | None:
+        """Return what the ended keeper has reported; None = it was killed before."""
         os.set_blocking(self._report, False)
         try:
             data = os.read(self._report, 1 << 16)
@@ -232,9 +241,7 @@ class Keeper:
             data = b""
         self.ask_to_end()
         os.close(self._report)
-        if not data:
-            return {"code": -int(signal.SIGKILL), "output": "its keeper was killed", "exceeded": ""}
-        values: dict[str, Any] = json.loads(data)
+        values: dict[str, Any] | None = json.loads(data) if data else None
         return values
 
 
@@ -293,6 +300,8 @@ def keep(job: dict[str, Any], function: Any, isolation: str, alive: int, report:
         code = int(read_available(status) or 0)
     guard.kill_descendants()
     if code is not None and measure_disk(job["folder"], ()) - written_before > limits["disk"]:
+        exceeded = exceeded or "disk"
+    if code == -getattr(signal, "SIGXFSZ", 0):  # one file alone was too large
         exceeded = exceeded or "disk"
     with contextlib.suppress(BlockingIOError):
         while log in watched and (piece := os.read(log, 1 << 16)):

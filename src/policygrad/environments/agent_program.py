@@ -340,6 +340,7 @@ class RunningProgram:
             (self.base / "home").mkdir()
             environment["HOME"] = str(self.base / "home")
         self._environment = environment
+        self._host.forget(self._job)
         self._job = self._start(self.config.reward_command)
 
     def poll(self) -> int | None:
@@ -509,9 +510,14 @@ class AgentHost:
         """Return how a job has ended."""
         return self._ends.get(number, _KILLED)
 
+    def forget(self, number: int) -> None:
+        """Drop what is known of a job."""
+        self._keys.pop(number, None)
+        self._ends.pop(number, None)
+
     def end(self, number: int, folder: Path) -> None:
         """End a job and what it has started, and delete its folder; the host does so while this process goes on."""
-        self._keys.pop(number, None)
+        self.forget(number)
         if self.has_ended:
             remove_tree(str(folder))
             return
@@ -557,7 +563,8 @@ class AgentHost:
                 self._pids[number] = values["pid"]
             else:
                 self._pids.pop(number, None)
-                self._ends[number] = _End(**values)
+                if number in self._keys:
+                    self._ends[number] = _End(**values)
 
 
 def _find_sockets(port: int) -> list[str]:
