@@ -144,8 +144,9 @@ def iter_ended() -> Any:
 
 
 def end_strays(others: Collection[int]) -> None:
-    """Kill what keepers have left that were killed: all below this process but the others."""
-    load_file("process_guard", _UTILS).kill_descendants(except_for=others)
+    """Kill what keepers have left that were killed: all below this process but the others. Only Linux knows them."""
+    if sys.platform.startswith("linux"):
+        load_file("process_guard", _UTILS).kill_descendants(except_for=others)
 
 
 def remove_in_fork(folder: str) -> int:
@@ -296,8 +297,11 @@ def keep(job: dict[str, Any], function: Any, isolation: str, alive: int, report:
             next_count = time.monotonic() + max(POLL_SECONDS, (time.monotonic() - now) / MAX_LOAD)
     if code is None:
         os.kill(main_process, signal.SIGKILL)  # with namespaces the kernel then kills all others
-    elif code == 0 and has_namespaces:
-        code = int(read_available(status) or 0)
+    if has_namespaces:
+        code = int(read_available(status) or 0) if code == 0 else code
+    else:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(main_process, signal.SIGKILL)  # its session; elsewhere than on Linux no others are known
     guard.kill_descendants()
     if code is not None and measure_disk(job["folder"], ()) - written_before > limits["disk"]:
         exceeded = exceeded or "disk"

@@ -323,7 +323,13 @@ class RunningProgram:
         return self._host.start(argv, self._environment, self.base, limits, self.key, self.config.isolation)
 
     def start_reward_command(self) -> None:
-        """Run the reward command in the program's place. Raises OSError if something cannot be restored."""
+        """Run the reward command in the program's place.
+
+        Raises:
+            OSError: Something cannot be restored, or the program has put something else in the place of its folder.
+        """
+        if not stat.S_ISDIR(os.lstat(self.base / "work").st_mode):
+            raise NotADirectoryError("the program has replaced the folder that it worked in")
         for name in self.config.restored:
             source, target = Path(self.config.folder, name), self.base / "work" / name
             _clear_way(self.base / "work", target)
