@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 import urllib.request
@@ -93,14 +92,6 @@ def call_until_refused(example: dict) -> dict:
             count += 1
     except openai.PermissionDeniedError as error:
         return {"reward": float(count), "answer": str(error)}
-
-
-def leave_a_process(example: dict) -> float:
-    """A process that goes away from its parent's group, and would outlive the episode."""
-    ask([{"role": "user", "content": question(example)}], max_tokens=2)
-    process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-    Path(os.environ["LEFT_BEHIND"]).write_text(str(process.pid))
-    return 1.0
 
 
 def tell_columns(example: dict) -> dict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 import sys
@@ -186,15 +185,6 @@ def test_tokens_of_all_turns_are_limited_together() -> None:
     assert trajectory.num_sampled_tokens == sum(len(g.tokens) for call in sampler.calls for _, g in call) <= 10
     assert "sampled all of its 10 tokens" in trajectory.text
     assert (trajectory.stop_reason, trajectory.truncated) == ("tokens", True)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-def test_no_process_outlives_its_episode(tmp_path: Path) -> None:
-    group, _ = play("leave_a_process", samples=1, variables={"LEFT_BEHIND": str(tmp_path / "pid")})
-    assert group.trajectories[0].reward == 1.0
-    pid = int((tmp_path / "pid").read_text())
-    status = Path(f"/proc/{pid}/stat")
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_rollout_in_which_no_program_asks_is_an_error() -> None:

@@ -25,7 +25,7 @@ from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError, RewardError
 from policygrad.learners.config import LearnerConfig
 from policygrad.models.lora_config import is_model_folder
-from policygrad.rewards.config import Isolation, RewardConfig
+from policygrad.rewards.config import VARIABLE_NAMES, Isolation, RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rollout.evaluation import EvalSample, EvaluationResult
 from policygrad.samplers.base import SamplingParams
@@ -52,6 +52,7 @@ from policygrad.training.config.run import (
 )
 from policygrad.training.config.serialization import EVAL_OPTIONS, load_eval_options
 from policygrad.training.config.trust import RUN_FILE, CodePermissions, code_in_argv
+from policygrad.utils.child_environment import check_variable_names
 from policygrad.utils.pictures import content_text
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class EvalOptions:
     The tools of an MCP server: mcp:COMMAND or mcp:http://host:port/mcp."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds allowed for one reset, step or close of the environment; a slower one fails its episode."""
+    environment_env: Annotated[tuple[str, ...], VARIABLE_NAMES, tyro.conf.arg(name="environment.env")] = ()
+    """Environment variables that an agent's program gets besides the default ones (docs/rewards-isolation.md), such as a key."""
     eval_data: Annotated[str | None, optional_arg("FILE", f"{_RUN_DEFAULT}a sixteenth of the task")] = None
     """Data with the evaluation problems, for a task that is data."""
     benchmark: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
@@ -152,6 +155,7 @@ class EvalOptions:
             raise ConfigError(f"--threshold must be finite, not {self.threshold}")
         check_seed(self.seed)
         check_environment_timeout(self.environment_timeout)
+        check_variable_names(self.environment_env, "environment.env")
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
 

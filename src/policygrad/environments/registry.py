@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from policygrad.environments import EnvironmentFactory
@@ -34,18 +35,33 @@ TERMINATED, TURNS = "terminated", "turns"
 
 
 def resolve_environment(
-    option: Any, argument: EnvironmentFactory | AgentProgram | None = None
+    option: Any, argument: EnvironmentFactory | AgentProgram | None = None, variables: Sequence[str] = ()
 ) -> EnvironmentFactory | AgentProgram | None:
     """Return the environment of a run; None = single-turn.
 
     Args:
         option: The run's setting, a name or an object.
         argument: The argument of `train`.
+        variables: Names of environment variables that an agent's program gets.
 
     Raises:
-        ConfigError: Both are given, no such file or name, an object that creates no environment, or a package that is not
-            installed.
+        ConfigError: Both are given, no such file or name, an object that creates no environment, a package that is not installed,
+            or variables for an environment that is no program.
     """
+    environment = _resolve(option, argument)
+    if not variables:
+        return environment
+    if not isinstance(environment, AgentProgram):
+        raise ConfigError(
+            "--environment.env passes variables to agents' programs (program:…, agent:…), and the environment is none: other "
+            "environments run in this process, which has all; a server of tools gets pg.McpTools(variables=…). Leave it out"
+        )
+    return replace(environment, environment=(*environment.environment, *variables))
+
+
+def _resolve(
+    option: Any, argument: EnvironmentFactory | AgentProgram | None
+) -> EnvironmentFactory | AgentProgram | None:
     if option is not None and argument is not None:
         raise ConfigError("environment is set both in the run and as an argument; pass only one")
     if isinstance(option, str) and (parts := split_environment_name(option)) is not None:

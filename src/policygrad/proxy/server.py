@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -43,6 +43,7 @@ class Proxy:
     def __init__(self, host: str = "127.0.0.1", port: int = 0, model: str = "policy") -> None:
         self.model = model
         self._handlers: dict[str, Handler] = {}
+        self._finders: dict[str, Callable[[int], str | None]] = {}
         self._pending, self._lock = Counter[str](), threading.Lock()
         self._responses: dict[tuple[str, str], list[Any]] = {}
         """By key and id: the input items of a response and its output, which a later request may continue by
@@ -73,8 +74,16 @@ class Proxy:
     def remove(self, key: str) -> None:
         """Refuse a key's requests from now on."""
         self._handlers.pop(key, None)
+        self._finders.pop(key, None)
         for name in [name for name in self._responses if name[0] == key]:
             del self._responses[name]
+
+    def resolve(self, key: str, find: Callable[[int], str | None] | None) -> None:
+        """Take requests with a key for those of the key that `find` returns for the client's port; None = no more."""
+        if find is None:
+            self._finders.pop(key, None)
+        else:
+            self._finders[key] = find
 
     def environment(self, key: str) -> dict[str, str]:
         """Return the environment variables by which the clients of OpenAI, Anthropic and LiteLLM find the proxy."""
@@ -120,7 +129,7 @@ class Proxy:
         def make_route(api: ApiFormat) -> Route:
             async def answer(request: Request) -> Response:
                 try:
-                    key, handler = self._authenticate(request.headers)
+                    key, handler = self._authenticate(request)
                     body = await _read_body(request)
                     if api is RESPONSES:
                         body = self._with_earlier_items(key, body)
@@ -143,8 +152,11 @@ class Proxy:
 
         return Starlette(routes=[*map(make_route, FORMATS), Route("/v1/models", list_models)])
 
-    def _authenticate(self, headers: Mapping[str, str]) -> tuple[str, Handler]:
+    def _authenticate(self, request: Any) -> tuple[str, Handler]:
+        headers = request.headers
         key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key in self._finders:
+            key = self._finders[key](request.client.port) or ""
         if (handler := self._handlers.get(key)) is not None:
             return key, handler
         if (handler := self._handlers.get(ANY_KEY)) is not None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.workers.limits import check_variable_names, parse_names, parse_size
+from policygrad.rewards.workers.limits import parse_size
+from policygrad.utils.child_environment import check_variable_names, parse_names
 from policygrad.utils.field_types import check_field_types
 
 SandboxChoice = Literal["none", "auto", "bubblewrap", "landlock"]

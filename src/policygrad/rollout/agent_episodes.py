@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from policygrad.environments.agent_program import AgentProgram, RunningProgram, list_episode_processes
+from policygrad.environments.agent_program import AgentProgram, RunningProgram, shared_proxy
 from policygrad.environments.base import CONTEXT, DEFAULT_TIMEOUT, FAILED, TOKENS
 from policygrad.errors import EngineError, PolicygradError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
-from policygrad.proxy.server import Proxy
 from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.samplers.base import (
@@ -33,8 +31,13 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 
 POLL_SECONDS = 0.02  # between looks at the programs
-PROCESS_SCAN_SECONDS = 2.0
 REPORT_SECONDS = 4.0  # age at which the wait for programs is reported
+_EXCEEDED = {
+    "output": "printed more than {config.max_output} bytes (max_output)",
+    "processes": "had more than {config.max_processes} processes (max_processes)",
+    "disk": "wrote more than {config.max_disk} bytes (max_disk)",
+}
+"""What a message says of a program that exceeds a limit."""
 FINISHED, CALLS = "finished", "calls"
 """Further reasons for an episode's end: its program ended, or may request no more completions."""
 
@@ -66,9 +69,8 @@ async def run_agent_episodes(
     finally:
         for task in rollout.tasks:
             task.cancel()
-        processes = list_episode_processes()
         for episode in episodes:
-            episode.close(processes)
+            episode.close()
         if isinstance(sampler, CachesTexts):
             sampler.clear_texts()
     if episodes and not any(episode.tree.num_turns for episode in episodes):
@@ -77,12 +79,6 @@ async def run_agent_episodes(
             "with `policygrad proxy`, and let it send its requests to OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
         )
     return [_make_group(spec, group, encoder) for spec, group in zip(specs, groups, strict=True)]
-
-
-@cache
-def shared_proxy() -> Proxy:
-    """Return the proxy of this process."""
-    return Proxy()
 
 
 class _Rollout:
@@ -112,7 +108,7 @@ class _Rollout:
     async def run(self, episodes: Sequence[_Episode], progress: ProgressCallback) -> None:
         """Run all episodes, at most `concurrency` at a time."""
         unstarted, running = list(reversed(episodes)), list[_Episode]()
-        since, next_scan = self.clock(), 0.0
+        since = self.clock()
         has_reported = False
         while unstarted or running:
             while unstarted and len(running) < self.program.concurrency:
@@ -121,14 +117,11 @@ class _Rollout:
             if self.error is not None:
                 raise self.error
             now = self.clock()
-            processes = list_episode_processes() if now >= next_scan else None
-            next_scan = now + PROCESS_SCAN_SECONDS if processes is not None else next_scan
             for episode in running:
-                episode.check(now, processes)
+                episode.check(now)
             if ended := [episode for episode in running if episode.is_over]:
-                left = list_episode_processes()
                 for episode in ended:
-                    episode.close(left)
+                    episode.close()
                 running = [episode for episode in running if not episode.is_over]
             if self.waiting and self._is_time(running, now):
                 calls, self.waiting = self.waiting, []
@@ -222,25 +215,20 @@ class _Episode:
         except OSError as error:
             self._fail("start", f"cannot be started: {error}")
 
-    def check(self, now: float, processes: dict[str, list[int]] | None) -> None:
+    def check(self, now: float) -> None:
         """Look whether the program has ended, or exceeds a limit."""
         if self.is_over or self.program is None:
             return
-        config, program = self.rollout.program, self.program
         self._seconds += 0.0 if self.num_pending else now - self._checked
         self._checked = now
-        code = program.poll()
+        code = self.program.poll()
         if code is not None:
             self._end(code)
         elif self._seconds > self.rollout.max_seconds:
             self._fail("slow", f"exceeded {self.rollout.max_seconds:g} s of its own (--environment.timeout)")
-        elif program.output_bytes > config.max_output:
-            self._fail("output", f"printed more than {config.max_output} bytes (max_output)")
-        elif processes is not None and len(processes.get(self.key, ())) > config.max_processes:
-            self._fail("processes", f"had more than {config.max_processes} processes (max_processes)")
 
-    def close(self, processes: Mapping[str, Sequence[int]]) -> None:
-        """End the program, whatever it does, and those of the `processes` that are the episode's."""
+    def close(self) -> None:
+        """End the program, and whatever it has started."""
         self.is_over = True
         self.rollout.proxy.remove(self.key)
         for call in [call for call in self.rollout.waiting if call.episode is self]:
@@ -248,7 +236,7 @@ class _Episode:
             call.fail(ApiError("the episode is over", 403, "episode_over"))
         program, self.program = self.program, None
         if program is not None:
-            program.close(processes.get(self.key, ()))
+            program.close()
 
     def add(self, turn: OpenTurn, generation: Generation) -> ChatChoice:
         """Add a completion to the episode; return it as the program receives it."""
@@ -350,6 +338,9 @@ class _Episode:
     def _end(self, code: int) -> None:
         """Finish the episode of a program that has ended by itself."""
         assert self.program is not None
+        if limit := self.program.exceeded:
+            self._fail(limit, _EXCEEDED[limit].format(config=self.rollout.program))
+            return
         if self.is_judging:
             self.reward = float(code == 0)
             self._finish()
@@ -360,7 +351,9 @@ class _Episode:
             self._fail("result", str(error))
             return
         if code != 0 and not values and not self.stop_reason:
-            self._fail("crashed", f"ended with exit code {code}: {self.program.last_output() or 'no output'}")
+            text = self.program.last_output() or "no output"
+            hint = self.rollout.program.explain_missing(text)
+            self._fail("crashed", f"ended with exit code {code}: {text}{hint}")
             return
         self.answer = values.get("answer") or ""
         self.metrics.update({str(name): float(value) for name, value in (values.get("metrics") or {}).items()})
@@ -368,7 +361,10 @@ class _Episode:
             self.reward = float(values["reward"])
         if self.rollout.program.reward_command:
             self.is_judging, self._seconds = True, 0.0
-            self.program.start_reward_command()
+            try:
+                self.program.start_reward_command()
+            except OSError as error:
+                self._fail("start", f"leaves a folder in which reward_command cannot be started: {error}")
             return
         self._finish()
 

@@ -18,6 +18,7 @@ _REFER, _TRUNCATE, _IOCTL = 1 << 13, 1 << 14, 1 << 15
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL  # that something else than a folder can have
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # by the version that added the last
 _NETWORK, _SCOPES = 0b11, 0b11  # binding and connecting (version 4); abstract sockets and signals (version 6)
+_SIGNALS = 0b10
 
 
 def get_abi_version() -> int:
@@ -47,6 +48,37 @@ def restrict(readable: Sequence[str], writable: Sequence[str], *, folders: bool 
         for paths, rights in ((readable, read), (writable, write)):
             for path in paths:
                 _add_rule(ruleset, path, rights & handled)
+        _check(libc.syscall(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)), "not restricted")
+    finally:
+        os.close(ruleset)
+
+
+REFER_SINCE, SCOPES_SINCE = 2, 6
+"""Versions from which `keep_from_others` has no other effect, and from which signals are kept to a process and its children."""
+
+
+def keep_from_others(*, sockets: bool = False) -> None:
+    """Let this process, and all that it starts, neither trace other processes nor read their variables and memory, for good; from
+    version 6 on nor signal them. Files stay as they are. Sets no_new_privs. sockets: nor connect to abstract sockets of others.
+
+    Raises:
+        OSError: The kernel has no Landlock of version `REFER_SINCE`.
+    """
+    abi = get_abi_version()
+    if abi < REFER_SINCE:
+        raise OSError("the kernel's Landlock is too old")
+    libc = _load_libc()
+    _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs cannot be set")
+    drop_capabilities(_READ_OTHERS)
+    # a ruleset must restrict something: before version 6 the right to link between folders, which is then given everywhere
+    scopes = struct.pack("QQQ", 0, 0, _SCOPES if sockets else _SIGNALS)
+    attributes = scopes if abi >= SCOPES_SINCE else struct.pack("Q", _REFER)
+    ruleset = _check(
+        libc.syscall(_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)), "no ruleset"
+    )
+    try:
+        if abi < SCOPES_SINCE:
+            _add_rule(ruleset, "/", _REFER)
         _check(libc.syscall(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)), "not restricted")
     finally:
         os.close(ruleset)
@@ -87,15 +119,29 @@ _NUM_CAPABILITIES = 64
 MAX_OPEN_FILES = 64
 
 
-def drop_capabilities() -> None:
-    """Drop all capabilities, root's too, and forbid gaining any from a program that is started."""
+_SYS_PTRACE, _SYS_ADMIN, _PERFMON = 19, 21, 38
+_READ_OTHERS = (_SYS_PTRACE, _SYS_ADMIN, _PERFMON)
+"""Capabilities by which root reads the memory and variables of any process."""
+
+
+def drop_capabilities(dropped: Sequence[int] = range(_NUM_CAPABILITIES)) -> None:
+    """Drop capabilities, root's too, and forbid gaining any from a program that is started."""
     libc = _load_libc()
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "no_new_privs cannot be set")
     libc.prctl(_PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0)
-    for capability in range(_NUM_CAPABILITIES):
+    for capability in dropped:
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails without the right to, when there is none to drop
-    if libc.capset(struct.pack("Ii", _VERSION_3, 0), bytes(24)) != 0:
+    sets = ctypes.create_string_buffer(24)
+    if libc.capget(struct.pack("Ii", _VERSION_3, 0), sets) != 0:
+        raise OSError(ctypes.get_errno(), "capabilities cannot be read")
+    kept = ~sum(1 << capability for capability in dropped)
+    low, high = kept & 0xFFFFFFFF, kept >> 32 & 0xFFFFFFFF
+    masks = (low, low, low, high, high, high)  # effective, permitted, inheritable: of the lower half, and of the upper
+    remaining = struct.pack(
+        "6I", *(held & mask for held, mask in zip(struct.unpack("6I", sets.raw), masks, strict=True))
+    )
+    if libc.capset(struct.pack("Ii", _VERSION_3, 0), remaining) != 0:
         raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
 
 

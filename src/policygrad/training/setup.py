@@ -137,7 +137,7 @@ def load_resources(
     longest = max(max_tokens, options.evaluation.resolve_sampling(options.sampling).max_tokens)
     sampled = replace(options.sampling, max_tokens=longest)  # servers need room for both
     engine = make_engine_factory(options.sampler, folder, sampled, sampler, phase, facts)
-    environment = resolve_environment(options.environment, environment)
+    environment = resolve_environment(options.environment, environment, options.environment_env)
     if environment is not None and placement.environment is not None:
         if isinstance(environment, AgentProgram):
             raise ConfigError(

@@ -105,13 +105,32 @@ class UnusableDataError(ValueError):
     """Well-formed data that cannot be used: nested too deeply, or with a number outside the range of a float."""
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading. Raises OSError also for a pipe, a device or a folder, which could block for ever."""
-    descriptor = _open_nonblocking(path)
+def open_regular(path: Path, *, follow: bool = True) -> IO[bytes]:
+    """Open a regular file for reading. Raises OSError also for a pipe, a device or a folder, which could block for ever.
+
+    follow: a symbolic link in its place stands for the file that it names; False = it is an OSError.
+    """
+    descriptor = _open_nonblocking(path, 0 if follow else getattr(os, "O_NOFOLLOW", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def read_untrusted(path: Path, max_bytes: int) -> bytes:
+    """Read a file in a folder where somebody else's program may have put anything in its place.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        OSError: It is a link, also a hard one, a pipe, a device or a folder, or larger than `max_bytes`.
+    """
+    with open_regular(path, follow=False) as file:
+        if os.fstat(file.fileno()).st_nlink != 1:
+            raise OSError(errno.EMLINK, "it is a link to another file", str(path))
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes} bytes", str(path))
+    return data
 
 
 def read_text_bounded(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
@@ -212,10 +231,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _open_nonblocking(path: Path) -> int:
+def _open_nonblocking(path: Path, flags: int = 0) -> int:
     # a blocking open of a named pipe waits for a writer
     try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | flags)
     except ValueError as error:
         raise OSError(errno.EINVAL, "its name contains a NUL character") from error
 

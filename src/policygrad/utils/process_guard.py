@@ -20,13 +20,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 _POLL_SECONDS = 0.1  # seconds between the guard's looks at the command and at its parent
-_MAX_ROUNDS = 50  # searches for processes that were forked while others were being killed
+_MAX_ROUNDS = 200  # searches for processes that were forked while others were being stopped or killed
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
@@ -73,7 +72,7 @@ def guard(parent: int, exit_seconds: float, shared_folder: str, argv: Sequence[s
             if deadline is not None and time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
-    _kill_descendants()
+    kill_descendants()
     if shared_folder and os.getppid() != parent:
         shutil.rmtree(shared_folder, ignore_errors=True)
     return 1 if code is None else code if code >= 0 else 128 - code
@@ -92,32 +91,51 @@ def _reap(command: int) -> int | None:
     return code
 
 
-def _kill_descendants() -> None:
-    """Kill all descendants of this process; elsewhere than on Linux, all other processes of its group."""
+def kill_descendants(except_for: Collection[int] = ()) -> None:
+    """Kill all descendants of this process, but for some and theirs; elsewhere than on Linux, all others of its group.
+
+    They are first stopped, until none is new: so a process that forks without end is caught too.
+    """
     if sys.platform != "linux":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(os.getpid(), signal.SIGTERM)
         return
     for _ in range(_MAX_ROUNDS):
-        descendants = _list_descendants(os.getpid())
-        if not descendants:
+        stopped = set[int]()
+        for _ in range(_MAX_ROUNDS):
+            running = set(list_descendants(os.getpid(), except_for)) - stopped
+            if not running:
+                break
+            _signal(running, signal.SIGSTOP)
+            stopped |= running
+        if not stopped:
             return
-        for pid in descendants:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS / 10)
+        _signal(stopped, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS / 100)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            for pid in [child for child in list_descendants(os.getpid(), except_for) if child in stopped]:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
 
 
-def _list_descendants(pid: int) -> list[int]:
-    pids = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+def list_descendants(pid: int, except_for: Collection[int] = ()) -> list[int]:
+    """Return the processes below one, each before its own, those that have ended and were not waited for too (Linux)."""
+    descendants, unvisited = list[int](), [pid]
+    while unvisited:
+        folder = f"/proc/{unvisited.pop()}/task"
         with contextlib.suppress(OSError):  # it has ended
-            for child in map(int, children.read_text().split()):
-                pids += [child, *_list_descendants(child)]
-    return pids
+            for thread in os.listdir(folder):
+                with contextlib.suppress(OSError), open(f"{folder}/{thread}/children", encoding="ascii") as file:
+                    children = [child for child in map(int, file.read().split()) if child not in except_for]
+                    descendants += children
+                    unvisited += children
+    return descendants
+
+
+def _signal(processes: Iterable[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _call_prctl(option: int, value: int) -> None:

@@ -28,7 +28,7 @@ from policygrad.rewards.base import (
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.failures import MIN_LOST_CALLS, UnresponsiveFunctionDetector
-from policygrad.rewards.workers.limits import check_variable_names, explain_missing_variable, parse_size
+from policygrad.rewards.workers.limits import parse_size
 from policygrad.rewards.workers.messages import (
     MAX_ABS_REWARD,
     Chunk,
@@ -44,6 +44,7 @@ from policygrad.rewards.workers.messages import (
 )
 from policygrad.rewards.workers.process import NO_SANDBOX, WorkerLauncher, WorkerProcess, kill_workers
 from policygrad.rewards.workers.worker import RewardCaller, Signature
+from policygrad.utils.child_environment import check_variable_names, explain_missing_variable
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 
@@ -617,7 +618,7 @@ class Dispatcher:
         try:
             if not slot.ready and (error := replies.parse_ready()) is not None:
                 if error:
-                    raise RewardError(error + explain_missing_variable(error, slot.variables))
+                    raise RewardError(error + _explain_missing(error, slot))
                 slot.ready, slot.has_started, slot.start_failures = True, True, 0
                 if slot.worker.output_tail:
                     slot.worker.output_tail.clear()  # what imports print is of use only where they fail
@@ -642,7 +643,7 @@ class Dispatcher:
         printed = slot.last_output() if any(result.reason for result in results) else ""
         for i, result in enumerate(results):
             if result.reason:
-                hint = explain_missing_variable(result.message, slot.variables) if result.reason == "raised" else ""
+                hint = _explain_missing(result.message, slot) if result.reason == "raised" else ""
                 results[i] = replace(result, message=result.message + hint + printed)
         self._detector.record_results(name, results)
         if slot.num_calls >= len(slot.start.functions):  # a worker's first calls may load what they need
@@ -697,6 +698,10 @@ class Dispatcher:
 START_TIMEOUT = 120.0  # seconds for a worker to import what its functions need; not part of any call's timeout
 DEDICATED_START_TIMEOUT = 3600.0  # for a worker that loads, or first downloads, a model
 MAX_START_FAILURES = 3  # workers in a row that may end while they load what another has loaded before
+
+
+def _explain_missing(message: str, slot: WorkerSlot) -> str:
+    return explain_missing_variable(message, slot.variables, "reward workers", "--rewards.environment")
 
 
 @dataclass

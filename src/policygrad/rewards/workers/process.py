@@ -24,11 +24,12 @@ from typing import Any
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import Reward
-from policygrad.rewards.workers.limits import filter_environment, raise_oom_score
+from policygrad.rewards.workers.limits import raise_oom_score
 from policygrad.rewards.workers.messages import NONCE_BYTES, Chunk, ReplyParser, WorkerStart, replace_control_characters
 from policygrad.sandbox import BACKENDS, backends, find_backend
 from policygrad.sandbox.backends import list_interpreter_paths
 from policygrad.sandbox.process import apply_restrictions
+from policygrad.utils.child_environment import ONE_THREAD, filter_environment
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.rewards.workers.process import enter_sandbox; "
@@ -40,12 +41,13 @@ _READ_BYTES = 1 << 20  # per read
 class WorkerProcess:
     """A fresh interpreter with this one's import path, in its own session so that its children are killed with it.
 
-    variables: names of environment variables that it gets besides `limits.PASSED_VARIABLES`.
+    variables: names of environment variables that it gets besides `child_environment.PASSED_VARIABLES`.
     """
 
     def __init__(self, start: WorkerStart, variables: Sequence[str] = ()) -> None:
         self.token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE_BYTES)
-        environment = {**filter_environment(os.environ, variables), TOKEN_VARIABLE: self.token}
+        # one thread, as there is a worker for every other
+        environment = {**filter_environment(os.environ, variables), **ONE_THREAD, TOKEN_VARIABLE: self.token}
         argv, self._folder = build_command(start.sandbox, environment)
         self._process = subprocess.Popen(
             argv,

@@ -22,7 +22,7 @@ from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.planning.model_shapes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.builtin import check_step_pattern
-from policygrad.rewards.config import RewardConfig
+from policygrad.rewards.config import VARIABLE_NAMES, RewardConfig
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
 from policygrad.samplers.engines.registry import load_engine_class
@@ -30,6 +30,7 @@ from policygrad.tasks.benchmarks import parse_benchmarks
 from policygrad.tasks.rows import table_to_rows
 from policygrad.trackers.services import check_tracking
 from policygrad.trackers.trace import DEFAULT_TRACE_MIB
+from policygrad.utils.child_environment import check_variable_names
 from policygrad.utils.field_types import check_field_types
 
 MAX_LR = 1e6  # beyond any useful rate; float32 overflows above 3e38, which torch does not explain
@@ -238,6 +239,8 @@ class RunOptions:
     """Seconds allowed for one reset, step or close of the environment; a call that exceeds it fails its episode.
     For a program, seconds of an episode in which it does not wait for completions.
     If the first four calls of a method all exceed it, the run stops, resumably."""
+    environment_env: Annotated[tuple[str, ...], VARIABLE_NAMES, tyro.conf.arg(name="environment.env")] = ()
+    """Environment variables that an agent's program gets besides the default ones (docs/rewards-isolation.md), such as a key."""
     step_end: Annotated[str | None, optional_arg("REGEX", "the task's own")] = None
     """End of a reasoning step, for an algorithm that needs only that (VinePPO): the end of every match; '\\n' = every line."""
     eval_data: Annotated[Any, optional_arg("FILE", "a sixteenth of the task, chosen by a hash of the prompt", str)] = (
@@ -449,6 +452,7 @@ def check_run(run: Run) -> None:
     if run.tokens is not None and run.tokens < 1:
         raise ConfigError(f"tokens must be at least 1, not {run.tokens}; leave it out for no budget")
     check_environment_timeout(run.environment_timeout)
+    check_variable_names(run.environment_env, "environment.env")
     if run.max_staleness < 0:
         raise ConfigError(f"max_staleness must be at least 0, not {run.max_staleness}")
     learner_fields = run.algorithm.filter_needs & LEARNER_FIELDS

@@ -362,6 +362,7 @@ EVAL_OPTIONS = (
         "reward",
         "environment",
         "environment_timeout",
+        "environment_env",
         "eval_data",
         "sampling",
     ),

@@ -1,0 +1,58 @@
+"""Environment variables of the processes that run code of others, reward workers and agents' programs: those that Python, its
+caches and its devices need, and those that the user names."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from policygrad.errors import ConfigError
+
+# Name patterns. No token, no key, no proxy (whose address may hold a password).
+PASSED_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME"),
+    *("PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_*"),
+    *("OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "PYTORCH_*", "TRITON_*"),
+    *("HF_HOME", "HF_HUB_*", "HF_ENDPOINT", "HF_*_CACHE", "HF_*_OFFLINE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_*"),
+    *("TOKENIZERS_PARALLELISM", "TORCH_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+_SECRETS = ("*TOKEN", "*SECRET*", "*PASSWORD*", "*_KEY")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""For a process beside many others that compute."""
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_MIN_NAME_LENGTH = 4  # of a variable that is searched for in messages
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Parse `NAME,NAME`; `none` is no name."""
+    if text.strip().lower() == "none":
+        return ()
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def check_variable_names(names: Sequence[str], option: str) -> None:
+    """Raise ConfigError for anything that cannot name a variable, such as `NAME=value`."""
+    if isinstance(names, str):
+        raise ConfigError(f"{option} is a list of names, not the text {names!r}: write ({names!r},)")
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(f"{option}: {name!r} is not the name of an environment variable; give names, NAME,NAME")
+
+
+def filter_environment(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a child process gets: those of the list, and those of these names."""
+    return {name: value for name, value in environment.items() if name in names or _is_passed(name)}
+
+
+def explain_missing_variable(message: str, names: Sequence[str], children: str, option: str) -> str:
+    """Return the remedy where a message names a variable that is set here and not passed to these child processes; else ""."""
+    mentioned = set(_NAME.findall(message))
+    for name in sorted(mentioned & os.environ.keys()):
+        if len(name) >= _MIN_NAME_LENGTH and name not in names and not _is_passed(name):
+            return f"; {children} do not get the environment variable {name}: add {option} {name}"
+    return ""
+
+
+def _is_passed(name: str) -> bool:
+    secret = any(fnmatchcase(name, pattern) for pattern in _SECRETS)
+    return not secret and any(fnmatchcase(name, pattern) for pattern in PASSED_VARIABLES)
