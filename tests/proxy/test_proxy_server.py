@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from policygrad.proxy.server import Proxy
 pytest.importorskip("uvicorn")
 USER = [{"role": "user", "content": "1 + 1"}]
 CHAT = "/v1/chat/completions"
+TOOL_OF_ALL = "f"
 
 
 def reply(request: ChatRequest) -> ChatReply:
@@ -89,8 +91,10 @@ def shared() -> Iterator[Served]:
 def served(shared: Served) -> Iterator[Served]:
     shared.answer, shared.errors[:] = answered, []
     yield shared
-    assert not shared.run_in_loop(lambda: +shared.proxy._pending)
-    assert not shared.run_in_loop(lambda: +shared.proxy._bodies)
+    for _ in range(10_000):  # a stream is over once its last part was sent
+        if not (left := shared.run_in_loop(lambda: +shared.proxy._pending + shared.proxy._bodies)):
+            break
+    assert not left
 
 
 def test_a_handler_that_raises_answers_500_in_the_format_and_does_not_use_up_its_key(
@@ -272,3 +276,18 @@ def test_calls_are_streamed_to_the_official_clients(served: Served) -> None:
     assert other.messages.count_tokens(model="m", messages=[{"role": "user", "content": "x"}]).input_tokens == 2
     client.close()
     other.close()
+
+
+def test_what_clients_send_is_answered(served: Served) -> None:
+    """Requests as frameworks sent them (the last of a conversation with a tool's result), noted once each."""
+    lines = Path(__file__).with_name("client_requests.jsonl").read_text().splitlines()
+    for sent in map(json.loads, lines):
+        body = sent["body"]
+        references = [item for item in body.get("input", []) if item.get("type") == "item_reference"]
+        message = {"type": "message", "role": "assistant", "content": "Let me see."}
+        kept = {"id": "resp_1", "output": [{**message, "id": item["id"]} for item in references]}
+        served.run_in_loop(lambda kept=kept: served.proxy._stored.add("k", {}, kept))
+        status, text = served.send(sent["path"], body)
+        assert status == 200, (sent["client"], text)
+        assert (f'"{TOOL_OF_ALL}"' in text) == bool(body.get("tools")), sent["client"]
+    assert served.errors == []
