@@ -38,7 +38,9 @@ def call(name: str, **arguments: Any) -> str:
 
 def play(tokenizer: Tokenizer, server: pg.McpTools, *calls: str, **options: Any) -> tuple[list[str], dict[str, float]]:
     """What the policy reads after each call, and the episode's metrics."""
-    with pg.ToolUse((server,), lambda answer, example: 1.0, max_turns=99, **{"tools_in_prompt": False} | options) as environment:
+    with pg.ToolUse(
+        (server,), lambda answer, example: 1.0, max_turns=99, **{"tools_in_prompt": False} | options
+    ) as environment:
         group, _ = conversation(tokenizer, environment, QUESTION, [*calls, "done"], max_tokens=600)
     (trajectory,) = group.trajectories
     assert trajectory.failure == ""

@@ -211,6 +211,8 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized_and_text_that_fi
     with pytest.raises(ApiError, match="more than 1048576 tokens"):
         check_length(replace(counting, context_length=None), ChatRequest("word " * 2_000_000))
     seen.clear()
+    with pytest.raises(ApiError, match="20001 messages"):
+        check_length(counting, ChatRequest(({"role": "user", "content": "x"},) * 20_001))
     check_length(counting, ChatRequest("word " * 13_000))
     assert not seen
     tokens = len(encoder.hf("answer " * 12_000, add_special_tokens=False)["input_ids"])

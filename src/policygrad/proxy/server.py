@@ -297,25 +297,29 @@ class Proxy:
             handler.note_error(error)
 
     async def _read_body(self, key: str, request: Any) -> dict[str, Any]:
-        parts, size = list[bytes](), 0
+        parts, size, kept = list[bytes](), 0, 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     size += len(part)
+                    if size > MAX_BODY:  # the rest is read, since most clients read no answer before they have sent it
+                        parts.clear()
+                        continue
                     self._bodies[key] += len(part)
-                    if size > MAX_BODY:
-                        raise ApiError(f"the request is larger than {MAX_BODY} bytes", 413, "request_too_large")
+                    kept += len(part)
                     if self._bodies[key] > MAX_BODIES:
                         text = f"this key is sending more than {MAX_BODIES} bytes at once: send fewer requests at once"
                         raise ApiError(text, 429, "rate_limit_exceeded")
                     if self._bodies.total() > MAX_BODIES_IN_ALL:
                         raise ApiError("too many large requests are being sent: try again", 503, "overloaded")
                     parts.append(part)
+            if size > MAX_BODY:
+                raise ApiError(f"the request has {size} bytes, and the most is {MAX_BODY}", 413, "request_too_large")
             return parse_body(b"".join(parts))
         except TimeoutError as error:
             raise ApiError(f"the request did not arrive within {BODY_SECONDS:g} s", 408, "timeout") from error
         finally:
-            self._bodies[key] -= size
+            self._bodies[key] -= kept
             if not self._bodies[key]:
                 del self._bodies[key]
 

@@ -306,26 +306,27 @@ class ConversationTree:
 def check_length(encoder: Tokenizer, request: ChatRequest) -> None:
     """Refuse text that is certainly longer than the model reads, before all of it is rendered and tokenized.
 
-    Only text of many characters for each position is counted, piece by piece until it is too long.
+    Only text of many characters for each position is counted, piece by piece until it is too long. A message has a token or more.
 
     Raises:
         ApiError: It is too long.
     """
     limit = encoder.context_length or MAX_CONTEXT
-    texts = [request.prompt] if isinstance(request.prompt, str) else _list_texts(request.prompt)
-    size, count = sum(map(len, texts)), 0
-    if size <= max(PIECE, COUNTED_FROM * limit):
+    if not isinstance(request.prompt, str) and len(request.prompt) > limit:
+        raise _too_long(f"{len(request.prompt)} messages", limit)
+    text = request.prompt if isinstance(request.prompt, str) else "".join(_list_texts(request.prompt))
+    if len(text) <= max(PIECE, COUNTED_FROM * limit):
         return
-    for text in texts:
-        for start in range(0, len(text), PIECE):
-            # a token less for each end of a piece, where a whole text may have one token instead of two
-            count += max(0, len(encoder.hf(text[start : start + PIECE], add_special_tokens=False)["input_ids"]) - 2)
-            if count > limit:
-                raise ApiError(
-                    f"the prompt has {size} characters, which are more than {limit} tokens, and the model reads {limit}",
-                    400,
-                    "context_length_exceeded",
-                )
+    count = 0
+    for start in range(0, len(text), PIECE):
+        # fewer by a token for each end of a piece, where the whole may have one token instead of two
+        count += len(encoder.hf(text[start : start + PIECE], add_special_tokens=False)["input_ids"]) - 2
+        if count > limit:
+            raise _too_long(f"{len(text)} characters, which are more than {limit} tokens", limit)
+
+
+def _too_long(what: str, limit: int) -> ApiError:
+    return ApiError(f"the prompt has {what}, and the model reads {limit}", 400, "context_length_exceeded")
 
 
 def _list_texts(messages: Any) -> list[str]:
