@@ -123,8 +123,8 @@ class ConversationTree:
             ApiError: Token ids that the model does not have, or text that is longer than it reads.
         """
         if isinstance(request.prompt, tuple) and request.prompt and isinstance(request.prompt[0], int):
-            largest, size = max(request.prompt), len(self.encoder.hf)  # type: ignore[type-var]
-            if largest >= size:  # type: ignore[operator]
+            largest, size = max(request.prompt), len(self.encoder.hf)
+            if largest >= size:
                 raise ApiError(f"the prompt has the token id {largest}, and the vocabulary has {size}")
             ids = torch.tensor(request.prompt, dtype=torch.int64)
             return OpenTurn(ids, self._place(ids), request, "", tuple(request.prompt))
