@@ -81,6 +81,12 @@ def show(kind: str) -> CallToolResult:
     return CallToolResult(content=blocks[kind], structured_content={"size": [8, 6]} if kind == "structure" else None)
 
 
+@server.tool()
+def repeats(letters: int) -> str:
+    """Says a letter so many times."""
+    return "x" * letters
+
+
 http_app = server.streamable_http_app()
 sse_app = server.sse_app()
 

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from policygrad.environments.registry import is_http_url
 from policygrad.environments.tools import Tool, ToolError, ToolUse
 from policygrad.errors import ConfigError, DataError, EngineError, import_optional, install_command
+from policygrad.models.control_tokens import replace_surrogates
 from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.utils.async_runner import background_loop, run_on_background_loop
 from policygrad.utils.pictures import Picture
@@ -38,6 +39,7 @@ MAX_PAGES = 100  # pages of a server's list of tools
 _START_SLOTS = asyncio.Semaphore(os.cpu_count() or 1)
 """Of the background loop. If all servers started at once, all would exceed their time."""
 _TAIL_BYTES, _TAIL_LINES = 4096, 6  # end of what a program prints, for error messages
+_BOM = b"\xef\xbb\xbf"  # which some programs write before their first line, or before each
 _HANDSHAKES = ("legacy", "auto")
 """Modes of mcp.Client, in the order in which they are tried. Sessions, in which a server at an address can keep an episode's state,
 exist in protocol versions up to 2025-11-25 only, which the first mode negotiates."""
@@ -171,7 +173,12 @@ class McpTools:
 
     async def _select_tools(self, session: _Session) -> tuple[Any, ...]:
         """Return the server's descriptions of the tools that are offered."""
-        tools = {tool.name: tool for tool in await session.list_tools()}
+        listed = await session.list_tools()
+        tools = {tool.name: tool for tool in listed}
+        for name in [name for name in self.names or tools if [tool.name for tool in listed].count(name) > 1]:
+            raise ConfigError(
+                f"McpTools: {session.server} lists two tools named {name!r}, so a call would be ambiguous: leave it out by names="
+            )
         if missing := [name for name in self.names if name not in tools]:
             raise ConfigError(
                 f"McpTools: {session.server} has no tool {missing[0]!r}, it has {', '.join(tools) or 'none'}: correct names="
@@ -371,7 +378,7 @@ class _Session:
             if urlsplit(config.server).path.rstrip("/").endswith("/sse"):
                 from mcp.client.sse import sse_client
 
-                return sse_client(config.server, headers=dict(config.headers))
+                return sse_client(config.server, headers=dict(config.headers), httpx_client_factory=_make_http_client)
             return _connect_http(config.server, config.headers)
         self._program = _Program(config)
         return self._program.connect()
@@ -379,15 +386,56 @@ class _Session:
 
 @asynccontextmanager
 async def _connect_http(url: str, headers: Mapping[str, str]) -> AsyncIterator[Any]:
-    import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
-    timeout = httpx2.Timeout(30.0, read=300.0)
     async with (
-        httpx2.AsyncClient(headers=dict(headers), timeout=timeout) as http,
+        _make_http_client(headers=dict(headers)) as http,
         streamable_http_client(url, http_client=http) as streams,
     ):
         yield streams
+
+
+def _make_http_client(headers: dict[str, str] | None = None, timeout: Any = None, auth: Any = None) -> Any:
+    """Return an HTTP client that reads messages of at most MAX_MESSAGE_BYTES, and none that are compressed."""
+    import httpx2
+
+    class LimitedStream(httpx2.AsyncByteStream):
+        def __init__(self, stream: Any, is_events: bool) -> None:
+            self.stream, self.is_events = stream, is_events
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size, last = 0, b""
+            async for part in self.stream:
+                size += len(part)
+                joined = last + part
+                # an event ends with an empty line, and each is a message
+                end = max(joined.rfind(mark) for mark in (b"\n\n", b"\r\n\r\n", b"\r\r")) if self.is_events else -1
+                if end >= 0:
+                    size = len(joined) - end
+                last = joined[-4:]
+                if size > MAX_MESSAGE_BYTES:
+                    raise httpx2.ReadError(f"the server sent a message of more than {MAX_MESSAGE_BYTES >> 10} KiB")
+                yield part
+
+        async def aclose(self) -> None:
+            await self.stream.aclose()
+
+    class LimitedTransport(httpx2.AsyncHTTPTransport):
+        async def handle_async_request(self, request: Any) -> Any:
+            response = await super().handle_async_request(request)
+            if response.headers.get("content-encoding", "identity").lower() != "identity":
+                await response.aclose()
+                raise httpx2.ReadError("the server sent a compressed message, though none was asked for")
+            is_events = response.headers.get("content-type", "").startswith("text/event-stream")
+            response.stream = LimitedStream(response.stream, is_events)
+            return response
+
+    return httpx2.AsyncClient(
+        headers={**(headers or {}), "accept-encoding": "identity"},
+        timeout=timeout or httpx2.Timeout(30.0, read=300.0),
+        auth=auth,
+        transport=LimitedTransport(),
+    )
 
 
 class _Program:
@@ -482,24 +530,25 @@ class _Program:
     async def _read_messages(self, process: asyncio.subprocess.Process, sender: Any) -> None:
         import anyio
         from mcp.shared.message import SessionMessage
-        from mcp.types import jsonrpc_message_adapter
 
         assert process.stdout is not None
+        begun = b""  # of a message that is written on several lines
         with sender:
             try:
                 while line := await process.stdout.readline():
-                    try:
-                        message = jsonrpc_message_adapter.validate_json(line)
-                    except ValueError:
-                        self.stray_lines += 1
-                        self.stray_line = self.stray_line or line[:200].decode(errors="replace").strip()
-                        if self.stray_lines > MAX_STRAY_LINES:
-                            self.violation = (
-                                f"it wrote {MAX_STRAY_LINES} lines that are no messages to its standard output, such as "
-                                f"{self.stray_line!r}: a server logs to its standard error"
-                            )
+                    message = _parse_message(line)
+                    if message is None and line.removeprefix(_BOM).rstrip() == b"{":
+                        begun = line
+                    elif message is None and begun and len(begun) + len(line) <= MAX_MESSAGE_BYTES:
+                        begun += line
+                        message = _parse_message(begun) if line.rstrip() == b"}" else None
+                    elif message is None:
+                        begun = b""
+                        self._count_stray(line)
+                        if self.violation:
                             break
-                    else:
+                    if message is not None:
+                        begun = b""
                         await sender.send(SessionMessage(message))
             except ValueError:  # of readline: a line beyond the limit
                 self.violation = f"it wrote a line of more than {MAX_MESSAGE_BYTES >> 20} MiB to its standard output"
@@ -513,6 +562,16 @@ class _Program:
                 process.terminate()
         while await process.stdout.read(1 << 16):  # a program that is blocked by a full pipe does not exit
             pass
+
+    def _count_stray(self, line: bytes) -> None:
+        """Count a line that is no message."""
+        self.stray_lines += 1
+        self.stray_line = self.stray_line or line[:200].decode(errors="replace").strip()
+        if self.stray_lines > MAX_STRAY_LINES:
+            self.violation = (
+                f"it wrote {MAX_STRAY_LINES} lines that are no messages to its standard output, such as "
+                f"{self.stray_line!r}: a server logs to its standard error"
+            )
 
     async def _write_messages(self, process: asyncio.subprocess.Process, receiver: Any) -> None:
         assert process.stdin is not None
@@ -539,6 +598,21 @@ class _Program:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), EXIT_SECONDS if stop is None else 2 * EXIT_SECONDS)
                 return
+
+
+def _parse_message(data: bytes) -> Any:
+    """Return a message, None if it is none. What UTF-8 does not have becomes U+FFFD: lone surrogates, bytes in another encoding."""
+    from mcp.types import jsonrpc_message_adapter
+
+    text = data.removeprefix(_BOM).decode(errors="replace")
+    try:
+        return jsonrpc_message_adapter.validate_json(text)
+    except ValueError:
+        pass
+    try:
+        return jsonrpc_message_adapter.validate_python(replace_surrogates(json.loads(text)))
+    except (ValueError, RecursionError):
+        return None
 
 
 def show_result(result: Any) -> str | list[str | Picture]:

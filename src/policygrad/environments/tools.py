@@ -243,6 +243,8 @@ class Tool:
                 continue
             kinds = schema.get("type", ())
             kinds = [kinds] if isinstance(kinds, str) else kinds
+            if isinstance(value, float) and value.is_integer() and "integer" in kinds and "number" not in kinds:
+                arguments[name] = value = int(value)  # as JSON schema has it, 5.0 is an integer
             types = [_TYPES[kind] for kind in kinds if kind in _TYPES]
             is_valid = "enum" not in schema or value in schema["enum"]
             if types and len(types) == len(kinds):  # else it has no type, or an unknown one; elements are not checked

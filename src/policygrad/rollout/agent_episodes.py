@@ -7,14 +7,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from policygrad.environments.agent_program import AgentProgram, RunningProgram, shared_proxy
 from policygrad.environments.base import CONTEXT, DEFAULT_TIMEOUT, FAILED, TOKENS
-from policygrad.errors import EngineError, PolicygradError
+from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
 from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
@@ -30,6 +32,10 @@ from policygrad.samplers.base import (
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 
+_REWARD_REMEDY = (
+    "return a number or {'reward': …} from the agent's function, write it to POLICYGRAD_RESULT, or set reward_command or reward "
+    "functions (--reward)"
+)
 POLL_SECONDS = 0.02  # between looks at the programs
 REPORT_SECONDS = 4.0  # age at which the wait for programs is reported
 _EXCEEDED = {
@@ -98,6 +104,7 @@ class _Rollout:
         self.sampling, self.sampler, self.encoder, self.program = sampling, sampler, encoder, program
         self.proxy, self.loop = shared_proxy(), asyncio.get_running_loop()
         self.waiting: list[_Call] = []
+        """Those that nobody samples for yet."""
         self.last_arrival = clock()
         self.contexts = dict[bytes, Tensor]()  # equal contexts as one tensor, which a sampler reads once
         self.samples_at_once = isinstance(sampler, SupportsConcurrentCalls) and sampler.serves_concurrently
@@ -152,12 +159,13 @@ class _Rollout:
         try:
             with span("sample", requests=len(pairs)):
                 generations = iter(await self.sampler.generate([request for _, request in pairs]))
-            for call in calls:
-                call.answer([next(generations) for _ in call.requests])
         except Exception as error:
             for call in calls:
                 call.fail(ApiError(str(error), 403, "server_error"))
             self.error = error
+            return
+        for call in calls:
+            call.answer([next(generations) for _ in call.requests])
 
     def share(self, ids: Tensor) -> Tensor:
         """Return one tensor for all equal contexts."""
@@ -172,21 +180,43 @@ class _Call:
     ) -> None:
         self.episode, self.turn, self.requests, self.future = episode, turn, requests, future
         self.order = requests[0].key
+        self.is_closed = False
 
     def answer(self, generations: Sequence[Generation]) -> None:
-        """Add the completions to the episode and send them, unless its program has ended in the meantime."""
-        self.episode.num_pending -= 1
+        """Add the completions to the episode and send them, unless its program has ended or gone away in the meantime."""
         if self.episode.is_over:
-            self.future.set_exception(ApiError("the episode is over", 403, "episode_over"))
-            return
-        choices = tuple(self.episode.add(self.turn, generation) for generation in generations)
-        self.future.set_result(ChatReply(choices, tuple(self.turn.context_ids.tolist())))
+            self.fail(ApiError("the episode is over", 403, "episode_over"))
+        elif self._close():
+            try:
+                choices = tuple(self.episode.add(self.turn, generation) for generation in generations)
+                self.future.set_result(ChatReply(choices, tuple(self.turn.context_ids.tolist())))
+            except Exception as error:  # of what its request asked for
+                self.future.set_exception(error)
 
     def fail(self, error: ApiError) -> None:
-        """Send an error instead, unless it is answered."""
-        if not self.future.done():
-            self.episode.num_pending -= 1
+        """Send an error instead."""
+        if self._close():
             self.future.set_exception(error)
+
+    def abandon(self) -> None:
+        """Leave it out, since its program does not wait for it any more."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.episode.num_pending -= 1
+            self.episode.count("abandoned")
+            if self in self.episode.rollout.waiting:
+                self.episode.rollout.waiting.remove(self)
+
+    def _close(self) -> bool:
+        """Return whether its program is still to be answered, which is to be done now."""
+        if self.is_closed:
+            return False
+        if not self.future.set_running_or_notify_cancel():
+            self.abandon()
+            return False
+        self.is_closed = True
+        self.episode.num_pending -= 1
+        return True
 
 
 class _Episode:
@@ -203,12 +233,14 @@ class _Episode:
         self.tokens_left = spec.max_tokens
         self.reward: float | None = None
         self.metrics = dict[str, float]()
+        self.notes = dict[str, str]()
+        """By kind, what the step's notes say of its requests."""
         self._seconds, self._checked = 0.0, 0.0
 
     def start(self) -> None:
         """Start the program."""
         self._checked = self.rollout.clock()
-        self.rollout.proxy.add(self.key, self._receive)
+        self.rollout.proxy.add(self.key, self._receive, self._receive_error)
         variables = self.rollout.proxy.environment(self.key)
         try:
             self.program = self.rollout.program.start(self.spec.example, self.key, variables)
@@ -266,37 +298,68 @@ class _Episode:
             turn_states=states,
             stop_reason=self.stop_reason,
             failure=self.failure if failed else "",
+            notes=tuple(self.notes.values()),
+            reward_remedy=_REWARD_REMEDY,
         )
 
     # Called by the proxy's thread.
 
     def _receive(self, request: ChatRequest) -> Future[ChatReply]:
         future: Future[ChatReply] = Future()
-        self.rollout.loop.call_soon_threadsafe(self._open_call, request, future)
+        try:
+            self.rollout.loop.call_soon_threadsafe(self._open_call, request, future)
+        except RuntimeError as error:  # the loop is closed: the rollout has ended
+            raise ApiError("the episode is over", 403, "episode_over") from error
         return future
+
+    def _receive_error(self, error: ApiError) -> None:
+        with suppress(RuntimeError):
+            self.rollout.loop.call_soon_threadsafe(self._note_error, error)
+
+    # Called by the rollout's loop.
+
+    def _note_error(self, error: ApiError) -> None:
+        """Count an error that a request was answered with, and show it in the step's notes; a limit is shown by the stop reason."""
+        if error.status == 403:
+            return
+        self.count("request_failed" if error.status >= 500 else "refused")
+        self._note(f"status {error.status}", f"was answered with status {error.status}: {error}")
+
+    def _note(self, kind: str, text: str) -> None:
+        name = self.rollout.program.name
+        self.notes.setdefault(kind, f"a request of {name} ({kind}): it {text} (completion of {self.spec.location})")
 
     def _open_call(self, request: ChatRequest, future: Future[ChatReply]) -> None:
         """Queue a request, or refuse it: with status 403 where another one would be refused too, so that no client repeats it."""
         try:
             turn, requests = self._prepare(request)
-        except ApiError as error:
-            future.set_exception(error)
-        except PolicygradError as error:  # the chat template refuses the messages
-            self._count("refused")
-            future.set_exception(ApiError(str(error)))
-        except Exception as error:
-            self.rollout.error = error
-            future.set_exception(ApiError(str(error), 403, "server_error"))
-        else:
-            self.num_pending += 1
-            self.rollout.last_arrival = self.rollout.clock()
-            self.rollout.waiting.append(_Call(self, turn, requests, future))
+        except Exception as error:  # whatever it is, it costs the request
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        if request.only_counts:
+            if future.set_running_or_notify_cancel():
+                future.set_result(ChatReply((), tuple(turn.context_ids.tolist())))
+            return
+        call = _Call(self, turn, requests, future)
+        self.num_pending += 1
+        self.rollout.last_arrival = self.rollout.clock()
+        self.rollout.waiting.append(call)
+        future.add_done_callback(partial(self._notice_cancellation, call))
+
+    def _notice_cancellation(self, call: _Call, future: Future[ChatReply]) -> None:
+        if future.cancelled():  # by the proxy's thread
+            with suppress(RuntimeError):
+                self.rollout.loop.call_soon_threadsafe(call.abandon)
 
     def _prepare(self, request: ChatRequest) -> tuple[OpenTurn, list[Request]]:
         config, encoder = self.rollout.program, self.rollout.encoder
         count = request.num_choices
         if self.is_over:
             raise ApiError("the episode is over", 403, "episode_over")
+        if request.only_counts:
+            return self.tree.open_turn(request), []
+        _check_followed(request)
         if self.num_calls + count > config.max_calls:
             self.stop_reason = CALLS
             raise ApiError(
@@ -320,8 +383,7 @@ class _Episode:
                 400,
                 "context_length_exceeded",
             )
-        if request.temperature not in (None, self.rollout.sampling.temperature):
-            self._count("other_temperature")  # the run's is used, since the learner assumes it
+        self._count_other_sampling(request)
         sampling, context = self.rollout.sampling, self.rollout.share(turn.context_ids)
         limit = min(room, request.max_tokens or room)
         requests = []
@@ -332,7 +394,22 @@ class _Episode:
             requests.append(Request(context, key, sampling, limit, continues=True, needs_mask=needs_mask))
         return replace(turn, context_ids=context), requests
 
-    def _count(self, name: str) -> None:
+    def _count_other_sampling(self, request: ChatRequest) -> None:
+        """Count what a request asks for and cannot have: the run's sampling is used, since the learner assumes it."""
+        sampling = self.rollout.sampling
+        if request.temperature not in (None, sampling.temperature):
+            self.count("other_temperature")
+        if request.top_p not in (None, sampling.top_p):
+            self.count("other_top_p")
+        if request.top_k is not None and max(request.top_k, 0) != sampling.top_k:
+            self.count("other_top_k")
+        if request.other_fields:
+            self.count("other_fields")
+            names = ", ".join(request.other_fields)
+            self._note("other_fields", f"was answered without {names}, which cannot be followed")
+
+    def count(self, name: str) -> None:
+        """Count something in the episode's metrics."""
         self.metrics[name] = self.metrics.get(name, 0.0) + 1.0
 
     def _end(self, code: int) -> None:
@@ -378,9 +455,24 @@ class _Episode:
     def _fail(self, kind: str, reason: str) -> None:
         """End the episode of a program that does not work. Its requests are refused from now on."""
         self.failure = f"the program {self.rollout.program.name} {reason} (completion of {self.spec.location})"
-        self._count(f"program_{kind}")
+        self.count(f"program_{kind}")
         self.reward = self.rollout.program.failure_reward if self.tree.num_turns else None
         self.stop_reason, self.is_over = FAILED, True
+
+
+def _check_followed(request: ChatRequest) -> None:
+    """Refuse what a sampled token's own log-probability does not answer."""
+    if request.has_echo:
+        raise ApiError(
+            "echo asks for what the policy thinks of a given text, which is no sample: send such requests to `policygrad proxy`"
+        )
+    # in the older format 1 is how log-probabilities of the sampled tokens are asked for
+    is_chat = isinstance(request.prompt[0], dict)
+    if request.num_alternatives > (0 if is_chat else 1):
+        raise ApiError(
+            f"log-probabilities of {request.num_alternatives} tokens in each place are not recorded here, only those of the "
+            "sampled tokens: send top_logprobs=0, or logprobs=1 to /v1/completions"
+        )
 
 
 def _make_group(spec: EpisodeSpec, episodes: Sequence[_Episode], encoder: Tokenizer) -> EpisodeGroup:

@@ -25,6 +25,10 @@ from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents
 from policygrad.samplers.base import Generation
 
+MAX_CONTEXT = 2**20  # tokens that a model is said to read if it does not say so itself
+PIECE = 2**16  # characters that are tokenized at a time to count them
+COUNTED_FROM = 4  # characters for each position, above which a text's tokens are counted first
+
 
 @dataclass(eq=False)
 class _Run:
@@ -38,6 +42,8 @@ class _Run:
     state: Hashable = None
     """Of a sampled run: what the policy read last."""
     children: list[_Run] = field(default_factory=list)
+    is_read: bool = False
+    """Something was sampled in it or after it."""
 
     @property
     def end(self) -> int:
@@ -53,9 +59,14 @@ class _Run:
                 return torch.cat(parts[::-1])
             run = run.parent
 
-    def is_read(self) -> bool:
-        """Whether something was sampled in it or after it."""
-        return self.segment.is_sampled or any(child.is_read() for child in self.children)
+    def add_sampled(self, segment: Segment, state: Hashable) -> _Run:
+        """Return a sampled run after this one."""
+        run = _Run(self, self.end, segment, state)
+        self.children.append(run)
+        above: _Run | None = run
+        while above is not None and not above.is_read:
+            above.is_read, above = True, above.parent
+        return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,22 +109,26 @@ class ConversationTree:
 
     @property
     def first_text(self) -> Tensor:
-        """[P] int64; the first text that the policy read."""
-        return self.roots[0].segment.tokens
+        """[P] int64; the first text that the policy answered."""
+        return self._first_root().segment.tokens
+
+    def _first_root(self) -> _Run:
+        return next(root for root in self.roots if root.is_read)
 
     def open_turn(self, request: ChatRequest) -> OpenTurn:
         """Tokenize a request and place it in the tree.
 
         Raises:
             ModelError: The chat template refuses the messages.
-            ApiError: Token ids that the model does not have.
+            ApiError: Token ids that the model does not have, or text that is longer than it reads.
         """
         if isinstance(request.prompt, tuple) and request.prompt and isinstance(request.prompt[0], int):
+            largest, size = max(request.prompt), len(self.encoder.hf)
+            if largest >= size:
+                raise ApiError(f"the prompt has the token id {largest}, and the vocabulary has {size}")
             ids = torch.tensor(request.prompt, dtype=torch.int64)
-            size = len(self.encoder.hf)
-            if int(ids.max()) >= size:
-                raise ApiError(f"the prompt has the token id {int(ids.max())}, and the vocabulary has {size}")
             return OpenTurn(ids, self._place(ids), request, "", tuple(request.prompt))
+        check_length(self.encoder, request)
         prompt: Any = request.prompt
         messages: Any
         last = self._find_reply(request)
@@ -167,8 +182,7 @@ class ConversationTree:
         return choice
 
     def _remember(self, turn: OpenTurn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
-        run = _Run(turn.run, turn.run.end, Segment.from_generation(generation), turn.state)
-        turn.run.children.append(run)
+        run = turn.run.add_sampled(Segment.from_generation(generation), turn.state)
         self.num_turns += 1
         keys: Any
         if isinstance(turn.request.prompt, str):
@@ -189,9 +203,10 @@ class ConversationTree:
         """
         segments, states = list[Segment](), list[Hashable]()
         at = prompt_length  # tokens in the text so far
+        first = self._first_root()
         for run in self._walk():
             segment, start = run.segment, run.start
-            if run is self.roots[0]:
+            if run is first:
                 if len(segment.tokens) == prompt_length:
                     continue
                 segment = replace(segment, tokens=segment.tokens[prompt_length:])
@@ -205,11 +220,11 @@ class ConversationTree:
 
     def _walk(self) -> Iterator[_Run]:
         """Yield the runs that something was sampled after, each after a beginning of the text before it."""
-        waiting = [root for root in reversed(self.roots) if root.is_read()]
+        waiting = [root for root in reversed(self.roots) if root.is_read]
         while waiting:
             run = waiting.pop()
             yield run
-            children = [child for child in run.children if child.is_read()]
+            children = [child for child in run.children if child.is_read]
             # what branches off last is next, of several the first
             waiting += sorted(children, key=lambda child: -child.start)[::-1]
 
@@ -288,6 +303,38 @@ class ConversationTree:
         return tuple(restored)
 
 
+def check_length(encoder: Tokenizer, request: ChatRequest) -> None:
+    """Refuse text that is certainly longer than the model reads, before all of it is rendered and tokenized.
+
+    Only text of many characters for each position is counted, piece by piece until it is too long. A message has a token or more.
+
+    Raises:
+        ApiError: It is too long.
+    """
+    limit = encoder.context_length or MAX_CONTEXT
+    if not isinstance(request.prompt, str) and len(request.prompt) > limit:
+        raise _too_long(f"{len(request.prompt)} messages", limit)
+    text = request.prompt if isinstance(request.prompt, str) else "".join(_list_texts(request.prompt))
+    if len(text) <= max(PIECE, COUNTED_FROM * limit):
+        return
+    count = 0
+    for start in range(0, len(text), PIECE):
+        # fewer by a token for each end of a piece, where the whole may have one token instead of two
+        count += len(encoder.hf(text[start : start + PIECE], add_special_tokens=False)["input_ids"]) - 2
+        if count > limit:
+            raise _too_long(f"{len(text)} characters, which are more than {limit} tokens", limit)
+
+
+def _too_long(what: str, limit: int) -> ApiError:
+    return ApiError(f"the prompt has {what}, and the model reads {limit}", 400, "context_length_exceeded")
+
+
+def _list_texts(messages: Any) -> list[str]:
+    """Return the texts of messages and of their calls."""
+    texts = [str(message.get("content") or "") for message in messages]
+    return texts + [json.dumps(message["tool_calls"]) for message in messages if message.get("tool_calls")]
+
+
 def cut_at_stop(encoder: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str, str, int]:
     """Cut a completion after the token that completes a stop text.
 
@@ -347,5 +394,7 @@ def _name_arguments(call: ToolCall, function: dict[str, Any]) -> ToolCall:
 
 
 def _text_before_calls(text: str) -> str:
-    before, mark, _ = text.partition("<tool_call>")
-    return before.strip() if mark else ""
+    """Return what was written before the calls: a tag that the reasoning mentions is none."""
+    reasoning, closed, answer = text.rpartition("</think>")
+    before, mark, _ = answer.partition("<tool_call>")
+    return f"{reasoning}{closed}{before if mark else ''}".strip()

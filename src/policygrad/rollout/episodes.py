@@ -42,7 +42,7 @@ from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segm
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
-from policygrad.utils.pictures import to_plain
+from policygrad.utils.pictures import describe_pictures, list_pictures, to_plain
 from policygrad.utils.spans import is_recording, span
 
 T = TypeVar("T")
@@ -125,6 +125,7 @@ class Conversation:
         """Tokens the episode, and the next turn, may still sample."""
         self.needs_mask = False
         self.budget_reason = TOKENS
+        self.num_unseen_pictures = 0
 
     def open(self, first: Observation, prompt: EncodedText) -> None:
         """Begin with the first observation, encoded."""
@@ -171,6 +172,9 @@ class Conversation:
     def append_observation(self, observation: Observation, text: str, encoder: Tokenizer, sampled_ids: Tensor) -> bool:
         """Extend the context by the sampled ids and the observation; return False if no room is left for a turn."""
         content = observation.content
+        if encoder.pictures is None and not isinstance(content, str) and (unseen := len([*list_pictures(content)])):
+            self.num_unseen_pictures += unseen  # of a tool: a prompt with pictures is refused at the beginning
+            content = describe_pictures(content)
         so_far, before = torch.cat([self.context_ids, sampled_ids]), self.conversation
         if isinstance(before, str):
             self.conversation = f"{before}{text}{content}"
@@ -295,7 +299,7 @@ class _Episode(Conversation):
             self.truncated,
             tuple(self.rewards),
             sum(rewards) if rewards else None,
-            metrics=dict(self.metrics),
+            metrics=dict(self.metrics) | self._count_unseen(),
             turn_states=tuple(self.turn_states),
             stop_reason=self.stop_reason,
             failure=self.failure,
@@ -307,6 +311,9 @@ class _Episode(Conversation):
         if getattr(self.environment, "reward_columns", ()):
             reader = SimpleNamespace(reward_columns=partial(read_columns, self.environment, self.spec.example.columns))
             self.columns = await self.calls.call(reader, self.name, "reward_columns", self.spec.location)
+
+    def _count_unseen(self) -> dict[str, float]:
+        return {"unseen_pictures": float(self.num_unseen_pictures)} if self.num_unseen_pictures else {}
 
     async def _call(self, method: str, *args: Any) -> Any:
         turn = f", turn {len(self.rewards) + 1}" if method != "reset" else ""

@@ -22,6 +22,10 @@ ScoreFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], 
 """(prompts, completions, columns) -> one reward per completion."""
 ScoreStepsFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], ProcessScores]
 """(prompts, completions, columns) -> the scored reasoning steps of each completion."""
+_STEP_REWARD = (
+    "return Step(reward=…) from step(), or from on_truncated() for an episode that is cut off between turns, or set "
+    "reward functions"
+)
 ENVIRONMENT_REWARD = "environment"  # name of the environment's own reward among the rewards
 
 
@@ -47,14 +51,12 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
     """Return the groups with every episode's reward: the environment's plus that of the reward functions."""
     rows = [t for g in groups for t in g.trajectories]
     environment = [t.reward for t in rows]
-    failures = first_of_each_kind(t.failure for t in rows if t.failure)
+    failures = first_of_each_kind((*(t.failure for t in rows if t.failure), *(note for t in rows for note in t.notes)))
     if score is None:
         messages = list(failures)
-        if any(t.reward is None and not t.failure for t in rows):
-            messages.append(
-                "an episode got no reward from its environment: return Step(reward=…) from step(), or from on_truncated() for an "
-                "episode that is cut off between turns, or set reward functions"
-            )
+        unscored = next((t for t in rows if t.reward is None and not t.failure), None)
+        if unscored is not None:
+            messages.append(f"an episode got no reward from its environment: {unscored.reward_remedy or _STEP_REWARD}")
         changes: list[dict[str, Any]] = [{"reward_parts": (reward,)} for reward in environment]
         groups = _replace_trajectories(groups, changes, ((ENVIRONMENT_REWARD, 1.0),))
         return groups, ScoringResult(messages=tuple(messages), failed=environment.count(None))

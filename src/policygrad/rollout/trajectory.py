@@ -144,6 +144,10 @@ class Trajectory:
     """How an environment's episode ended: `environment`, `tokens`, `context`, `failed`, or a reason of the environment's own."""
     failure: str = ""
     """Error of its environment, after which nothing can be scored; "" = none."""
+    notes: tuple[str, ...] = ()
+    """What the step's notes say of it, one of each kind."""
+    reward_remedy: str = ""
+    """How its environment would give a reward, for the message that it gave none; "" = as a step does."""
     role: str = ""
     """The role that the policy played, in a game of several players; "" = no game."""
     peers: str = ""

@@ -16,6 +16,7 @@ MAX_PIXELS = 2**25
 """Pixels of the largest picture that is decoded (33 million, 100 MB): a small file may claim more than a machine's memory."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")  # modes of PIL that PNG can hold
+UNSEEN_PICTURE = "[a picture, which cannot be shown here]"
 THUMBNAIL_SIDE = 128  # pixels
 THUMBNAILS = "pictures"  # folder of small copies in a run's folder, by digest
 
@@ -96,7 +97,21 @@ class Picture:
             raise self._undecodable(error) from error
 
     def _undecodable(self, error: Exception) -> DataError:
-        return DataError(f"{self.source}: {self.name} cannot be decoded as {', '.join(FORMATS)}: {error}")
+        reason = type(error).__name__ if "object at 0x" in str(error) else str(error)  # PIL names its own buffer
+        return DataError(f"{self.source}: {self.name} cannot be decoded as {', '.join(FORMATS)}: {reason}")
+
+
+def describe_pictures(messages: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return messages with a text in the place of each picture, for a model that reads text alone."""
+
+    def describe(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"type": "text", "text": UNSEEN_PICTURE} if part["type"] == "image" else part
+
+    contents = [message.get("content") for message in messages]
+    return tuple(
+        {**m, "content": content_text(map(describe, c))} if isinstance(c, list | tuple) else m
+        for m, c in zip(messages, contents, strict=True)
+    )
 
 
 def list_pictures(prompt: str | Iterable[Mapping[str, Any]]) -> Iterator[Picture]:

@@ -1,0 +1,140 @@
+"""`policygrad proxy`: what waits is sampled for together, and given text is scored as the model scores it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policygrad as pg
+from policygrad.commands.proxy import ProxyOptions, _Model
+from policygrad.proxy.formats import COMPLETIONS, ApiError, ChatRequest, parse_chat
+from policygrad.samplers.base import Generation, Request
+
+
+@pytest.fixture(scope="module")
+def model() -> _Model:
+    return _Model(ProxyOptions(), None)
+
+
+class Noting:
+    """A sampler that notes how many requests each call has."""
+
+    def __init__(self, sampler: pg.LocalSampler) -> None:
+        self.sampler, self.calls = sampler, list[int]()
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        self.calls.append(len(requests))
+        return await self.sampler.generate(requests)
+
+
+def answer(model: _Model, *requests: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
+    """The futures of requests that all wait when sampling begins, and the sizes of the sampler's calls."""
+    sampler, noting = model.sampler, Noting(model.sampler)
+    futures = [model.submit(request) for request in requests]
+    model.sampler = noting  # type: ignore[assignment]
+    try:
+        if not model.thread_started:  # type: ignore[attr-defined]
+            threading.Thread(target=model.run, daemon=True).start()
+            model.thread_started = True  # type: ignore[attr-defined]
+        for future in futures:
+            future.exception(60)
+    finally:
+        model.sampler = sampler
+    return futures, noting.calls
+
+
+@pytest.fixture(autouse=True)
+def _no_thread(model: _Model) -> None:
+    model.queue, model.thread_started = type(model.queue)(), False  # type: ignore[attr-defined]
+
+
+def test_all_that_waits_is_sampled_for_together_and_one_that_fails_fails_alone(model: _Model) -> None:
+    user = [{"role": "user", "content": "1 + 1"}]
+    requests = [parse_chat({"messages": user, "max_tokens": 3, "temperature": t, "seed": 1}) for t in (1, 1, 0)]
+    futures, calls = answer(model, *requests)
+    assert calls == [3]
+    alone = _Model(ProxyOptions(), None)
+    for request, future in zip(requests, futures, strict=True):
+        ((again,), _) = answer_alone(alone, request)
+        assert again.result().choices[0].token_ids == future.result().choices[0].token_ids
+    model.queue = type(model.queue)()
+    model.thread_started = False  # type: ignore[attr-defined]
+    extreme = parse_chat({"messages": user, "max_tokens": 3, "temperature": 1e-300})
+    futures, calls = answer(model, requests[0], extreme, requests[1])
+    assert [future.exception() is None for future in futures] == [True, False, True]
+
+
+def answer_alone(model: _Model, request: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
+    model.thread_started = False  # type: ignore[attr-defined]
+    return answer(model, request)
+
+
+def test_an_abandoned_request_is_not_sampled_for(model: _Model) -> None:
+    request = COMPLETIONS.parse({"prompt": "1 + 1", "max_tokens": 2})
+    gone = model.submit(request)
+    assert gone.cancel()
+    _, calls = answer(model, request)
+    assert calls == [1]
+
+
+def test_echo_scores_given_text_as_the_model_does(model: _Model) -> None:
+    body = {"prompt": "1 + 2 = 3", "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
+    (future,), _ = answer(model, COMPLETIONS.parse(body))
+    reply = future.result()
+    ids = torch.tensor([reply.prompt_ids])
+    with torch.no_grad():
+        logp = model.model(ids).logits[0].float().log_softmax(-1)
+    scored = reply.choices[0].prompt
+    assert scored.logp[0] is None
+    expected = logp[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(scored.logp[1:]), expected, atol=1e-5, rtol=0)
+    for place, alternatives in zip(logp, scored.alternatives[1:], strict=False):
+        assert max(alternatives.values()) == pytest.approx(float(place.max()), abs=1e-5)
+    answer_ = COMPLETIONS.render(COMPLETIONS.parse(body), reply)["choices"][0]
+    assert len(answer_["logprobs"]["token_logprobs"]) == len(ids[0]) + 1
+    assert answer_["text"].startswith(scored.pieces[0])
+    (future,), calls = answer_alone(model, COMPLETIONS.parse({**body, "max_tokens": 0}))
+    assert calls == []
+    assert future.result().choices[0].prompt == scored
+
+
+def test_alternatives_are_those_of_the_distribution_that_was_sampled_from(model: _Model) -> None:
+    body = {"prompt": "1 + 2 =", "logprobs": 3, "max_tokens": 4, "temperature": 0.7, "seed": 3}
+    (future,), _ = answer(model, COMPLETIONS.parse(body))
+    (choice,) = future.result().choices
+    for piece, logp, alternatives in zip(choice.pieces, choice.logp, choice.alternatives, strict=True):
+        assert alternatives[piece] == pytest.approx(logp, abs=1e-4)
+        assert 3 <= len(alternatives) <= 4
+        assert sum(torch.tensor(list(alternatives.values())).exp()) <= 1 + 1e-5
+
+
+def test_tokens_are_counted_without_sampling(model: _Model) -> None:
+    request = parse_chat({"messages": [{"role": "user", "content": "1 + 1"}]})
+    from dataclasses import replace
+
+    (future,), calls = answer(model, replace(request, only_counts=True))
+    assert calls == []
+    assert len(future.result().prompt_ids) > 3
+    with pytest.raises(ApiError, match="the model reads"):
+        raise answer_alone(model, COMPLETIONS.parse({"prompt": [5] * 10**4}))[0][0].exception()  # type: ignore[misc]
+
+
+def test_options_that_no_request_could_use_are_refused(
+    tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for argv, reason in (
+        (("--max-tokens", "-1"), "--max-tokens must be at least 1"),
+        (("--record", str(tmp_path / "fifo")), "is no file"),
+        (("--record", str(tmp_path)), "is no file"),
+    ):
+        code, _, err = run_command("proxy", *argv)
+        assert code == 2
+        assert reason in err
