@@ -280,8 +280,9 @@ class WandB(Tracker):
         )
         self._code = 1
         save_run_id(info.folder, "wandb", self._run.id)
-        for name in {*STOP_SUMMARY} & {*self._run.summary.keys()}:  # of the process that stopped
-            del self._run.summary[name]
+        summary: Any = self._run.summary
+        for name in {*STOP_SUMMARY} & {*summary.keys()}:  # of the process that stopped
+            del summary[name]
         if mode == "offline" and info.first_step > 1:
             warnings.warn(
                 "W&B is offline: the resumed run is a second folder below the run's `wandb`. To send them as one run: wandb sync "

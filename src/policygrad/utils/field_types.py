@@ -37,7 +37,7 @@ def check_field_types(config: Any, section: str = "") -> None:
 
 
 @functools.cache
-def _read_hints(kind: type) -> Mapping[str, Any]:
+def _read_hints(kind: Any) -> Mapping[str, Any]:
     hints = typing.get_type_hints(kind)
     return {f.name: hints[f.name] for f in fields(kind)}
 

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from policygrad.errors import ConfigError, install_command
-from policygrad.rewards.workers.limits import filter_environment, raise_oom_score
+from policygrad.rewards.workers.limits import raise_oom_score
+from policygrad.utils.child_environment import filter_environment
 
 PARSE_TIMEOUT = 3  # seconds, an integer; with the comparison's it stays within a pool's default timeout of 10 s
 COMPARISON_TIMEOUT = 10.0  # seconds of a comparison in a process of its own, where the alarms did not get through
