@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policygrad.models.loading import load_model, resolve_model
 from policygrad.serve import training as training_requests
+from policygrad.training.export import export_merged
 
 tinker = pytest.importorskip("tinker", reason="the extra `serve`")
 types = tinker.types
@@ -260,6 +261,25 @@ def test_exported_weights_load_elsewhere(client: Any, tmp_path: Path, rank: int)
     with torch.no_grad():
         table = model(input_ids=torch.tensor([IDS[:-1]])).logits[0].log_softmax(-1)
     assert torch.allclose(table.gather(1, torch.tensor(IDS[1:])[:, None]).squeeze(1), logprobs(training), atol=1e-4)
+
+
+def test_an_adapter_merges_into_what_was_sampled_from(client: Any, tmp_path: Path) -> None:
+    """On all layers, as the SDK asks by default, and on a base whose head is tied to its embedding."""
+    pytest.importorskip("peft")
+    training = client.create_lora_training_client("tiny", rank=8, seed=3).result()
+    step(training, rate=1e-2, count=3)
+    for name, url in training_files(client, training.save_weights_external("merge").result().path).items():
+        (tmp_path / "adapter").mkdir(exist_ok=True)
+        (tmp_path / "adapter" / name).write_bytes(httpx.get(url).content)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert "lm_head" in config["target_modules"]
+    assert config["base_model_name_or_path"] == str(Path(resolve_model("tiny")).resolve())
+    merged = load_model(str(export_merged(str(tmp_path / "adapter"), str(tmp_path / "merged"))))
+    with torch.no_grad():
+        table = merged(input_ids=torch.tensor([IDS[:-1]])).logits[0].log_softmax(-1)
+    found = table.gather(1, torch.tensor(IDS[1:])[:, None]).squeeze(1)
+    assert torch.allclose(found, logprobs(training), atol=1e-4)
+    assert not torch.allclose(found, logprobs(client.create_lora_training_client("tiny", rank=1).result()), atol=0.1)
 
 
 def rest(client: Any) -> Any:

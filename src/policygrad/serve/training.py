@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from policygrad.checkpoint.format import load_latest, save_checkpoint
 from policygrad.checkpoint.model_export import write_model
 from policygrad.errors import ConfigError, ModelError, NumericsError, PolicygradError
+from policygrad.models.loading import model_origin
 from policygrad.serve import wire
 from policygrad.serve.adapters import AdapterSpec, write_adapter
 from policygrad.serve.config import ServeConfig
@@ -420,7 +421,7 @@ class Training:
         if not self.store.check_name(path, request.sequence):
             folder = self.store.make_temporary(path)
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model.network.path)
+                write_adapter(folder, model.adapter, model_origin(model.network.path))
             else:
                 tensors = {name: p.detach().cpu().contiguous() for name, p in model.network.model.named_parameters()}
                 save_file(tensors, folder / FULL_WEIGHTS, metadata={"format": "pt"})
@@ -445,7 +446,7 @@ class Training:
             folder = self.store.make_temporary(path)
             tokenizer = model.network.tokenizer
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model.network.path)
+                write_adapter(folder, model.adapter, model_origin(model.network.path))
                 tokenizer.save_pretrained(folder)
             else:
                 folder.rmdir()
