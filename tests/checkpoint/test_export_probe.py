@@ -67,7 +67,7 @@ def test_half_precision_is_compared_with_rounded_weights(tmp_path: Path) -> None
     folder = write_random_adapter(tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
     source = take_probe(load_model(str(folder)))
     half = load_model(str(export_merged(str(folder), str(tmp_path / "half"), dtype="bf16")))
-    with pytest.raises(ModelError, match="rounding explains 0.002"):
+    with pytest.raises(ModelError, match=r"rounding explains 0\.002"):
         compare_probes(source, take_probe(half, source.ids), "half", "")
     pytest.importorskip("gguf")
     export_gguf(str(folder), str(tmp_path / "half.gguf"), dtype="bf16")
@@ -97,7 +97,7 @@ def test_another_model_than_its_source_is_not_left_there(spoil: Callable[[nn.Mod
     spoil(model)
     final = tmp_path / "model"
     check = check_file(probe, load_model, str(final), "use the other", release=model)
-    with pytest.raises(ModelError, match="model was not written: read back, .* nats off.* use the other"):
+    with pytest.raises(ModelError, match=r"model was not written: read back, .* nats off.* use the other"):
         write_model(final, model, load_tokenizer("tiny", load_model("tiny")), check=check)
     assert not list(tmp_path.iterdir())
 
@@ -129,6 +129,6 @@ def test_what_is_written_is_released_and_read_as_it_was_rounded(tmp_path: Path) 
 def test_an_engine_is_not_given_an_adapted_tied_head(tmp_path: Path) -> None:
     """Of which it would load one matrix for both."""
     folder = write_random_adapter(tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
-    with pytest.raises(EngineError, match="lm_head, and the model's configuration ties.* export --merge"):
+    with pytest.raises(EngineError, match=r"lm_head, and the model's configuration ties.* export --merge"):
         check_exportable(load_model(str(folder)))
     check_exportable(load_model(str(export_merged(str(folder), str(tmp_path / "merged")))))

@@ -1,7 +1,8 @@
 """Check that what was written for others computes what it was written from, before the file is called done.
 
-A few fixed texts of random tokens go through the source and through what was read back. A wrong name, a missing sum or a weight that
-is tied again changes all of their log-probabilities; rounding, and an expert that rounding chose otherwise, only a little or a few.
+A few fixed texts of random tokens go through the source and through what was read back. A wrong name, a missing sum or a weight
+that is tied again changes all of their log-probabilities; rounding changes them a little, and an expert that rounding chose
+otherwise changes a few.
 """
 
 from __future__ import annotations

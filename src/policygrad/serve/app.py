@@ -191,11 +191,6 @@ class Api:
         self.service.store.check_owner(user, given.model_id)
         return JSONResponse({"type": "get_info", **self.service.model_info(given.model_id)})
 
-    async def create_custom_loss(self, request: Request) -> Response:
-        given = wire.parse("create_custom_loss", await self.read_body(request))
-        self.service.store.read_session(request.state.user, given.session_id)
-        return _future(self.service.training.create_custom_loss(given))
-
     # Sampling.
 
     async def create_sampling_session(self, request: Request) -> Response:
@@ -413,7 +408,6 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
         *(route("POST", f"{API}/{kind}", api.train) for kind in TRAINING),
         route("POST", f"{API}/unload_model", api.unload_model),
         route("POST", f"{API}/get_info", api.get_info),
-        route("POST", f"{API}/create_custom_loss", api.create_custom_loss),
         route("POST", f"{API}/create_sampling_session", api.create_sampling_session),
         route("POST", f"{API}/join_sampling_session", api.join_sampling_session),
         route("GET", f"{API}/samplers/{{sampler_id}}", api.get_sampler),

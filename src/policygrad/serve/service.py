@@ -379,9 +379,6 @@ class Service:
             return wire.format_json(type="unload_model", model_id=owner)
         if ":train:" in owner and number.isdigit():
             return self.training.find_result(owner, int(number))
-        if ":loss:" in request_id:
-            self.store.read(self.store.loss(request_id), f"loss {request_id!r}")
-            return wire.format_json(type="create_custom_loss", loss_id=request_id)
         return self.queue.find_answer(request_id)
 
     def _announce(self, request_ids: Iterable[str]) -> None:

@@ -6,7 +6,6 @@
     SESSION/train/N/state/step-00000012/      the state after request 12; earlier requests need not be computed again
     SESSION/train/N/weights/NAME/             a client's checkpoint; sampler_weights and external_weights likewise
     SESSION/sample/N.json                     what a sampling session samples from
-    SESSION/loss/N.json                       an uploaded loss
 
 A request is written before it is accepted, and a state says which request it is after. After a crash the server computes again what
 the state does not contain, in the same order, so that every request counts once. Names come from clients, so each is checked before
@@ -159,11 +158,6 @@ class Store:
     def sampling_session(self, sampler_id: str) -> Path:
         """Return a sampling session's file, SESSION:sample:N."""
         path = self._part(sampler_id, "sample")
-        return path.with_name(f"{path.name}.json")
-
-    def loss(self, loss_id: str) -> Path:
-        """Return an uploaded loss's file, SESSION:loss:N."""
-        path = self._part(loss_id, "loss")
         return path.with_name(f"{path.name}.json")
 
     def _part(self, full_id: str, kind: str) -> Path:

@@ -62,7 +62,7 @@ def client_config() -> dict[str, Any]:
         fwdbwd_max_chunk_len=MAX_CHUNK,
         fwdbwd_max_chunk_bytes_count=MAX_CHUNK,
         fwdbwd_dispatch_bytes_semaphore_size=MAX_CHUNK,
-        custom_loss_server_side=True,
+        custom_loss_server_side=False,
         sample_join_sampling_session=True,
         use_pyqwest_transport=True,
     )
@@ -109,7 +109,6 @@ REQUESTS: Mapping[str, Any] = {
     "join_sampling_session": types.JoinSamplingSessionRequest,
     "asample": types.SampleRequest,
     "retrieve_future": types.FutureRetrieveRequest,
-    "create_custom_loss": types.CreateCustomLossRequest,
 }
 
 

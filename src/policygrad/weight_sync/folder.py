@@ -296,6 +296,6 @@ def check_exportable(model: Any) -> None:
     if name := find_adapted_tied_layer(model):
         raise EngineError(
             f"the adapter changes {name}, and the model's configuration ties head and embedding to one matrix, so that an engine "
-            "would change both. Merge the adapter first (policygrad export --merge), which gives each a matrix of its own, and train "
-            "the result; or set --sampler.engine local"
+            "would change both. Merge the adapter first (policygrad export --merge), which gives each a matrix of its own, and "
+            "train the result; or set --sampler.engine local"
         )
