@@ -38,7 +38,10 @@ KEEP_RESULTS = 1024
 """Results of a model that are kept for clients that ask again."""
 _SESSION = re.compile(r"[A-Za-z0-9][\w-]{0,79}")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,199}")
-_NUMBER = re.compile(r"\d{1,12}")
+_NUMBER = re.compile(r"[0-9]{1,12}")
+SEQUENCE = re.compile(r"[0-9]{1,8}")
+"""The number of a model's request, as it is in names of files."""
+MAX_SEQUENCE = 10**8 - 1
 META = "checkpoint.json"
 OLD = ".old"
 """Ends the name of saved weights that are being replaced (`install_folder`)."""

@@ -24,7 +24,7 @@ from policygrad.serve import wire
 from policygrad.serve.adapters import AdapterSpec, write_adapter
 from policygrad.serve.config import ServeConfig
 from policygrad.serve.models import ClientModel, ServedNetwork, load_network
-from policygrad.serve.store import LoggedRequest, SavedInfo, SavedPath, Store, UnknownIdError
+from policygrad.serve.store import MAX_SEQUENCE, LoggedRequest, SavedInfo, SavedPath, Store, UnknownIdError
 from policygrad.serve.wire import Answer
 
 FULL_WEIGHTS = "model.safetensors"
@@ -33,6 +33,8 @@ WEIGHTS_INFO = "weights.json"
 """The base model and the adapter's specification, beside either."""
 MAX_ATTEMPTS = 3
 """How often a request is begun again that was being computed when the server was killed."""
+MAX_AHEAD = 2**16
+"""Requests of a model that may wait, from the next to compute on."""
 LONGEST_TTL = 10 * 365 * 86400
 """Seconds."""
 
@@ -130,9 +132,18 @@ class Training:
 
     def submit(self, model_id: str, request: LoggedRequest) -> str:
         """Accept a request and return its id. One that was accepted before is not accepted again."""
+        if request.sequence > MAX_SEQUENCE:
+            raise ConfigError(
+                f"seq_id must be at most {MAX_SEQUENCE:,}, not {request.sequence}: count a model's requests from 1"
+            )
         lane = self.open_lane(model_id, is_new=request.sequence == 0)
         with self.condition:
             if request.sequence >= lane.next and request.sequence not in lane.waiting:
+                if request.sequence > lane.next + MAX_AHEAD:
+                    raise ConfigError(
+                        f"seq_id {request.sequence} is too far ahead: request {lane.next} of this model is computed next, and at "
+                        f"most {MAX_AHEAD:,} may wait: send those before it first"
+                    )
                 self.store.log_request(model_id, request)
                 lane.waiting.add(request.sequence)
                 self.counts["requests"] += 1
