@@ -70,7 +70,7 @@ def compare_probes(source: Probe, result: Probe, what: str, remedy: str) -> floa
 
 
 def check_file(
-    source: Probe, load: Callable[[Path], nn.Module], what: str, remedy: str, release: nn.Module | None = None
+    source: Probe, load: Callable[[str], nn.Module], what: str, remedy: str, release: nn.Module | None = None
 ) -> Callable[[Path], None]:
     """Return what reads a written model back and compares it with its source; it raises ModelError if they differ.
 
