@@ -70,7 +70,8 @@ def load_gguf(file: str, model: Any) -> Any:
     # a folder of its own, as transformers reads what else is beside a file; its bar of progress cannot be switched off
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         (Path(folder) / GGUF_FILE).symlink_to(Path(file).resolve())
-        return AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32", **options).eval()
+        read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32", **options)
+    return read.eval()
 
 
 def count_embedding_rows(model: Any) -> int:
