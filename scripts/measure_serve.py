@@ -67,7 +67,7 @@ class InProcess:
                         {"target_tokens": ids[1:], "logprobs": logprobs, "advantages": torch.cat([zeros, psi])},
                     )
                 )
-        self.model.run(data, "importance_sampling", {}, {}, backward=True)
+        self.model.run(data, "importance_sampling", {}, backward=True)
         self.model.step(AdamParams(1e-5))
         return tokens
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from policygrad.commands.serve import listen
-from policygrad.serve.app import build_app
+from policygrad.serve.app import build_app, make_server
 from policygrad.serve.config import ServeConfig
 from policygrad.serve.service import Service
 
@@ -37,7 +35,7 @@ def running(folder: Path, *, wrap: Any = None, **options: Any) -> Iterator[Runni
     listening = listen(config.host, config.port)
     service = Service(config)
     app: Any = build_app(config, service)
-    server = uvicorn.Server(uvicorn.Config(app if wrap is None else wrap(app), log_level="error"))
+    server = make_server(config, app if wrap is None else wrap(app), "error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     port = listening.getsockname()[1]

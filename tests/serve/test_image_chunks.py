@@ -291,7 +291,7 @@ def test_adapters_are_sampled_together_with_pictures(network: ServedNetwork) -> 
             targets = torch.cat([ready[i].prompt[1:], first.tokens])
             given = Datum(NO_IDS, {"target_tokens": targets, "weights": torch.ones(len(targets))}, parts=read)
             model = models[i - 1] if i else trained_base(network)
-            logp = model.run([given], "cross_entropy", {}, {}, backward=False).logprobs[0]
+            logp = model.run([given], "cross_entropy", {}, backward=False).logprobs[0]
             assert torch.allclose(first.logprobs, logp[-len(first.tokens) :].float(), atol=2e-4)
             assert one.prompt_logprobs is not None
             length = len(ready[i].prompt)
@@ -344,7 +344,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
         read = parts(words, picture, last[:-1])
         given.append((scored.prompt_logprobs[1:], Datum(NO_IDS, {"target_tokens": targets}, parts=read)))
     data = [replace(d, inputs={**d.inputs, "weights": torch.ones(d.inputs["target_tokens"].shape)}) for _, d in given]
-    result = trained_base(network).run(data, "cross_entropy", {}, {}, backward=True)
+    result = trained_base(network).run(data, "cross_entropy", {}, backward=True)
     for (scored_logp, _), logp in zip(given, result.logprobs, strict=True):
         assert torch.allclose(scored_logp, logp[:, 0].float(), atol=5e-4)
 

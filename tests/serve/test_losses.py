@@ -180,7 +180,7 @@ def gradients(model: ClientModel) -> list[Tensor]:
 
 
 def run(model: ClientModel, data: list[Datum], name: str, **config: float) -> PassResult:
-    return model.run(data, name, config, {}, backward=True)
+    return model.run(data, name, config, backward=True)
 
 
 SERVED = [n for n in ALGORITHMS if n not in REFUSED and n != "ppo"]
@@ -323,7 +323,7 @@ WRONG: list[tuple[str, Callable[[list[Datum]], list[Datum]], dict[str, float | s
     ("ppo", lambda data: [Datum(d.tokens, {**d.inputs, "logprobs": torch.zeros(1)}) for d in data], {}, "expected \\["),
     ("ppo", lambda data: [], {}, "has no data"),
     ("dapo", lambda data: data, {}, "does not read loss_fn_inputs\\['advantages'\\]"),
-    ("custom", lambda data: data, {"loss_id": "x"}, "there is no custom loss"),
+    ("custom", lambda data: data, {"loss_id": "x"}, "runs no functions of clients.* forward_backward_custom"),
 ]
 
 

@@ -433,7 +433,7 @@ def ask(bench: Bench, session: str, number: int, **values: Any) -> str:
         sampling_params=params,
         **values,
     )
-    return bench.service.sample("local", request)
+    return bench.service.sample("local", request, wire.parse_sample(request), 0)
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_too_many_requests_are_asked_to_come_again(make: Callable[[], Bench], mo
     session = bench.open_session()
     for i in range(2):
         ask(bench, session, i + 1)
-    with pytest.raises(sample_queue.BusyError, match="2 sampling requests wait"):
+    with pytest.raises(sample_queue.BusyError, match=r"2 sampling requests \(0 bytes\) wait"):
         ask(bench, session, 3)
 
 

@@ -37,7 +37,7 @@ def test_a_batch_of_several_adapters_is_the_same_as_each_alone(network: ServedNe
             ids = torch.cat([pair[0].prompt, first.tokens])
             data = [Datum(ids[:-1], {"target_tokens": ids[1:], "weights": torch.ones(len(ids) - 1)})]
             model = base if i % 3 == 0 else models[i % 3 - 1]
-            logp = model.run(data, "cross_entropy", {}, {}, backward=False).logprobs[0]
+            logp = model.run(data, "cross_entropy", {}, backward=False).logprobs[0]
             assert torch.allclose(first.logprobs, logp[len(pair[0].prompt) - 1 :], atol=1e-4)
     lengths = {len(s.tokens) for a in mixed for s in a.samples}
     assert len(lengths) > 2

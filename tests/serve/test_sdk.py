@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policygrad.models.loading import load_model, resolve_model
 from policygrad.serve import training as training_requests
+from policygrad.training.export import export_merged
 
 tinker = pytest.importorskip("tinker", reason="the extra `serve`")
 types = tinker.types
@@ -262,6 +263,25 @@ def test_exported_weights_load_elsewhere(client: Any, tmp_path: Path, rank: int)
     assert torch.allclose(table.gather(1, torch.tensor(IDS[1:])[:, None]).squeeze(1), logprobs(training), atol=1e-4)
 
 
+def test_an_adapter_merges_into_what_was_sampled_from(client: Any, tmp_path: Path) -> None:
+    """On all layers, as the SDK asks by default, and on a base whose head is tied to its embedding."""
+    pytest.importorskip("peft")
+    training = client.create_lora_training_client("tiny", rank=8, seed=3).result()
+    step(training, rate=1e-2, count=3)
+    for name, url in training_files(client, training.save_weights_external("merge").result().path).items():
+        (tmp_path / "adapter").mkdir(exist_ok=True)
+        (tmp_path / "adapter" / name).write_bytes(httpx.get(url).content)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert "lm_head" in config["target_modules"]
+    assert config["base_model_name_or_path"] == str(Path(resolve_model("tiny")).resolve())
+    merged = load_model(str(export_merged(str(tmp_path / "adapter"), str(tmp_path / "merged"))))
+    with torch.no_grad():
+        table = merged(input_ids=torch.tensor([IDS[:-1]])).logits[0].log_softmax(-1)
+    found = table.gather(1, torch.tensor(IDS[1:])[:, None]).squeeze(1)
+    assert torch.allclose(found, logprobs(training), atol=1e-4)
+    assert not torch.allclose(found, logprobs(client.create_lora_training_client("tiny", rank=1).result()), atol=0.1)
+
+
 def rest(client: Any) -> Any:
     return tinker.RestClient(base_url=client._base_url, api_key=KEY)
 
@@ -324,58 +344,53 @@ def test_failed_requests_say_why_and_take_no_step(client: Any) -> None:
         client.create_lora_training_client("tiny", optimizer=types.DimuonOptimizerConfig()).result()
 
 
-def test_custom_losses_run_on_the_server_and_on_the_client(client: Any) -> None:
-    """The same gradient either way, and as the built-in loss."""
-    data = [
-        types.Datum(
-            model_input=types.ModelInput.from_ints(IDS[:-1]),
-            loss_fn_inputs={
-                "target_tokens": IDS[1:],
-                "logprobs": [-3.0] * 7,
-                "advantages": [0.5 * (i - 3) for i in range(7)],
-            },
-        )
-    ]
-
-    def importance(logprobs: Any, old: Any, advantages: Any) -> Any:
-        return -(torch.exp(logprobs - old) * advantages).sum(), {}
+def test_a_custom_loss_runs_on_the_client(client: Any) -> None:
+    """As a function of the data, and as an uploaded one, which the SDK keeps: the gradient is the built-in loss's."""
+    inputs = {"target_tokens": IDS[1:], "logprobs": [-3.0] * 7, "advantages": [0.5 * (i - 3) for i in range(7)]}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(IDS[:-1]), loss_fn_inputs=inputs)]
+    renamed = {{"logprobs": "logprobs_old"}.get(name, name): value for name, value in data[0].loss_fn_inputs.items()}
+    data_for_handle = [types.Datum(model_input=data[0].model_input, loss_fn_inputs=renamed)]
 
     def importance_sampling(logprobs: Any, logprobs_old: Any, advantages: Any) -> Any:
         loss = -(torch.exp(logprobs - logprobs_old) * advantages).sum()
         return loss, {"custom/size:sum": advantages.abs().sum()}
 
-    def on_client(data: Any, found: Any) -> Any:
-        loss = sum(
-            importance(p, d.loss_fn_inputs["logprobs"].to_torch(), d.loss_fn_inputs["advantages"].to_torch())[0]
-            for d, p in zip(data, found, strict=True)
-        )
-        return loss, {}
+    def of_data(data: Any, found: Any) -> Any:
+        fields = [[d.loss_fn_inputs[name].to_torch() for name in ("logprobs", "advantages")] for d in data]
+        return sum(importance_sampling(p, *f)[0] for p, f in zip(found, fields, strict=True)), {}
 
-    renamed = [
-        types.Datum(
-            model_input=d.model_input,
-            loss_fn_inputs={
-                **{k: v for k, v in d.loss_fn_inputs.items() if k != "logprobs"},
-                "logprobs_old": d.loss_fn_inputs["logprobs"],
-            },
-        )
-        for d in data
-    ]
     handle = client.create_custom_loss(
         importance_sampling, {"logprobs": 1, "logprobs_old": 1, "advantages": 1}
     ).result()
-    assert handle.loss_id is not None
+    assert handle.loss_id is None  # nothing was uploaded
     norms, losses = [], []
     for run in (
         lambda t: t.forward_backward(data, "importance_sampling"),
-        lambda t: t.forward_backward_custom(renamed, handle),
-        lambda t: t.forward_backward_custom(data, on_client),
+        lambda t: t.forward_backward_custom(data, of_data),
+        lambda t: t.forward_backward_custom(data_for_handle, handle),
     ):
         training = client.create_lora_training_client("tiny", rank=4, seed=4).result()
         losses.append(run(training).result().metrics["loss:sum"])
         norms.append(training.optim_step(types.AdamParams()).result().metrics["grad_norm:mean"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+
+
+def test_a_number_that_is_none_names_its_datum(client: Any) -> None:
+    training = client.create_lora_training_client("tiny", rank=2).result()
+    for bad, words in ((float("nan"), r"datum 1: .*'weights'\] is nan at \[2\]"), (float("-inf"), "is -inf at")):
+        wrong = example()
+        wrong.loss_fn_inputs["weights"] = types.TensorData(data=[1.0, 1.0, bad, *[1.0] * 4], dtype="float32")
+        with pytest.raises(tinker.RequestFailedError, match=words):
+            training.forward_backward([example(), wrong], "cross_entropy").result()
+    far = {"target_tokens": IDS[1:], "logprobs": [-30.0] * 7, "advantages": [3e38] * 7}  # which π/q multiplies
+    near = {**far, "advantages": [1.0] * 7}
+    data = [types.Datum(model_input=example().model_input, loss_fn_inputs=x) for x in (near, far)]
+    with pytest.raises(tinker.RequestFailedError, match="the loss of datum 1 is not a finite number"):
+        training.forward_backward(data, "importance_sampling").result()
+    with pytest.raises(tinker.RequestFailedError, match=r"no step was taken, because .* datum 1"):
+        training.optim_step(types.AdamParams()).result()
+    step(training)
 
 
 def test_an_algorithm_by_name(client: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from policygrad.errors import RunError
+from policygrad.errors import ModelError, RunError
 from policygrad.utils.filesystem import apply_default_permissions, explain_write_error, fsync_path, install_folder
 
 ModelWriter = Callable[[Path], None]  # writes a model into a folder, which may not exist yet
@@ -35,10 +35,12 @@ def write_model(
     tokenizer: Any,
     hints: tuple[str, str] = ("", "then try again"),
     card: str = "",
+    check: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Write the folder `final` atomically. Raises RunError, for example if the disk is full.
 
-    An error message has `hints` before and after the remedy.
+    An error message has `hints` before and after the remedy. `check` is given the folder before it has its name, and raises
+    ModelError to discard it.
     """
     temporary = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -54,10 +56,14 @@ def write_model(
         apply_default_permissions(temporary)
         for path in (*temporary.rglob("*"), temporary):
             fsync_path(path)
+        check(temporary)
         old = install_folder(temporary, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason, remedy = explain_write_error(error)
         raise RunError(f"{final} was not written: {reason}; {hints[0]}{remedy}, {hints[1]}") from error
+    except ModelError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     return final

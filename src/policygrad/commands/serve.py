@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, import_optional
 from policygrad.serve.config import ServeConfig
+from policygrad.utils.http_limits import ListeningSocket
 
 HELP = (
     "Serve models for clients that write the training loop themselves, with the Tinker API: forward_backward, optim_step, "
@@ -21,6 +25,8 @@ HELP = (
     "restart needs to go on, is in --folder. Ctrl-C stops the server; started again, it goes on where it was.",
 )
 STATUS_SECONDS = 1.0
+STOP_SECONDS = 20.0
+"""After a signal to end, for what is being computed and for the states of all models."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,7 @@ def serve(args: list[str]) -> int:
     options = parse_arguments(ServeOptions, args, "serve", *HELP)
     for module in ("tinker", "starlette", "uvicorn"):
         import_optional(module, "policygrad serve", "serve")
-    import uvicorn
-
-    from policygrad.serve.app import build_app
+    from policygrad.serve.app import build_app, make_server
     from policygrad.serve.page import render_line
     from policygrad.serve.service import Service
 
@@ -50,15 +54,15 @@ def serve(args: list[str]) -> int:
     listening = listen(options.host, options.port)
     service = Service(options, note)
     service.url = format_url(options.host, listening.getsockname()[1])
-    server = uvicorn.Server(
-        uvicorn.Config(build_app(options, service), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    )
+    server = make_server(options, build_app(options, service))
+    end_in_time(server, lambda: _end(note))
     names = ", ".join(service.networks)
     if options.json:
         models = list(service.networks)
         print_json({"event": "serving", "url": service.url, "models": models, "api_key": service.key_hint})
     else:
         print(f"serving {names} at {service.url}", flush=True)
+        print(f"page: {service.url}/", flush=True)
         print(f"clients: export TINKER_BASE_URL={service.url} TINKER_API_KEY={service.key_hint}", flush=True)
     stopped = threading.Event()
     if sys.stderr.isatty() and not options.plain:
@@ -80,6 +84,25 @@ def serve(args: list[str]) -> int:
     return 0
 
 
+def end_in_time(server: Any, end: Callable[[], None], seconds: float = STOP_SECONDS) -> None:
+    """Call `end` so long after a server was told to end by a signal, if it has not ended by then."""
+    handle = server.handle_exit
+
+    def handle_exit(*args: Any) -> None:
+        handle(*args)
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+
+    server.handle_exit = handle_exit
+
+
+def _end(note: Callable[[str], None]) -> None:
+    """End as a killed server does: a request that is being computed may take minutes, and is in the folder."""
+    note(f"{STOP_SECONDS:g} s after the signal a request is still being computed: the next start computes it again")
+    os._exit(0)
+
+
 def format_url(host: str, port: int) -> str:
     """Return the address that clients use: this machine's name where the server listens at all of its addresses."""
     if host in ("0.0.0.0", "::", ""):
@@ -94,10 +117,10 @@ def listen(host: str, port: int) -> socket.socket:
             0
         ]
         # asyncio sends without delay only if the protocol is named; otherwise every answer takes 40 ms
-        listening = socket.socket(family, kind, socket.IPPROTO_TCP)
+        listening = ListeningSocket(family, kind, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(2048)  # clients that come while the models are loaded wait
+        listening.listen()  # clients that come while the models are loaded wait
     except OSError as error:
         raise ConfigError(
             f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port"

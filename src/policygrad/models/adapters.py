@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -296,16 +297,56 @@ def shareable_parameter_ids(model: nn.Module) -> set[int]:
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge the adapters into the weights in place, removing PEFT from the model.
 
+    A weight that an adapted layer shares with another one becomes the layer's own, as the adapter changes one of them: an adapted
+    head is then no longer tied to the embedding, and the configuration says so.
+
     Raises:
         ModelError: A sum that is not finite.
     """
+    for name in find_adapted_shared_layers(model):
+        base: Any = model.get_submodule(name).get_base_layer()  # type: ignore[operator]
+        for key, parameter in base.named_parameters(recurse=False):
+            base._parameters[key] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     for name, module in list(named_peft_modules(model)):
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, unwrap_layer(module, name))
+    _mark_untied_head(model)
     model._hf_peft_config_loaded = False  # type: ignore[assignment]
     model._weight_conversions = None  # type: ignore[assignment]  # they rename an adapter's tensors when saving
     del model.peft_config
     return model
+
+
+def find_adapted_shared_layers(model: nn.Module) -> list[str]:
+    """Return the names of adapted layers that share a weight with another layer, such as a head that is tied to the embedding."""
+    counts = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return [
+        name
+        for name, module in named_peft_modules(model)
+        if hasattr(module, "get_base_layer")
+        and any(counts[id(p)] > 1 for p in module.get_base_layer().parameters(recurse=False))
+    ]
+
+
+def find_adapted_tied_layer(model: Any) -> str:
+    """Return the name of an adapted head or embedding that the configuration ties to the other one; "" if there is none."""
+    if not adapter_configs(model) or not any(getattr(c, "tie_word_embeddings", False) for c in _text_configs(model)):
+        return ""
+    ends = [f() for f in (model.get_output_embeddings, model.get_input_embeddings)]
+    return next((name for name, module in named_peft_modules(model) if any(module is end for end in ends)), "")
+
+
+def _text_configs(model: Any) -> tuple[Any, Any]:
+    return model.config, model.config.get_text_config()
+
+
+def _mark_untied_head(model: Any) -> None:
+    """Write into the configuration that the head has a matrix of its own, if it has, so that loading does not tie it again."""
+    head, embedding = (getattr(f(), "weight", None) for f in (model.get_output_embeddings, model.get_input_embeddings))
+    if head is not None and embedding is not None and head is not embedding:
+        for config in _text_configs(model):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
 
 
 def unwrap_layer(module: Any, name: str) -> nn.Module:

@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-import json
 import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from policygrad.errors import ConfigError, PolicygradError, import_optional
 from policygrad.serve import wire
 from policygrad.serve.config import ServeConfig
 from policygrad.serve.page import render_status_page
 from policygrad.serve.sample_queue import BusyError, LostRequestError
+from policygrad.serve.sampling import SampleQuery
 from policygrad.serve.service import LOCAL_USER, UNLOAD, Service
 from policygrad.serve.store import META, LoggedRequest, SavedInfo, SavedPath, UnknownIdError
 from policygrad.serve.training import compute_expiry
+from policygrad.utils.filesystem import is_disk_full
+from policygrad.utils.http_limits import HOLD, HttpLimits, HttpRefusal, host_names, limit_app
 
 import_optional("starlette", "policygrad serve", "serve")
 import_optional("uvicorn", "policygrad serve", "serve")
 
+import uvicorn  # noqa: E402
 from starlette.applications import Starlette  # noqa: E402
-from starlette.requests import Request  # noqa: E402
+from starlette.requests import ClientDisconnect, Request  # noqa: E402
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
 LONG_POLL_SECONDS = 20.0
 """A client that asks for a result waits so long for it before it asks again."""
-MAX_BODY = 2**30
-"""Bytes of a request, unpacked."""
+MAX_BODY, MAX_TOTAL_BODY = 2**29, 2**30
+"""Bytes of a request, unpacked, and of all that are being read."""
+SMALL_BODY = 2**16
+"""Bytes that are parsed at once; a thread parses more, so that others are answered meanwhile."""
 DOWNLOAD_SECONDS = 3600
 API = "/api/v1"
 TRAINING = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+T = TypeVar("T")
 Handler = Callable[["Api", Request], Awaitable[Response]]
-
-
-class Refusal(Exception):
-    """An answer with a status of HTTP."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class Api:
@@ -57,45 +56,40 @@ class Api:
         self.downloads: dict[str, tuple[Path, float]] = {}  # by token: the file, and until when
 
     def authenticate(self, request: Request) -> str:
-        """Return who asks: an API key's short hash, or `local` where none is needed. Raises Refusal."""
+        """Return who asks: an API key's short hash, or `local` where none is needed. Raises HttpRefusal."""
         if not self.keys:
             return LOCAL_USER
         given = request.headers.get("x-api-key", "")
         for key in self.keys:
             if secrets.compare_digest(given.encode(), key.encode()):
                 return hash_key(key)
-        raise Refusal(401, "the API key is missing or unknown: set TINKER_API_KEY to one of the server's --api-keys")
+        raise HttpRefusal(
+            401, "the API key is missing or unknown: set TINKER_API_KEY to one of the server's --api-keys"
+        )
 
     async def read_body(self, request: Request) -> bytes:
         """Return a request's body, unpacked."""
-        parts, size = list[bytes](), 0
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_BODY:
-                raise Refusal(413, f"the request is larger than {MAX_BODY} bytes: send fewer data at a time")
-            parts.append(part)
-        body = b"".join(parts)
+        body = b"".join([part async for part in request.stream()])
         encoding = request.headers.get("content-encoding", "")
         if encoding == "zstd":
-            import zstandard
-
-            reader = zstandard.ZstdDecompressor().stream_reader(body)
-            try:
-                body = reader.read(MAX_BODY + 1)
-            except zstandard.ZstdError as error:
-                raise Refusal(400, f"the request cannot be unpacked: {error}") from error
-            if len(body) > MAX_BODY:
-                raise Refusal(413, f"the request is larger than {MAX_BODY} bytes unpacked: send fewer data at a time")
-        elif encoding not in ("", "identity"):
-            raise Refusal(415, f"content-encoding {encoding!r} is not read here: send zstd, or none")
+            return await asyncio.to_thread(_unpack, body, request.scope[HOLD])
+        if encoding not in ("", "identity"):
+            raise HttpRefusal(415, f"content-encoding {encoding!r} is not read here: send zstd, or none")
         return body
+
+    async def parse(self, kind: str, request: Request) -> Any:
+        """Return a request of the API by the name in its URL. Raises ConfigError for one that is malformed."""
+        return await self.compute(wire.parse, kind, await self.read_body(request))
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function, in a thread if it has much to read."""
+        if sum(len(x) for x in args if isinstance(x, bytes)) <= SMALL_BODY:
+            return function(*args)
+        return await asyncio.to_thread(function, *args)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
         """Return the object that is a request's body."""
-        values = json.loads(await self.read_body(request))
-        if not isinstance(values, dict):
-            raise Refusal(400, f"the request must be a JSON object, not {type(values).__name__}")
-        return values
+        return await self.compute(wire.read_json, request.url.path.rpartition("/")[2], await self.read_body(request))
 
     # Sessions.
 
@@ -107,15 +101,15 @@ class Api:
         return JSONResponse({"supported_models": models})
 
     async def create_session(self, request: Request) -> Response:
-        given = wire.parse("create_session", await self.read_body(request))
+        given = await self.parse("create_session", request)
         session_id = self.service.create_session(request.state.user, given)
         return JSONResponse({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: Request) -> Response:
-        given = wire.parse("session_heartbeat", await self.read_body(request))
+        given = await self.parse("session_heartbeat", request)
         values = self.service.store.read_session(request.state.user, given.session_id)
         if "finished" in values:
-            raise Refusal(410, f"the session {given.session_id} is finished")
+            raise HttpRefusal(410, f"the session {given.session_id} is finished")
         self.service.heartbeats[given.session_id] = time.time()
         return JSONResponse({"type": "session_heartbeat"})
 
@@ -139,21 +133,21 @@ class Api:
 
     async def create_model(self, request: Request) -> Response:
         body = await self.read_body(request)
-        given = wire.parse("create_model", body)
+        given = await self.compute(wire.parse, "create_model", body)
         return _future(self.service.create_model(request.state.user, given, "create_model", body))
 
     async def load_weights(self, request: Request) -> Response:
         body = await self.read_body(request)
-        given = wire.parse("load_weights", body)
+        given = await self.compute(wire.parse, "load_weights", body)
         user = request.state.user
         if given.weights_access_token is not None:
-            raise Refusal(400, "weights_access_token: weights of other accounts are not available here")
+            raise HttpRefusal(400, "weights_access_token: weights of other accounts are not available here")
         if given.optimizer_config is not None and given.optimizer_config.type != "adamw":
-            raise Refusal(400, f"the optimizer {given.optimizer_config.type!r} is not available here: use adamw")
+            raise HttpRefusal(400, f"the optimizer {given.optimizer_config.type!r} is not available here: use adamw")
         if given.session_id is not None:
             return _future(self.service.create_model(user, given, "load_weights", body))
         if given.model_id is None or given.seq_id is None:
-            raise Refusal(400, "load_weights: give model_id and seq_id, or session_id and model_seq_id")
+            raise HttpRefusal(400, "load_weights: give model_id and seq_id, or session_id and model_seq_id")
         return _future(
             self.service.submit(user, given.model_id, LoggedRequest(given.seq_id, "load_weights", body, wire.JSON))
         )
@@ -170,47 +164,43 @@ class Api:
     async def _train(self, request: Request, kind: str) -> Response:
         body, content_type = await self.read_body(request), request.headers.get("content-type", wire.JSON)
         try:
-            model_id, sequence = wire.parse_request_address(kind, body, content_type)
+            model_id, sequence = await self.compute(wire.parse_request_address, kind, body, content_type)
         except UnicodeDecodeError as error:
-            raise Refusal(400, f"{kind}: the request is not text ({error})") from error
+            raise HttpRefusal(400, f"{kind}: the request is not text ({error})") from error
         if sequence < 1:
-            raise Refusal(400, f"{kind}: seq_id must be at least 1, not {sequence}")
+            raise HttpRefusal(400, f"{kind}: seq_id must be at least 1, not {sequence}")
         return _future(
             self.service.submit(request.state.user, model_id, LoggedRequest(sequence, kind, body, content_type))
         )
 
     async def unload_model(self, request: Request) -> Response:
-        given = wire.parse("unload_model", await self.read_body(request))
+        given = await self.parse("unload_model", request)
         self.service.store.check_owner(request.state.user, given.model_id)
         self.service.training.unload(given.model_id)
         return _future(f"{given.model_id}:{UNLOAD}")
 
     async def get_info(self, request: Request) -> Response:
-        given = wire.parse("get_info", await self.read_body(request))
+        given = await self.parse("get_info", request)
         user = request.state.user
         self.service.store.check_owner(user, given.model_id)
         return JSONResponse({"type": "get_info", **self.service.model_info(given.model_id)})
 
-    async def create_custom_loss(self, request: Request) -> Response:
-        given = wire.parse("create_custom_loss", await self.read_body(request))
-        self.service.store.read_session(request.state.user, given.session_id)
-        return _future(self.service.training.create_custom_loss(given))
-
     # Sampling.
 
     async def create_sampling_session(self, request: Request) -> Response:
-        given = wire.parse("create_sampling_session", await self.read_body(request))
+        given = await self.parse("create_sampling_session", request)
         sampler_id = self.service.create_sampling_session(request.state.user, given)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def join_sampling_session(self, request: Request) -> Response:
-        given = wire.parse("join_sampling_session", await self.read_body(request))
+        given = await self.parse("join_sampling_session", request)
         count = self.service.join_sampling_session(request.state.user, given.sampling_session_id)
         return JSONResponse({"type": "join_sampling_session", "client_counter": count})
 
     async def sample(self, request: Request) -> Response:
-        given = wire.parse("asample", await self.read_body(request))
-        request_id = self.service.sample(request.state.user, given)
+        body = await self.read_body(request)
+        given, query = await self.compute(_parse_sample, body)
+        request_id = self.service.sample(request.state.user, given, query, len(body))
         return _future(request_id, sample_sequence_ids=[f"{request_id}:{i}" for i in range(given.num_samples)])
 
     async def get_sampler(self, request: Request) -> Response:
@@ -218,13 +208,13 @@ class Api:
         return JSONResponse({"sampler_id": sampler_id, **self.service.read_sampler(request.state.user, sampler_id)})
 
     async def cancel_future(self, request: Request) -> Response:
-        given = wire.parse("retrieve_future", await self.read_body(request))
+        given = await self.parse("retrieve_future", request)
         self.service.check_requester(request.state.user, given.request_id)
         self.service.queue.cancel(given.request_id)
         return Response(status_code=204)
 
     async def retrieve_future(self, request: Request) -> Response:
-        given = wire.parse("retrieve_future", await self.read_body(request))
+        given = await self.parse("retrieve_future", request)
         answer = await self.service.retrieve(request.state.user, given.request_id, LONG_POLL_SECONDS)
         if answer is None:
             waiting = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
@@ -294,7 +284,7 @@ class Api:
     async def external_urls(self, request: Request) -> Response:
         path = self._saved_path(request)
         if path.kind != "external_weights":
-            raise Refusal(400, f"{path} is not for other programs: save_weights_external saves what is")
+            raise HttpRefusal(400, f"{path} is not for other programs: save_weights_external saves what is")
         now, folder, urls = time.time(), self.service.store.find_saved(path), dict[str, str]()
         expires = now + DOWNLOAD_SECONDS
         self.downloads = {token: x for token, x in self.downloads.items() if x[1] > now}
@@ -310,7 +300,7 @@ class Api:
     async def download(self, request: Request) -> Response:
         file, expires = self.downloads.get(request.path_params["token"], (Path(), 0.0))
         if time.time() > expires or not file.is_file():
-            raise Refusal(404, "this address is unknown or has expired: ask for another one")
+            raise HttpRefusal(404, "this address is unknown or has expired: ask for another one")
         return FileResponse(file)
 
     async def weights_info(self, request: Request) -> Response:
@@ -337,7 +327,7 @@ class Api:
 
     async def healthz(self, request: Request) -> Response:
         if self.service.computing is None or self.service.computing.done():
-            raise Refusal(500, "nothing is computed any more: start the server again")
+            raise HttpRefusal(500, "nothing is computed any more: start the server again")
         return JSONResponse({"status": "ok"})
 
     async def telemetry(self, request: Request) -> Response:
@@ -350,7 +340,9 @@ class Api:
 
     async def not_here(self, request: Request) -> Response:
         # not a 501, after which the SDK would try again for minutes
-        raise Refusal(400, f"{request.method} {request.url.path} is not available here: docs/serve.md lists what is")
+        raise HttpRefusal(
+            400, f"{request.method} {request.url.path} is not available here: docs/serve.md lists what is"
+        )
 
 
 def build_app(config: ServeConfig, service: Service) -> Starlette:
@@ -372,7 +364,7 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
             try:
                 request.state.user = "" if is_open else api.authenticate(request)
                 return await handler(request)
-            except Refusal as error:
+            except HttpRefusal as error:
                 return _error(error.status, str(error))
             except UnknownIdError as error:
                 return _error(404, str(error))
@@ -380,10 +372,17 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
                 return _error(410, str(error))
             except BusyError as error:
                 return _error(429, str(error))
-            except json.JSONDecodeError as error:
-                return _error(400, f"the request is not JSON: {error}")
+            except ClientDisconnect:  # nobody reads an answer
+                return Response(status_code=400)
             except PolicygradError as error:
                 return _error(400, str(error))
+            except OSError as error:
+                service.note(f"{path}: {error}")
+                if is_disk_full(error):
+                    return _error(
+                        507, f"the disk of the server's folder is full ({error.strerror}): try again when there is room"
+                    )
+                return _error(500, f"the server cannot read or write its folder: {error}")
             except Exception as error:  # the client and the log get it, and the server goes on
                 service.note(f"{path}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
                 return _error(500, f"{type(error).__name__}: {error} (a bug of the server)")
@@ -413,7 +412,6 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
         *(route("POST", f"{API}/{kind}", api.train) for kind in TRAINING),
         route("POST", f"{API}/unload_model", api.unload_model),
         route("POST", f"{API}/get_info", api.get_info),
-        route("POST", f"{API}/create_custom_loss", api.create_custom_loss),
         route("POST", f"{API}/create_sampling_session", api.create_sampling_session),
         route("POST", f"{API}/join_sampling_session", api.join_sampling_session),
         route("GET", f"{API}/samplers/{{sampler_id}}", api.get_sampler),
@@ -430,6 +428,36 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
         *(route(method, "/api/{rest:path}", api.not_here) for method in ("GET", "POST", "PUT", "DELETE")),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
+
+
+def make_server(config: ServeConfig, app: Any, log_level: str = "warning") -> uvicorn.Server:
+    """Return the server of an application, with limits on what it accepts."""
+    limits = HttpLimits.for_this_machine(body_bytes=MAX_BODY, total_body_bytes=MAX_TOTAL_BODY)
+    hosts = None if config.api_keys else host_names(config.host)
+    options = limits.server_options()
+    return uvicorn.Server(
+        uvicorn.Config(limit_app(app, limits, hosts), log_level=log_level, access_log=False, **options)
+    )
+
+
+def _unpack(body: bytes, hold: Callable[[int], None]) -> bytes:
+    """Unpack zstd. Raises HttpRefusal for what cannot be unpacked, or is too large."""
+    import zstandard
+
+    parts = list[bytes]()
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            while part := reader.read(2**20):
+                hold(len(part))
+                parts.append(part)
+    except zstandard.ZstdError as error:
+        raise HttpRefusal(400, f"the request cannot be unpacked: {error}") from error
+    return b"".join(parts)
+
+
+def _parse_sample(body: bytes) -> tuple[Any, SampleQuery]:
+    given = wire.parse("asample", body)
+    return given, wire.parse_sample(given)
 
 
 def hash_key(key: str) -> str:
@@ -453,6 +481,7 @@ def _describe_saved(path: SavedPath, info: SavedInfo) -> dict[str, Any]:
 
 
 def _error(status: int, text: str) -> Response:
+    text = text.encode(errors="backslashreplace").decode()  # a client's text may have half of a character
     return JSONResponse({"detail": text, "error": text}, status_code=status)
 
 

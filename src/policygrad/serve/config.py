@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.utils.filesystem import read_text_bounded
+from policygrad.utils.http_limits import is_loopback
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,15 @@ class ServeConfig:
         pairs = (text.partition("=") for text in self.model)
         return [(name, path if equals else name) for name, equals, path in pairs]
 
+    def find_exposed(self) -> str:
+        """Return a sentence about what other users of this machine can read; "" if they cannot."""
+        exposed = []
+        if self.folder.exists() and self.folder.stat().st_mode & 0o055:
+            exposed.append(f"--folder {self.folder} (chmod 700 {self.folder})")
+        if self.api_keys is not None and self.api_keys.exists() and self.api_keys.stat().st_mode & 0o044:
+            exposed.append(f"--api-keys {self.api_keys} (chmod 600 {self.api_keys})")
+        return f"other users of this machine can read {' and '.join(exposed)}" if exposed else ""
+
     def read_api_keys(self) -> frozenset[str]:
         """Read the keys. Raises ConfigError for a file that cannot be read, or has a key that the SDK refuses."""
         if self.api_keys is None:
@@ -96,13 +105,3 @@ class ServeConfig:
         if not keys:
             raise ConfigError(f"--api-keys {self.api_keys} has no keys")
         return frozenset(keys)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,16 +1,17 @@
-"""Loss functions by name: those of the Tinker API, every algorithm that needs no second model, and a client's own.
+"""Loss functions by name: those of the Tinker API, and every algorithm that needs no second model.
 
-All but a client's own are the equation of `core.objective` with coefficients that are fixed over the whole request, so that it does
-not matter how the request is divided into micro-batches. The API's losses are sums over tokens: every coefficient is 1.
+All are the equation of `core.objective` with coefficients that are fixed over the whole request, so that it does not matter how the
+request is divided into micro-batches. The API's losses are sums over tokens: every coefficient is 1. A loss of a client's own is
+computed by the SDK on the client, which sends its gradient in log π as the weights of `cross_entropy`: nothing of it runs here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from policygrad.core.ratios import Sequence as SequenceRatio
 from policygrad.core.ratios import Token
 from policygrad.core.terms import KLToOld
 from policygrad.errors import ConfigError
-from policygrad.serve.custom_loss import CustomLoss
 from policygrad.serve.model_input import ModelInputParts
 from policygrad.training.config.serialization import from_dict
 
@@ -40,7 +40,8 @@ TARGETS, LOGPROBS, ADVANTAGES, WEIGHTS, RATIO_MASK = (
 )
 UNAVAILABLE = {
     "stable_reinforce": "its definition is not public: use importance_sampling, or an algorithm whose ratio accounts for a stale "
-    "sampler, such as cispo"
+    "sampler, such as cispo",
+    "custom": "the server runs no functions of clients: give yours to forward_backward_custom, which computes it on the client",
 }
 """Losses of the hosted service that are not available here, and why."""
 
@@ -71,31 +72,6 @@ class Datum:
         return targets
 
 
-class Loss(Protocol):
-    """A loss over the data of one request. Rows are those of `target_rows`: a datum with K targets per position is K rows."""
-
-    @property
-    def forward_needs(self) -> frozenset[str]:
-        """Statistics of a forward pass that it reads beside log π."""
-
-    @property
-    def selection_needs(self) -> frozenset[str] | None:
-        """What it reads, beside log π, of a forward pass over all rows before any other; None = it needs no such pass."""
-
-    @property
-    def keep_together(self) -> Tensor | None:
-        """Rows with equal numbers [rows] int64 must be in one micro-batch; None = no row needs another."""
-
-    def select_tokens(self, out: Forward) -> Loss:
-        """Fix what depends on a forward pass over all rows, given without graph."""
-
-    def __call__(self, out: Forward, rows: Tensor) -> Tensor:
-        """Return a scalar [] for these rows, whose gradient is the loss's. All rows' scalars add up."""
-
-    def value(self, out: Forward, rows: Tensor) -> dict[str, float]:
-        """Return metrics of these rows, `name:sum` or `name:mean`."""
-
-
 def target_rows(data: Sequence[Datum]) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Return the texts [T] and the targets [T] of all rows, and the datum [rows] of each."""
     texts, targets, owner = list[Tensor](), list[Tensor](), list[int]()
@@ -113,15 +89,13 @@ def prepare_loss(
     data: Sequence[Datum],
     *,
     dtype: torch.dtype = torch.float32,
-    custom: Mapping[str, CustomLoss] | None = None,
     states: Mapping[str, State] | None = None,
-) -> Loss:
+) -> EquationLoss:
     """Return the loss called `name` over the data of a request.
 
     Args:
         config: The loss's settings, such as clip_high_threshold; an algorithm's by their dotted names, such as gate.high.
         dtype: Of the loss's numbers: the model's, at least float32.
-        custom: Losses that a client has uploaded, by their id.
         states: What stateful algorithms remember of earlier requests, by name.
 
     Raises:
@@ -129,30 +103,39 @@ def prepare_loss(
     """
     if not data:
         raise ConfigError("the request has no data")
+    _check_finite(data)
     if name in UNAVAILABLE:
         raise ConfigError(f"loss_fn={name!r} is not available here: {UNAVAILABLE[name]}")
-    if name == "custom":
-        loss = (custom or {}).get(str(config.get("loss_id")))
-        if loss is None:
-            raise ConfigError(
-                f"there is no custom loss {config.get('loss_id')!r} in this session: create_custom_loss first"
-            )
-        return ClientLoss(loss, tuple(data), dtype)
     has_rewards = "reward" in data[0].inputs  # what an algorithm reads, and no loss of the API does
     if name in API_LOSSES and not (has_rewards and name in ALGORITHMS):
         return API_LOSSES[name](dict(config), data, dtype)
     if name in ALGORITHMS:
         return _prepare_algorithm(ALGORITHMS[name], config, data, dtype, (states or {}).get(name))
-    names = [*API_LOSSES, "custom", *(n for n in ALGORITHMS if n not in API_LOSSES)]
+    names = [*API_LOSSES, *(n for n in ALGORITHMS if n not in API_LOSSES)]
     raise ConfigError(f"there is no loss_fn {name!r}: it is one of {', '.join(names)}")
 
 
-# Losses that are the equation.
+def _check_finite(data: Sequence[Datum]) -> None:
+    """Raise ConfigError for a number that is none, of which one makes the whole gradient none."""
+    for i, datum in enumerate(data):
+        for name, value in datum.inputs.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                place = (~torch.isfinite(value)).nonzero()[0].tolist()
+                raise ConfigError(
+                    f"datum {i}: loss_fn_inputs[{name!r}] is {float(value[tuple(place)])} at {place}: give finite numbers, 0 "
+                    "where a position does not count"
+                )
+
+
+# The equation.
 
 
 @dataclass(frozen=True, eq=False)
 class EquationLoss:
-    """−Σ (c·w·Ψ + Σ c^m·k^m)·log π, by `core.objective.surrogate`."""
+    """−Σ (c·w·Ψ + Σ c^m·k^m)·log π over the data of one request, by `core.objective.surrogate`.
+
+    Rows are those of `target_rows`: a datum with K targets per position is K rows.
+    """
 
     algorithm: Algorithm
     batch: Batch
@@ -165,17 +148,21 @@ class EquationLoss:
 
     @property
     def forward_needs(self) -> frozenset[str]:
+        """Statistics of a forward pass that it reads beside log π."""
         return self.algorithm.forward_needs
 
     @property
     def selection_needs(self) -> frozenset[str] | None:
+        """What it reads, beside log π, of a forward pass over all rows before any other; None = it needs no such pass."""
         return None if self.algorithm.token_selector is None else self.algorithm.selection_needs
 
     @property
     def keep_together(self) -> Tensor | None:
+        """Rows with equal numbers [rows] int64 must be in one micro-batch; None = no row needs another."""
         return self.batch.group if self.algorithm.gate.requires_full_groups else None
 
     def select_tokens(self, out: Forward) -> EquationLoss:
+        """Fix what depends on a forward pass over all rows, given without graph."""
         batch = with_selected_tokens(out, self.batch, self.psi, self.algorithm)
         return replace(self, batch=batch, coefficients=self.algorithm.all_coefficients(batch))
 
@@ -184,10 +171,12 @@ class EquationLoss:
         return self.batch.select(rows).to(device), self.psi[rows].to(device), self.algorithm, c
 
     def __call__(self, out: Forward, rows: Tensor) -> Tensor:
+        """Return a scalar [] for these rows, whose gradient is the loss's. All rows' scalars add up."""
         return surrogate(out, *self._share(rows, out.logp.device))
 
     @torch.no_grad()
     def value(self, out: Forward, rows: Tensor) -> dict[str, float]:
+        """Return metrics of these rows, `name:sum` or `name:mean`."""
         batch, psi, algorithm, c = self._share(rows, out.logp.device)
         if self.is_likelihood:
             loss = surrogate(out, batch, psi, replace(algorithm, terms=()), c[0])
@@ -267,7 +256,7 @@ def _valid(data: Sequence[Datum]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.ones_like(t, dtype=torch.bool) for t in targets], batch_first=True)
 
 
-def _cross_entropy(config: dict[str, Any], data: Sequence[Datum], dtype: torch.dtype) -> Loss:
+def _cross_entropy(config: dict[str, Any], data: Sequence[Datum], dtype: torch.dtype) -> EquationLoss:
     """−Σ weight·log π(target)."""
     _reject_unread("cross_entropy", data, (WEIGHTS,), config)
     algorithm = Algorithm("cross_entropy", gate=OnPolicy())
@@ -282,7 +271,7 @@ def _policy_loss(
     dtype: torch.dtype,
     *,
     is_likelihood: bool = False,
-) -> Loss:
+) -> EquationLoss:
     """A sum over tokens, with q = exp(logprobs) for the sampler's probabilities and A for the advantages."""
     algorithm = build(config)
     has_sequence_ratio = isinstance(algorithm.ratio, SequenceRatio)
@@ -302,7 +291,7 @@ def _clip(config: dict[str, Any], low: float, high: float) -> Clip:
     return Clip(1 - low, high - 1)
 
 
-API_LOSSES: Mapping[str, Callable[[dict[str, Any], Sequence[Datum], torch.dtype], Loss]] = {
+API_LOSSES: Mapping[str, Callable[[dict[str, Any], Sequence[Datum], torch.dtype], EquationLoss]] = {
     "cross_entropy": _cross_entropy,
     # −Σ (π/q)·A
     "importance_sampling": partial(
@@ -358,7 +347,7 @@ _BOOLEAN = ("step_end", "truncated", "demonstration")
 
 def _prepare_algorithm(
     algorithm: Algorithm, config: LossConfig, data: Sequence[Datum], dtype: torch.dtype, state: State | None
-) -> Loss:
+) -> EquationLoss:
     """Advantages from the rewards of groups, coefficients and all, over the request.
 
     Fields: mask [T], 1 for sampled tokens; reward [1]; logprobs [T], which are π_old; group [1], or equal prompts; and what the
@@ -453,58 +442,3 @@ def _group_by_prompt(data: Sequence[Datum], mask: Tensor) -> Tensor:
     texts = (distinguish_media(datum.tokens, datum.media) for datum in data)
     prompts = (text[: int(row.int().argmax()) + 1] for text, row in zip(texts, mask, strict=True))
     return torch.tensor([numbers.setdefault(tuple(prompt.tolist()), len(numbers)) for prompt in prompts])
-
-
-# A client's own loss.
-
-
-@dataclass(frozen=True, eq=False)
-class ClientLoss:
-    """The sum of a client's function over the data; its metrics add up, or are averaged over the data."""
-
-    loss: CustomLoss
-    data: tuple[Datum, ...]
-    dtype: torch.dtype
-    forward_needs: frozenset[str] = frozenset()
-    selection_needs: frozenset[str] | None = None
-    _columns: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_columns", target_rows(self.data)[2])
-        for i, datum in enumerate(self.data):
-            missing = [name for name in self.loss.input_names if name not in datum.inputs]
-            if missing:
-                raise ConfigError(
-                    f"datum {i} has no loss_fn_inputs[{missing[0]!r}], which the loss {self.loss.name!r} takes"
-                )
-
-    @property
-    def keep_together(self) -> Tensor | None:
-        return self._columns
-
-    def select_tokens(self, out: Forward) -> ClientLoss:
-        return self
-
-    def _evaluate(self, out: Forward, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        total, sums = out.logp.new_zeros(()), dict[str, Tensor]()
-        owner = self._columns[rows]
-        for i in torch.unique(owner).tolist():
-            datum, places = self.data[i], (owner == i).nonzero().squeeze(1)
-            columns = out.logp[places[rows[places].argsort()].to(out.logp.device), : len(datum.tokens)]
-            logprobs = columns[0] if datum.targets.ndim == 1 else columns.T
-            given = (datum.inputs[name] for name in self.loss.input_names)
-            inputs = [(x.to(self.dtype) if x.is_floating_point() else x).to(logprobs.device) for x in given]
-            loss, metrics = self.loss(logprobs, *inputs)
-            total = total + loss
-            for key, value in metrics.items():
-                share = value.detach() / (len(self.data) if key.endswith(":mean") else 1)
-                sums[key] = sums[key] + share if key in sums else share
-        return total, sums
-
-    def __call__(self, out: Forward, rows: Tensor) -> Tensor:
-        return self._evaluate(out, rows)[0]
-
-    @torch.no_grad()
-    def value(self, out: Forward, rows: Tensor) -> dict[str, float]:
-        loss, metrics = self._evaluate(out, rows)
-        return {"loss:sum": float(loss), **{key: float(x) for key, x in metrics.items()}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +21,7 @@ from policygrad.learners.local.packing import Pack, TokenSequences, micro_batch_
 from policygrad.models.loading import at_least_float32, context_length, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.serve.adapters import Adapter, AdapterSpec, AdapterSwitch, make_adaptable
-from policygrad.serve.custom_loss import CustomLoss
-from policygrad.serve.losses import Datum, EquationLoss, Loss, LossConfig, prepare_loss, target_rows
+from policygrad.serve.losses import Datum, EquationLoss, LossConfig, prepare_loss, target_rows
 from policygrad.utils.devices import pick_device
 
 
@@ -156,7 +156,6 @@ class ClientModel:
         data: Sequence[Datum],
         loss_name: str,
         config: LossConfig,
-        custom: Mapping[str, CustomLoss],
         *,
         backward: bool,
     ) -> PassResult:
@@ -170,7 +169,7 @@ class ClientModel:
         for i, datum in enumerate(data):
             network.check_text(datum.tokens, f"datum {i}")
             network.check_ids(datum.targets, f"datum {i}: target_tokens")
-        loss = prepare_loss(loss_name, config, data, dtype=network.dtype, custom=custom, states=self.loss_states)
+        loss = prepare_loss(loss_name, config, data, dtype=network.dtype, states=self.loss_states)
         passes = _Passes(network, data, loss.keep_together)
         with network.using(self.adapter):
             if loss.selection_needs is not None:
@@ -178,7 +177,7 @@ class ClientModel:
             metrics = passes.accumulate(loss, self.optimizer if backward else None)
         if backward:
             self.pending += 1
-            if isinstance(loss, EquationLoss) and loss.state:
+            if loss.state:
                 self.loss_states[loss_name] = loss.state
         return PassResult(passes.logprobs(), metrics)
 
@@ -255,7 +254,7 @@ class _Passes:
                 outputs.setdefault(name, torch.zeros(self.mask.shape, dtype=x.dtype))[pack.rows.cpu()] = x.cpu()
         return Forward(**outputs)
 
-    def accumulate(self, loss: Loss, optimizer: Optimizer | None) -> dict[str, float]:
+    def accumulate(self, loss: EquationLoss, optimizer: Optimizer | None) -> dict[str, float]:
         """Compute all micro-batches, and add their gradients with an optimizer."""
         metrics: dict[str, float] = {}
         network = self.network
@@ -271,15 +270,34 @@ class _Passes:
                 self.logp[rows] = detached.logp.to("cpu", self.logp.dtype)
                 for name, value in loss.value(detached, rows).items():
                     metrics[name] = metrics.get(name, 0.0) + value
-        if any(not bool(torch.isfinite(self.logp[i][self.mask[i]]).all()) for i in range(len(self.mask))):
+                if not math.isfinite(metrics["loss:sum"]) and self._is_finite(rows):
+                    raise ConfigError(self._explain_loss(loss, detached, rows))
+        if not self._is_finite(torch.arange(len(self.mask))):
             raise NumericsError(
                 "the model's log-probabilities are not finite: lower the learning rate, or load a checkpoint"
             )
         return metrics
 
-    def _expected(self, loss: Loss, rows: Tensor) -> Tensor | None:
+    def _is_finite(self, rows: Tensor) -> bool:
+        """Return whether log π of these rows' targets is."""
+        return bool(torch.isfinite(self.logp[rows][self.mask[rows]]).all())
+
+    def _explain_loss(self, loss: EquationLoss, out: Forward, rows: Tensor) -> str:
+        """Return which datum's loss is not finite although log π is, where one datum's is not."""
+        owner, wrong = self.owner[rows].tolist(), list[int]()
+        for k in range(len(rows)):
+            one = Forward(**{name: x[k : k + 1] for name, x in out.tensors().items()})
+            if not math.isfinite(loss.value(one, rows[k : k + 1])["loss:sum"]):
+                wrong.append(owner[k])
+        which = f"datum {wrong[0]}" if wrong else f"data {min(owner)} to {max(owner)} together"
+        return (
+            f"the loss of {which} is not a finite number, although the model's log-probabilities are: its loss_fn_inputs are too "
+            "large, or its logprobs those of another text"
+        )
+
+    def _expected(self, loss: EquationLoss, rows: Tensor) -> Tensor | None:
         """Return the gradient [b, T] that log π will receive if it is known before the pass: without a ratio or terms."""
-        if not isinstance(loss, EquationLoss) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return None
         if loss.batch.logp_old is not None or loss.algorithm.terms or loss.forward_needs:
             return None

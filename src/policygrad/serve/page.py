@@ -11,6 +11,8 @@ from typing import Any
 from policygrad.pages.render import render_page
 
 WEB = files("policygrad.serve") / "web"
+IDLE = "idle"
+GONE = "its client is gone"
 FORGOTTEN_SECONDS = 120.0
 """A session that has not been heard of for so long is not shown; clients write every ten seconds."""
 
@@ -28,6 +30,15 @@ class Status:
     bases: list[dict[str, Any]]
     sessions: list[dict[str, Any]]
     models: list[dict[str, Any]]
+    """With `now`: computing, waiting, idle, or that the client is gone."""
+
+    @property
+    def title(self) -> str:
+        """How many models have a client that goes on, and how many have none."""
+        gone = sum(model["now"] == GONE for model in self.models)
+        count = len(self.models) - gone
+        text = f"{count} model{'s' * (count != 1)} in training"
+        return f"{text}, {gone} whose client is gone" if gone else text
 
 
 def render_status_page(status: Status) -> str:
@@ -37,10 +48,8 @@ def render_status_page(status: Status) -> str:
 
 def render_line(status: Status) -> str:
     """Return one line for a terminal."""
-    busy = [f"{m['id'].partition(':')[0][:8]} {m['now']}" for m in status.models if m["now"]]
-    return f"{len(status.sessions)} sessions, {len(status.models)} models · {status.summary}" + "".join(
-        f" · {b}" for b in busy
-    )
+    busy = [f"{m['id'].partition(':')[0][:8]} {m['now']}" for m in status.models if m["now"] not in (IDLE, GONE)]
+    return f"{len(status.sessions)} sessions, {status.title} · {status.summary}" + "".join(f" · {b}" for b in busy)
 
 
 def summarise(counts: Mapping[str, int], queued: int) -> str:

@@ -30,6 +30,8 @@ GATHER_SECONDS = 0.01
 MAX_GATHER_SECONDS = 0.5
 MAX_WAITING = 2**16
 """Requests that may wait; clients come again with what is above it."""
+MAX_WAITING_BYTES = 2**29
+"""Of the requests that wait."""
 MAX_ANSWER_BYTES = 2**30
 """Answers of this size in all are kept, the latest, for clients that ask for them again."""
 WeightsT = TypeVar("WeightsT", Adapter, FullWeights)
@@ -54,6 +56,8 @@ class QueuedSample:
     base_model: str
     model_path: str | None
     """Saved weights; None: the base model's own."""
+    num_bytes: int = 0
+    """Of the request."""
 
 
 class SampleQueue:
@@ -82,7 +86,7 @@ class SampleQueue:
         self.waiting: deque[QueuedSample] = deque()
         self.pending: set[str] = set()  # ids of accepted requests that have no answer yet
         self.answers: OrderedDict[str, Answer] = OrderedDict()
-        self.answer_bytes = 0
+        self.answer_bytes = self.waiting_bytes = 0
         self.cancelled: set[str] = set()
         self.first_arrival = self.last_arrival = 0.0
         self.samplers = {name: self._make_sampler(network) for name, network in networks.items()}
@@ -114,8 +118,12 @@ class SampleQueue:
         with self.condition:
             if item.request_id in self.pending or item.request_id in self.answers:
                 return
-            if len(self.waiting) >= MAX_WAITING:
-                raise BusyError(f"{len(self.waiting):,} sampling requests wait: send more when some are answered")
+            waiting_bytes = self.waiting_bytes + item.num_bytes
+            if len(self.waiting) >= MAX_WAITING or (self.waiting and waiting_bytes > MAX_WAITING_BYTES):
+                raise BusyError(
+                    f"{len(self.waiting):,} sampling requests ({self.waiting_bytes:,} bytes) wait: send more when some are answered"
+                )
+            self.waiting_bytes = waiting_bytes
             self.pending.add(item.request_id)
             self.last_arrival = time.monotonic()
             if not self.waiting:
@@ -210,6 +218,7 @@ class SampleQueue:
                 if items:
                     by_tenant[tenant] = items  # last in the next round
             self.waiting = deque(item for item in self.waiting if item.request_id not in chosen)
+            self.waiting_bytes = sum(item.num_bytes for item in self.waiting)
             if self.waiting:
                 self.first_arrival = 0.0
                 self.on_ready()

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from policygrad.models.loading import resolve_model
 from policygrad.serve import wire
 from policygrad.serve.config import ServeConfig
 from policygrad.serve.models import ServedNetwork, load_network
-from policygrad.serve.page import Status, is_recent, summarise
+from policygrad.serve.page import GONE, IDLE, Status, is_recent, summarise
 from policygrad.serve.sample_queue import QueuedSample, SampleQueue
-from policygrad.serve.store import LoggedRequest, SavedPath, Store
+from policygrad.serve.sampling import SampleQuery
+from policygrad.serve.store import SEQUENCE, LoggedRequest, SavedPath, Store
 from policygrad.serve.training import WEIGHTS_INFO, Training
 from policygrad.serve.wire import Answer
 from policygrad.trackers.console import format_duration
@@ -50,9 +52,11 @@ class Service:
         self.config, self.note = config, note
         folder = config.folder.resolve()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(f"--folder {folder} cannot be made: {error.strerror}; choose another") from error
+        if exposed := config.find_exposed():
+            note(exposed)
         self.resources = ExitStack()
         self.resources.enter_context(hold_lock(folder / ".lock"))
         self.store = Store(folder)
@@ -253,10 +257,14 @@ class Service:
                 count = sum(lane.model_id.startswith(f"{session_id}:") for lane in lanes)
                 age = f"{format_duration(time.time() - last)} ago"
                 sessions.append({"id": session_id, "name": values["display_name"] or "", "heard": age, "models": count})
+        open_sessions = {session["id"] for session in sessions}
         models = list[dict[str, Any]]()
         for lane in lanes:
             model = lane.model
-            shown = {"id": lane.model_id, "waiting": len(lane.waiting), "now": lane.activity}
+            now = lane.activity or ("waits" if lane.waiting else IDLE)
+            if now == IDLE and lane.model_id.partition(":")[0] not in open_sessions:
+                now = GONE
+            shown = {"id": lane.model_id, "waiting": len(lane.waiting), "now": now}
             if model is not None:
                 trains = "all weights" if model.adapter is None else f"an adapter of rank {model.adapter.spec.rank}"
                 models.append(
@@ -321,8 +329,8 @@ class Service:
         self.store.write(path, {**source, "clients": count})
         return count
 
-    def sample(self, user: str, request: Any) -> str:
-        """Accept a sampling request and return its id."""
+    def sample(self, user: str, request: Any, query: SampleQuery, num_bytes: int) -> str:
+        """Accept a sampling request, and what `wire.parse_sample` made of it, and return its id."""
         if request.sampling_session_id is not None:
             sampler_id, number = request.sampling_session_id, request.seq_id or 0
             self.store.check_owner(user, sampler_id)
@@ -335,10 +343,13 @@ class Service:
             sampler_id, number = f"{user}:{uuid.uuid4().hex}", 0
             source = self._complete_source(user, {"base_model": request.base_model, "model_path": request.model_path})
         seed = int.from_bytes(hashlib.sha256(sampler_id.partition(":")[2].encode()).digest()[:6], "big")
-        query = wire.parse_sample(request, (seed, number))
+        if request.sampling_params.seed is None:
+            query = replace(query, key=(seed, number))
         request_id = f"{sampler_id}:{number}"
         tenant = self.find_tenant(user, sampler_id)
-        self.queue.add(QueuedSample(request_id, tenant, query, str(source["base_model"]), source["model_path"]))
+        self.queue.add(
+            QueuedSample(request_id, tenant, query, str(source["base_model"]), source["model_path"], num_bytes)
+        )
         return request_id
 
     # Results.
@@ -377,11 +388,8 @@ class Service:
         owner, _, number = request_id.rpartition(":")
         if ":train:" in owner and number == UNLOAD:
             return wire.format_json(type="unload_model", model_id=owner)
-        if ":train:" in owner and number.isdigit():
+        if ":train:" in owner and SEQUENCE.fullmatch(number):
             return self.training.find_result(owner, int(number))
-        if ":loss:" in request_id:
-            self.store.read(self.store.loss(request_id), f"loss {request_id!r}")
-            return wire.format_json(type="create_custom_loss", loss_id=request_id)
         return self.queue.find_answer(request_id)
 
     def _announce(self, request_ids: Iterable[str]) -> None:

@@ -6,7 +6,6 @@
     SESSION/train/N/state/step-00000012/      the state after request 12; earlier requests need not be computed again
     SESSION/train/N/weights/NAME/             a client's checkpoint; sampler_weights and external_weights likewise
     SESSION/sample/N.json                     what a sampling session samples from
-    SESSION/loss/N.json                       an uploaded loss
 
 A request is written before it is accepted, and a state says which request it is after. After a crash the server computes again what
 the state does not contain, in the same order, so that every request counts once. Names come from clients, so each is checked before
@@ -39,7 +38,10 @@ KEEP_RESULTS = 1024
 """Results of a model that are kept for clients that ask again."""
 _SESSION = re.compile(r"[A-Za-z0-9][\w-]{0,79}")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,199}")
-_NUMBER = re.compile(r"\d{1,12}")
+_NUMBER = re.compile(r"[0-9]{1,12}")
+SEQUENCE = re.compile(r"[0-9]{1,8}")
+"""The number of a model's request, as it is in names of files."""
+MAX_SEQUENCE = 10**8 - 1
 META = "checkpoint.json"
 OLD = ".old"
 """Ends the name of saved weights that are being replaced (`install_folder`)."""
@@ -159,11 +161,6 @@ class Store:
     def sampling_session(self, sampler_id: str) -> Path:
         """Return a sampling session's file, SESSION:sample:N."""
         path = self._part(sampler_id, "sample")
-        return path.with_name(f"{path.name}.json")
-
-    def loss(self, loss_id: str) -> Path:
-        """Return an uploaded loss's file, SESSION:loss:N."""
-        path = self._part(loss_id, "loss")
         return path.with_name(f"{path.name}.json")
 
     def _part(self, full_id: str, kind: str) -> Path:

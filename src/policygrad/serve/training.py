@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,12 +19,12 @@ from safetensors.torch import save_file
 from policygrad.checkpoint.format import load_latest, save_checkpoint
 from policygrad.checkpoint.model_export import write_model
 from policygrad.errors import ConfigError, ModelError, NumericsError, PolicygradError
+from policygrad.models.loading import model_origin
 from policygrad.serve import wire
 from policygrad.serve.adapters import AdapterSpec, write_adapter
 from policygrad.serve.config import ServeConfig
-from policygrad.serve.custom_loss import CustomLoss, build_custom_loss
 from policygrad.serve.models import ClientModel, ServedNetwork, load_network
-from policygrad.serve.store import LoggedRequest, SavedInfo, SavedPath, Store, UnknownIdError
+from policygrad.serve.store import MAX_SEQUENCE, LoggedRequest, SavedInfo, SavedPath, Store, UnknownIdError
 from policygrad.serve.wire import Answer
 
 FULL_WEIGHTS = "model.safetensors"
@@ -34,8 +33,8 @@ WEIGHTS_INFO = "weights.json"
 """The base model and the adapter's specification, beside either."""
 MAX_ATTEMPTS = 3
 """How often a request is begun again that was being computed when the server was killed."""
-KEEP_LOSSES = 64
-"""Custom losses that are kept in memory."""
+MAX_AHEAD = 2**16
+"""Requests of a model that may wait, from the next to compute on."""
 LONGEST_TTL = 10 * 365 * 86400
 """Seconds."""
 
@@ -106,7 +105,6 @@ class Training:
             note,
         )
         self.lanes: dict[str, Lane] = {}
-        self.custom_losses: OrderedDict[str, CustomLoss] = OrderedDict()  # by id; used by the computing thread alone
         self.counts = {"requests": 0, "updates": 0, "tokens_trained": 0}
 
     # Requests.
@@ -134,9 +132,18 @@ class Training:
 
     def submit(self, model_id: str, request: LoggedRequest) -> str:
         """Accept a request and return its id. One that was accepted before is not accepted again."""
+        if request.sequence > MAX_SEQUENCE:
+            raise ConfigError(
+                f"seq_id must be at most {MAX_SEQUENCE:,}, not {request.sequence}: count a model's requests from 1"
+            )
         lane = self.open_lane(model_id, is_new=request.sequence == 0)
         with self.condition:
             if request.sequence >= lane.next and request.sequence not in lane.waiting:
+                if request.sequence > lane.next + MAX_AHEAD:
+                    raise ConfigError(
+                        f"seq_id {request.sequence} is too far ahead: request {lane.next} of this model is computed next, and at "
+                        f"most {MAX_AHEAD:,} may wait: send those before it first"
+                    )
                 self.store.log_request(model_id, request)
                 lane.waiting.add(request.sequence)
                 self.counts["requests"] += 1
@@ -346,8 +353,7 @@ class Training:
                 raise ConfigError(f"{wire.DATUM_COUNT} must be the number of all data of the request, not {expected!r}")
             if len(data) < expected:
                 return None
-        custom = self._load_custom_loss(lane, config) if given.loss == "custom" else {}
-        result = model.run(data, given.loss, config, custom, backward=given.backward)
+        result = model.run(data, given.loss, config, backward=given.backward)
         self.counts["tokens_trained"] += sum(len(x) for x in result.logprobs)
         parts, lane.parts = lane.parts, []
         start, answer = 0, None
@@ -362,29 +368,6 @@ class Training:
             if not is_last:
                 self._write_result(lane, sequence, answer)
         return answer
-
-    def create_custom_loss(self, request: Any) -> str:
-        """Check and keep an uploaded loss; return its id, which is the request's too."""
-        inputs = [(x.name, x.rank) for x in request.inputs]
-        nodes = [node.model_dump() for node in request.graph.nodes]
-        build_custom_loss(request.name, inputs, nodes, request.graph.format)
-        loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
-        if not self.store.loss(loss_id).exists():  # else the client asks again
-            values = {"name": request.name, "inputs": inputs, "nodes": nodes, "format": request.graph.format}
-            self.store.write(self.store.loss(loss_id), values)
-        return loss_id
-
-    def _load_custom_loss(self, lane: Lane, config: Mapping[str, float | str]) -> Mapping[str, CustomLoss]:
-        """Return the loss that a request names, by its id; nothing if it is another session's."""
-        loss_id = str(config.get("loss_id"))
-        if loss_id.partition(":")[0] != lane.model_id.partition(":")[0]:
-            return {}
-        if loss_id not in self.custom_losses:
-            x = self.store.read(self.store.loss(loss_id), f"loss {loss_id!r}")
-            self.custom_losses[loss_id] = build_custom_loss(x["name"], x["inputs"], x["nodes"], x["format"])
-            if len(self.custom_losses) > KEEP_LOSSES:
-                self.custom_losses.popitem(last=False)
-        return {loss_id: self.custom_losses[loss_id]}
 
     def _optim_step(self, lane: Lane, request: LoggedRequest) -> Answer:
         if lane.failed:
@@ -420,7 +403,7 @@ class Training:
         if not self.store.check_name(path, request.sequence):
             folder = self.store.make_temporary(path)
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model.network.path)
+                write_adapter(folder, model.adapter, model_origin(model.network.path))
             else:
                 tensors = {name: p.detach().cpu().contiguous() for name, p in model.network.model.named_parameters()}
                 save_file(tensors, folder / FULL_WEIGHTS, metadata={"format": "pt"})
@@ -445,7 +428,7 @@ class Training:
             folder = self.store.make_temporary(path)
             tokenizer = model.network.tokenizer
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model.network.path)
+                write_adapter(folder, model.adapter, model_origin(model.network.path))
                 tokenizer.save_pretrained(folder)
             else:
                 folder.rmdir()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policygrad.errors import ConfigError, import_optional
+from policygrad.errors import ConfigError, PolicygradError, import_optional
 from policygrad.samplers.base import SamplingParams
 from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
@@ -46,6 +46,11 @@ class Answer:
 
 MAX_ELEMENTS = 2**26
 """Numbers of a tensor that a client sends; a sparse one is small to send and may be large to compute with."""
+MAX_NODES, MAX_NUMBERS, MAX_ELEMENTS_CHECKED = 2**15, 2**23, 2**13
+"""Objects or lists, commas, and elements that are no numbers of tokens and data, of one JSON request."""
+MAX_ERRORS = 1000
+MAX_MESSAGES = 2**18
+"""Messages within a protobuf message: a few bytes each to send, and a hundred to keep."""
 MAX_SAMPLES = 4096
 """Completions of one prompt in a request."""
 MAX_TOP = 1024
@@ -62,7 +67,7 @@ def client_config() -> dict[str, Any]:
         fwdbwd_max_chunk_len=MAX_CHUNK,
         fwdbwd_max_chunk_bytes_count=MAX_CHUNK,
         fwdbwd_dispatch_bytes_semaphore_size=MAX_CHUNK,
-        custom_loss_server_side=True,
+        custom_loss_server_side=False,
         sample_join_sampling_session=True,
         use_pyqwest_transport=True,
     )
@@ -86,13 +91,59 @@ class PassRequest:
 
 def parse(kind: str, body: bytes) -> Any:
     """Parse a JSON request of the API by the name in its URL. Raises ConfigError for one that is malformed."""
+    check_json(kind, body)
     try:
         return REQUESTS[kind].model_validate_json(body or b"{}")
     except ValidationError as error:
+        if error.error_count() > MAX_ERRORS:  # to list them all would take seconds
+            raise ConfigError(
+                f"{kind}: {error.error_count():,} parts of the request are not what the API takes"
+            ) from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{kind}: {where or 'the request'}: {first['msg']}") from None
 
+
+def read_json(kind: str, body: bytes) -> dict[str, Any]:
+    """Return the object that a request is. Raises ConfigError for anything else, and for more than is read."""
+    if body.count(b"{") > MAX_NODES or body.count(b"[") > MAX_NODES or body.count(b",") > MAX_NUMBERS:
+        raise ConfigError(
+            f"{kind}: the request has too many parts: at most {MAX_NODES:,} objects and {MAX_NUMBERS:,} numbers"
+        )
+    try:
+        values = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{kind}: the request is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{kind}: the request must be a JSON object, not {type(values).__name__}")
+    return values
+
+
+def check_json(kind: str, body: bytes) -> None:
+    """Raise ConfigError for JSON that would be checked for minutes: pydantic collects the errors of every element of every list."""
+    if body.count(b"{") <= MAX_ELEMENTS_CHECKED and body.count(b",") <= MAX_ELEMENTS_CHECKED:
+        return
+    count, found = 0, list[tuple[str, Any]]([("", read_json(kind, body))])
+    while found:
+        key, value = found.pop()
+        if isinstance(value, list) and key in _NUMBER_LISTS and {*map(type, value)} <= _NUMBER_LISTS[key]:
+            continue
+        if isinstance(value, list | dict):
+            count += len(value)
+            found.extend(((key, x) for x in value) if isinstance(value, list) else value.items())
+    if count > MAX_ELEMENTS_CHECKED:
+        raise ConfigError(
+            f"{kind}: the request has {count:,} elements, without the numbers of tokens and data: at most "
+            f"{MAX_ELEMENTS_CHECKED:,} are read"
+        )
+
+
+_NUMBER_LISTS: Mapping[str, set[type]] = {
+    "tokens": {int},
+    "data": {int, float},
+    "sparse_crow_indices": {int},
+    "sparse_col_indices": {int},
+}
 
 REQUESTS: Mapping[str, Any] = {
     "create_session": types.CreateSessionRequest,
@@ -109,7 +160,6 @@ REQUESTS: Mapping[str, Any] = {
     "join_sampling_session": types.JoinSamplingSessionRequest,
     "asample": types.SampleRequest,
     "retrieve_future": types.FutureRetrieveRequest,
-    "create_custom_loss": types.CreateCustomLossRequest,
 }
 
 
@@ -118,12 +168,12 @@ def parse_request_address(kind: str, body: bytes, content_type: str) -> tuple[st
     if PROTOBUF in content_type:
         message = _parse_message(body)
         return message.model_id, message.seq_id
-    values = json.loads(body)
-    if not isinstance(values, dict) or not isinstance(values.get("model_id"), str):
+    values = read_json(kind, body)
+    if not isinstance(values.get("model_id"), str):
         raise ConfigError(f"{kind}: model_id must be text")
     sequence = values.get("seq_id")
-    if not isinstance(sequence, int) or sequence < 1:
-        raise ConfigError(f"{kind}: seq_id must be a whole number, at least 1, not {sequence!r}")
+    if type(sequence) is not int or sequence < 1:
+        raise ConfigError(f"{kind}: seq_id must be a whole number, at least 1, not {str(sequence)[:40]}")
     return values["model_id"], sequence
 
 
@@ -140,10 +190,49 @@ def adds_gradient(kind: str, body: bytes, content_type: str) -> bool:
 def _parse_message(body: bytes) -> Any:
     message = pb.ForwardBackwardRequest()
     try:
+        _check_messages(body, message.DESCRIPTOR)
         message.ParseFromString(body)
     except DecodeError as error:
         raise ConfigError(f"forward_backward: the request is no protobuf message of that kind ({error})") from error
     return message
+
+
+def _check_messages(body: bytes, descriptor: Any) -> None:
+    """Raise ConfigError for too many messages within a message, before memory is taken for them; what is malformed is left to
+    protobuf."""
+    count, spans = 0, [(0, len(body), descriptor)]
+    while spans:
+        at, end, kind = spans.pop()
+        while at < end:
+            key, at = _read_varint(body, at)
+            if (wire_type := key & 7) == 0:
+                _, at = _read_varint(body, at)
+            elif wire_type in (1, 5):
+                at += 8 if wire_type == 1 else 4
+            elif wire_type == 2:
+                length, at = _read_varint(body, at)
+                field = kind.fields_by_number.get(key >> 3)
+                if field is not None and field.message_type is not None:
+                    count += 1
+                    if count > MAX_MESSAGES:
+                        raise ConfigError(
+                            f"forward_backward: the request has more than {MAX_MESSAGES:,} parts: send less data at a time"
+                        )
+                    spans.append((at, min(at + length, end), field.message_type))
+                at += length
+            else:
+                return
+
+
+def _read_varint(body: bytes, at: int) -> tuple[int, int]:
+    """Return (a number, where the next field is)."""
+    number = shift = 0
+    while at < len(body) and shift < 70:
+        byte = body[at]
+        number, at, shift = number | (byte & 127) << shift, at + 1, shift + 7
+        if byte < 128:
+            break
+    return number, at
 
 
 # Chunks.
@@ -261,7 +350,7 @@ def _parse_tensor(message: Any, what: str) -> Tensor:
 def _parse_json_pass(body: bytes) -> PassRequest:
     """Parse the form that older clients send."""
     try:
-        values = json.loads(body)
+        values = read_json("forward_backward", body)
         given = values.get("forward_backward_input") or values["forward_input"]
         data = []
         for i, datum in enumerate(given["data"]):
@@ -278,7 +367,7 @@ def _parse_json_pass(body: bytes) -> PassRequest:
                 inputs[name] = tensor.reshape(x["shape"]) if x.get("shape") else tensor
             data.append(_make_datum(i, chunks, inputs))
         return PassRequest(data, given["loss_fn"], given.get("loss_fn_config") or {}, "forward_input" not in values)
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the request is malformed ({type(error).__name__}: {error})") from error
@@ -330,12 +419,18 @@ def parse_adapter(request: Any) -> AdapterSpec | None:
 # Sampling.
 
 
-def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
-    """Return the query of an asample request. Raises ConfigError for what this server does not do.
+def parse_sample(request: Any) -> SampleQuery:
+    """Return the query of an asample request; without a seed, its `key` is to be given. Raises ConfigError for what this server
+    does not do."""
+    try:
+        return _parse_sample(request)
+    except (ValueError, RuntimeError, OverflowError) as error:  # numbers that do not fit a tensor or its shape
+        if isinstance(error, PolicygradError):
+            raise
+        raise ConfigError(f"asample: the request is malformed ({error})") from error
 
-    Args:
-        key: Seeds the samples of a request without a seed.
-    """
+
+def _parse_sample(request: Any) -> SampleQuery:
     if request.record_stability_info:
         raise ConfigError(
             "record_stability_info=True records what loss_fn='stable_reinforce' needs, whose definition is not public: leave it "
@@ -376,7 +471,7 @@ def parse_sample(request: Any, key: tuple[int, ...]) -> SampleQuery:
         num_samples=request.num_samples,
         sampling=sampling,
         max_tokens=params.max_tokens,
-        key=key if params.seed is None else (0, params.seed % 2**63),
+        key=(0, (params.seed or 0) % 2**63),
         stop_tokens=stop_tokens,
         stop_texts=stop_texts,
         prompt_logprobs=bool(request.prompt_logprobs),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from policygrad.checkpoint import format as checkpoints
+from policygrad.checkpoint.export_probe import Probe, check_file, compare_probes, round_weights, take_probe
 from policygrad.checkpoint.model_export import write_model
 from policygrad.errors import ConfigError, EngineError, ModelError, RunError
-from policygrad.models.adapters import merge_adapters
+from policygrad.models.adapters import adapter_configs, merge_adapters
 from policygrad.models.classifier import load_classifier, load_classifier_tokenizer, read_num_labels
 from policygrad.models.loading import DTYPES, TRUST_FLAG, load_model, resolve_model
 from policygrad.models.lora_config import adapter_base, parse_lora
@@ -29,9 +31,11 @@ from policygrad.weight_sync.gguf import (
     explain_unsupported_model,
     extract_byte_pairs,
     import_gguf,
+    load_gguf,
     write_gguf,
 )
 
+USE_ADAPTER = "use the adapter itself, with PEFT"
 CONVERTER_HINT = "use llama.cpp's own convert_hf_to_gguf.py, which supports more kinds"
 
 
@@ -50,8 +54,10 @@ def export_merged(
         output: None = `merged` in the run's folder.
         dtype: fp32 or bf16; None = the run's.
 
+    The result is read back, and must compute what model and adapter compute (`checkpoint.export_probe`).
+
     Raises:
-        ModelError: There is no adapter, or it cannot be merged.
+        ModelError: There is no adapter, it cannot be merged, or the result is another model.
         RunError: The folder is not empty.
     """
     path = resolve_model(model)
@@ -61,20 +67,39 @@ def export_merged(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} is not empty: choose another --output")
     phase("loading the model")
-    network: nn.Module
+    load: Callable[[str], nn.Module] = partial(load_model, trust_remote_code=trust_remote_code)
     if read_num_labels(path, trust_remote_code)[0]:
-        network = load_classifier(path, torch.float32, trust_remote_code=trust_remote_code)
-        tokenizer = load_classifier_tokenizer(path, trust_remote_code)
+        load = partial(load_classifier, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        network, tokenizer = load(path), load_classifier_tokenizer(path, trust_remote_code)
     else:
-        network = load_model(model, trust_remote_code=trust_remote_code)
+        network = load(model)
         tokenizer = load_tokenizer(model, network, trust_remote_code=trust_remote_code)
-    phase("merging")
-    network = merge_adapters(network).to(DTYPES[dtype or _read_dtype(Path(model))])
+    precision = DTYPES[dtype or _read_dtype(Path(model))]
+    network, probe = _merge(network, precision, str(folder), phase)
+    network = network.to(precision)
     phase("writing")
     folder.parent.mkdir(parents=True, exist_ok=True)
     card = Path(path) / MODEL_CARD_FILE
     text = as_merged_card(card.read_text(encoding="utf-8")) if card.is_file() else ""
-    return write_model(folder, network, tokenizer, card=text)
+    check = check_file(probe, load, str(folder), USE_ADAPTER, release=network)
+    return write_model(folder, network, tokenizer, card=text, check=check)
+
+
+def _merge(
+    network: nn.Module, dtype: torch.dtype, what: str, phase: Callable[[str], None], *, least_dim: int = 0
+) -> tuple[nn.Module, Probe]:
+    """Merge a model's adapters, if it has any, and round the weights; return the model and what it then computes.
+
+    Raises:
+        ModelError: It computes something else than before, apart from rounding to `dtype`.
+    """
+    probe = take_probe(network)
+    if adapter_configs(network):
+        phase("merging")
+        network = merge_adapters(network)
+        compare_probes(probe, take_probe(network, probe.ids), what, USE_ADAPTER)
+    round_weights(network, dtype, least_dim=least_dim)
+    return network, take_probe(network, probe.ids)
 
 
 def export_stopped(
@@ -106,13 +131,14 @@ def export_stopped(
         raise ConfigError(
             f"{file}: trust_remote_code lets Python code in the model's folder run, which a file cannot allow: add {TRUST_FLAG}"
         )
-    model = load_model(
-        name,
+    load: Callable[[str], nn.Module] = partial(
+        load_model,
         dtype=learner["dtype"],
         trust_remote_code=trust_remote_code,
         lora=parse_lora(learner["lora"]),
         seed=config["seed"],
     )
+    model = load(name)
     parameters = dict(model.named_parameters())
     trained = {key.removeprefix("weights/"): t for key, t in saved.tensors.items() if key.startswith("weights/")}
     wrong = [key for key, x in trained.items() if key not in parameters or parameters[key].shape != x.shape]
@@ -132,7 +158,10 @@ def export_stopped(
         changes=saved.state.get("option_changes", ()),
         reads_pictures=tokenizer.pictures is not None,
     )
-    return write_model(run / f"model-step-{saved.step}", model, tokenizer, card=card)
+    final = run / f"model-step-{saved.step}"
+    remedy = f"resume the run with policygrad {kind} --resume {run}"
+    check = check_file(take_probe(model), load, str(final), remedy, release=model)
+    return write_model(final, model, tokenizer, card=card, check=check)
 
 
 def export_gguf(
@@ -151,7 +180,8 @@ def export_gguf(
         dtype: fp32 or bf16; None = the run's, and fp32 for a model of no run.
 
     Raises:
-        ModelError: llama.cpp has no name for the architecture or tokenizer, or this is a reward model.
+        ModelError: llama.cpp has no name for the architecture or tokenizer, this is a reward model, or the file, as transformers
+            reads it, is another model.
         EngineError: The package `gguf` is missing.
         RunError: The file exists, or cannot be written.
     """
@@ -167,19 +197,22 @@ def export_gguf(
     phase("loading the model")
     network = load_model(model, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(model, network, trust_remote_code=trust_remote_code)
-    network = merge_adapters(network) if adapter_base(path) is not None else network
     try:
         if reason := explain_unsupported_model(network):
             raise ModelError(reason)
         vocabulary = extract_byte_pairs(tokenizer, count_embedding_rows(network))
     except ModelError as error:
         raise ModelError(f"{error}: {CONVERTER_HINT}") from error
-    phase("writing")
     folder = Path(model)
+    precision = dtype or _read_dtype(folder)
+    # vectors stay in float32
+    network, probe = _merge(network, DTYPES[precision], str(file), phase, least_dim=2)
+    check = check_file(probe, partial(load_gguf, model=network), str(file), CONVERTER_HINT, release=network)
+    phase("writing")
     named = folder.resolve().parent if folder.name == "model" else folder.resolve() if folder.is_dir() else folder
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_gguf(file, network, vocabulary, name=named.name, dtype=dtype or _read_dtype(folder))
+        write_gguf(file, network, vocabulary, name=named.name, dtype=precision, check=check)
     except EngineError as error:
         raise ModelError(f"{error}: {CONVERTER_HINT}") from error
     except OSError as error:

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
-from policygrad.models.adapters import ADAPTER_WEIGHTS, PEFT_PREFIX, adapter_configs, iter_merged_tensors
+from policygrad.models.adapters import (
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    adapter_configs,
+    find_adapted_tied_layer,
+    iter_merged_tensors,
+)
 from policygrad.models.lora_config import ADAPTER_FILE
 from policygrad.utils.filesystem import apply_default_permissions, fsync_path
 from policygrad.weight_sync.base import (
@@ -275,7 +281,8 @@ def merge_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Te
 
 
 def check_exportable(model: Any) -> None:
-    """Raise EngineError for a model whose full weights an engine cannot be given."""
+    """Raise EngineError for a model whose full weights an engine cannot be given: in four bits, without a configuration, or with an
+    adapter on a tied head or embedding."""
     if getattr(model, "is_quantized", False):
         raise EngineError(
             "weights in four bits cannot be published in full, because the trained part is not rounded like them. Train without "
@@ -285,4 +292,10 @@ def check_exportable(model: Any) -> None:
     if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
         raise EngineError(
             f"{type(model).__name__} has no configuration for an engine. Use a transformers model, or --sampler.engine local"
+        )
+    if name := find_adapted_tied_layer(model):
+        raise EngineError(
+            f"the adapter changes {name}, and the model's configuration ties head and embedding to one matrix, so that an engine "
+            "would change both. Merge the adapter first (policygrad export --merge), which gives each a matrix of its own, and "
+            "train the result; or set --sampler.engine local"
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -53,6 +55,23 @@ def import_gguf() -> Any:
     except ImportError as error:
         raise EngineError(f"llama.cpp reads weights as GGUF: {install_command('llama-cpp')}") from error
     return gguf
+
+
+def load_gguf(file: str, model: Any) -> Any:
+    """Read a file as transformers does, into a model that computes in float32.
+
+    Args:
+        model: What it was written from, for what transformers does not read from a file: how Llama 3's positions are scaled.
+    """
+    from transformers import AutoModelForCausalLM
+
+    scaled = _get_rope(model.config).get("rope_type", "default") != "default"
+    options = {"config": model.config} if scaled else {}
+    # a folder of its own, as transformers reads what else is beside a file; its bar of progress cannot be switched off
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        (Path(folder) / GGUF_FILE).symlink_to(Path(file).resolve())
+        read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32", **options)
+    return read.eval()
 
 
 def count_embedding_rows(model: Any) -> int:
@@ -168,9 +187,18 @@ def make_gguf_writer(model: Any, end: frozenset[int]) -> WeightWriter:
 _FILE_TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}  # precision to its name in `gguf.LlamaFileType`
 
 
-def write_gguf(final: Path, model: Any, vocabulary: BytePairVocabulary, *, name: str, dtype: str) -> None:
+def write_gguf(
+    final: Path,
+    model: Any,
+    vocabulary: BytePairVocabulary,
+    *,
+    name: str,
+    dtype: str,
+    check: Callable[[Path], None] = lambda file: None,
+) -> None:
     """Write a complete file, atomically. Raises EngineError if the architecture has no such parameter, or the package
-    `gguf` is not installed; OSError if the file cannot be written.
+    `gguf` is not installed; OSError if the file cannot be written; and what `check` raises, which is given the file before it has
+    its name.
 
     The model is in float32; `dtype` is fp32 or bf16.
     """
@@ -180,6 +208,7 @@ def write_gguf(final: Path, model: Any, vocabulary: BytePairVocabulary, *, name:
             writer.add_name(name)
             vocabulary.write(writer)
             add_weights(writer, model, dict(model.named_parameters()), bf16=dtype == "bf16")
+        check(temporary)
         os.replace(temporary, final)
     finally:
         temporary.unlink(missing_ok=True)
