@@ -173,7 +173,7 @@ class SingleTurn:
     waits: ClassVar[bool] = False
 
     async def reset(self) -> Observation:
-        return Observation(self.example.prompt)
+        return Observation(self.example.prompt, self.example.tools)
 
     async def step(self, action: Action) -> Step:
         return Step()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from policygrad.models.chat_template import HistoryRewrittenError, Message
 from policygrad.models.tokenizer import EncodedText, Tokenizer
-from policygrad.models.tool_calls import ToolCall, get_chat_template, supports_tools
+from policygrad.models.tool_calls import ToolCall
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents
 from policygrad.samplers.base import Generation
@@ -65,8 +65,8 @@ class _Reply:
     run: _Run
     length: int
     """Tokens of the run that are part of the conversation: not a stop text."""
-    has_end: bool
-    """Its end token was sampled."""
+    end: int | None
+    """The end token that was sampled; None = none."""
     messages: tuple[Message, ...] | str
     """What it answers; earlier replies as the policy wrote them."""
     text: str
@@ -127,7 +127,7 @@ class ConversationTree:
             state = new if isinstance(new, str) else _canonical(new)
             try:
                 added = self.encoder.encode_continuation(
-                    before, last.text, new, self.source, request.tools or None, has_end=last.has_end
+                    before, last.text, new, self.source, request.tools or None, end=last.end
                 )
                 segment = Segment(added.ids, observation=added.is_content)
                 run = self._append(last.run, last.run.start + last.length, segment)
@@ -162,11 +162,13 @@ class ConversationTree:
             tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
             stopped_by,
         )
-        has_end = not stopped_by and ids[-1] in encoder.end_ids
-        self._remember(turn, generation, choice, length, has_end)
+        end = ids[-1] if not stopped_by and ids[-1] in encoder.end_ids else None
+        self._remember(turn, generation, choice, length, end)
         return choice
 
-    def _remember(self, turn: OpenTurn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
+    def _remember(
+        self, turn: OpenTurn, generation: Generation, choice: ChatChoice, length: int, end: int | None
+    ) -> None:
         run = _Run(turn.run, turn.run.end, Segment.from_generation(generation), turn.state)
         turn.run.children.append(run)
         self.num_turns += 1
@@ -178,9 +180,7 @@ class ConversationTree:
         else:
             reply = {"role": "assistant", "content": choice.content, "calls": choice.calls}
             keys = (*map(_message_key, turn.request.prompt), _message_key(reply))  # type: ignore[arg-type]
-        self._replies.append(
-            _Reply(run, length, has_end, turn.messages, choice.text, keys, _canonical(turn.request.tools))
-        )
+        self._replies.append(_Reply(run, length, end, turn.messages, choice.text, keys, _canonical(turn.request.tools)))
 
     def segments(self, prompt_length: int) -> tuple[tuple[Segment, ...], tuple[Hashable, ...]]:
         """Return the episode after the first `prompt_length` tokens of its first text, and the state of each sampled segment.
@@ -275,15 +275,11 @@ class ConversationTree:
     def _restore_replies(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return a program's messages with the replies that it repeats as the policy wrote them."""
         texts = {r.keys[-1]: r.text for r in self._replies if not isinstance(r.keys, str)}
-        reads_calls = supports_tools(get_chat_template(self.encoder.hf))
         restored = list[Message]()
         for message in messages:
             text = texts.get(_message_key(message)) if message["role"] == "assistant" else None
             if text is not None:
                 message = {"role": "assistant", "content": text}
-            elif message.get("tool_calls") and not reads_calls:
-                calls = [f"<tool_call>\n{_canonical(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
-                message = {"role": "assistant", "content": "\n".join([message["content"], *calls]).strip()}
             restored.append(message)
         return tuple(restored)
 

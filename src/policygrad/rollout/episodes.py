@@ -174,7 +174,9 @@ class Conversation:
             messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
         try:
-            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
+            last = int(sampled_ids[-1])
+            end = last if last in encoder.end_ids else None
+            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools, end=end)
             segment = Segment(new.ids, media=new.media, observation=new.is_content)
             compact_ids = new.ids if new.compact_ids is None else new.compact_ids
             self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
@@ -352,7 +354,7 @@ def _encode_prompt(
     max_tokens = spec.max_tokens + (0 if spec.prefix is None else len(spec.prefix))
     pairs = [(e, observation) for e, observation in zip(episodes, observations, strict=True) if observation is not None]
     if not pairs:  # all episodes failed: none is trained on
-        return encoder.encode(spec.example.prompt, max_tokens, spec.location)
+        return encoder.encode(spec.example.prompt, max_tokens, spec.location, spec.example.tools)
     name, first = pairs[0][0].name, pairs[0][1]
     if any((o.content, list(o.tools)) != (first.content, list(first.tools)) for _, o in pairs):
         raise EngineError(

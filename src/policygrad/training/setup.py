@@ -186,7 +186,7 @@ def load_resources(
         compute_head_in_float32(model)  # before it is cloned for the sampler
     tokenizer = load_policy_tokenizer(options.model, options.tokenizer, model, options.trust_remote_code)
     for example in task.rows:  # find a prompt that is too long for the model now rather than in a week
-        tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")
+        tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt", example.tools)
     if "demonstration" in (needs or ()):
         check_demonstrations(task.rows, tokenizer, max_tokens)
     if algorithm is not None and algorithm.reference is not None and not algorithm.reads_reward and task.rows:
@@ -484,7 +484,7 @@ def connect_teachers(
     if not servers:
         return None
     max_tokens = run.sampling.max_tokens
-    lengths = [len(tokenizer.encode(example.prompt, max_tokens).ids) for example in task.rows]
+    lengths = [len(tokenizer.encode(e.prompt, max_tokens, e.source, e.tools).ids) for e in task.rows]
     for server in servers.values():
         stack.callback(partial(_run_closing, run_async, server))
         run_async(server.connect(max(lengths, default=0) + max_tokens))

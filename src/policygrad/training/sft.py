@@ -18,8 +18,9 @@ from policygrad.core.precision import widest_dtype
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
+from policygrad.models.demonstrations import encode_demonstration_texts
 from policygrad.models.loading import at_least_float32, load_model
-from policygrad.models.tokenizer import Tokenizer, encode_demonstration, load_tokenizer
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.preferences import Demonstration, read_demonstrations
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
@@ -85,9 +86,18 @@ class SFTObjective:
             seed=config.seed,
         )
         self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
-        self.rows = [tokenise_demonstration(row, self.tokenizer) for row in rows]
-        self.units: list[tuple[int, ...]] = [(i,) for i in split.train]
-        self.eval_rows = split.eval
+        self.rows = list[SFTExample]()
+        texts = list[tuple[int, ...]]()  # of each row, by number in `rows`
+        for row in rows:
+            encoded = tokenise_demonstration(row, self.tokenizer)
+            texts.append(tuple(range(len(self.rows), len(self.rows) + len(encoded))))
+            self.rows += encoded
+        if len(self.rows) > len(rows):
+            self.run_facts = self.run_facts | {
+                "texts": f"{len(self.rows)} of {len(rows)} conversations: the chat template shows earlier turns otherwise later"
+            }
+        self.units: list[tuple[int, ...]] = [texts[i] for i in split.train]
+        self.eval_rows = [text for i in split.eval for text in texts[i]]
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
         """Add one update's gradient; return {"loss": nats per token, "tokens": their number}."""
@@ -171,25 +181,33 @@ def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
     )
 
 
-def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExample:
+def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> list[SFTExample]:
     """Return token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
 
+    It is one text, or several where the template renders earlier turns differently once there are more.
+
     Raises:
-        ModelError: The prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the
-            assistant's, or there are more tokens than the model can read.
+        ModelError: The prompt's ids are no prefix of the full text's, the template begins the assistant's turn differently or does
+            not close it, or there are more tokens than the model can read.
     """
-    prompt_ids = tokenizer.encode(row.prompt, 0, row.source).ids
-    ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
+    prompt_ids = tokenizer.encode(row.prompt, 0, row.source, row.tools).ids
+    texts = encode_demonstration_texts(
+        tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source, row.tools
+    )
+    return [_make_example(row, tokenizer, *text) for text in texts]
+
+
+def _make_example(row: Demonstration, tokenizer: Tokenizer, ids: list[int], is_learned: list[bool]) -> SFTExample:
     if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:
         raise ModelError(
             f"{row.source}: {len(ids)} tokens, more than the {tokenizer.context_length} positions of {tokenizer.name!r}: shorten "
             "it, or leave the line out"
         )
-    size, tensor = len(prompt_ids), torch.tensor(ids, dtype=torch.int64)
+    size, tensor, mask = is_learned.index(True), torch.tensor(ids, dtype=torch.int64), torch.tensor(is_learned)
     messages = () if isinstance(row.prompt, str) or isinstance(row.completion, str) else (*row.prompt, *row.completion)
     pictures = list(list_pictures(messages))
     if not pictures or tokenizer.pictures is None:
-        return SFTExample(prompt_ids, tensor[size:], torch.tensor(mask[size:], dtype=torch.bool))
+        return SFTExample(tensor[:size], tensor[size:], mask[size:])
     load_media = partial(tokenizer.pictures.media, tensor, pictures, row.source)
     load_media()  # for its errors
-    return SFTExample(prompt_ids, tensor[size:], torch.tensor(mask[size:], dtype=torch.bool), load_media)
+    return SFTExample(tensor[:size], tensor[size:], mask[size:], load_media)

@@ -207,7 +207,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if resources.has_rewards and run.evaluation.problems:
             self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
-            resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
+            resources.tokenizer.encode(
+                example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt", example.tools
+            )
         self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
 
     def connect_teachers(self, stack: ExitStack) -> None:
