@@ -63,6 +63,9 @@ class TabularTokenizer:
     ) -> list[int]:
         return [*(int(word) for word in text.split()), 0]
 
+    def opens_thought(self, context_ids: Tensor) -> bool:
+        return False
+
     def decode(self, tokens: Tensor) -> str:
         return " ".join(str(int(t)) for t in tokens if int(t) != 0)
 

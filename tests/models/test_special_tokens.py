@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,11 @@ import policygrad as pg
 from doubles.scripted_sampler import conversation
 from doubles.templates import tokenizer_with
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.tool_calls import TaggedToolCallParser
+from policygrad.proxy.formats import ChatRequest
 from policygrad.rewards.builtin import Format
+from policygrad.rollout.conversation_tree import ConversationTree
+from policygrad.samplers.base import Generation
 
 FORMAT = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 ASKED = pg.Example(({"role": "user", "content": "Go."},), {"answer": "4"})
@@ -82,3 +88,21 @@ def test_a_tool_s_result_stands_in_its_own_turn_whichever_role_token_was_sampled
     repeated = "" if end == "<|observation|>" else end
     assert after.removeprefix(before) == f"{call}{repeated}<|observation|>\n4.0<|assistant|>\n"
     assert group.trajectories[0].stop_reason == "answer"
+
+
+@pytest.mark.parametrize("parser", [None, TaggedToolCallParser()])
+def test_a_call_inside_of_a_thought_that_the_template_opened_is_not_made(parser: Any) -> None:
+    """Until the thought ends; then what follows it is a call."""
+    own = tokenizer_with("opened_thought", ("<|im_end|>",), "<|im_start|>")
+    call = '<tool_call>{"name": "halve", "arguments": {"x": 8}}</tool_call>'
+    uses = pg.ToolUse((halve,), lambda answer, example: 1.0, parser=parser)
+    for text, turns in [(f"I could write {call} but", 1), (f"so\n</think>\n\n{call}", 2), (f"{call}</think>4", 1)]:
+        group, sampler = conversation(own, uses, ASKED, [text, "x</think>y"])
+        assert len(sampler.asked) == turns, text
+        assert group.trajectories[0].metrics["calls"] == turns - 1
+    tree = ConversationTree(own, "a request")
+    tools = ({"type": "function", "function": {"name": "halve", "parameters": {"type": "object", "properties": {}}}},)
+    for text, number in [(f"I could write {call} but", 0), (f"so</think>{call}", 1)]:
+        turn = tree.open_turn(ChatRequest(tuple(ASKED.prompt), tools, parses_calls=True))  # type: ignore[arg-type]
+        ids = torch.tensor([*own.hf(text, add_special_tokens=False)["input_ids"], min(own.end_ids)])
+        assert len(tree.add_reply(turn, Generation(ids, torch.zeros(len(ids)), "stop", 0)).calls) == number

@@ -12,6 +12,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Annotated, Any
 
+import tyro
+
 from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
@@ -42,6 +44,12 @@ class ProxyOptions:
     """Tokens of a completion whose request names no limit."""
     record: Annotated[Path | None, optional_arg("FILE", "nothing is written")] = None
     """Append every completion as a line of JSON: prompt_ids, token_ids, logp, text."""
+    template_options: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(name="tokenizer.template-options"),
+        optional_arg("NAME=VALUE", "the template's own"),
+    ] = ()
+    """Variables of the chat template: enable_thinking=false. One that the template does not read is refused."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder run."""
     json: bool = False
@@ -93,7 +101,8 @@ class _Model:
 
         model = load_model(options.model, trust_remote_code=options.trust_remote_code)
         self.options, self.record = options, record
-        self.encoder = load_tokenizer(options.model, model, trust_remote_code=options.trust_remote_code)
+        loaded = load_tokenizer(options.model, model, trust_remote_code=options.trust_remote_code)
+        self.encoder = loaded.with_template_options(options.template_options)
         self.sampler = LocalSampler.from_tokenizer(model, self.encoder)
         self.tree = ConversationTree(self.encoder, "a request")
         self.count = 0

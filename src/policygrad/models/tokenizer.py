@@ -36,10 +36,12 @@ from policygrad.models.control_tokens import (
 from policygrad.models.demonstrations import encode_demonstration
 from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
+from policygrad.models.template_options import check_template_options, parse_template_options
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 from policygrad.models.vision import PictureProcessor, load_processor, wrap_processor
 from policygrad.utils.pictures import content_text, list_pictures
 
+_THOUGHT_TOKENS = 16  # more than `<think>` and the white space after it have
 ANY_END = -1
 """Stands for the end token of a turn whose own is not known."""
 
@@ -306,6 +308,23 @@ class Tokenizer:
         """
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source, tools)))
+
+    def opens_thought(self, context_ids: Tensor) -> bool:
+        """Return True when a context [P] ends with what opens a thought, so that the next turn begins inside of it."""
+        return (
+            str(self.hf.decode(context_ids[-_THOUGHT_TOKENS:], skip_special_tokens=False)).rstrip().endswith("<think>")
+        )
+
+    def with_template_options(self, options: Sequence[str]) -> Tokenizer:
+        """Return the tokenizer with values of its chat template's variables, NAME=VALUE.
+
+        Raises:
+            ConfigError: Options of another form.
+            ModelError: A variable that the template does not read.
+        """
+        parsed = parse_template_options(options)
+        check_template_options(self.hf, self.name, parsed)
+        return replace(self, template_options=parsed)
 
     @property
     def tool_call_parser(self) -> ToolCallParser:

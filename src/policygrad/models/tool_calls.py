@@ -117,6 +117,11 @@ class UnsupportedToolCalls:
 TAGGED_PARSER = TaggedToolCallParser()
 
 
+def is_unfinished_thought(text: str, *, opened: bool) -> bool:
+    """Return True when a turn has not ended its reasoning, so that it calls nothing. opened: the prompt begins the reasoning."""
+    return opened and "</think>" not in text
+
+
 def get_chat_template(hf: Any) -> str | None:
     """Return the chat template that a transformers tokenizer uses with tools."""
     template = getattr(hf, "chat_template", None)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from policygrad.models.chat_template import HistoryRewrittenError, Message
 from policygrad.models.tokenizer import EncodedText, Tokenizer
-from policygrad.models.tool_calls import ToolCall
+from policygrad.models.tool_calls import ToolCall, is_unfinished_thought
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents
 from policygrad.samplers.base import Generation
@@ -149,7 +149,8 @@ class ConversationTree:
         """Add what the policy sampled for a turn, up to a stop text. Return it as the program receives it."""
         encoder, request = self.encoder, turn.request
         generation, text, stopped_by, length = cut_at_stop(encoder, generation, request.stop)
-        calls = _read_calls(encoder, request, text)
+        in_thought = is_unfinished_thought(text, opened=encoder.opens_thought(turn.context_ids))
+        calls = () if in_thought else _read_calls(encoder, request, text)
         ids = generation.tokens.tolist()
         choice = ChatChoice(
             text,

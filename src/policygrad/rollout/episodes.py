@@ -175,8 +175,8 @@ class Conversation:
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
         try:
             last = int(sampled_ids[-1])
-            end = last if last in encoder.end_ids else None
-            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools, end=end)
+            sampled_end = last if last in encoder.end_ids else None
+            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools, end=sampled_end)
             segment = Segment(new.ids, media=new.media, observation=new.is_content)
             compact_ids = new.ids if new.compact_ids is None else new.compact_ids
             self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
@@ -258,7 +258,8 @@ class _Episode(Conversation):
         text = self.add_turn(generation, encoder, sampler)
         self.truncated = cut = generation.finish_reason == "length"
         try:
-            step = await self._call("step", Action(text, cut, encoder.tool_call_parser))
+            action = Action(text, cut, encoder.tool_call_parser, encoder.opens_thought(self.context_ids))
+            step = await self._call("step", action)
             if not isinstance(step, Step):
                 raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
             self.rewards.append(step.reward)

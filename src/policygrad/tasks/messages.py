@@ -109,7 +109,7 @@ def parse_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
             raise DataError(f"{where}: 'tools' is text that is no JSON: {error}") from error
     if not value:
         return ()
-    items = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [None]
+    items: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [None]
     tools = [json.loads(item) if _is_json_object(item) else item for item in items]
     for number, tool in enumerate(tools, 1):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

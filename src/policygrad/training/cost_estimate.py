@@ -160,7 +160,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         adapters = None
         if lora is not None:
             adapters = sum(p.numel() for p in add_adapters(model, lora).parameters() if p.requires_grad)
-    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust)
+    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust, run.template_options)
     completion = run.sampling.max_tokens
     examples = [task.train_example(i) for i in range(NUM_PROBE_PROMPTS)]
     lengths = [len(tokenizer.encode(e.prompt, completion, tools=e.tools).ids) for e in examples]

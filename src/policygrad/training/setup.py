@@ -184,7 +184,9 @@ def load_resources(
     )
     if algorithm is not None and options.learner.resolve(algorithm.head).head == "fp32":
         compute_head_in_float32(model)  # before it is cloned for the sampler
-    tokenizer = load_policy_tokenizer(options.model, options.tokenizer, model, options.trust_remote_code)
+    tokenizer = load_policy_tokenizer(
+        options.model, options.tokenizer, model, options.trust_remote_code, options.template_options
+    )
     for example in task.rows:  # find a prompt that is too long for the model now rather than in a week
         tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt", example.tools)
     if "demonstration" in (needs or ()):
@@ -275,16 +277,23 @@ def load_row_options(
     return RowOptions(function, skip_bad_rows, decontaminate, fetch_images)
 
 
-def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
+def load_policy_tokenizer(
+    model: Any,
+    tokenizer: Any,
+    network: nn.Module,
+    trust_remote_code: bool = False,
+    template_options: Sequence[str] = (),
+) -> Tokenizer:
     """Load the requested tokenizer, or the model's own.
 
     Raises:
-        ModelError: The model is an object that names no folder, and there is no tokenizer.
+        ModelError: The model is an object that names no folder, and there is no tokenizer; or see `with_template_options`.
     """
     source = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
     if not (tokenizer or source):
         raise ModelError("the model is an object that names no folder to read its tokenizer from: pass tokenizer= too")
-    return load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
+    loaded = load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
+    return loaded.with_template_options(template_options)
 
 
 def _check_task(

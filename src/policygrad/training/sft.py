@@ -85,7 +85,8 @@ class SFTObjective:
             lora=config.learner.adapters,
             seed=config.seed,
         )
-        self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
+        loaded = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
+        self.tokenizer = loaded.with_template_options(config.template_options)
         self.rows = list[SFTExample]()
         texts = list[tuple[int, ...]]()  # of each row, by number in `rows`
         for row in rows:
