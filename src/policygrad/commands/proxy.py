@@ -144,7 +144,9 @@ class _Model:
                 "context_length_exceeded",
             )
         temperature = 1.0 if request.temperature is None else request.temperature
-        sampling = SamplingParams(temperature, request.top_p or 1.0, max(0, request.top_k or 0), limit)
+        sampling = SamplingParams(
+            temperature, request.top_p or 1.0, max(0, request.top_k or 0), limit, stop=tuple(request.stop)
+        )
         requests = []
         for number in range(request.num_choices):
             self.count += 1

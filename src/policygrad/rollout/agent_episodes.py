@@ -29,6 +29,7 @@ from policygrad.samplers.base import (
     SamplingParams,
     SupportsConcurrentCalls,
 )
+from policygrad.samplers.stop_texts import cut_at_stop
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 
@@ -158,7 +159,9 @@ class _Rollout:
         pairs = [(call, request) for call in calls for request in call.requests]
         try:
             with span("sample", requests=len(pairs)):
-                generations = iter(await self.sampler.generate([request for _, request in pairs]))
+                requests = [request for _, request in pairs]
+                sampled = zip(await self.sampler.generate(requests), requests, strict=True)
+            generations = iter([cut_at_stop(g, r.sampling.stop, self.encoder.decode) for g, r in sampled])
             for call in calls:
                 call.answer([next(generations) for _ in call.requests])
         except Exception as error:
@@ -335,6 +338,7 @@ class _Episode:
         if request.temperature not in (None, self.rollout.sampling.temperature):
             self._count("other_temperature")  # the run's is used, since the learner assumes it
         sampling, context = self.rollout.sampling, self.rollout.share(turn.context_ids)
+        sampling = replace(sampling, stop=(*sampling.stop, *request.stop))
         limit = min(room, request.max_tokens or room)
         requests = []
         for _ in range(count):

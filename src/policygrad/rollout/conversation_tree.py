@@ -9,7 +9,6 @@ of a walk that visits what branches off last first, each branch follows a beginn
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +23,7 @@ from policygrad.models.tool_calls import ToolCall, is_unfinished_thought
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents
 from policygrad.samplers.base import Generation
+from policygrad.samplers.stop_texts import cut_at_stop
 
 
 @dataclass(eq=False)
@@ -148,7 +148,8 @@ class ConversationTree:
     def add_reply(self, turn: OpenTurn, generation: Generation) -> ChatChoice:
         """Add what the policy sampled for a turn, up to a stop text. Return it as the program receives it."""
         encoder, request = self.encoder, turn.request
-        generation, text, stopped_by, length = cut_at_stop(encoder, generation, request.stop)
+        generation = cut_at_stop(generation, request.stop, encoder.decode)
+        text, stopped_by, length = _text_before_stop(encoder, generation, request.stop)
         in_thought = is_unfinished_thought(text, opened=encoder.opens_thought(turn.context_ids))
         calls = () if in_thought else _read_calls(encoder, request, text)
         ids = generation.tokens.tolist()
@@ -285,32 +286,14 @@ class ConversationTree:
         return tuple(restored)
 
 
-def cut_at_stop(encoder: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str, str, int]:
-    """Cut a completion after the token that completes a stop text.
-
-    Returns:
-        The completion; its text before the stop text; the stop text, "" if there is none; the number of tokens before it.
-    """
+def _text_before_stop(encoder: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[str, str, int]:
+    """Return a cut completion's text before its stop text; the stop text, "" if there is none; the number of tokens before it."""
     tokens, text = generation.tokens, encoder.decode(generation.tokens)
     if not any(word in text for word in stop):
-        return generation, text, "", len(tokens)
-    ends = range(1, len(tokens) + 1)
-    count = ends[bisect_left(ends, True, key=lambda n: any(word in encoder.decode(tokens[:n]) for word in stop))]
-    text = encoder.decode(tokens[:count])
+        return text, "", len(tokens)
     place, word = min((text.find(word), word) for word in stop if word in text)
-    before = max((n for n in range(count) if text[:place].startswith(encoder.decode(tokens[:n]))), default=0)
-    chosen = torch.arange(len(tokens)) < count
-    version, mask = generation.version, generation.sampling_mask
-    experts = generation.routed_experts
-    cut = Generation(
-        tokens[:count],
-        generation.logp[:count],
-        "stop",
-        version if isinstance(version, int) else version[:count],
-        None if experts is None else experts[: len(experts) - (len(tokens) - count)],
-        None if mask is None else mask.select(chosen),
-    )
-    return cut, text[:place], word, before
+    before = max((n for n in range(len(tokens)) if text[:place].startswith(encoder.decode(tokens[:n]))), default=0)
+    return text[:place], word, before
 
 
 def _message_key(message: Message) -> Hashable:

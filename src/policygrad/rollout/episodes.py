@@ -36,6 +36,7 @@ from policygrad.models.tokenizer import EncodedText, Tokenizer
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, align_contents
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
+from policygrad.samplers.stop_texts import cut_at_stop
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
 from policygrad.utils.pictures import to_plain
@@ -76,6 +77,8 @@ async def run_episodes(
                         )
                     if is_recording():
                         sampled.set(**_describe_requests(requests, generations))
+                if sampling.stop:
+                    generations = [e.cut(g, sampling, encoder) for e, g in zip(active, generations, strict=True)]
                 steps = (e.step(g, encoder, sampler) for e, g in zip(active, generations, strict=True))
                 with span("environment step", episodes=len(active)):
                     await _gather(active, steps)
@@ -143,6 +146,10 @@ class Conversation:
             media=self.context_media,
             compact_ids=self.compact_ids if self.context_media else None,
         )
+
+    def cut(self, generation: Generation, sampling: SamplingParams, encoder: Tokenizer) -> Generation:
+        """Return a sampled turn up to its first stop text."""
+        return cut_at_stop(generation, sampling.stop, encoder.decode, None if self.segments else self.spec.prefix)
 
     def add_turn(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> str:
         """Add a sampled turn; return its text. Raises EngineError for a generation that does not fit its request."""

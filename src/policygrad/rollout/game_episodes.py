@@ -111,7 +111,7 @@ async def _sample(player: ModelOpponent, seats: Sequence[_Seat], sampling: Sampl
             "return one for each"
         )
     for seat, generation in zip(seats, generations, strict=True):
-        seat.add(generation)
+        seat.add(seat.cut(generation, sampling, player.tokenizer))
 
 
 class _Seat(Conversation):
