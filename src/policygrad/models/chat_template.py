@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
+from policygrad.models.bounded_templates import TemplateOverrunError, bounded_rendering
 from policygrad.models.tool_calls import ToolCall, get_chat_template, parser_for_template, supports_tools
 from policygrad.utils.pictures import content_text, list_pictures
 
@@ -104,16 +105,21 @@ def render(
     conversation = [_with_parts(message, tokenizer, source) for message in messages]
 
     def apply(conversation: Sequence[Message], generation_prompt: bool, **options: Any) -> str:
-        return str(
-            tokenizer.hf.apply_chat_template(
+        with bounded_rendering():
+            text = tokenizer.hf.apply_chat_template(
                 list(conversation), tokenize=False, add_generation_prompt=generation_prompt, **options
             )
-        )
+        return str(text)
 
     if has_calls:
         conversation = [_write_calls(message, tokenizer, apply, source) for message in conversation]
     try:
         return apply(conversation, generation_prompt, **options)
+    except TemplateOverrunError as error:
+        raise ModelError(
+            f"{source}: the chat template of {tokenizer.name!r} cannot be rendered: {error}. Use another template, or shorter "
+            "messages"
+        ) from error
     except Exception as error:  # a template is the model's program: it may raise anything
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise ModelError(
