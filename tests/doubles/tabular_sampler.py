@@ -63,6 +63,8 @@ class TabularTokenizer:
     ) -> list[int]:
         return [*(int(word) for word in text.split()), 0]
 
+    end_ids = frozenset({0})
+
     def opens_thought(self, context_ids: Tensor) -> bool:
         return False
 

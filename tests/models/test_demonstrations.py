@@ -88,6 +88,17 @@ def test_a_thought_that_the_template_opens_is_continued(tmp_path: Path) -> None:
     assert [runs for _, runs in texts] == [["\n</think>\n\n4<|im_end|>"], ["\n</think>\n\nYes<|im_end|>"]]
 
 
+def test_a_thought_that_the_template_leaves_out_is_learned_all_the_same(tmp_path: Path) -> None:
+    """It is what the policy would have written, and what the next turn reads is the template's."""
+    own, user = tokenizer_with("opened_thought", ("<|im_end|>",), "<|im_start|>"), says("user", "2+2?")
+    own.hf.chat_template = own.hf.chat_template.replace("<think>\\n", "")
+    said = "<think>\neasy\n</think>\n\n4"
+    row = {"messages": [user, says("assistant", said), user, says("assistant", "Four.")]}
+    texts = look(tmp_path, own, row)
+    assert [runs for _, runs in texts] == [[f"{said}<|im_end|>"], ["Four.<|im_end|>"]]
+    assert [prompt.count("easy") for prompt, _ in texts] == [0, 0]
+
+
 def test_a_turn_of_a_template_that_does_not_close_it_ends_with_the_next_turn_s_token(tmp_path: Path) -> None:
     own = tokenizer_with("role_ends", ("<|user|>", "<|observation|>", "<eos>"), "<|assistant|>", "<|system|>")
     messages = [

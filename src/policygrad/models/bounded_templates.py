@@ -138,7 +138,6 @@ def _compile(plain: Callable[[str], Any], template: str) -> Any:
     return environment.from_string(template)
 
 
-@cache
 def _bounded_class(base: Any) -> Any:
     from jinja2 import nodes
 

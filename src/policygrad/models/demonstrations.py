@@ -136,7 +136,9 @@ class _TurnEncoder:
         with_turn = [*messages, message]
         after = self.render(with_turn, generation_prompt=False)
         after_ids = self.encode(after, with_turn)
-        if after_ids[: len(before_ids)] == before_ids:
+        if after.startswith(before) and (whole := _restore_thought(after[len(before) :], message)) is not None:
+            turn = encode_text(self.tokenizer, whole)
+        elif after_ids[: len(before_ids)] == before_ids:
             turn = after_ids[len(before_ids) :]
         elif after.startswith(before):  # the prompt's last token and the turn's first would have been one
             turn = encode_text(self.tokenizer, after[len(before) :])
@@ -206,6 +208,17 @@ def _continue_thought(before: str, after: str, message: Mapping[str, Any]) -> st
     else:
         lead = f"{opened[1]}</think>\n\n"
     return lead + rest if rest.startswith(answer.strip()) else None
+
+
+def _restore_thought(shown: str, message: Mapping[str, Any]) -> str | None:
+    """Return a turn with the thought of its content, which the template leaves out; None = it leaves out nothing."""
+    content = message["content"] if isinstance(message["content"], str) else ""
+    thought, closed, answer = content.rpartition("</think>")
+    words = thought.partition("<think>")[2] if "<think>" in thought else thought
+    if not closed or not words.strip() or words.strip() in shown or not shown.lstrip().startswith(answer.strip()):
+        return None
+    space = answer[: len(answer) - len(answer.lstrip())]
+    return f"{thought}</think>{space}{shown.lstrip()}"
 
 
 def _encode_text_pair(
