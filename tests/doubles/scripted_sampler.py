@@ -16,9 +16,9 @@ from policygrad.tasks.base import Example
 
 
 class ScriptedSampler:
-    """`say(key, context)` is the turn's text; an end token follows where the budget has room."""
+    """`say(key, context)` is the turn's text, which an end token follows where the budget has room; or all of its ids."""
 
-    def __init__(self, tokenizer: Tokenizer, say: Callable[[tuple[int, ...], str], str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, say: Callable[[tuple[int, ...], str], str | list[int]]) -> None:
         self.tokenizer, self.say = tokenizer, say
         self.asked: list[Request] = []
 
@@ -28,7 +28,9 @@ class ScriptedSampler:
 
     def _one(self, request: Request) -> Generation:
         text = self.say(request.key, self.tokenizer.hf.decode(request.prompt_ids))
-        ids = [*self.tokenizer.hf(text, add_special_tokens=False)["input_ids"], min(self.tokenizer.end_ids)]
+        ids = text
+        if isinstance(ids, str):
+            ids = [*self.tokenizer.hf(ids, add_special_tokens=False)["input_ids"], min(self.tokenizer.end_ids)]
         cut = len(ids) > request.max_tokens
         tokens = torch.tensor(ids[: request.max_tokens])
         return Generation(tokens, torch.zeros(len(tokens)), "length" if cut else "stop", 0)
@@ -41,7 +43,7 @@ def conversation(
     tokenizer: Tokenizer,
     environment: Any,
     example: Example,
-    turns: Sequence[str],
+    turns: Sequence[str | list[int]],
     *,
     max_tokens: int = 1000,
     samples: int = 1,

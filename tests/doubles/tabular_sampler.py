@@ -58,13 +58,20 @@ class TabularTokenizer:
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> EncodedText:
         return EncodedText(torch.tensor([int(word) for word in prompt.split()]))
 
-    def encode_answer(self, prompt_ids: Tensor, prompt: Any, text: str, source: str = "") -> list[int]:
+    def encode_answer(
+        self, prompt_ids: Tensor, prompt: Any, text: str, source: str = "", tools: Any = None
+    ) -> list[int]:
         return [*(int(word) for word in text.split()), 0]
+
+    end_ids = frozenset({0})
+
+    def opens_thought(self, context_ids: Tensor) -> bool:
+        return False
 
     def decode(self, tokens: Tensor) -> str:
         return " ".join(str(int(t)) for t in tokens if int(t) != 0)
 
     def encode_continuation(
-        self, so_far: Any, reply: str, new: Any, source: str = "", tools: Any = None
+        self, so_far: Any, reply: str, new: Any, source: str = "", tools: Any = None, *, end: int | None = None
     ) -> EncodedText:
         return self.encode(new, 0)

@@ -67,6 +67,16 @@ def tokenizer(name: str) -> Tokenizer:
     return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids((ENDS | REWRITING)[name])]), name, None)
 
 
+def tokenizer_with(name: str, ends: tuple[str, ...], *others: str) -> Tokenizer:
+    """The embedded model's, with a template and special tokens of its own; `ends` end turns."""
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    hf.add_special_tokens({"additional_special_tokens": [*ends, *others]})
+    hf.chat_template = template(name)
+    return Tokenizer(hf, frozenset(hf.convert_tokens_to_ids(list(ends))), name, None)
+
+
 @cache
 def random_model() -> LlamaForCausalLM:
     """A random model of all tokens of every template, which often ends its turns."""

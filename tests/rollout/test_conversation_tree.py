@@ -18,9 +18,10 @@ from policygrad.models.chat_template import render_ids
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest, parse_chat
 from policygrad.rollout.batching import batch_groups
-from policygrad.rollout.conversation_tree import ConversationTree, cut_at_stop
+from policygrad.rollout.conversation_tree import ConversationTree, _text_before_stop
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Trajectory
 from policygrad.samplers.base import Generation
+from policygrad.samplers.stop_texts import cut_at_stop
 
 TOOL = {
     "type": "function",
@@ -254,9 +255,10 @@ def test_a_stop_text_in_the_middle_of_a_token_is_found() -> None:
     tokens = torch.tensor(encoder.hf(text, add_special_tokens=False)["input_ids"])
     whole = Generation(tokens, torch.zeros(len(tokens)), "stop", 0)
     for stop in ("7", "is", "sure", "t"):
-        cut, before, word, length = cut_at_stop(encoder, whole, (stop,))
+        cut = cut_at_stop(whole, (stop,), encoder.decode)
+        before, word, length = _text_before_stop(encoder, cut, (stop,))
         assert (before, word) == (text[: text.index(stop)], stop)
         assert stop in encoder.decode(cut.tokens)
         assert stop not in encoder.decode(cut.tokens[:-1])
         assert before.startswith(encoder.decode(cut.tokens[:length]))
-    assert cut_at_stop(encoder, whole, ("never",))[0] is whole
+    assert cut_at_stop(whole, ("never",), encoder.decode) is whole

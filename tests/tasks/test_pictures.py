@@ -215,7 +215,9 @@ def test_completions_may_be_parts_of_text_and_have_no_pictures(folder: Path) -> 
     (demonstration,) = read_demonstrations(str(file))
     assert demonstration.completion == ({"role": "assistant", "content": "1"},)
     file.write_text(json.dumps({"prompt": parts(image=FILE), "completion": answer({"type": "image", "image": FILE})}))
-    with pytest.raises(DataError, match=r"rows.jsonl:1: message 2, part 1 is a picture, .* put it into the prompt"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: 'completion': message 1, part 1 is a picture, .* put it into the prompt"
+    ):
         read_demonstrations(str(file))
 
 

@@ -63,7 +63,7 @@ def read(tmp_path: Path, row: Any) -> Demonstration:
 
 def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
     """The runs of tokens that carry a loss, as text."""
-    results = tokenise_demonstration(row, tokenizer)
+    [results] = tokenise_demonstration(row, tokenizer)
     runs: list[list[int]] = []
     for i, (token, said) in enumerate(zip(results.tokens.tolist(), results.loss_mask.tolist(), strict=True)):
         if said and (i == 0 or not results.loss_mask[i - 1]):
@@ -79,7 +79,7 @@ def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
 def test_text_trains_completion_and_end_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
     row = read(tmp_path, ROWS[9])
     assert learnt(row, tokenizer) == ["<answer>4</answer><eos>"]
-    results = tokenise_demonstration(row, tokenizer)
+    [results] = tokenise_demonstration(row, tokenizer)
     assert results.prompt_ids.tolist() == tokenizer.encode(row.prompt, 0).ids.tolist()
     assert learnt(read(tmp_path, {"prompt": "1 + 1 =\n", "completion": ""}), tokenizer) == ["<eos>"]
 
@@ -89,13 +89,17 @@ def test_chats_train_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, 
     """With their end tokens, without what the template writes behind those; the prompt is what sampling would see."""
     tokenizer.hf.chat_template = template or tokenizer.hf.chat_template
     row = read(tmp_path, {"messages": CHAT})
-    results = tokenise_demonstration(row, tokenizer)
+    [results] = tokenise_demonstration(row, tokenizer)
     assert learnt(row, tokenizer) == ["2<eos>", "4<eos>"]
     assert results.prompt_ids.tolist() == tokenizer.encode(CHAT[:2], 0).ids.tolist()
     text = tokenizer.hf.apply_chat_template(CHAT[:5], tokenize=False)
     assert tokenizer.hf.decode([*results.prompt_ids, *results.tokens]) == text
     equal = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})
-    assert learnt(equal, tokenizer) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
+    assert learnt(equal, tokenizer) == ["4<eos>"]  # an answer in the prompt is read, like one of weight 0
+    unlearned = [CHAT[0], CHAT[1], CHAT[2] | {"weight": 0}, CHAT[3], CHAT[4] | {"weight": 1}]
+    assert tokenise_demonstration(read(tmp_path, {"messages": unlearned}), tokenizer)[0].tokens.tolist() == (
+        tokenise_demonstration(equal, tokenizer)[0].tokens.tolist()
+    )
     equal = read(tmp_path, {"prompt": CHAT[:2], "completion": [CHAT[2]]})
     assert learnt(equal, tokenizer) == ["2<eos>"]
 
@@ -107,9 +111,9 @@ def test_chats_train_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, 
             "{% for m in messages %}{{ m.content }}\n{% endfor %}",
             r"does not close the assistant's turn with an end token",
         ),
-        (  # earlier turns shortened once there is a later one, as templates of reasoning models do
+        (  # what the turn answers is shortened once there is the turn
             "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}<eos>{% endfor %}",
-            "renders the first 2 messages differently once there is another",
+            "begins the assistant's turn differently when it is sampled",
         ),
         ("{{ raise_exception('only one turn') }}", r"one.jsonl:1: the chat template .* refuses the messages"),
         (None, "has no chat template"),

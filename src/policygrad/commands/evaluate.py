@@ -85,6 +85,12 @@ class EvalOptions:
     """Allow Python code in the model's folder or repository to run; otherwise such a model is refused."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
     """Code that the run's own run.toml may import; code named on the command line needs no permission."""
+    template_options: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(name="tokenizer.template-options"),
+        optional_arg("NAME=VALUE", f"{_RUN_DEFAULT}the template's own"),
+    ] = ()
+    """Variables of the chat template: enable_thinking=false. One that the template does not read is refused."""
     task: Annotated[str, optional_arg("NAME|FILE", f"{_RUN_DEFAULT}embedded")] = ""
     """Source of problems: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a quoted pattern of such files.
@@ -281,7 +287,7 @@ def _benchmark_defaults(options: EvalOptions) -> EvalOptions:
     if run is None:
         return EvalOptions(benchmark=options.benchmark, problems=ALL_PROBLEMS)
     allowed = CodePermissions(options.allow_code, options.trust_remote_code)
-    own, _ = load_eval_options(run / RUN_FILE, allowed, ("seed", "trust_remote_code"))
+    own, _ = load_eval_options(run / RUN_FILE, allowed, ("seed", "trust_remote_code", "template_options"))
     return replace(options_from_run(own), benchmark=options.benchmark, problems=ALL_PROBLEMS)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any
 
+import tyro
+
 from policygrad.commands.json_output import print_json
 from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments
 from policygrad.errors import ConfigError
@@ -56,6 +58,12 @@ class ProxyOptions:
     """Tokens of a completion whose request names no limit."""
     record: Annotated[Path | None, optional_arg("FILE", "nothing is written")] = None
     """Append every completion as a line of JSON: prompt_ids, token_ids, logp, text."""
+    template_options: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(name="tokenizer.template-options"),
+        optional_arg("NAME=VALUE", "the template's own"),
+    ] = ()
+    """Variables of the chat template: enable_thinking=false. One that the template does not read is refused."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder run."""
     json: bool = False
@@ -112,7 +120,8 @@ class _Model:
 
         self.model = load_model(options.model, trust_remote_code=options.trust_remote_code)
         self.options, self.record = options, record
-        self.encoder = load_tokenizer(options.model, self.model, trust_remote_code=options.trust_remote_code)
+        loaded = load_tokenizer(options.model, self.model, trust_remote_code=options.trust_remote_code)
+        self.encoder = loaded.with_template_options(options.template_options)
         self.sampler = LocalSampler.from_tokenizer(self.model, self.encoder)
         self.tree = ConversationTree(self.encoder, "a request")
         self.count = 0
@@ -166,7 +175,9 @@ class _Model:
         requests = list[Request]()
         if limit and not request.only_counts:
             temperature = 1.0 if request.temperature is None else request.temperature
-            sampling = SamplingParams(temperature, request.top_p or 1.0, max(0, request.top_k or 0), limit)
+            sampling = SamplingParams(
+                temperature, request.top_p or 1.0, max(0, request.top_k or 0), limit, stop=tuple(request.stop)
+            )
             for number in range(request.num_choices):
                 self.count += 1
                 key = (0, self.count) if request.seed is None else (1, request.seed % 2**63, number)

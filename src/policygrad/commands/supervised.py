@@ -25,9 +25,20 @@ from policygrad.training.config.trust import CodePermissions, code_in_argv
 
 AnyConfig = TypeVar("AnyConfig", bound=SupervisedConfig)
 _FLAT = tyro.conf.arg(name="")
+_NAMES = {"template_options": "tokenizer.template-options"}  # flags with a name other than their field's
 _FIXED = {
-    name: f"continues with the run's own weights and rows, so --{name.replace('_', '-')} cannot change"
-    for name in ("data", "row_map", "skip_bad_rows", "eval_data", "model", "epochs", "batch_size", "seed")
+    name: f"continues with the run's own weights and rows, so --{_NAMES.get(name, name.replace('_', '-'))} cannot change"
+    for name in (
+        "template_options",
+        "data",
+        "row_map",
+        "skip_bad_rows",
+        "eval_data",
+        "model",
+        "epochs",
+        "batch_size",
+        "seed",
+    )
 }
 
 

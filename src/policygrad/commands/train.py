@@ -52,9 +52,24 @@ HELP = (
     "--algorithm.old-policy sampler uses the sampler's log-probabilities as π_old, even if its weights are older.",
 )
 _FLAT = tyro.conf.arg(name="")
-_NAMES = {"skip_bad_rows": "task.skip-bad-rows", "fetch_images": "task.fetch", "decontaminate": "task.decontaminate"}
+_NAMES = {
+    "skip_bad_rows": "task.skip-bad-rows",
+    "fetch_images": "task.fetch",
+    "decontaminate": "task.decontaminate",
+    "template_options": "tokenizer.template-options",
+}
 """Flags with a name other than their field's."""
-_MEASURED = ("tokenizer", "task", "row_map", "skip_bad_rows", "decontaminate", "eval_data", "reward", "environment")
+_MEASURED = (
+    "tokenizer",
+    "template_options",
+    "task",
+    "row_map",
+    "skip_bad_rows",
+    "decontaminate",
+    "eval_data",
+    "reward",
+    "environment",
+)
 # Options that a resumed run cannot change, and why.
 _FIXED = {
     "model": "continues with the run's own weights, so --model has no effect",

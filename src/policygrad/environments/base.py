@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from policygrad.errors import EngineError
 from policygrad.models.control_tokens import replace_surrogates
-from policygrad.models.tool_calls import TAGGED_PARSER, ToolCall, ToolCallParser
+from policygrad.models.tool_calls import TAGGED_PARSER, ToolCall, ToolCallParser, is_unfinished_thought
 from policygrad.rewards.workers.messages import MAX_ABS_REWARD, quote, to_number
 from policygrad.tasks.base import Example, Prompt
 
@@ -69,11 +69,17 @@ class Action:
     """True when the token budget ended the turn."""
     parser: ToolCallParser = TAGGED_PARSER
     """Parses tool calls in the model's format."""
+    in_thought: bool = False
+    """True when the prompt opened a thought (`<think>`), inside of which the text begins."""
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls in the text; those that cannot be parsed carry an error."""
-        return self.parser(self.text)
+        """The tool calls in the text, none in an unfinished thought; those that cannot be parsed carry an error."""
+        return self.parse_calls(self.parser)
+
+    def parse_calls(self, parser: ToolCallParser) -> tuple[ToolCall, ...]:
+        """Return the tool calls as another parser reads them."""
+        return () if is_unfinished_thought(self.text, opened=self.in_thought) else parser(self.text)
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ class SingleTurn:
     waits: ClassVar[bool] = False
 
     async def reset(self) -> Observation:
-        return Observation(self.example.prompt)
+        return Observation(self.example.prompt, self.example.tools)
 
     async def step(self, action: Action) -> Step:
         return Step()

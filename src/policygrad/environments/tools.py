@@ -352,7 +352,7 @@ class _Conversation:
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
-        calls = self.config.parser(action.text) if self.config.parser else action.calls
+        calls = action.parse_calls(self.config.parser or action.parser)
         metrics = {"calls": float(len(calls))} | {f"calls_{failure}": 0.0 for failure in FAILURES}
         if not calls:
             return Step(reward=await self._score(action.text), metrics=metrics, stop_reason=ANSWER)

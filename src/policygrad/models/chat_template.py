@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
-from policygrad.models.tool_calls import get_chat_template, supports_tools
+from policygrad.models.bounded_templates import TemplateOverrunError, bounded_rendering
+from policygrad.models.tool_calls import ToolCall, get_chat_template, parser_for_template, supports_tools
 from policygrad.utils.pictures import content_text, list_pictures
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
+MESSAGE_WEIGHT = "weight"
+"""A message's key: 0 = fine-tuning reads the turn and does not learn it (OpenAI's format). No template reads it."""
 
 
 class HistoryRewrittenError(ModelError):
@@ -42,7 +45,7 @@ def format_tool_response(text: str) -> str:
 def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
     """Convert a conversation for a template that does not support tools.
 
-    The tools are listed before the first message's text; the results of one turn become one user message.
+    The tools, if any, are listed before the first message's text; the results of one turn become one user message.
     """
     converted: list[Message] = []
     for is_tool, group in groupby(messages, lambda message: message.get("role") == "tool"):
@@ -50,7 +53,7 @@ def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
             converted.append({"role": "user", "content": join_tool_responses(list(group))})
         else:
             converted += group
-    if not converted:
+    if not converted or not tools:
         return converted
     first = converted[0]
     content, listed = first.get("content"), f"{format_tools(tools)}\n\n"
@@ -95,26 +98,40 @@ def render(
             f"{source} is a list of chat messages and the tokenizer of {tokenizer.name!r} has no chat template: set "
             "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
         )
-    if tools and not supports_tools(get_chat_template(tokenizer.hf)):
-        messages, tools = inline_tools(messages, tools), None
-    options = {} if tools is None else {"tools": list(tools)}
+    has_calls = any(message.get("tool_calls") for message in messages)
+    if (tools or has_calls) and not supports_tools(get_chat_template(tokenizer.hf)):
+        messages, tools = inline_tools(messages, tools or ()), None
+    options = dict(tokenizer.template_options) | ({} if tools is None else {"tools": list(tools)})
     conversation = [_with_parts(message, tokenizer, source) for message in messages]
+
+    def apply(conversation: Sequence[Message], generation_prompt: bool, **options: Any) -> str:
+        with bounded_rendering():
+            text = tokenizer.hf.apply_chat_template(
+                list(conversation), tokenize=False, add_generation_prompt=generation_prompt, **options
+            )
+        return str(text)
+
+    if has_calls:
+        conversation = [_write_calls(message, tokenizer, apply, source) for message in conversation]
     try:
-        text = tokenizer.hf.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=generation_prompt, **options
-        )
+        return apply(conversation, generation_prompt, **options)
+    except TemplateOverrunError as error:
+        raise ModelError(
+            f"{source}: the chat template of {tokenizer.name!r} cannot be rendered: {error}. Use another template, or shorter "
+            "messages"
+        ) from error
     except Exception as error:  # a template is the model's program: it may raise anything
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise ModelError(
             f"{source}: the chat template of {tokenizer.name!r} refuses the messages (roles: {roles}): "
             f"{str(error).strip().rstrip('.') or repr(error)}. Change the messages, or give the prompt as a string"
         ) from error
-    return str(text)
 
 
 def _with_parts(message: Message, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
     """Write a message's content as its model's template reads it: text, or for a model that sees a list of parts."""
     content = message.get("content")
+    message = {key: value for key, value in message.items() if key != MESSAGE_WEIGHT}
     if tokenizer.pictures is None:
         if any(list_pictures([message])):
             raise ModelError(
@@ -125,6 +142,86 @@ def _with_parts(message: Message, tokenizer: Tokenizer, source: str) -> dict[str
         return {**message, "content": [{"type": "text", "text": content}]}
     parts = [part if part["type"] == "text" else {"type": "image"} for part in content or ()]
     return {**message, "content": parts}
+
+
+# A message's calls, as its template reads them: with the content "" or none, and arguments as an object or as JSON text.
+
+_CALL_FORMS: tuple[tuple[str | None, bool], ...] = (("", False), (None, False), ("", True), (None, True))
+"""(content of a message without one, whether arguments are text), in the order in which they are tried."""
+_found_forms: dict[tuple[str | None, str, bool], tuple[str | None, bool] | None] = {}
+
+
+def _write_calls(
+    message: dict[str, Any], tokenizer: Tokenizer, apply: Callable[..., str], source: str
+) -> dict[str, Any]:
+    """Return a message with its calls in a form that the template shows, or else as text, in the format that they are parsed in.
+
+    Raises:
+        ModelError: The template shows no calls, and its format is unknown.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    template, content = get_chat_template(tokenizer.hf), message["content"]
+    key = template, repr(tokenizer.template_options), bool(content)
+    if key not in _found_forms:
+        is_read = supports_tools(template)
+        _found_forms[key] = _find_call_form(tokenizer, apply, has_content=bool(content)) if is_read else None
+    if (form := _found_forms[key]) is not None:
+        empty, as_text = form
+        return {
+            **message,
+            "content": content or empty,
+            "tool_calls": [_write_arguments(call, as_text) for call in calls],
+        }
+    functions = [call["function"] for call in calls]
+    write = getattr(parser_for_template(template, tokenizer.name), "write", None)
+    if write is None:
+        raise ModelError(
+            f"{source}: the chat template of {tokenizer.name!r} does not show the calls of a message, such as "
+            f"{functions[0]['name']!r}, and their format is unknown: write the call into the content, as the model writes it"
+        )
+    written = write([ToolCall(function["name"], function["arguments"]) for function in functions])
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    if isinstance(content, list):
+        return {**rest, "content": [*content, {"type": "text", "text": written}]}
+    return {**rest, "content": f"{content}\n{written}" if content else written}
+
+
+def _find_call_form(
+    tokenizer: Tokenizer, apply: Callable[..., str], *, has_content: bool
+) -> tuple[str | None, bool] | None:
+    """Return the first form of a call that the template shows whole; None = it shows none."""
+    name, key, value, said = "CALLNAMEX", "CALLKEYX", "CALLVALUEX", "CALLSAIDX"
+    asked: dict[str, Any] = {"role": "user", "content": "x"}
+    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {key: value}}}
+    result = {"role": "tool", "tool_call_id": "call00000", "name": name, "content": "x"}
+    if tokenizer.pictures is not None:
+        asked, result = ({**m, "content": [{"type": "text", "text": "x"}]} for m in (asked, result))
+    given: Any = said if tokenizer.pictures is None else [{"type": "text", "text": said}]
+    for empty, as_text in _CALL_FORMS:
+        content = given if has_content else empty
+        shown = {"role": "assistant", "content": content, "tool_calls": [_write_arguments(call, as_text)]}
+        try:
+            text = apply([asked, shown, result], True, **tokenizer.template_options)
+        except Exception:  # it does not read this form; why it refuses a message is told when that is rendered
+            continue
+        # an object that is printed without `tojson` is Python's
+        if (
+            all(word in text for word in (name, key, value))
+            and f"'{key}'" not in text
+            and (said in text) >= has_content
+        ):
+            return empty, as_text
+    return None
+
+
+def _write_arguments(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def expand_pictures(tokenizer: Tokenizer, text: str, messages: Sequence[Message], source: str) -> str:
@@ -151,21 +248,3 @@ def render_ids(
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a rendered text."""
     return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
-
-
-def extend_ids(
-    tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
-) -> list[int]:
-    """Encode a longer conversation, whose ids must begin with `ids`, those of its beginning.
-
-    Raises:
-        ModelError: See `render`; or the template renders earlier messages differently once there are more.
-    """
-    longer = render_ids(tokenizer, messages, generation_prompt=generation_prompt, source=source)
-    if longer[: len(ids)] != ids:
-        raise ModelError(
-            f"{source}: the chat template of {tokenizer.name!r} renders the first {len(messages) - 1} messages differently once "
-            "there is another one, so the tokens of the assistant's turns cannot be located: split the conversation into one "
-            "line per assistant turn, or use a template that only appends"
-        )
-    return longer

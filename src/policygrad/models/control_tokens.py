@@ -7,6 +7,7 @@ the ids of the letters. The tokenizer's settings stay untouched, since other thr
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,26 +36,29 @@ def replace_surrogates(value: Any) -> Any:
 
 
 def escape_special_tokens(
-    hf: Any, messages: Sequence[Mapping[str, Any]], prefix: str
+    hf: Any, messages: Sequence[Mapping[str, Any]], prefix: str, in_replies: frozenset[str] = frozenset()
 ) -> tuple[list[Mapping[str, Any]], Placeholders]:
-    """Replace the text of every control token, in messages or schemas of tools, by a placeholder that begins with `prefix`."""
+    """Replace the text of every control token, in messages or schemas of tools, by a placeholder that begins with `prefix`.
+
+    in_replies: Control tokens that stay what they are in messages of the assistant.
+    """
     tokens = sorted(_special_tokens(hf).values(), key=lambda token: len(token.content), reverse=True)
     placeholders: dict[str, str] = {}
 
-    def escape(value: Any) -> Any:
+    def escape(value: Any, spared: frozenset[str]) -> Any:
         if isinstance(value, Mapping):
-            return {escape(key): escape(inner) for key, inner in value.items()}
+            return {escape(key, spared): escape(inner, spared) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [escape(inner) for inner in value]
+            return [escape(inner, spared) for inner in value]
         if not isinstance(value, str):
             return value
         for number, token in enumerate(tokens):
-            if token.content in value:
+            if token.content in value and token.content not in spared:
                 placeholders[f"{prefix}{number}X"] = token.content
                 value = value.replace(token.content, f"{prefix}{number}X")
         return value
 
-    escaped = [escape(message) for message in messages]
+    escaped = [escape(m, in_replies if m.get("role") == "assistant" else frozenset()) for m in messages]
     return [e | {"role": m["role"]} if "role" in m else e for e, m in zip(escaped, messages, strict=True)], placeholders
 
 
@@ -89,6 +93,16 @@ def encode_escaped(hf: Any, text: str, placeholders: Placeholders, source: str) 
     if seen != count:
         raise _unescapable_error(separator, source)
     return ids
+
+
+def list_special_texts(hf: Any, besides: frozenset[int]) -> frozenset[str]:
+    """Return the texts of the control tokens, apart from those with some ids."""
+    return frozenset(str(token.content) for number, token in _special_tokens(hf).items() if number not in besides)
+
+
+def make_placeholder(text: str) -> str:
+    """Return a word that is not in the text, of letters that no template trims, escapes or splits."""
+    return next(word for i in itertools.count() if (word := f"PLACEHOLDER{i}X") not in text)
 
 
 def _special_tokens(hf: Any) -> dict[int, Any]:

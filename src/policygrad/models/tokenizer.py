@@ -7,9 +7,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import compress, count
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,27 @@ from policygrad.models.chat_template import (
     Message,
     Tools,
     expand_pictures,
-    extend_ids,
     format_tools,
     render,
 )
-from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
+from policygrad.models.control_tokens import (
+    Placeholders,
+    encode_escaped,
+    escape_special_tokens,
+    list_special_texts,
+    make_placeholder,
+)
+from policygrad.models.demonstrations import encode_demonstration
 from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
+from policygrad.models.template_options import check_template_options, parse_template_options
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 from policygrad.models.vision import PictureProcessor, load_processor, wrap_processor
 from policygrad.utils.pictures import content_text, list_pictures
+
+_THOUGHT_TOKENS = 16  # more than `<think>` and the white space after it have
+ANY_END = -1
+"""Stands for the end token of a turn whose own is not known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +78,8 @@ class Tokenizer:
     context_length: int | None  # maximum tokens of a prompt and its completion together
     pictures: PictureProcessor | None = None  # None: the model does not see
     marks_contents: bool = False  # what continues a conversation is encoded with `EncodedText.is_content`
+    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values of the chat template's own variables, such as `enable_thinking`."""
 
     def encode(
         self, prompt: str | Sequence[Message], max_tokens: int, source: str = "a prompt", tools: Tools | None = None
@@ -80,7 +93,7 @@ class Tokenizer:
             ModelError: No chat template, or one that refuses the messages; a prompt without tokens.
         """
         compact: list[int] | None = None
-        tools, placeholders = escape_special_tokens(self.hf, tools or (), _make_placeholder(repr((prompt, tools))))
+        tools, placeholders = escape_special_tokens(self.hf, tools or (), make_placeholder(repr((prompt, tools))))
         encode = partial(encode_escaped, self.hf, placeholders=placeholders, source=source)
         if isinstance(prompt, str):
             text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
@@ -105,13 +118,15 @@ class Tokenizer:
             raise PromptTooLongError(f"{source} has {len(ids)} tokens{excess}. It begins: {str(prompt)[:80]!r}")
         return self._with_media(ids, compact, () if isinstance(prompt, str) else prompt, source)
 
-    def encode_unanswered(self, prompt: str | Sequence[Message], source: str = "a prompt") -> EncodedText:
+    def encode_unanswered(
+        self, prompt: str | Sequence[Message], source: str = "a prompt", tools: Tools | None = None
+    ) -> EncodedText:
         """Encode the prompt of a group of which nothing was sampled, so that it is not trained on: one that leaves no room for a
         completion is its first token."""
         try:
-            return self.encode(prompt, 1, source)
+            return self.encode(prompt, 1, source, tools)
         except PromptTooLongError:
-            return EncodedText(replace(self, context_length=None).encode(prompt, 0, source).ids[:1])
+            return EncodedText(replace(self, context_length=None).encode(prompt, 0, source, tools).ids[:1])
 
     def _with_media(
         self, ids: Sequence[int], compact: Sequence[int] | None, messages: Sequence[Message], source: str
@@ -131,7 +146,7 @@ class Tokenizer:
         source: str = "a conversation",
         tools: Tools | None = None,
         *,
-        has_end: bool = True,
+        end: int | None = ANY_END,
     ) -> EncodedText:
         """Encode what stands between a sampled turn and the next: prompt + sampled ids + these are the next prompt.
 
@@ -143,7 +158,8 @@ class Tokenizer:
             so_far: The conversation that the reply answers, each earlier reply as its sampled text.
             reply: The sampled turn, decoded without its end token.
             new: Text if the conversation is text, else messages.
-            has_end: Whether the sampled turn has its end token. If it was cut off, the template's is part of the result.
+            end: The end token that was sampled, which is not repeated; None = the turn was cut off; ANY_END = whichever the
+                template writes. Where it writes another than was sampled, such as the next turn's role, that is part of the result.
 
         Raises:
             DataError: Text continued by messages, or the reverse.
@@ -152,7 +168,7 @@ class Tokenizer:
         """
         if isinstance(so_far, str) != isinstance(new, str):
             raise DataError(f"{source}: a text must be continued by text, and messages by messages")
-        prefix = _make_placeholder(repr((so_far, reply, new, tools)))
+        prefix = make_placeholder(repr((so_far, reply, new, tools)))
         if isinstance(so_far, str) or isinstance(new, str):
             [text], placeholders = escape_special_tokens(self.hf, [{"content": str(new)}], prefix)
             ids = torch.tensor(encode_escaped(self.hf, text["content"], placeholders, source), dtype=torch.int64)
@@ -161,7 +177,7 @@ class Tokenizer:
         rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
         before = rendered(so_far).rstrip()
         full = rendered([*so_far, {"role": "assistant", "content": reply}, *escaped])
-        mark = _make_placeholder(full)
+        mark = make_placeholder(full)
         head, marked, tail = rendered([*so_far, {"role": "assistant", "content": mark}, *escaped]).partition(mark)
         rendered_reply = full[len(before) : len(full) - len(tail)]
         appends = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
@@ -171,7 +187,7 @@ class Tokenizer:
                 "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every "
                 "turn, or use a template that only appends"
             )
-        encoded = self._encode_after_end(tail, new, placeholders, source, has_end)
+        encoded = self._encode_after_end(tail, new, placeholders, source, end)
         if not self.marks_contents:
             return encoded
         marks = [f"{mark}{number}X" for number in range(len(new))]
@@ -189,8 +205,8 @@ class Tokenizer:
     ) -> tuple[EncodedText, EncodedText]:
         """Encode a conversation whose template rewrites earlier turns.
 
-        Earlier replies are text here, as the template renders them. Control tokens that they, tools or environments spell out are
-        encoded letter by letter.
+        Earlier replies are text here, as the template renders them. Control tokens that tools or environments spell out are encoded
+        letter by letter, and so are those in replies that the template writes around turns; others, such as `<think>`, stay.
 
         Args:
             opening: Number of messages in the task's prompt, which are encoded as they are.
@@ -202,15 +218,16 @@ class Tokenizer:
         Raises:
             ModelError: See `encode_continuation`.
         """
-        prefix = _make_placeholder(repr((messages, tools)))
+        prefix = make_placeholder(repr((messages, tools)))
         given_tools = tools or ()
-        escaped, placeholders = escape_special_tokens(self.hf, [*messages[opening:], *given_tools], prefix)
+        in_replies = self._find_reply_tokens(messages[:opening], source)
+        escaped, placeholders = escape_special_tokens(self.hf, [*messages[opening:], *given_tools], prefix, in_replies)
         conversation = [*messages[:opening], *escaped[: len(messages) - opening]]
         tools = escaped[len(messages) - opening :] or None
         earlier, new_messages = conversation[: -1 - new], conversation[len(conversation) - new :]
         rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
         text = rendered(conversation)
-        mark = _make_placeholder(text)
+        mark = make_placeholder(text)
         _, marked, tail = rendered([*earlier, {"role": "assistant", "content": mark}, *new_messages]).partition(mark)
         if not marked:  # the template does not show the reply at all
             tail, new_messages = "\n".join(content_text(message.get("content", "")) for message in new_messages), []
@@ -224,6 +241,13 @@ class Tokenizer:
             template = rendered([*earlier, {"role": "assistant", "content": mark}, *masked]).partition(mark)[2]
             end = replace(end, is_content=self._mark_contents(end, messages[len(messages) - new :], template, marks))
         return rewritten, end
+
+    def _find_reply_tokens(self, opening: Sequence[Message], source: str) -> frozenset[str]:
+        """Return the control tokens that may stand in a reply: not those that end it, or that the template writes around turns."""
+        blank = [{**message, "content": "x"} for message in opening if message.get("role") in ("system", "user")]
+        shown = render(self, blank or opening, generation_prompt=True, source=source)
+        around = re.sub(r"<think>\s*(</think>\s*)?$", "", shown)
+        return frozenset(text for text in list_special_texts(self.hf, self._unread_ids) if text not in around)
 
     def _mark_contents(
         self, encoded: EncodedText, messages: Sequence[Message], template: str, marks: Sequence[str]
@@ -266,27 +290,32 @@ class Tokenizer:
         messages: Sequence[Message],
         placeholders: Placeholders,
         source: str,
-        has_end: bool = True,
+        end: int | None = ANY_END,
     ) -> EncodedText:
-        """Encode what follows the sampled end token, `messages` rendered as `tail`. It is tokenized after that token, where the
-        result may differ; without `has_end`, the token itself comes first."""
-        encode = partial(self._encode_tail, placeholders=placeholders, source=source, has_end=has_end)
+        """Encode what follows a sampled turn, `messages` rendered as `tail`: after the template's end token, where the result may
+        differ. The token itself comes first unless it is the one that was sampled."""
+        encode = partial(self._encode_tail, placeholders=placeholders, source=source, sampled=end)
         expanded = expand_pictures(self, tail, messages, source)
         return self._with_media(encode(expanded), encode(tail), messages, source)
 
-    def _encode_tail(self, tail: str, placeholders: Placeholders, source: str, has_end: bool) -> list[int]:
+    def _encode_tail(self, tail: str, placeholders: Placeholders, source: str, sampled: int | None) -> list[int]:
         for end in sorted(self.end_ids):
             text = str(self.hf.convert_ids_to_tokens(end))
             if tail.lstrip().startswith(text):
                 tail = tail.lstrip().removeprefix(text)
                 with_end = encode_escaped(self.hf, text + tail, placeholders, source)
                 if with_end[:1] == [end]:
-                    return with_end[has_end:]
+                    return with_end[sampled in (end, ANY_END) :]
                 break
         return encode_escaped(self.hf, tail, placeholders, source)
 
     def encode_answer(
-        self, prompt_ids: Tensor, prompt: str | Sequence[Message], text: str, source: str = "an answer"
+        self,
+        prompt_ids: Tensor,
+        prompt: str | Sequence[Message],
+        text: str,
+        source: str = "an answer",
+        tools: Tools | None = None,
     ) -> list[int]:
         """Encode a given answer as if it had been sampled after `prompt_ids`, with an end token.
 
@@ -294,7 +323,24 @@ class Tokenizer:
             ModelError: See `encode_demonstration`.
         """
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source)))
+        return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source, tools)))
+
+    def opens_thought(self, context_ids: Tensor) -> bool:
+        """Return True when a context [P] ends with what opens a thought, so that the next turn begins inside of it."""
+        return (
+            str(self.hf.decode(context_ids[-_THOUGHT_TOKENS:], skip_special_tokens=False)).rstrip().endswith("<think>")
+        )
+
+    def with_template_options(self, options: Sequence[str]) -> Tokenizer:
+        """Return the tokenizer with values of its chat template's variables, NAME=VALUE.
+
+        Raises:
+            ConfigError: Options of another form.
+            ModelError: A variable that the template does not read.
+        """
+        parsed = parse_template_options(options)
+        check_template_options(self.hf, self.name, parsed)
+        return replace(self, template_options=parsed)
 
     @property
     def tool_call_parser(self) -> ToolCallParser:
@@ -308,74 +354,24 @@ class Tokenizer:
             self.pictures.save(Path(folder))
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
-        """Return the text, without end and padding tokens."""
-        return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Return the text, without end, padding and beginning tokens, and without what stands for pictures.
+
+        Other special tokens stay: `<think>` or `<tool_call>` may be one.
+        """
+        ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        kept = [token for token in ids if token not in self._unread_ids]
+        return str(self.hf.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _unread_ids(self) -> frozenset[int]:
+        of_pictures = () if self.pictures is None else self.pictures.special_ids
+        named = (getattr(self.hf, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id"))
+        return self.end_ids.union(of_pictures, (token for token in named if token is not None))
 
 
 def _token_at(decode: Callable[[Tensor], str], ids: Tensor, text: str, end: int) -> int:
     """Return the index of the first token at which the decoded text reaches `end` characters."""
     return bisect_left(range(1, len(ids)), True, key=lambda count: decode(ids[:count])[:end] == text[:end])
-
-
-def _make_placeholder(text: str) -> str:
-    """Return a word that is not in the text, of letters that no template trims, escapes or splits."""
-    return next(word for i in count() if (word := f"PLACEHOLDER{i}X") not in text)
-
-
-def encode_demonstration(
-    tokenizer: Tokenizer,
-    prompt_ids: list[int],
-    prompt: str | Sequence[Message],
-    completion: str | Sequence[Message],
-    source: str,
-) -> tuple[list[int], list[bool]]:
-    """Encode a prompt and a given completion as the ids that a policy would have sampled.
-
-    Args:
-        completion: Text if the prompt is text, else the messages that follow.
-
-    Returns:
-        The ids of both, and a mask of those that the assistant writes.
-
-    Raises:
-        ModelError: The ids of prompt and completion do not begin with those of the prompt, or the template changes earlier turns
-            or does not close the assistant's.
-    """
-    if isinstance(prompt, str) and isinstance(completion, str):
-        ids = list(tokenizer.hf(prompt + completion)["input_ids"])
-        if len(ids) == len(prompt_ids) or ids[-1] not in tokenizer.end_ids:
-            end = tokenizer.hf.eos_token_id
-            ids.append(end if end in tokenizer.end_ids else min(tokenizer.end_ids))
-        if ids[: len(prompt_ids)] != prompt_ids:
-            raise ModelError(
-                f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
-                "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
-                f"the other (the prompt ends {prompt[-12:]!r}, the completion begins {completion[:12]!r})"
-            )
-        return ids, [i >= len(prompt_ids) for i in range(len(ids))]
-    assert not isinstance(prompt, str)
-    assert not isinstance(completion, str)
-    # Render longer and longer beginnings of the conversation: before and after each assistant turn.
-    messages: list[Mapping[str, str]] = list(prompt)
-    ids, is_assistant = prompt_ids, [False] * len(prompt_ids)
-    for message in completion:
-        if message["role"] == "assistant":
-            ids = extend_ids(tokenizer, ids, messages, generation_prompt=True, source=source)
-            is_assistant += [False] * (len(ids) - len(is_assistant))
-            ids = extend_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=source)
-            # the turn up to its last end token: what a template writes after it (a newline) is never sampled
-            turn = ids[len(is_assistant) :]
-            ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
-            if not ends:
-                names = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
-                raise ModelError(
-                    f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
-                    f"({names}), so the model would not learn to stop: the turn ends {tokenizer.hf.decode(turn[-3:])!r}. Set "
-                    "`eos_token` in its tokenizer_config.json to the token that closes a turn, or add it in the template"
-                )
-            is_assistant += [i <= ends[-1] for i in range(len(turn))]
-        messages.append(message)
-    return ids, is_assistant
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from policygrad.errors import ModelError
 from policygrad.models.control_tokens import replace_surrogates
 
 _OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
+_MISTRAL_MARK = "[TOOL_CALLS]"
 _USAGE = 'a call is {"name": "…", "arguments": {…}}'
 _LOOKS_LIKE_CALL = re.compile(r"\[?\s*\{\s*\"(name|type|function|parameters|arguments)\"")
 
@@ -61,6 +62,11 @@ class TaggedToolCallParser:
                     calls.append(ToolCall(error=f"the call is no JSON: {error}"))
         return tuple(calls)
 
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of calls with arguments by name."""
+        texts = (_dump({"name": call.name, "arguments": dict(call.arguments)}) for call in calls)
+        return "\n".join(f"{_OPENING_TAG}\n{text}\n{_CLOSING_TAG}" for text in texts)
+
 
 @dataclass(frozen=True)
 class JsonToolCallParser:
@@ -87,6 +93,12 @@ class JsonToolCallParser:
             text = text[end:].lstrip(" \n\t;,")
         return tuple(calls)
 
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of calls with arguments by name: a list after Mistral's mark, or objects as Llama writes them."""
+        if self.mark == _MISTRAL_MARK:
+            return f"{self.mark} {_dump([{'name': call.name, 'arguments': dict(call.arguments)} for call in calls])}"
+        return "; ".join(_dump({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
+
 
 @dataclass(frozen=True)
 class UnsupportedToolCalls:
@@ -103,6 +115,11 @@ class UnsupportedToolCalls:
 
 
 TAGGED_PARSER = TaggedToolCallParser()
+
+
+def is_unfinished_thought(text: str, *, opened: bool) -> bool:
+    """Return True when a turn has not ended its reasoning, so that it calls nothing. opened: the prompt begins the reasoning."""
+    return opened and "</think>" not in text
 
 
 def get_chat_template(hf: Any) -> str | None:
@@ -135,8 +152,8 @@ def parser_for_template(template: str | None, model: str = "") -> ToolCallParser
         return TAGGED_PARSER
     if _OPENING_TAG in template and "<arg_key>" not in template and "<function=" not in template:
         return TAGGED_PARSER
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return JsonToolCallParser("[TOOL_CALLS]")
+    if _MISTRAL_MARK in template and "[ARGS]" not in template:
+        return JsonToolCallParser(_MISTRAL_MARK)
     if "ipython" in template and "parameters" in template:
         return JsonToolCallParser("<|python_tag|>")
     return UnsupportedToolCalls(model)
@@ -146,6 +163,10 @@ def _strip_reasoning(text: str) -> str:
     """Return the text after the reasoning; "" if the reasoning has not ended."""
     _, closed, answer = text.rpartition("</think>")
     return answer if closed or "<think>" not in text else ""
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _parse_call(value: Any) -> ToolCall:

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
@@ -63,6 +63,17 @@ class PictureProcessor:
         self._copy.tokenizer = self._tokenizer
         self._lock = Lock()
         self._process = lru_cache(CACHED_PICTURES)(self._process_picture)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens that stand for a picture, or around one."""
+        hf = self.hf.tokenizer
+        special = {number: token.content for number, token in hf.added_tokens_decoder.items() if token.special}
+        of_pictures = {self.placeholder} | {number for number, text in special.items() if text in self._marks}
+        words = ("image", "vision", "img")
+        return frozenset(
+            of_pictures | {n for n, text in special.items() if any(word in text.lower() for word in words)}
+        )
 
     def expand(self, text: str, pictures: Sequence[Picture], source: str) -> str:
         """Return a rendered text with as many placeholder tokens for each picture as the model reads for it.

@@ -29,6 +29,7 @@ from policygrad.samplers.base import (
     SamplingParams,
     SupportsConcurrentCalls,
 )
+from policygrad.samplers.stop_texts import cut_at_stop
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 
@@ -158,7 +159,9 @@ class _Rollout:
         pairs = [(call, request) for call in calls for request in call.requests]
         try:
             with span("sample", requests=len(pairs)):
-                generations = iter(await self.sampler.generate([request for _, request in pairs]))
+                requests = [request for _, request in pairs]
+                sampled = zip(await self.sampler.generate(requests), requests, strict=True)
+            generations = iter([cut_at_stop(g, r.sampling.stop, self.encoder.decode) for g, r in sampled])
         except Exception as error:
             for call in calls:
                 call.fail(ApiError(str(error), 403, "server_error"))
@@ -385,6 +388,7 @@ class _Episode:
             )
         self._count_other_sampling(request)
         sampling, context = self.rollout.sampling, self.rollout.share(turn.context_ids)
+        sampling = replace(sampling, stop=(*sampling.stop, *request.stop))
         limit = min(room, request.max_tokens or room)
         requests = []
         for _ in range(count):

@@ -9,7 +9,6 @@ of a walk that visits what branches off last first, each branch follows a beginn
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from policygrad.models.chat_template import HistoryRewrittenError, Message
 from policygrad.models.tokenizer import EncodedText, Tokenizer
-from policygrad.models.tool_calls import ToolCall, get_chat_template, supports_tools
+from policygrad.models.tool_calls import ToolCall, is_unfinished_thought
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents
 from policygrad.samplers.base import Generation
+from policygrad.samplers.stop_texts import cut_at_stop
 
 MAX_CONTEXT = 2**20  # tokens that a model is said to read if it does not say so itself
 PIECE = 2**16  # characters that are tokenized at a time to count them
@@ -76,8 +76,8 @@ class _Reply:
     run: _Run
     length: int
     """Tokens of the run that are part of the conversation: not a stop text."""
-    has_end: bool
-    """Its end token was sampled."""
+    end: int | None
+    """The end token that was sampled; None = none."""
     messages: tuple[Message, ...] | str
     """What it answers; earlier replies as the policy wrote them."""
     text: str
@@ -142,7 +142,7 @@ class ConversationTree:
             state = new if isinstance(new, str) else _canonical(new)
             try:
                 added = self.encoder.encode_continuation(
-                    before, last.text, new, self.source, request.tools or None, has_end=last.has_end
+                    before, last.text, new, self.source, request.tools or None, end=last.end
                 )
                 segment = Segment(added.ids, observation=added.is_content)
                 run = self._append(last.run, last.run.start + last.length, segment)
@@ -163,8 +163,10 @@ class ConversationTree:
     def add_reply(self, turn: OpenTurn, generation: Generation) -> ChatChoice:
         """Add what the policy sampled for a turn, up to a stop text. Return it as the program receives it."""
         encoder, request = self.encoder, turn.request
-        generation, text, stopped_by, length = cut_at_stop(encoder, generation, request.stop)
-        calls = _read_calls(encoder, request, text)
+        generation = cut_at_stop(generation, request.stop, encoder.decode)
+        text, stopped_by, length = _text_before_stop(encoder, generation, request.stop)
+        in_thought = is_unfinished_thought(text, opened=encoder.opens_thought(turn.context_ids))
+        calls = () if in_thought else _read_calls(encoder, request, text)
         ids = generation.tokens.tolist()
         choice = ChatChoice(
             text,
@@ -177,11 +179,13 @@ class ConversationTree:
             tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
             stopped_by,
         )
-        has_end = not stopped_by and ids[-1] in encoder.end_ids
-        self._remember(turn, generation, choice, length, has_end)
+        end = ids[-1] if not stopped_by and ids[-1] in encoder.end_ids else None
+        self._remember(turn, generation, choice, length, end)
         return choice
 
-    def _remember(self, turn: OpenTurn, generation: Generation, choice: ChatChoice, length: int, has_end: bool) -> None:
+    def _remember(
+        self, turn: OpenTurn, generation: Generation, choice: ChatChoice, length: int, end: int | None
+    ) -> None:
         run = turn.run.add_sampled(Segment.from_generation(generation), turn.state)
         self.num_turns += 1
         keys: Any
@@ -192,9 +196,7 @@ class ConversationTree:
         else:
             reply = {"role": "assistant", "content": choice.content, "calls": choice.calls}
             keys = (*map(_message_key, turn.request.prompt), _message_key(reply))  # type: ignore[arg-type]
-        self._replies.append(
-            _Reply(run, length, has_end, turn.messages, choice.text, keys, _canonical(turn.request.tools))
-        )
+        self._replies.append(_Reply(run, length, end, turn.messages, choice.text, keys, _canonical(turn.request.tools)))
 
     def segments(self, prompt_length: int) -> tuple[tuple[Segment, ...], tuple[Hashable, ...]]:
         """Return the episode after the first `prompt_length` tokens of its first text, and the state of each sampled segment.
@@ -290,15 +292,11 @@ class ConversationTree:
     def _restore_replies(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return a program's messages with the replies that it repeats as the policy wrote them."""
         texts = {r.keys[-1]: r.text for r in self._replies if not isinstance(r.keys, str)}
-        reads_calls = supports_tools(get_chat_template(self.encoder.hf))
         restored = list[Message]()
         for message in messages:
             text = texts.get(_message_key(message)) if message["role"] == "assistant" else None
             if text is not None:
                 message = {"role": "assistant", "content": text}
-            elif message.get("tool_calls") and not reads_calls:
-                calls = [f"<tool_call>\n{_canonical(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
-                message = {"role": "assistant", "content": "\n".join([message["content"], *calls]).strip()}
             restored.append(message)
         return tuple(restored)
 
@@ -335,32 +333,14 @@ def _list_texts(messages: Any) -> list[str]:
     return texts + [json.dumps(message["tool_calls"]) for message in messages if message.get("tool_calls")]
 
 
-def cut_at_stop(encoder: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str, str, int]:
-    """Cut a completion after the token that completes a stop text.
-
-    Returns:
-        The completion; its text before the stop text; the stop text, "" if there is none; the number of tokens before it.
-    """
+def _text_before_stop(encoder: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[str, str, int]:
+    """Return a cut completion's text before its stop text; the stop text, "" if there is none; the number of tokens before it."""
     tokens, text = generation.tokens, encoder.decode(generation.tokens)
     if not any(word in text for word in stop):
-        return generation, text, "", len(tokens)
-    ends = range(1, len(tokens) + 1)
-    count = ends[bisect_left(ends, True, key=lambda n: any(word in encoder.decode(tokens[:n]) for word in stop))]
-    text = encoder.decode(tokens[:count])
+        return text, "", len(tokens)
     place, word = min((text.find(word), word) for word in stop if word in text)
-    before = max((n for n in range(count) if text[:place].startswith(encoder.decode(tokens[:n]))), default=0)
-    chosen = torch.arange(len(tokens)) < count
-    version, mask = generation.version, generation.sampling_mask
-    experts = generation.routed_experts
-    cut = Generation(
-        tokens[:count],
-        generation.logp[:count],
-        "stop",
-        version if isinstance(version, int) else version[:count],
-        None if experts is None else experts[: len(experts) - (len(tokens) - count)],
-        None if mask is None else mask.select(chosen),
-    )
-    return cut, text[:place], word, before
+    before = max((n for n in range(len(tokens)) if text[:place].startswith(encoder.decode(tokens[:n]))), default=0)
+    return text[:place], word, before
 
 
 def _message_key(message: Message) -> Hashable:

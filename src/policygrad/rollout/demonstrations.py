@@ -44,7 +44,7 @@ def check_demonstrations(rows: Sequence[Example], encoder: Tokenizer, max_tokens
     for example in rows:
         where = f"{example.source or 'a row'}: column {DEMONSTRATION_COLUMN!r}"
         if (demonstration := parse_demonstration(example, where)) is not None:
-            prompt_ids = encoder.encode(example.prompt, max_tokens, example.source).ids
+            prompt_ids = encoder.encode(example.prompt, max_tokens, example.source, example.tools).ids
             lengths.append((where, len(_encode(demonstration, example, prompt_ids, encoder, where))))
     if long := [(where, n) for where, n in lengths if n > max_tokens]:
         where, n = long[0]
@@ -142,7 +142,7 @@ def _encode(shown: Demonstration, example: Example, prompt_ids: Tensor, encoder:
     """Return the token ids. Raises DataError if the log-probabilities do not match them."""
     ids = list(shown.tokens or ())
     if shown.text is not None:
-        ids = encoder.encode_answer(prompt_ids, example.prompt, shown.text, where)
+        ids = encoder.encode_answer(prompt_ids, example.prompt, shown.text, where, example.tools)
     if shown.logp is not None and len(shown.logp) != len(ids):
         raise DataError(
             f"{where}: {len(shown.logp)} log-probabilities for {len(ids)} tokens, the end token included: give one for each, and "

@@ -40,6 +40,7 @@ from policygrad.rewards.base import EPISODE_COLUMNS
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, align_contents
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
+from policygrad.samplers.stop_texts import cut_at_stop
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
 from policygrad.utils.pictures import describe_pictures, list_pictures, to_plain
@@ -80,6 +81,8 @@ async def run_episodes(
                         )
                     if is_recording():
                         sampled.set(**_describe_requests(requests, generations))
+                if sampling.stop:
+                    generations = [e.cut(g, sampling, encoder) for e, g in zip(active, generations, strict=True)]
                 steps = (e.step(g, encoder, sampler) for e, g in zip(active, generations, strict=True))
                 with span("environment step", episodes=len(active)):
                     await _gather(active, steps)
@@ -149,6 +152,10 @@ class Conversation:
             compact_ids=self.compact_ids if self.context_media else None,
         )
 
+    def cut(self, generation: Generation, sampling: SamplingParams, encoder: Tokenizer) -> Generation:
+        """Return a sampled turn up to its first stop text."""
+        return cut_at_stop(generation, sampling.stop, encoder.decode, None if self.segments else self.spec.prefix)
+
     def add_turn(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> str:
         """Add a sampled turn; return its text. Raises EngineError for a generation that does not fit its request."""
         n, num_logps = len(generation.tokens), len(generation.logp)
@@ -182,7 +189,9 @@ class Conversation:
             messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
         try:
-            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
+            last = int(sampled_ids[-1])
+            sampled_end = last if last in encoder.end_ids else None
+            new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools, end=sampled_end)
             segment = Segment(new.ids, media=new.media, observation=new.is_content)
             compact_ids = new.ids if new.compact_ids is None else new.compact_ids
             self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
@@ -265,7 +274,8 @@ class _Episode(Conversation):
         text = self.add_turn(generation, encoder, sampler)
         self.truncated = cut = generation.finish_reason == "length"
         try:
-            step = await self._call("step", Action(text, cut, encoder.tool_call_parser))
+            action = Action(text, cut, encoder.tool_call_parser, encoder.opens_thought(self.context_ids))
+            step = await self._call("step", action)
             if not isinstance(step, Step):
                 raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
             self.rewards.append(step.reward)
@@ -398,7 +408,7 @@ def _encode_prompt(
     max_tokens = spec.max_tokens + (0 if spec.prefix is None else len(spec.prefix))
     pairs = [(e, observation) for e, observation in zip(episodes, observations, strict=True) if observation is not None]
     if not pairs:  # all episodes failed: none is trained on
-        return encoder.encode_unanswered(spec.example.prompt, spec.location)
+        return encoder.encode_unanswered(spec.example.prompt, spec.location, spec.example.tools)
     name, first = pairs[0][0].name, pairs[0][1]
     if any((o.content, list(o.tools)) != (first.content, list(first.tools)) for _, o in pairs):
         raise EngineError(

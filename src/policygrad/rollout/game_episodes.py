@@ -111,7 +111,7 @@ async def _sample(player: ModelOpponent, seats: Sequence[_Seat], sampling: Sampl
             "return one for each"
         )
     for seat, generation in zip(seats, generations, strict=True):
-        seat.add(generation)
+        seat.add(seat.cut(generation, sampling, player.tokenizer))
 
 
 class _Seat(Conversation):
@@ -179,7 +179,8 @@ class _Seat(Conversation):
         self.last_ids = generation.tokens
         if generation.finish_reason == "length":
             self.cut_off = self.budget_reason
-        self.action = Action(text, bool(self.cut_off), encoder.tool_call_parser)
+        in_thought = encoder.opens_thought(self.context_ids)
+        self.action = Action(text, bool(self.cut_off), encoder.tool_call_parser, in_thought)
 
     def pay(self, reward: float) -> None:
         """Add a reward to the last move, or to the first one if there is none yet."""

@@ -107,7 +107,7 @@ class _PromptWriter:
     def _encode(self, text: str) -> Tensor:
         spec = self.group.spec
         prompt = replace_prompt_text(spec.example.prompt, text, spec.location)
-        return replace(self.encoder, context_length=None).encode(prompt, 0, spec.location).ids
+        return replace(self.encoder, context_length=None).encode(prompt, 0, spec.location, spec.example.tools).ids
 
     def _values(self, trajectory: Trajectory) -> Mapping[str, str]:
         spec = self.group.spec

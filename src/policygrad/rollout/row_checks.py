@@ -47,7 +47,7 @@ def check_rows(
         source = example.source or "a prompt"
         opening = environment.opening(example) if isinstance(environment, KnowsOpening) else None
         if opening is None:
-            tokenizer.encode(example.prompt, max_tokens, source)
+            tokenizer.encode(example.prompt, max_tokens, source, example.tools)
         else:
             tokenizer.encode(opening.content, max_tokens, source, opening.tools or None)
 

@@ -17,6 +17,7 @@ from policygrad.rewards.workers.pool import RewardScorer
 from policygrad.rollout.environment_calls import first_of_each_kind
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, locate_steps, prompts_and_columns, reward_inputs
 from policygrad.samplers.base import Request, Sampler, SupportsStreaming
+from policygrad.samplers.stop_texts import find_stop
 
 ScoreFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], RewardScores]
 """(prompts, completions, columns) -> one reward per completion."""
@@ -186,8 +187,8 @@ def score_while_sampling(
     with pool.score_incrementally(prompts, columns) as scoring:
 
         def add(finished: Sequence[tuple[Request, Tensor]]) -> None:
-            completions = {indices[r.key]: decode(tokens) for r, tokens in finished if r.key in indices}
-            scoring.add_completions(completions)
+            shown = ((r, tokens[: find_stop(tokens, r.sampling.stop, decode)]) for r, tokens in finished)
+            scoring.add_completions({indices[r.key]: decode(tokens) for r, tokens in shown if r.key in indices})
             count(finished)
 
         with sampler.on_completion(add):

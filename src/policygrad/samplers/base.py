@@ -32,6 +32,8 @@ class SamplingParams:
     """Maximum sampled tokens per completion."""
     decode_rows: int = 512
     """Completions decoded at a time: fewer use less memory, more are faster. The samples do not depend on it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion: </answer>. It ends with the token that completes one, and is finished, not truncated."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -43,6 +45,8 @@ class SamplingParams:
             raise ConfigError(f"sampling.top_k must be at least 0 (0 = all tokens), not {self.top_k}")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"sampling.stop must be texts with at least one character each, not {self.stop!r}")
         if self.decode_rows < 1:
             raise ConfigError(f"decode_rows must be at least 1, not {self.decode_rows}")
 
@@ -104,7 +108,7 @@ class Generation:
     logp: Tensor
     """[n] nats, under the distribution that was actually sampled from."""
     finish_reason: Literal["stop", "length"]
-    """stop: the policy sampled an end token; length: `max_tokens` was reached."""
+    """stop: the policy sampled an end token, or completed a stop text; length: `max_tokens` was reached."""
     version: int | Tensor
     """Version of the weights; [n] int64 if they changed during the completion."""
     routed_experts: Tensor | None = None

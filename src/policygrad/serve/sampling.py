@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
+from policygrad.samplers.stop_texts import cut_at_stop
 from policygrad.serve.adapters import Adapter, merge_adapter
 from policygrad.serve.model_input import ModelInputParts
 from policygrad.serve.models import ServedNetwork
@@ -109,12 +110,15 @@ class _AdaptedRequest(Request):
 class LocalAnswers:
     """Answers with a network in this process. Queries of different adapters are decoded in one batch."""
 
+    stops_early: ClassVar[bool] = True
+    """Whether sampling ends at a stop text; otherwise completions are cut afterwards."""
     network: ServedNetwork
     decode_rows: int = 512
     sampler: LocalSampler = field(init=False)
 
     def __post_init__(self) -> None:
         self.sampler = LocalSampler.from_tokenizer(self.network.model, self.network.tokenizer)
+        self.sampler.decode = self.network.tokenizer.hf.decode
 
     @torch.no_grad()
     def answer(self, queries: Sequence[tuple[SampleQuery, Adapter | None]]) -> list[SampleAnswer]:
@@ -122,7 +126,8 @@ class LocalAnswers:
         requests = list[_AdaptedRequest]()
         for query, adapter in queries:
             assert query.parts is None
-            sampling = replace(query.sampling, decode_rows=self.decode_rows)
+            stop = query.stop_texts if self.stops_early else ()
+            sampling = replace(query.sampling, decode_rows=self.decode_rows, stop=stop)
             limit = self._max_tokens(query)
             requests += [
                 _AdaptedRequest(
@@ -215,18 +220,9 @@ class LocalAnswers:
             return self._score_prompt(query, SampleAnswer(samples))
 
     def _cut_at_stop(self, generation: Generation, query: SampleQuery) -> Sampled:
-        """Return the completion up to the first token at which its text contains a stop text."""
-        tokens, logp, reason = generation.tokens, generation.logp, generation.finish_reason
-        decode = self.network.tokenizer.hf.decode
-        if query.stop_texts and any(text in decode(tokens.tolist()) for text in query.stop_texts):
-            ids = tokens.tolist()
-            low, high = 1, len(ids)  # the shortest prefix that contains one
-            while low < high:
-                middle = (low + high) // 2
-                has_stopped = any(text in decode(ids[:middle]) for text in query.stop_texts)
-                low, high = (low, middle) if has_stopped else (middle + 1, high)
-            tokens, logp, reason = tokens[:low], logp[:low], "stop"
-        return Sampled(tokens, logp, reason)
+        """Return the completion up to the first token at which its text, with all special tokens, contains a stop text."""
+        cut = cut_at_stop(generation, query.stop_texts, self.network.tokenizer.hf.decode)
+        return Sampled(cut.tokens, cut.logp, cut.finish_reason)
 
     def _score_prompt(self, query: SampleQuery, answer: SampleAnswer) -> SampleAnswer:
         """Add what the query asks for about the prompt."""
@@ -275,6 +271,7 @@ class EngineAnswers(LocalAnswers):
     """Answers with servers of an engine, which have one set of weights at a time: it is published and probed when another is asked
     for. The network is a copy that has the published weights; it scores prompts."""
 
+    stops_early = False  # servers decode without some special tokens
     base: ServedNetwork = field(kw_only=True)
     """The network that adapters belong to."""
     config: SamplerConfig = field(kw_only=True)

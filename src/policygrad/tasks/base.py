@@ -11,8 +11,8 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
-"""`role` and `content`, text, and what else its template reads. A content with pictures is a tuple of parts: `{"type": "text",
-"text": ...}` and `{"type": "image", "image": Picture}`."""
+"""`role` and `content`, text, `tool_calls` and what else its template reads. A content with pictures is a tuple of parts:
+`{"type": "text", "text": ...}` and `{"type": "image", "image": Picture}`."""
 Prompt = str | tuple[Message, ...]
 
 
@@ -31,6 +31,8 @@ class Example:
     """Location, e.g. `sums.jsonl:12`, for error messages."""
     part: str = field(default="", compare=False)
     """Name of the part of a mixture that the example comes from, for metrics."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions' schemas that the chat template shows, from the column `tools`. An environment shows its own."""
 
 
 class Task(Protocol):

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from policygrad.errors import DataError
+from policygrad.models.chat_template import MESSAGE_WEIGHT
 from policygrad.tasks.base import Message, Prompt
-from policygrad.tasks.rows import (
-    HasPrompt,
-    RowOptions,
-    check_encodable,
-    open_rows,
-    parse_message,
-    parse_prompt,
-    parse_rows,
-    prompt_key,
-    split_indices,
-)
+from policygrad.tasks.messages import check_encodable, parse_message, parse_prompt, parse_tools
+from policygrad.tasks.rows import HasPrompt, RowOptions, open_rows, parse_rows, prompt_key, split_indices
 from policygrad.tasks.sources import Row, open_source
 from policygrad.utils.pictures import content_text
 
@@ -99,47 +91,69 @@ def _require_columns(row: Row, names: Sequence[str], missing: str, example: str)
 class Demonstration:
     """A prompt, and the completion to learn.
 
-    `completion` continues a text prompt, or holds the messages from the first assistant turn to the last.
+    `completion` continues a text prompt, or holds the messages from the first assistant turn that is learned to the last.
     """
 
     prompt: Prompt
     completion: str | tuple[Message, ...]
     source: str = field(default="", compare=False)  # Location, e.g. `chats.jsonl:12`, for error messages.
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Functions' schemas that the chat template shows."""
 
     @classmethod
     def from_row(cls, row: Row) -> Demonstration:
         """Parse a row. Raises DataError."""
         where, columns = row
-        if "messages" in columns and "completion" in columns:
+        if columns.get("messages") is not None and columns.get("completion") is not None:
             raise DataError(f"{where}: both 'messages' and 'completion'; keep one of them")
-        if "messages" in columns:
-            return cls.from_messages(columns["messages"], where)
+        if columns.get("messages") is not None or ("messages" in columns and "completion" not in columns):
+            tools = parse_tools(columns.get("tools"), where)
+            return cls.from_messages(_list_messages(columns["messages"], "messages", where), (), where, tools)
         missing = "no column 'messages', and no {name}"
         _require_columns(row, ("prompt", "completion"), missing, DEMONSTRATION_EXAMPLE)
         prompt, completion = parse_prompt(columns["prompt"], where), columns["completion"]
         if not isinstance(prompt, str):
-            turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-            return cls.from_messages([*prompt, *turns], where)
+            tools = parse_tools(columns.get("tools"), where)
+            turns = [completion] if isinstance(completion, Mapping) else completion
+            if not isinstance(turns, list):
+                turns = [{"role": "assistant", "content": completion}]
+            return cls.from_messages(_list_messages(turns, "completion", where), prompt, where, tools)
+        if columns.get("tools"):
+            raise DataError(
+                f"{where}: 'tools' are shown by the chat template, and 'prompt' is text: give the prompt as messages, or write the "
+                "tools into the text and rename the column"
+            )
         if not isinstance(completion, str):
             raise DataError(f"{where}: 'completion' must be text, got {type(completion).__name__}")
         check_encodable(completion, f"{where}: 'completion'")
         return cls(prompt, completion, where)
 
     @classmethod
-    def from_messages(cls, value: Any, where: str) -> Demonstration:
-        """Split a conversation at its first assistant turn. Raises DataError."""
-        if not isinstance(value, list):
-            raise DataError(f"{where}: 'messages' must be a list of chat messages, got {type(value).__name__}")
-        messages = [parse_message(message, f"{where}: message {i}") for i, message in enumerate(value, 1)]
-        for i, message in enumerate(messages, 1):
-            check_encodable(content_text(message["content"]), f"{where}: message {i}")
+    def from_messages(
+        cls, messages: Sequence[Message], prompt: Sequence[Message], where: str, tools: tuple[Mapping[str, Any], ...]
+    ) -> Demonstration:
+        """Split messages, which follow a prompt, at their first assistant turn that is learned. Raises DataError."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
+        learned = [i for i in turns if messages[i].get(MESSAGE_WEIGHT, 1)]
+        if not learned:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
-            raise DataError(f"{where}: no assistant turn to learn from (roles: {roles}); add one")
-        if turns[0] == 0:
+            reason = f"all have the {MESSAGE_WEIGHT} 0" if turns else f"roles: {roles}"
+            raise DataError(f"{where}: no assistant turn to learn from ({reason}); add one")
+        if not prompt and turns[0] == 0:
             raise DataError(f"{where}: the conversation begins with the assistant; put what it answers before its turn")
-        return cls(tuple(messages[: turns[0]]), tuple(messages[turns[0] : turns[-1] + 1]), where)
+        before = ({k: v for k, v in message.items() if k != MESSAGE_WEIGHT} for message in messages[: learned[0]])
+        return cls((*prompt, *before), tuple(messages[learned[0] : learned[-1] + 1]), where, tools)
+
+
+def _list_messages(value: Any, name: str, where: str) -> list[Message]:
+    """Parse the messages of a column. Raises DataError."""
+    if not isinstance(value, list):
+        raise DataError(f"{where}: {name!r} must be a list of chat messages, got {type(value).__name__}")
+    place = where if name == "messages" else f"{where}: {name!r}"
+    messages = [parse_message(message, f"{place}: message {i}") for i, message in enumerate(value, 1)]
+    for i, message in enumerate(messages, 1):
+        check_encodable(message, f"{place}: message {i}")
+    return messages
 
 
 def read_demonstrations(path: str, options: RowOptions | None = None) -> list[Demonstration]:

@@ -15,10 +15,11 @@ from random import Random
 from typing import Any, Protocol, TypeVar, overload
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Example, Message, Prompt, is_eval_prompt
-from policygrad.tasks.pictures import PictureOptions, parse_text_parts, place_pictures
+from policygrad.tasks.base import Example, Prompt, is_eval_prompt
+from policygrad.tasks.messages import parse_prompt, parse_tools
+from policygrad.tasks.pictures import PictureOptions, place_pictures
 from policygrad.tasks.sources import Row, SeveralSources, Source, is_dataset, is_source, open_dataset, open_source
-from policygrad.utils.pictures import content_text, list_pictures, to_plain
+from policygrad.utils.pictures import list_pictures, to_plain
 
 MIN_ROWS_TO_SPLIT = 32  # with fewer rows, training uses them all and evaluation repeats them
 TEMPLATE_SHARE = 0.1
@@ -257,7 +258,8 @@ class InMemoryRows:
         if isinstance(row, Example):
             if "prompt" in row.columns:
                 raise DataError(f"{where}: an Example has its own prompt: rename the column 'prompt'")
-            return row.source or where, {"prompt": row.prompt, **row.columns}
+            tools = {"tools": row.tools} if row.tools else {}
+            return row.source or where, {"prompt": row.prompt, **tools, **row.columns}
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: expected a dict with 'prompt' or an Example, got {type(row).__name__}")
         return where, row
@@ -382,7 +384,9 @@ def to_example(row: Mapping[str, Any], where: str, first: Example | None = None)
             raise DataError(f"{where}: rename the column {name!r}: reward functions have an argument of that name")
     if odd := [name for name in columns if not isinstance(name, str)]:
         raise DataError(f"{where}: a column's name must be text, as a reward's argument has; rename {odd[0]!r}")
-    example = Example(parse_prompt(columns.pop("prompt"), where), columns, where)
+    prompt = parse_prompt(columns.pop("prompt"), where)
+    tools = () if isinstance(prompt, str) else parse_tools(columns.get("tools"), where)
+    example = Example(prompt, columns, where, tools=tools)
     # each column reaches the reward functions as one list
     first = first or example
     line = re.search(r":(\d+)$", first.source)
@@ -394,45 +398,3 @@ def to_example(row: Mapping[str, Any], where: str, first: Example | None = None)
         if name not in first.columns:
             raise DataError(f"{where}: column {name!r} is not in {other}; give every row the same columns")
     return example
-
-
-def parse_prompt(value: Any, where: str) -> Prompt:
-    """Parse a prompt: non-empty text or chat messages. Raises DataError."""
-    if isinstance(value, str):
-        prompt: Prompt = value
-    elif isinstance(value, (list, tuple)):
-        prompt = tuple(parse_message(m, f"{where}: message {i} of 'prompt'") for i, m in enumerate(value, 1))
-    else:
-        kind = type(value).__name__
-        raise DataError(f"{where}: 'prompt' must be text or a list of chat messages, got {kind}")
-    if not prompt:
-        raise DataError(f"{where}: 'prompt' is empty; a model needs at least one token to continue")
-    texts = [prompt] if isinstance(prompt, str) else [v for m in prompt for k, v in m.items() if isinstance(v, str)]
-    parts = [] if isinstance(prompt, str) else [content_text(message["content"]) for message in prompt]
-    check_encodable("".join([*texts, *parts]), f"{where}: 'prompt'")
-    return prompt
-
-
-def parse_message(message: Any, where: str) -> Message:
-    """Check a chat message: role, content, and other keys, all text, or a content of parts. Raises DataError.
-
-    `place_pictures` has made the parts of prompts tuples; a list is a completion's, and becomes text.
-    """
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise DataError(f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}')
-    if isinstance(message["content"], list):
-        message = {**message, "content": parse_text_parts(message["content"], where)}
-    for key, value in message.items():
-        if not isinstance(value, str) and not (key == "content" and isinstance(value, tuple)):
-            raise DataError(f"{where}: {key!r} must be text, got {type(value).__name__}")
-    checked: Message = message
-    return checked
-
-
-def check_encodable(text: str, where: str) -> None:
-    """Raise DataError when a text contains a lone surrogate, which UTF-8 cannot encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(error.object[error.start])
-        raise DataError(f"{where} contains half a surrogate pair (\\u{code:04x}), which is not text") from None

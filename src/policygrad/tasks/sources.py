@@ -394,10 +394,18 @@ class TableSource:
         start = index - index % self.BLOCK
         row = dict(self._read(start, min(start + self.BLOCK, self._size))[index - start])
         for name, value in row.items():
-            # restore chat messages as written: in a table, every message has all keys, with None for those it lacks
-            if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
-                row[name] = [{key: content for key, content in item.items() if content is not None} for item in value]
+            # restore messages and tools as written: in a table, every object has all keys, with None for those it lacks
+            is_chat = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
+            if is_chat or name == "tools":
+                row[name] = _drop_nulls(value)
         return f"{self._name}, row {index + 1}", row
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return a value without the None that its objects have, at any depth."""
+    if isinstance(value, dict):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def open_arrow(path: str) -> TableSource:

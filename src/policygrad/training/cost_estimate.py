@@ -160,10 +160,10 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         adapters = None
         if lora is not None:
             adapters = sum(p.numel() for p in add_adapters(model, lora).parameters() if p.requires_grad)
-    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust)
+    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust, run.template_options)
     completion = run.sampling.max_tokens
-    prompts = [task.train_example(i).prompt for i in range(NUM_PROBE_PROMPTS)]
-    lengths = [len(tokenizer.encode(prompt, completion).ids) for prompt in prompts]
+    examples = [task.train_example(i) for i in range(NUM_PROBE_PROMPTS)]
+    lengths = [len(tokenizer.encode(e.prompt, completion, tools=e.tools).ids) for e in examples]
     prompt, libraries = round(statistics.fmean(lengths)), get_resident_bytes() if device == "cpu" else 0
     dtype, tokens = DTYPES[run.learner.dtype], run.learner.resolve_micro_tokens(device, parameters)
     samples = run.effective_samples_per_prompt

@@ -145,7 +145,7 @@ def load_run_benchmarks(run: RunOptions) -> list[tuple[BenchmarkData, SamplingPa
         settings = benchmark.sampling
         length = config.benchmark_max_tokens or settings.max_tokens
         sampling = replace(
-            run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0, max_tokens=length
+            run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0, max_tokens=length, stop=()
         )
         data = load_benchmark_data(benchmark, config.benchmark_data, config.benchmark_problems)
         loaded.append((data, sampling, config.benchmark_samples or settings.samples))

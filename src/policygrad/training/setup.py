@@ -188,7 +188,9 @@ def load_resources(
     )
     if algorithm is not None and options.learner.resolve(algorithm.head).head == "fp32":
         compute_head_in_float32(model)  # before it is cloned for the sampler
-    tokenizer = load_policy_tokenizer(options.model, options.tokenizer, model, options.trust_remote_code)
+    tokenizer = load_policy_tokenizer(
+        options.model, options.tokenizer, model, options.trust_remote_code, options.template_options
+    )
     task = check_rows(  # now rather than in a week
         task,
         tokenizer,
@@ -283,16 +285,23 @@ def load_row_options(
     return RowOptions(function, skip_bad_rows, decontaminate, fetch_images)
 
 
-def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
+def load_policy_tokenizer(
+    model: Any,
+    tokenizer: Any,
+    network: nn.Module,
+    trust_remote_code: bool = False,
+    template_options: Sequence[str] = (),
+) -> Tokenizer:
     """Load the requested tokenizer, or the model's own.
 
     Raises:
-        ModelError: The model is an object that names no folder, and there is no tokenizer.
+        ModelError: The model is an object that names no folder, and there is no tokenizer; or see `with_template_options`.
     """
     source = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
     if not (tokenizer or source):
         raise ModelError("the model is an object that names no folder to read its tokenizer from: pass tokenizer= too")
-    return load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
+    loaded = load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
+    return loaded.with_template_options(template_options)
 
 
 def _check_task(
@@ -492,7 +501,7 @@ def connect_teachers(
     if not servers:
         return None
     max_tokens = run.sampling.max_tokens
-    lengths = [len(tokenizer.encode(example.prompt, max_tokens).ids) for example in task.rows]
+    lengths = [len(tokenizer.encode(e.prompt, max_tokens, e.source, e.tools).ids) for e in task.rows]
     for server in servers.values():
         stack.callback(partial(_run_closing, run_async, server))
         run_async(server.connect(max(lengths, default=0) + max_tokens))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Unpack
 
@@ -19,8 +20,9 @@ from policygrad.core.precision import widest_dtype
 from policygrad.learners.local.expert_balance import find_expert_balance, row_weights
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
+from policygrad.models.demonstrations import encode_demonstration_texts
 from policygrad.models.loading import at_least_float32, load_model
-from policygrad.models.tokenizer import PromptTooLongError, Tokenizer, encode_demonstration, load_tokenizer
+from policygrad.models.tokenizer import PromptTooLongError, Tokenizer, load_tokenizer
 from policygrad.tasks.preferences import Demonstration, read_demonstrations
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
@@ -86,11 +88,18 @@ class SFTObjective:
             lora=config.learner.adapters,
             seed=config.seed,
         )
-        self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
+        loaded = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
+        self.tokenizer = loaded.with_template_options(config.template_options)
         encode = partial(tokenise_demonstration, tokenizer=self.tokenizer)
-        _, self.rows, split, self.run_facts = encode_rows(config, rows, split, facts, encode)
-        self.units: list[tuple[int, ...]] = [(i,) for i in split.train]
-        self.eval_rows = split.eval
+        _, encodings, split, self.run_facts = encode_rows(config, rows, split, facts, encode)
+        self.rows = [text for texts in encodings for text in texts]
+        ends = [0, *accumulate(map(len, encodings))]
+        numbers = [tuple(range(a, b)) for a, b in pairwise(ends)]  # of each conversation's texts
+        if len(self.rows) > len(encodings):
+            reason = "the chat template shows earlier turns otherwise later"
+            self.run_facts = self.run_facts | {"texts": f"{len(self.rows)} of {len(encodings)} conversations: {reason}"}
+        self.units: list[tuple[int, ...]] = [numbers[i] for i in split.train]
+        self.eval_rows = [text for i in split.eval for text in numbers[i]]
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
         """Add one update's gradient; return {"loss": nats per token, "tokens": their number}, and "router_aux_loss" where a mixture
@@ -186,24 +195,32 @@ def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
     )
 
 
-def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExample:
+def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> list[SFTExample]:
     """Return token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
 
+    It is one text, or several where the template renders earlier turns differently once there are more.
+
     Raises:
-        ModelError: The prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the
-            assistant's, or there are more tokens than the model can read.
+        ModelError: The prompt's ids are no prefix of the full text's, the template begins the assistant's turn differently or does
+            not close it, or there are more tokens than the model can read.
     """
-    prompt_ids = tokenizer.encode(row.prompt, 0, row.source).ids
-    ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
+    prompt_ids = tokenizer.encode(row.prompt, 0, row.source, row.tools).ids
+    texts = encode_demonstration_texts(
+        tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source, row.tools
+    )
+    return [_make_example(row, tokenizer, *text) for text in texts]
+
+
+def _make_example(row: Demonstration, tokenizer: Tokenizer, ids: list[int], is_learned: list[bool]) -> SFTExample:
     if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:
         raise PromptTooLongError(
             f"{row.source}: {len(ids)} tokens, more than the {tokenizer.context_length} positions of {tokenizer.name!r}: shorten it"
         )
-    size, tensor = len(prompt_ids), torch.tensor(ids, dtype=torch.int64)
+    size, tensor, mask = is_learned.index(True), torch.tensor(ids, dtype=torch.int64), torch.tensor(is_learned)
     messages = () if isinstance(row.prompt, str) or isinstance(row.completion, str) else (*row.prompt, *row.completion)
     pictures = list(list_pictures(messages))
     if not pictures or tokenizer.pictures is None:
-        return SFTExample(prompt_ids, tensor[size:], torch.tensor(mask[size:], dtype=torch.bool))
+        return SFTExample(tensor[:size], tensor[size:], mask[size:])
     load_media = partial(tokenizer.pictures.media, tensor, pictures, row.source)
     load_media()  # for its errors
-    return SFTExample(prompt_ids, tensor[size:], torch.tensor(mask[size:], dtype=torch.bool), load_media)
+    return SFTExample(tensor[:size], tensor[size:], mask[size:], load_media)

@@ -208,7 +208,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
         longest = run.evaluation.resolve_sampling(run.sampling).max_tokens
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
-            resources.tokenizer.encode(example.prompt, longest, example.source or "a held-out prompt")
+            source = example.source or "a held-out prompt"
+            resources.tokenizer.encode(example.prompt, longest, source, example.tools)
         self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
 
     def connect_teachers(self, stack: ExitStack) -> None:

@@ -44,6 +44,7 @@ from policygrad.samplers.engines.nccl_transfer import WeightTransfer
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.engines.server_process import LaunchCommand, ServerProcess, find_free_port
 from policygrad.samplers.local.sampling import derive_seeds
+from policygrad.samplers.stop_texts import cut_at_stop, find_stop
 from policygrad.utils.async_runner import gather_or_cancel
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights, StaleWeightsError, load_logit_source
@@ -127,6 +128,9 @@ class EngineSampler(ABC):
     """True if servers free their GPU's memory on request, by `sleep` and `wake`: `sampler.colocate` needs it."""
     returns_routed_experts: ClassVar[bool] = False
     """True if completions have `Generation.routed_experts` where `records_experts` is set."""
+    stops_at_texts: ClassVar[bool] = False
+    """True if servers stop at `SamplingParams.stop`, and return the tokens up to the one that completes it. Otherwise completions
+    run on, and are cut here."""
     supports_stop: ClassVar[bool] = False
     """True if a completion can end elsewhere than at the tokenizer's end tokens: `Request.stop`."""
     returns_sampling_masks: ClassVar[bool] = False
@@ -280,7 +284,7 @@ class EngineSampler(ABC):
         async def generate_one(request: Request, seed: int) -> Generation:
             # in chunks, each of which continues the prompt and the tokens so far: the distribution is that of a single request,
             # because a token depends only on those before it. A lost chunk is requested again, and earlier ones stay
-            chunks, remaining = list[Generation](), request.max_tokens
+            chunks, remaining, stop = list[Generation](), request.max_tokens, request.sampling.stop
             prompt_ids, compact_ids = request.prompt_ids, request.compact_ids
             while remaining and not (chunks and chunks[-1].finish_reason == "stop"):
                 if chunks:
@@ -292,6 +296,9 @@ class EngineSampler(ABC):
                 part = replace(request, prompt_ids=prompt_ids, compact_ids=compact_ids, max_tokens=max_tokens)
                 chunks.append(await self.servers.call(partial(self._complete_at, part, seed), bool(chunks)))
                 remaining -= len(chunks[-1].tokens)
+                if stop:  # it may begin in one chunk and end in the next
+                    whole = cut_at_stop(concat_generations(chunks), stop, self.tokenizer.decode)
+                    chunks = [whole] if whole.finish_reason == "stop" else chunks
             generation = concat_generations(chunks)
             finished.append(time.perf_counter())
             if callback is not None:
@@ -586,7 +593,9 @@ class EngineSampler(ABC):
             tokens, logp = tokens[: end + 1], logp[: end + 1]
         if len(tokens) > request.max_tokens:
             raise EngineError(f"{url} returns {len(tokens)} tokens, and was asked for {request.max_tokens}")
-        if end is None and len(tokens) != request.max_tokens:
+        is_cut = end is None and len(tokens) != request.max_tokens
+        stop = request.sampling.stop if self.stops_at_texts else ()
+        if is_cut and find_stop(torch.tensor(tokens), stop, self.tokenizer.decode) is None:
             raise EngineError(
                 f"{url} ends after {len(tokens)} of {request.max_tokens} tokens without an end token of the policy "
                 f"({', '.join(map(str, sorted(end_tokens)))}). Its context is too short, or its model has other end tokens."

@@ -98,6 +98,7 @@ class SglangSampler(EngineSampler):
     detection_routes = (("/get_model_info", "model_path"), ("/model_info", "model_path"))
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
     supports_stop = True
+    stops_at_texts = True
     supports_lora = True
     can_sleep = True
     returns_routed_experts = True
@@ -183,7 +184,7 @@ class SglangSampler(EngineSampler):
             raise EngineError(
                 "SGLang returns log-probabilities before top-k and top-p. Leave sampling.top_k at 0 and sampling.top_p at 1."
             )
-        sampling_params = {
+        sampling_params: dict[str, Any] = {
             "max_new_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": 1.0,
@@ -197,6 +198,9 @@ class SglangSampler(EngineSampler):
             "ignore_eos": request.stop is not None,
             "stop_token_ids": sorted(self.end_ids(request)),
         }
+        if sampling.stop:
+            texts = {"stop": list(sampling.stop), "no_stop_trim": True, "skip_special_tokens": False}
+            sampling_params |= texts
         body: dict[str, Any] = {
             "input_ids": request.prompt_ids.tolist(),
             "sampling_params": sampling_params,

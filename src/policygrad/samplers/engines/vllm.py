@@ -116,6 +116,7 @@ class VllmSampler(EngineSampler):
     gauges = PrometheusGauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     supports_lora = True
     supports_stop = True
+    stops_at_texts = True
     can_sleep = True
     returns_routed_experts = True
     returns_sampling_masks = True
@@ -284,6 +285,9 @@ class VllmSampler(EngineSampler):
             reply = await self.http.post(f"{url}/inference/v1/generate", body)
         else:
             tokens_only: dict[str, Any] = {"return_token_ids": True, "add_special_tokens": False, "stream": False}
+            if sampling.stop:  # the other route decodes nothing
+                texts = {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
+                tokens_only |= texts
             body = {"model": model, "prompt": request.prompt_ids.tolist(), **options, **tokens_only}
             reply = await self.http.post(f"{url}/v1/completions", body)
         try:

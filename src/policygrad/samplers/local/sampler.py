@@ -25,6 +25,7 @@ from policygrad.samplers.local.shared_prefix import (
     supports_shared_prefix,
 )
 from policygrad.samplers.local.text_cache import TextCache, weights_version
+from policygrad.samplers.stop_texts import Decode, StopDetector
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 
@@ -42,10 +43,13 @@ class LocalSampler:
         *,
         cuda_graphs: bool = True,
         before_pass: RowsCallback | None = None,
+        decode: Decode | None = None,
     ) -> None:
         """
         Args:
             end: Ids of the end tokens.
+            decode: Returns the text of tokens, in which `SamplingParams.stop` is looked for. None = completions run on after a stop
+                text, and whoever asked cuts them.
             routing: The model's, to record the experts in `Generation.routed_experts`.
             cuda_graphs: On a GPU, capture each token's kernels and launch them together.
             before_pass: Called before each forward pass whose rows belong to other requests than those of the pass before, for
@@ -55,7 +59,7 @@ class LocalSampler:
         self.device = next(model.parameters()).device
         self.cuda_graphs = cuda_graphs
         self.caches_texts = routing is None  # those that may be continued
-        self.before_pass = before_pass
+        self.before_pass, self.decode = before_pass, decode
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None and before_pass is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
@@ -67,7 +71,8 @@ class LocalSampler:
         cls, model: nn.Module, tokenizer: Tokenizer, routing: Routing | None = None, *, cuda_graphs: bool = True
     ) -> LocalSampler:
         """Return a sampler with the tokenizer's end tokens."""
-        return cls(model, tokenizer.end_ids, pad_token_id(tokenizer), routing, cuda_graphs=cuda_graphs)
+        end, pad = tokenizer.end_ids, pad_token_id(tokenizer)
+        return cls(model, end, pad, routing, cuda_graphs=cuda_graphs, decode=tokenizer.decode)
 
     async def update(self, weights: PublishedWeights) -> None:
         """Copy the weights, unless they are this model's own tensors."""
@@ -106,10 +111,14 @@ class LocalSampler:
         for kind in dict.fromkeys(map(_decoded_together, requests)):
             indices = [i for i, r in enumerate(requests) if _decoded_together(r) == kind]
             with recording():
+                first = requests[indices[0]]
+                stop, texts_to_stop_at = first.stop, first.sampling.stop if self.decode is not None else ()
                 decodes_ahead = (
-                    self.decodes_ahead and bool(self._shares_prefixes) and not requests[indices[0]].needs_mask
+                    self.decodes_ahead and bool(self._shares_prefixes) and not (first.needs_mask or texts_to_stop_at)
                 )
-                stop = requests[indices[0]].stop
+                detector = None
+                if texts_to_stop_at and self.decode is not None:
+                    detector = StopDetector(texts_to_stop_at, self.decode)
                 end = self.end if stop is None else torch.tensor(sorted(stop), dtype=torch.int64, device=self.device)
                 loop = DecodeLoop(
                     [requests[i] for i in indices],
@@ -119,6 +128,7 @@ class LocalSampler:
                     decodes_ahead,
                     self._texts,
                     self.before_pass,
+                    detector,
                 )
                 cache: DecodeCache = PlainDecodeCache(self.model, self.pad)
                 if self._shares_prefixes:
@@ -150,13 +160,16 @@ class DecodeLoop:
         decodes_ahead: bool = False,
         texts: TextCache | None = None,
         before_pass: RowsCallback | None = None,
+        detector: StopDetector | None = None,
     ) -> None:
         """
         Args:
             decodes_ahead: Look at the results every `cuda_graphs.STEPS` tokens only.
             texts: Takes the texts of requests that may be continued.
             before_pass: As in `LocalSampler`.
+            detector: Says which completions have reached a stop text.
         """
+        self.detector = detector
         self.decodes_ahead, self.texts, self.before_pass = decodes_ahead, texts, before_pass
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
@@ -306,6 +319,8 @@ class DecodeLoop:
         self.tokens[active, count], self.logps[active, count] = token, logp.to(self.logps.dtype)
         count = count + 1
         stops = torch.isin(token, self.end)
+        if self.detector is not None:
+            stops |= self._reach_stop_text(token, active, count)
         finished = stops | (count >= self.limit[active])
         if finished.any():
             self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
@@ -314,6 +329,14 @@ class DecodeLoop:
             active, count, token = active[order], count[order], token[order]
         self.active, self.count = active, count
         return token
+
+    def _reach_stop_text(self, token: Tensor, active: Tensor, count: Tensor) -> Tensor:
+        """Return [N] bool: the rows whose last token, `token`, has completed a stop text."""
+        assert self.detector is not None
+        reached = torch.zeros(len(token), dtype=torch.bool)
+        for row in [row for row, last in enumerate(token.tolist()) if self.detector.may_complete(last)]:
+            reached[row] = self.detector.has_stopped(self.tokens[active[row], : count[row]].cpu())
+        return reached.to(self.device)
 
 
 class RoutedExpertsRecorder:

@@ -20,6 +20,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
+from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_shapes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import VARIABLE_NAMES, RewardConfig
@@ -208,6 +209,12 @@ class RunOptions:
     tiny = the base model inside the package; shapes = the one that sees, and the default for --task shapes."""
     tokenizer: Annotated[Any, optional_arg("ID|DIR", "the model's own", str)] = None
     """Directory or hub id of a tokenizer other than the model's. In Python also a tokenizer."""
+    template_options: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(name="tokenizer.template-options"),
+        optional_arg("NAME=VALUE", "the template's own"),
+    ] = ()
+    """Variables of the chat template: enable_thinking=false. One that the template does not read is refused."""
     trust_remote_code: bool = False
     """Run Python code from the folder or repository of model, tokenizer and reference; without it such a model is refused."""
     task: Annotated[Any, optional_arg("NAME|FILE", kind=str)] = "embedded"
@@ -440,6 +447,7 @@ def check_run(run: Run) -> None:
     if isinstance(run.reward, str):
         raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
     check_field_types(run)
+    parse_template_options(run.template_options)  # for its errors
     for name in ("steps", "prompts_per_step"):
         if getattr(run, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")

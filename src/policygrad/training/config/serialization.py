@@ -366,7 +366,7 @@ EVAL_OPTIONS = (
         "eval_data",
         "sampling",
     ),
-    *("seed", "trust_remote_code"),
+    *("seed", "trust_remote_code", "template_options"),
 )
 """Options that mean the same in training and evaluation."""
 

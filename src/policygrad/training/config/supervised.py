@@ -11,6 +11,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
+from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.trackers.services import check_tracking
 from policygrad.trackers.trace import DEFAULT_TRACE_MIB
@@ -140,6 +141,17 @@ class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning on demonstrations."""
 
     kind: ClassVar[str] = "sft"
+
+    template_options: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(name="tokenizer.template-options"),
+        optional_arg("NAME=VALUE", "the template's own"),
+    ] = ()
+    """Variables of the chat template: enable_thinking=false. One that the template does not read is refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_template_options(self.template_options)  # for its errors
 
 
 @dataclass(frozen=True)
