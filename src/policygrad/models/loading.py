@@ -26,6 +26,7 @@ from policygrad.models.adapters import (
     quantization_kwargs,
     reload_saved_precision,
     require_peft,
+    suppress_pattern_warning,
     train_only_adapters,
 )
 from policygrad.models.lora_config import (
@@ -147,7 +148,7 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     loaded: nn.Module
     base_info: tuple[nn.Module, LoadingInfo] | None = None
     try:
-        with silence_load_report():
+        with silence_load_report(), suppress_pattern_warning():
             if base is not None and not quantization:  # for an adapter, transformers reports the adapter's tensors only
                 base_info = load(base, device_map="meta")
             try:
