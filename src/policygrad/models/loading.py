@@ -212,6 +212,28 @@ def context_length(model: nn.Module) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
+_LIMITS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+    "index_topk",
+    "compress_rates",
+)
+
+
+def attention_limits(model: nn.Module) -> list[int]:
+    """Return the limits in a model's configuration, in tokens, beyond which attention is another than in a shorter text: windows,
+    chunks, an indexer's top-k, compressed blocks."""
+    config: Any = getattr(model, "config", None)
+    limits = list[int]()
+    for name in _LIMITS if config is not None else ():
+        value = getattr(config.get_text_config(), name, None)
+        several = value.values() if isinstance(value, dict) else [value]
+        limits += [limit for limit in several if isinstance(limit, int) and limit > 0]
+    return limits
+
+
 def has_bf16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether the processor multiplies in bfloat16; True where that cannot be read."""
     try:

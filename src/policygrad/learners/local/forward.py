@@ -18,8 +18,12 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.learners.config import AUTO, LearnerConfig
 from policygrad.learners.local.logprobs import FUSED_HEADS, fused_log_probability
 from policygrad.learners.local.packing import Pack, pack_micro_batches
-from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
-from policygrad.models.loading import at_least_float32
+from policygrad.learners.local.tree_attention import (
+    depends_on_attention_name,
+    disable_tree_attention,
+    enable_tree_attention,
+)
+from policygrad.models.loading import at_least_float32, attention_limits
 from policygrad.models.moe_routing import Routing
 from policygrad.models.vision import (
     attends_both_ways,
@@ -33,7 +37,6 @@ from policygrad.models.vision import (
 Inputs = dict[str, Any]
 E = TypeVar("E", bound="Evaluator")
 MAX_LOGITS = 2**26  # logits in memory at a time, in elements (256 MiB in float32)
-_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +233,8 @@ class Evaluator:
     network: Network
     temperature: float
     window: int | None = None
-    """Range of the model's local attention in tokens; longer texts are read as texts, with the model's own masks."""
+    """Tokens from which on the model does not attend to all of a text (windows, chunks, a top-k, compressed blocks): longer
+    texts are read as texts, with the model's own masks."""
 
     @property
     def model(self) -> nn.Module:
@@ -362,9 +366,7 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
             out[p.rows] = evaluator(p.to(device)).cpu().float()
         return out
 
-    config = model.config.get_text_config() if hasattr(model, "config") else None  # type: ignore[operator, union-attr]
-    windows = [w for name in _WINDOWS if isinstance(w := getattr(config, name, None), int) and w > 0]
-    plain = Evaluator(Network(model), temperature, min(windows, default=None))
+    plain = Evaluator(Network(model), temperature, min(attention_limits(model), default=None))
     truth = evaluate(plain, batch)
     effect = float((evaluate(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
     tolerance = (0.05 if dtype == torch.bfloat16 else 1e-4) * effect
@@ -377,7 +379,7 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
 
     split = replace(plain, network=Network(model, split_head=True))
     best = split if is_exact(split) else plain
-    if not enable_tree_attention(model):
+    if depends_on_attention_name(model) or not enable_tree_attention(model):
         return best
     shares = placeholder_id(model) is None or not attends_both_ways(model)
     tree = replace(best, network=replace(best.network, use_tree=True, shares_pictures=shares))
