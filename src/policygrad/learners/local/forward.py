@@ -79,10 +79,13 @@ class Network:
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
         if self.routing is not None:  # stays set for activations that the backward pass recomputes
-            routes = part.routes
+            routes, counted = part.routes, None
             if routes is not None and not self.use_tree:
-                routes = routes[part.paths.flatten()]
-            self.routing.replay(routes)
+                routes, counted = (
+                    routes[part.paths.flatten()],
+                    (self._is_token(part) & ~self._is_shared(part)).flatten(),
+                )
+            self.routing.replay(routes, counted)
         return self.states_at(*self.call(part))
 
     def call(self, part: Pack) -> tuple[Tensor, Inputs]:
@@ -110,6 +113,11 @@ class Network:
         """Return [S, L] bool, False at the padding of texts."""
         lengths = torch.from_numpy(part.tree.lengths).to(part.paths.device)
         return torch.arange(part.paths.shape[1], device=lengths.device) < lengths[:, None]
+
+    def _is_shared(self, part: Pack) -> Tensor:
+        """Return [S, L] bool, True at the tokens that an earlier text has too."""
+        shared = torch.from_numpy(part.tree.shared).to(part.paths.device)
+        return torch.arange(part.paths.shape[1], device=shared.device) < shared[:, None]
 
     def _text_positions(self, part: Pack) -> Tensor:
         """Return the positions of distinct texts with pictures, [S, L] or [k, S, L]."""
