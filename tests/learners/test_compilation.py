@@ -71,6 +71,32 @@ def test_a_machine_without_a_compiler_and_a_model_without_blocks_are_refused(
         learner_for(random_model, compile=True)
 
 
+def test_blocks_that_cannot_be_compiled_run_as_they_are(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(call: object, **options: object) -> object:
+        def fail(*args: object, **kwargs: object) -> None:
+            raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no such kernel"), None)
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    plain, compiled = learner_for(random_model), learner_for(random_model, compile=True)
+    batch = replace(float_batch(0), logp_sampler=torch.zeros(float_batch(0).mask.shape))
+
+    def update(learner: LocalLearner) -> None:
+        filled = learner.evaluate(batch, pg.GRPO.needs)
+        learner.update(filled, pg.GRPO.compute_advantages(filled), pg.GRPO)
+
+    update(plain)
+    with pytest.warns(UserWarning, match=r"the blocks of LlamaForCausalLM cannot be compiled") as told:
+        update(compiled)
+    assert len([w for w in told if "cannot be compiled" in str(w.message)]) == 1
+    assert all(torch.equal(w, compiled.optimizer.masters[n]) for n, w in plain.optimizer.masters.items())
+
+
+def test_a_models_own_error_is_not_taken_for_the_compilers() -> None:
+    assert not compilation.is_compiler_error(ValueError("a shape"))
+
+
 def test_compiling_is_for_one_process() -> None:
     with pytest.raises(pg.ConfigError, match=r"learner\.compile is for a learner in one process, and .* is 2"):
         pg.LearnerConfig(compile=True, world_size=2)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +20,15 @@ from doubles.drawing import Context, sample
 from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.adapters import add_adapters
+from policygrad.models.adapters import add_adapters, iter_merged_tensors
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
-LENGTHS = (2, 11)
-"""Of the prompts: padded on the left where they are read together, the longer one beyond the models' windows and chunks."""
+LENGTHS = (2, 75)
+"""Of the prompts: padded on the left where they are read together, the longer one beyond every limit of the configurations
+(windows, chunks, top-k, compressed blocks), and of the delta rule's blocks of 64."""
 FAMILIES = [pytest.param(f, id=f.name, marks=() if f.short else pytest.mark.long) for f in families()]
 
 
@@ -38,7 +42,10 @@ def folder_of(family: Family, saved: dict[str, Path], tmp_path_factory: pytest.T
     if family.name not in saved:
         torch.manual_seed(0)
         saved[family.name] = tmp_path_factory.mktemp("family")
-        tf.AutoModelForCausalLM.from_config(family.config()).save_pretrained(saved[family.name])
+        model = tf.AutoModelForCausalLM.from_config(family.config())
+        with torch.no_grad():  # 0 there would be a key of 0, and an indexer's top-k of equal scores is arbitrary
+            model.get_input_embeddings().weight[0] = torch.randn(model.get_input_embeddings().weight.shape[1])
+        model.save_pretrained(saved[family.name])
     return str(saved[family.name])
 
 
@@ -48,6 +55,10 @@ class Trained:
 
     gap: float
     """Nats between sampler and learner, at most."""
+    truth: float
+    """Nats between the learner and transformers' own model with the same weights, text by text, at most."""
+    longest: int
+    """Tokens of the longest text."""
     moved: bool
     """Whether every step changed weights."""
     shares: bool | None
@@ -58,9 +69,10 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
     model, algorithm = load_model(path, lora=lora), pg.GRPO
     sampler = LocalSampler(model, frozenset({1}), 0)
     learner, gap, moved = LocalLearner(model, LearnerSpec(algorithm, lr=1e-2, steps=2)), 0.0, True
+    plain, truth, longest = tf.AutoModelForCausalLM.from_pretrained(path).eval(), 0.0, 0
     trained = [p for p in model.parameters() if p.requires_grad]
     for step in range(2):
-        prompts = [Context(torch.arange(3, 3 + n), (step, i)) for i, n in enumerate(LENGTHS)]
+        prompts = [Context(torch.arange(n) * 7 % 37 + 3, (step, i)) for i, n in enumerate(LENGTHS)]
         drawn = [c for group in sample(sampler, prompts, 3, SamplingParams(max_tokens=10)) for c in group]
         mask = pad_sequence([torch.ones(len(c.tokens), dtype=torch.bool) for c in drawn], batch_first=True)
         batch = pg.Batch(
@@ -75,10 +87,18 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
         assert isinstance(scored.logp_old, Tensor)
         assert isinstance(batch.logp_sampler, Tensor)
         gap = max(gap, float((scored.logp_old - batch.logp_sampler)[mask].abs().max()))
+        plain.load_state_dict(dict(iter_merged_tensors(model)) if lora else model.state_dict(), strict=lora is None)
+        learned = [row[kept] for row, kept in zip(scored.logp_old, mask, strict=True)]
+        for completion, group, logp in zip(drawn, batch.group.tolist(), learned, strict=True):
+            text = torch.cat([prompts[group].tokens, completion.tokens])
+            with torch.no_grad():
+                logits = plain(input_ids=text[None], use_cache=False).logits[0, -len(logp) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, completion.tokens[:, None])[:, 0]
+            truth, longest = max(truth, float((logp - expected).abs().max())), max(longest, len(text))
         before = [p.detach().clone() for p in trained]
         learner.update(scored, algorithm.compute_advantages(scored), algorithm)
         moved = moved and any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
-    return Trained(gap, moved, sampler._shares_prefixes)
+    return Trained(gap, truth, longest, moved, sampler._shares_prefixes)
 
 
 @pytest.mark.parametrize("form", ["full", "lora"])
@@ -96,8 +116,17 @@ def test_sampler_and_learner_agree_for_every_family(
         return
     result = two_steps(path, lora)
     assert result.gap < 1e-5
+    assert result.truth < (5e-5 if lora else 1e-5)  # merged weights are rounded
+    assert result.longest > max(limits_of(family.config().get_text_config().to_dict()), default=0)
     assert result.moved
     assert result.shares == family.shares
+
+
+def limits_of(settings: Any) -> Iterator[int]:
+    """Every number of tokens in a configuration beyond which a layer computes otherwise, by their names."""
+    for key, value in settings.items():
+        if re.search(r"(window|window_size|chunk_size|block_size|index_topk|compress_rates)$", key):
+            yield from (x for x in (value.values() if isinstance(value, dict) else [value]) if isinstance(x, int))
 
 
 @pytest.mark.parametrize("family", [p for p in FAMILIES if p.values[0].left_out])  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
-from doubles.architectures import BASE
+from doubles.architectures import BASE, families
 from doubles.batches import make_batch, naive_logp
 from doubles.experts import EXPERTS, LAYERS, MODELS, built, drawn, shaken
 from policygrad.learners.base import LearnerSpec
@@ -162,3 +162,42 @@ def test_refusals(tmp_path: Path) -> None:
     Routing.for_model(model).replay(torch.zeros(3, 2, 2))
     with pytest.raises(pg.ModelError, match="experts of 3 tokens, and the router MixtralTopKRouter is called with 4"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
+def test_an_indexer_is_no_router(kind: str) -> None:
+    """Sparse attention chooses tokens or blocks by `topk` too."""
+    model = tf.AutoModelForCausalLM.from_config(next(f for f in families() if f.type == kind).config()).eval()
+    routers = Routing.for_model(model).routers
+    assert routers
+    assert not [r for r in routers if "Router" not in type(r.module).__name__]
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "glm4_moe"])
+def test_changed_counts_every_token_once_and_no_padding(kind: str) -> None:
+    """On policy nothing changes, in texts that are read one by one (a window of 9) and along a tree."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(next(f for f in families() if f.type == kind).config()).eval()
+    routing, lengths, prompt = Routing.for_model(model), (12, 2, 3, 1), torch.arange(5) + 3
+    tokens = torch.randint(3, 40, (4, 12), generator=torch.Generator().manual_seed(0))
+    read = list[Tensor]()
+    for row, n in enumerate(lengths):
+        with torch.no_grad(), routing.recording():
+            model(input_ids=torch.cat([prompt, tokens[row, :n]])[None], use_cache=False)
+            read.append(routing.pop_recorded())
+    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
+    batch = pg.Batch(
+        mask=mask,
+        group=torch.zeros(4, dtype=torch.int64),
+        reward=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        tokens=tokens * mask,
+        prompts=(prompt,),
+        routed_experts=nn.utils.rnn.pad_sequence([r[5:] for r in read], batch_first=True, padding_value=-1),
+        prompt_routed_experts=(read[0][:5],),
+        logp_sampler=torch.zeros(4, 12),
+    )
+    learner = LocalLearner(model, LearnerSpec(pg.GRPO, lr=0.0, steps=1, config=LearnerConfig(routing_replay=True)))
+    learner.evaluate(batch, frozenset({"logp_old"}))
+    changed = routing.pop_metrics()["routing/changed"]
+    assert changed.total == 0
+    assert changed.count == (5 + 11 + 1 + 2) * len(routing.routers)  # the last token of a text is not read

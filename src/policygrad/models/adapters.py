@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +39,20 @@ def describe_adapters(model: nn.Module) -> str:
         for config in configs.values()
     )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return f"{'; '.join(settings)}: {trainable:,} parameters train".lstrip(": ")
+    bare = "" if experts_are_adapted(model) else ", the stacked experts have no adapters"
+    return f"{'; '.join(settings)}: {trainable:,} parameters train{bare}".lstrip(": ")
+
+
+def experts_are_adapted(model: nn.Module) -> bool:
+    """Return False if the model has stacked experts, a parameter [experts, in, out], and none has an adapter."""
+    adapted = {id(part) for _, module in named_peft_modules(model) for part in module.modules()}
+    stacked = [
+        module
+        for module in model.modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        and any(p.dim() == 3 for p in module.parameters(recurse=False))
+    ]
+    return not stacked or any(id(module) in adapted for module in stacked)
 
 
 def require_peft(what: str, extra: str = "lora") -> None:
@@ -88,13 +101,15 @@ def add_adapters(
         modules_to_save=list(modules_to_save) or None,
         task_type="SEQ_CLS" if modules_to_save else "CAUSAL_LM",
     )
+    config.target_parameters = _weights_beside_experts(model, config) or None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
-        with _suppress_pattern_warning():
+        with suppress_pattern_warning():
             model.add_adapter(config)
     config.base_model_name_or_path = base
     config.target_modules = sorted(config.target_modules or ())  # a set, whose order differs between processes
+    config.target_parameters = sorted(config.target_parameters or ()) or None  # likewise
     train_only_adapters(model)
     weight = next(model.eval().parameters())
     if weight.is_meta:
@@ -114,7 +129,7 @@ def add_adapters(
 
 
 @contextmanager
-def _suppress_pattern_warning() -> Iterator[None]:
+def suppress_pattern_warning() -> Iterator[None]:
     """Hide PEFT's warning about patterns for stacked experts, which transformers adds even if no experts are adapted."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
@@ -171,6 +186,8 @@ def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) 
     names = targets.split("+")
     for name in names:
         if not any(full == name or full.endswith(f".{name}") for full in layers):
+            if _names_experts(model, name):
+                continue
             some = sorted({full.rpartition(".")[2] for full in layers})
             raise ConfigError(f"learner.lora: the model has no layer {name!r} to adapt: it has {', '.join(some[:12])}")
         if full := next((full for full in unsupported if full.endswith(f".{name}")), None):
@@ -187,6 +204,58 @@ def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) 
     if sees:
         return [full for full in layers if any(full == name or full.endswith(f".{name}") for name in names)]
     return names
+
+
+def _names_experts(model: nn.Module, name: str) -> bool:
+    """Return whether PEFT takes a name for a part of the model's stacked experts."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # one of several parts of a tensor
+        return True
+    return bool(config.target_parameters)
+
+
+def _weights_beside_experts(model: nn.Module, config: Any) -> list[str]:
+    """Return the weights of linear layers that PEFT would leave without an adapter where the model's experts are stacked.
+
+    For such architectures PEFT takes `gate_proj`, say, for the name of a part of the stacked experts alone. A linear layer of that
+    name, in a dense or shared MLP, gets its adapter as a parameter, like the experts.
+
+    Raises:
+        ConfigError: Targets that are one tensor in the experts, and of which only some are named.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted, requested = copy.deepcopy(config), config.target_modules
+    try:
+        convert_peft_config_for_transformers(converted, model, None)
+    except ValueError as error:  # only some parts of a tensor
+        raise ConfigError(
+            f"learner.lora targets={'+'.join(requested)}: the experts of {type(model).__name__} are stacked into tensors, one of "
+            f"which has parts of several names and one adapter ({str(error).rstrip('.')}): add the missing name to targets"
+        ) from error
+    if not converted.target_parameters:
+        return []
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    kept = {str(name) for name in converted.target_modules}
+    saved = {*(config.modules_to_save or ())}
+
+    def has_name(full: str, names: Iterable[str]) -> bool:
+        return any(full == name or full.endswith(f".{name}") for name in names)
+
+    return [
+        f"{full}.weight"
+        for full, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and full.rpartition(".")[2] not in saved
+        and (requested == DEFAULT_TARGETS or has_name(full, requested))
+        and not has_name(full, kept)
+    ]
 
 
 def train_only_adapters(model: nn.Module) -> None:
@@ -247,7 +316,7 @@ def rebuild_with_adapters(model: Any, build: Callable[[Any], nn.Module]) -> nn.M
             built.base_model.set_adapter(list(model.active_adapters))
         return built  # type: ignore[no-any-return]
     built = build(model)
-    with _suppress_pattern_warning():
+    with suppress_pattern_warning():
         for name, config in configs.items():
             built.add_adapter(copy.deepcopy(config), name)
     built.set_adapter(model.active_adapters())
@@ -276,6 +345,15 @@ def named_peft_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.utils import ModulesToSaveWrapper
 
     return ((n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper))
+
+
+def outermost_peft_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return PEFT's modules that are in no other one, with the names that the layers without PEFT have."""
+    outermost = list[tuple[str, Any]]()
+    for name, module in named_peft_modules(model):
+        if not outermost or not name.startswith(f"{outermost[-1][0]}."):
+            outermost.append((name, module))
+    return outermost
 
 
 def shareable_parameter_ids(model: nn.Module) -> set[int]:
@@ -307,7 +385,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         base: Any = model.get_submodule(name).get_base_layer()  # type: ignore[operator]
         for key, parameter in base.named_parameters(recurse=False):
             base._parameters[key] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    for name, module in list(named_peft_modules(model)):
+    for name, module in outermost_peft_modules(model):
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, unwrap_layer(module, name))
     _mark_untied_head(model)
@@ -350,14 +428,20 @@ def _mark_untied_head(model: Any) -> None:
 
 
 def unwrap_layer(module: Any, name: str) -> nn.Module:
-    """Merge one of PEFT's modules in place, and return the layer without PEFT. Raises ModelError if the sum is not finite."""
+    """Merge one of PEFT's modules in place, and return the layer without PEFT. Raises ModelError if the sum is not finite.
+
+    Of the parameters of one module, such as stacked experts, each has a module of PEFT's around that of the one before.
+    """
     if not hasattr(module, "get_base_layer"):
         return module.modules_to_save[module.active_adapters[0]]  # type: ignore[no-any-return]
-    try:
-        module.merge(safe_merge=True)
-    except ValueError as error:
-        raise ModelError(f"{name} cannot be merged: {error}") from error
-    return module.get_base_layer()  # type: ignore[no-any-return]
+    layer = module
+    while hasattr(layer, "base_layer"):
+        try:
+            layer.merge(safe_merge=True)
+        except ValueError as error:
+            raise ModelError(f"{name} cannot be merged: {error}") from error
+        layer = layer.base_layer
+    return layer  # type: ignore[no-any-return]
 
 
 def iter_merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -366,7 +450,7 @@ def iter_merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ModelError: A sum that is not finite.
     """
-    adapted = list(named_peft_modules(model))
+    adapted = outermost_peft_modules(model)
     inside = {id(p) for _, module in adapted for p in module.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:

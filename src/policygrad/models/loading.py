@@ -26,6 +26,7 @@ from policygrad.models.adapters import (
     quantization_kwargs,
     reload_saved_precision,
     require_peft,
+    suppress_pattern_warning,
     train_only_adapters,
 )
 from policygrad.models.lora_config import (
@@ -147,7 +148,7 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     loaded: nn.Module
     base_info: tuple[nn.Module, LoadingInfo] | None = None
     try:
-        with silence_load_report():
+        with silence_load_report(), suppress_pattern_warning():
             if base is not None and not quantization:  # for an adapter, transformers reports the adapter's tensors only
                 base_info = load(base, device_map="meta")
             try:
@@ -209,6 +210,28 @@ def context_length(model: nn.Module) -> int | None:
     """Return the number of positions, in tokens; None if the configuration does not state it."""
     text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # without the vision tower, if there is one
     return getattr(text, "max_position_embeddings", None)
+
+
+_LIMITS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+    "index_topk",
+    "compress_rates",
+)
+
+
+def attention_limits(model: nn.Module) -> list[int]:
+    """Return the limits in a model's configuration, in tokens, beyond which attention is another than in a shorter text: windows,
+    chunks, an indexer's top-k, compressed blocks."""
+    config: Any = getattr(model, "config", None)
+    limits = list[int]()
+    for name in _LIMITS if config is not None else ():
+        value = getattr(config.get_text_config(), name, None)
+        several = value.values() if isinstance(value, dict) else [value]
+        limits += [limit for limit in several if isinstance(limit, int) and limit > 0]
+    return limits
 
 
 def has_bf16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -99,9 +99,12 @@ def adapter_base(path: str | Path) -> str | None:
 
 
 def read_lora(path: str | Path) -> Lora:
-    """Read rank, α and targets of an adapter folder, None where its configuration has none."""
+    """Read rank, α and targets of an adapter folder, None where its configuration has none.
+
+    The targets of stacked experts are names of tensors there, which `Lora.targets` does not have.
+    """
     config = read_adapter_config(path) or {}
-    targets = config.get("target_modules")
+    targets = None if config.get("target_parameters") else config.get("target_modules")
     return Lora(
         rank=config.get("r"),
         alpha=config.get("lora_alpha"),
@@ -113,7 +116,7 @@ def check_same_adapter(option: Lora, adapter: Lora, model: str) -> None:
     """Raise ConfigError when the option contradicts the adapter in the model's folder."""
     for name in ("rank", "alpha", "targets"):
         value, existing = getattr(option, name), getattr(adapter, name)
-        if value in (None, existing):
+        if value in (None, existing) or (name == "targets" and existing is None):
             continue
         if name == "targets" and (value == DEFAULT_TARGETS or {*value.split("+")} == {*(existing or "").split("+")}):
             continue

@@ -28,7 +28,10 @@ class Routing:
 
     @classmethod
     def for_model(cls, model: nn.Module) -> Routing:
-        """Return the model's routing, found on the first call by observing which modules call `topk`.
+        """Return the model's routing, found on the first call by observing `topk` in two texts.
+
+        A router chooses k experts for each token, always among the same ones. What else calls `topk`, such as the indexer of sparse
+        attention, chooses among the tokens of a text or blocks of them, so its choices depend on the text's length.
 
         Raises:
             ModelError: A model without experts.
@@ -36,30 +39,24 @@ class Routing:
         cached: Routing | None = model.__dict__.get("_policygrad_routing")
         if cached is not None:
             return cached
-        active, sizes = list[nn.Module](), dict[nn.Module, list[int]]()
-
-        def enter(module: nn.Module, args: Any) -> None:
-            active.append(module)
-
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
-            active.pop()
-
-        def record(indices: Tensor) -> None:  # each call's k, by the innermost module
-            sizes.setdefault(active[-1], []).append(indices.shape[-1])
-
-        with ExitStack() as hooks, torch.no_grad(), _TopK(record):
-            for module in model.modules():
-                hooks.enter_context(module.register_forward_pre_hook(enter))
-                hooks.enter_context(module.register_forward_hook(leave))
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-            model(input_ids=ids, use_cache=False)
-        if not sizes:
+        short, long = (_observe_topk(model, length) for length in _TEXT_LENGTHS)
+        routing = cls([])
+        for module, calls in short.items():
+            # the last call selects the experts: groups of them are selected first
+            tokens, width, k = calls[-1]
+            again = long.get(module, [])
+            if (
+                len(again) == len(calls)
+                and tokens == _TEXT_LENGTHS[0]
+                and again[-1] == (_TEXT_LENGTHS[1], width, k)
+                and k
+            ):
+                routing.routers.append(Router(module, len(calls), k))
+        if not routing.routers:
             raise ModelError(
                 f"{type(model).__name__} has no experts, so there is no routing to replay: set learner.routing_replay to "
                 "false, or use a mixture of experts"
             )
-        # the last call selects the experts: groups of them are selected first
-        routing = cls([Router(module, len(calls), calls[-1]) for module, calls in sizes.items()])
         model.__dict__["_policygrad_routing"] = routing
         return routing
 
@@ -81,10 +78,16 @@ class Routing:
             router.recorded = []
         return torch.stack(passes, 1)
 
-    def replay(self, routes: Tensor | None) -> None:
-        """Use these selections [n, layers, k] in the next passes and their recomputation; −1 or None = the model's own."""
+    def replay(self, routes: Tensor | None, counted: Tensor | None = None) -> None:
+        """Use these selections in the next passes and their recomputation.
+
+        Args:
+            routes: [n, layers, k]; −1 or None = the model's own.
+            counted: [n] bool, True for the tokens that `routing/changed` counts: not padding, and a shared token once; None = all.
+        """
         for layer, router in enumerate(self.routers):
             router.replayed = None if routes is None else routes[:, layer].long()
+            router.counted = counted
 
     def pop_metrics(self) -> Metrics:
         """Return routing/changed: the share of selections replayed since the last call that the current weights would change."""
@@ -92,6 +95,33 @@ class Routing:
         for router in self.routers:
             router.changed = router.tokens = 0.0
         return {"routing/changed": Mean(changed, tokens)} if tokens else {}
+
+
+_TEXT_LENGTHS = 5, 14  # tokens; no number of experts, and not the same number of blocks of any small size
+
+
+@torch.no_grad()
+def _observe_topk(model: nn.Module, length: int) -> dict[nn.Module, list[tuple[int, int, int]]]:
+    """Return each module's calls of `topk` in a text of this length: rows, values in a row, and how many are chosen."""
+    active, calls = list[nn.Module](), dict[nn.Module, list[tuple[int, int, int]]]()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        active.append(module)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        active.pop()
+
+    def record(scores: Tensor, indices: Tensor) -> None:  # by the innermost module
+        width, k = scores.shape[-1], indices.shape[-1]
+        calls.setdefault(active[-1], []).append((scores.numel() // max(width, 1), width, k))
+
+    with ExitStack() as hooks, _TopK(record):
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(enter))
+            hooks.enter_context(module.register_forward_hook(leave))
+        ids = torch.zeros(1, length, dtype=torch.int64, device=next(model.parameters()).device)
+        model(input_ids=ids, use_cache=False)
+    return calls
 
 
 class Router:
@@ -102,6 +132,7 @@ class Router:
         self.module, self.call, self.k, self._calls = module, call, k, 0
         self.recorded: list[Tensor] | None = None
         self.replayed: Tensor | None = None
+        self.counted: Tensor | None = None
         self.changed, self.tokens = 0.0, 0.0
         self._modes: list[_TopK] = []
         module.register_forward_pre_hook(self._before_forward)
@@ -117,7 +148,7 @@ class Router:
         if self._modes:
             self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def choose(self, live: Tensor) -> Tensor | None:
+    def choose(self, scores: Tensor, live: Tensor) -> Tensor | None:
         """Record the model's selection in a call of `topk`, and return the experts [n, k] to use instead; None = the model's."""
         self._calls += 1
         if self._calls != self.call:
@@ -135,19 +166,20 @@ class Router:
         is_replayed = self.replayed[:, :1] >= 0
         experts = torch.where(is_replayed, self.replayed, flat)
         differs = (experts.sort(-1).values != flat.sort(-1).values).any(-1, keepdim=True)
-        self.changed += float((differs & is_replayed).sum())
-        self.tokens += float(is_replayed.sum())
+        is_counted = is_replayed if self.counted is None else is_replayed & self.counted[:, None]
+        self.changed += float((differs & is_counted).sum())
+        self.tokens += float(is_counted.sum())
         return experts.view_as(live)
 
 
 class _TopK(TorchFunctionMode):
-    """Gives the indices of each call of `topk` to a function, which may return others to use instead."""
+    """Gives the scores and indices of each call of `topk` to a function, which may return other indices to use instead."""
 
-    def __init__(self, select: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, select: Callable[[Tensor, Tensor], Tensor | None]) -> None:
         super().__init__()
         self.select = select
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        indices = self.select(result.indices) if func in (torch.topk, torch.Tensor.topk) else None
+        indices = self.select(args[0], result.indices) if func in (torch.topk, torch.Tensor.topk) else None
         return result if indices is None else torch.return_types.topk((args[0].gather(-1, indices), indices))

@@ -108,6 +108,16 @@ def _build_from_config(model: Any) -> nn.Module:
     )
 
 
+def plain_parameters(model: Any) -> dict[str, Tensor] | None:
+    """Return the parameters, on the meta device, that the model has without adapters; None if it cannot be built a second time."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    try:
+        with torch.device("meta"):
+            return dict(_build_from_config(base).named_parameters())
+    except ModelError:
+        return None
+
+
 def unshared_parameters(clone: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a second model that do not share memory with the first."""
     shared = {id(p) for p in model.parameters()}

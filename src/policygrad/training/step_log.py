@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policygrad.core.batch import Batch
 from policygrad.rollout.trajectory import EpisodeGroup, is_multi_turn
 from policygrad.training.loop import StepResult
 from policygrad.utils.filesystem import write_atomically
@@ -89,6 +90,24 @@ def write_thumbnails(folder: Path, groups: Sequence[EpisodeGroup]) -> None:
                 write_atomically(file, make_thumbnail(picture))
 
 
+def explain_mismatch(batch: Batch, bound: float) -> str:
+    """Return the likely cause of log-probabilities that differ by more than `bound` [nats] between sampler and learner, and the
+    remedy."""
+    rounding = "Where the learner computes in bf16, try --learner.dtype fp32"
+    other = "in fp32 it is no rounding: sampler and learner read the model differently, or have other weights (policygrad verify)"
+    if batch.logp_sampler is None or batch.logp_old is None or batch.prompts is None:
+        return f"{rounding}; {other}"
+    differs = (((batch.logp_old - batch.logp_sampler).abs() > bound) & batch.policy_tokens).any(1)
+    lengths = torch.tensor([len(batch.prompts[group]) for group in batch.group.tolist()])
+    longest = lengths == lengths.max()
+    if bool(differs.any()) and not bool(differs[longest].any()) and bool(longest.any()):
+        return (
+            "It is so after shorter prompts alone, which are padded: the sampler's cache does not support this model's padding. "
+            "Sample with an engine (--sampler.engine vllm), and report it"
+        )
+    return f"{rounding}; {other}"
+
+
 def build_step_notes(
     result: StepResult, values: dict[str, float], was_pretraining: bool, nonfinite: str = ""
 ) -> list[Note]:
@@ -119,7 +138,8 @@ def build_step_notes(
         notes.append((f"{text}; it counts as off-policy (algorithm.old_policy)", "stale"))
     elif (gap := values.get("mismatch/logp_max", 0.0)) > MAX_LOGP_MISMATCH:
         text = f"a token's log-probability differs by {gap:.1f} nats between sampler and learner"
-        notes.append((f"{text}; the gradient is not the policy's. Try --learner.dtype fp32", "mismatch"))
+        cause = explain_mismatch(result.batch, MAX_LOGP_MISMATCH)
+        notes.append((f"{text}; the gradient is not the policy's. {cause}", "mismatch"))
     if ratio := values.get("environment/branched_ratio", 0.0):
         text = f"the chat template rewrites earlier turns in {ratio:.0%} of the episodes, which are read as several texts each"
         notes.append((f"{text} (environment/branches)", "branches"))

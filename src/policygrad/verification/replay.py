@@ -38,7 +38,7 @@ from policygrad.trackers.jsonl import format_row
 from policygrad.training.config.paths import check_files_exist
 from policygrad.training.config.run import Run
 from policygrad.training.loop import Progress, StepOutcome, StepResult, TrainedRollout, run_loop, train_on_rollout
-from policygrad.training.step_log import build_completion_rows
+from policygrad.training.step_log import build_completion_rows, explain_mismatch
 from policygrad.training.step_records import StepRecord, TensorDigest, digest_tensor, digest_weights
 from policygrad.training.trainer import Trainer
 from policygrad.utils.garbage import paused_garbage_collection
@@ -407,11 +407,14 @@ def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Finding:
         return not_checked("sampler's weights", "every token was sampled by older weights", step)
     bound = replay.run.sampler.logprob_tolerance or probe.TOLERANCE[next(replay.replayer.model.parameters()).dtype]
 
-    def gap() -> float:
-        logp = learner.evaluate(replace(batch, logp_old=None), frozenset({"logp_old"})).logp_old
-        return float((logp - batch.logp_sampler)[current].abs().max())  # type: ignore[operator]
+    def scored() -> Batch:
+        return learner.evaluate(replace(batch, logp_old=None), frozenset({"logp_old"}))
 
-    largest = gap()
+    def gap(scored: Batch) -> float:
+        return float((scored.logp_old - batch.logp_sampler)[current].abs().max())  # type: ignore[operator]
+
+    now = scored()
+    largest = gap(now)
     number = int(current.sum())
     if largest <= bound:
         return holds(
@@ -422,11 +425,12 @@ def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Finding:
     text = f"log-probabilities are up to {largest:.2g} nats from the learner's (bound: {bound:g})"
     for saved in replay.iter_earlier():
         replay.replayer.restore(saved)
-        is_cause = gap() <= bound
+        is_cause = gap(scored()) <= bound
         replay.restore()
         if is_cause:
             return differs("sampler's weights", f"the sampler still had the weights of step {saved.step}: {text}", step)
-    return differs("sampler's weights", f"the sampler had other weights than the learner: {text}", step)
+    cause = explain_mismatch(now, bound)
+    return differs("sampler's weights", f"the sampler had other weights, or reads otherwise: {text}. {cause}", step)
 
 
 # Advantages and update

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from policygrad.core.media import TextMedia
 from policygrad.errors import EngineError
-from policygrad.models.adapters import PEFT_PREFIX, named_peft_modules, unwrap_layer
+from policygrad.models.adapters import PEFT_PREFIX, outermost_peft_modules, unwrap_layer
 
 
 class StaleWeightsError(EngineError):
@@ -111,7 +111,7 @@ def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module 
 def merge_adapters_lazily(model: nn.Module, tensors: LazyStateDict) -> LazyStateDict:
     """Return what `iter_merged_tensors` returns, for a model on the meta device whose parameters are gathered. An access
     raises ModelError if a sum is not finite."""
-    adapted = list(named_peft_modules(model))
+    adapted = outermost_peft_modules(model)
     adapted_parameters = {id(p) for _, module in adapted for p in module.parameters()}
     names = {id(p): name for name, p in model.named_parameters()}
     specs: dict[str, Tensor] = {}

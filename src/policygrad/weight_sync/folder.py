@@ -29,6 +29,7 @@ from policygrad.models.adapters import (
     iter_merged_tensors,
 )
 from policygrad.models.lora_config import ADAPTER_FILE
+from policygrad.models.replica import plain_parameters
 from policygrad.utils.filesystem import apply_default_permissions, fsync_path
 from policygrad.weight_sync.base import (
     BUCKET_BYTES,
@@ -272,12 +273,41 @@ def find_tied_head(model: Any) -> tuple[str, str] | None:
 
 
 def merge_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the full model's tensors with adapters merged, W + (α/r)·B·A. `tensors` must be the model's own, or gathered."""
+    """Return the full model's tensors with adapters merged, W + (α/r)·B·A. `tensors` must be the model's own, or gathered.
+
+    Raises:
+        EngineError: They are not those that the model has without adapters: a server would ignore them, and sample with old ones.
+    """
     if not adapter_configs(model):
         return tensors
-    if isinstance(tensors, LazyStateDict):
-        return merge_adapters_lazily(model, tensors)
-    return dict(iter_merged_tensors(model))
+    lazy = isinstance(tensors, LazyStateDict)
+    merged = merge_adapters_lazily(model, tensors) if lazy else dict(iter_merged_tensors(model))  # type: ignore[arg-type]
+    _check_merged_names(model, tensor_specs(merged))
+    return merged
+
+
+def _check_merged_names(model: Any, merged: Mapping[str, Tensor]) -> None:
+    """Raise EngineError unless names and shapes are those of the model without adapters."""
+    shapes: Any = model.__dict__.get(_SHAPES)
+    if shapes is None:
+        plain = plain_parameters(model)
+        shapes = model.__dict__[_SHAPES] = (
+            None if plain is None else {name: tuple(p.shape) for name, p in plain.items()}
+        )
+    found = {name: tuple(x.shape) for name, x in merged.items()}
+    odd = sorted(n for n in found if ".base_layer" in n or ".lora_" in n)
+    if shapes is not None:
+        odd = sorted(name for name, _ in found.items() ^ shapes.items())
+    if odd:
+        raise EngineError(
+            f"the adapters of this {type(model).__name__} cannot be merged into what servers load: {odd[0]!r} is not in the model "
+            "without adapters. Train other layers (--learner.lora targets=q_proj+v_proj), or set --sampler.engine local"
+        )
+
+
+_SHAPES = (
+    "_policygrad_plain_shapes"  # attribute of a model with adapters: what `_check_merged_names` expects, made once
+)
 
 
 def check_exportable(model: Any) -> None:

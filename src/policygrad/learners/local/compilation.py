@@ -7,7 +7,8 @@ compiled once for all lengths and, since all blocks have the same code, once for
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +46,32 @@ class CompiledBlocks:
             )
         exclude_attention_from_compilation(model)
         self.modules: list[Any] = [part for block in blocks for part in (block.children() if recompute else [block])]
-        self.calls = [torch.compile(module._call_impl, dynamic=True) for module in self.modules]
+        self.model_name, self.is_broken = type(model).__name__, False
+        self.calls = [
+            self._guard(torch.compile(module._call_impl, dynamic=True), module._call_impl) for module in self.modules
+        ]
+
+    def _guard(self, compiled: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of the compiled module, or of the original one from the first that cannot be compiled on."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.is_broken:
+                return original(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:  # by where it was raised: compilers raise all kinds
+                if isinstance(error, torch.OutOfMemoryError) or not is_compiler_error(error):
+                    raise
+                self.is_broken = True
+                reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+                warnings.warn(
+                    f"learner.compile: the blocks of {self.model_name} cannot be compiled here ({reason}): "
+                    "they run as they are. Leave learner.compile out to silence this.",
+                    stacklevel=2,
+                )
+                return original(*args, **kwargs)
+
+        return call
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -57,6 +83,12 @@ class CompiledBlocks:
         finally:
             for module in self.modules:
                 module._compiled_call_impl = None
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Return whether torch.compile raised it, rather than the model that runs compiled."""
+    kinds = (getattr(torch._dynamo.exc, "TorchDynamoException", ()),)
+    return isinstance(error, kinds) or type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
 def count_compiled_graphs() -> int:

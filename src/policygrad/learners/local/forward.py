@@ -18,8 +18,12 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.learners.config import AUTO, LearnerConfig
 from policygrad.learners.local.logprobs import FUSED_HEADS, fused_log_probability
 from policygrad.learners.local.packing import Pack, pack_micro_batches
-from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
-from policygrad.models.loading import at_least_float32
+from policygrad.learners.local.tree_attention import (
+    depends_on_attention_name,
+    disable_tree_attention,
+    enable_tree_attention,
+)
+from policygrad.models.loading import at_least_float32, attention_limits
 from policygrad.models.moe_routing import Routing
 from policygrad.models.vision import (
     attends_both_ways,
@@ -33,7 +37,6 @@ from policygrad.models.vision import (
 Inputs = dict[str, Any]
 E = TypeVar("E", bound="Evaluator")
 MAX_LOGITS = 2**26  # logits in memory at a time, in elements (256 MiB in float32)
-_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +79,13 @@ class Network:
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
         if self.routing is not None:  # stays set for activations that the backward pass recomputes
-            routes = part.routes
+            routes, counted = part.routes, None
             if routes is not None and not self.use_tree:
-                routes = routes[part.paths.flatten()]
-            self.routing.replay(routes)
+                routes, counted = (
+                    routes[part.paths.flatten()],
+                    (self._is_token(part) & ~self._is_shared(part)).flatten(),
+                )
+            self.routing.replay(routes, counted)
         return self.states_at(*self.call(part))
 
     def call(self, part: Pack) -> tuple[Tensor, Inputs]:
@@ -107,6 +113,11 @@ class Network:
         """Return [S, L] bool, False at the padding of texts."""
         lengths = torch.from_numpy(part.tree.lengths).to(part.paths.device)
         return torch.arange(part.paths.shape[1], device=lengths.device) < lengths[:, None]
+
+    def _is_shared(self, part: Pack) -> Tensor:
+        """Return [S, L] bool, True at the tokens that an earlier text has too."""
+        shared = torch.from_numpy(part.tree.shared).to(part.paths.device)
+        return torch.arange(part.paths.shape[1], device=shared.device) < shared[:, None]
 
     def _text_positions(self, part: Pack) -> Tensor:
         """Return the positions of distinct texts with pictures, [S, L] or [k, S, L]."""
@@ -230,7 +241,8 @@ class Evaluator:
     network: Network
     temperature: float
     window: int | None = None
-    """Range of the model's local attention in tokens; longer texts are read as texts, with the model's own masks."""
+    """Tokens from which on the model does not attend to all of a text (windows, chunks, a top-k, compressed blocks): longer
+    texts are read as texts, with the model's own masks."""
 
     @property
     def model(self) -> nn.Module:
@@ -362,9 +374,7 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
             out[p.rows] = evaluator(p.to(device)).cpu().float()
         return out
 
-    config = model.config.get_text_config() if hasattr(model, "config") else None  # type: ignore[operator, union-attr]
-    windows = [w for name in _WINDOWS if isinstance(w := getattr(config, name, None), int) and w > 0]
-    plain = Evaluator(Network(model), temperature, min(windows, default=None))
+    plain = Evaluator(Network(model), temperature, min(attention_limits(model), default=None))
     truth = evaluate(plain, batch)
     effect = float((evaluate(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
     tolerance = (0.05 if dtype == torch.bfloat16 else 1e-4) * effect
@@ -377,7 +387,7 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
 
     split = replace(plain, network=Network(model, split_head=True))
     best = split if is_exact(split) else plain
-    if not enable_tree_attention(model):
+    if depends_on_attention_name(model) or not enable_tree_attention(model):
         return best
     shares = placeholder_id(model) is None or not attends_both_ways(model)
     tree = replace(best, network=replace(best.network, use_tree=True, shares_pictures=shares))

@@ -7,6 +7,7 @@ attends to exactly what it would attend to if its text stood alone, in the same 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -236,23 +237,83 @@ def _gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
 
 
 def enable_tree_attention(model: Any) -> bool:
-    """Make the model's attention follow trees.
+    """Make the model's attention follow trees. `depends_on_attention_name` says for which models that changes what they compute.
 
     Returns False, and changes nothing, unless the model uses transformers' scaled-dot-product attention by its common interface.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     config = getattr(model, "config", None)
     if config is not None and config.get_text_config()._attn_implementation == ATTENTION_NAME:
         return True
     can_set = getattr(model, "_can_set_attn_implementation", None)  # before setting, which warns if it is not possible
     if getattr(config, "_attn_implementation", None) != "sdpa" or can_set is None or not can_set():
         return False
-    AttentionInterface.register(ATTENTION_NAME, tree_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    _register()
     _set_attention(model, ATTENTION_NAME)
     return bool(model.config.get_text_config()._attn_implementation == ATTENTION_NAME)
+
+
+class _AttentionName(str):
+    """A name of the attention that counts how often code of the model's own looks whether it is `sdpa`."""
+
+    modules: frozenset[str]  # of the model's classes; transformers' registry compares names too
+    count: int
+
+    def _observe(self, other: object) -> None:
+        if other == "sdpa" and sys._getframe(2).f_globals.get("__name__") in self.modules:
+            self.count += 1
+
+    def __eq__(self, other: object) -> bool:
+        self._observe(other)
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        self._observe(other)
+        return str.__ne__(self, other)
+
+    def __hash__(self) -> int:  # a set or dict of names
+        self._observe("sdpa")
+        return str.__hash__(self)
+
+
+@torch.no_grad()
+def depends_on_attention_name(model: nn.Module) -> bool:
+    """Return True if the model computes something else where its attention is not called `sdpa`.
+
+    Sparse attention does: GLM 5 and DeepSeek V3.2 apply the mask of their indexer under the names that they know, so under
+    another one they attend to everything, which shows in texts longer than the indexer's top-k alone.
+    """
+    import transformers
+
+    _register()
+    configs = {
+        id(config): config
+        for module in model.modules()
+        if isinstance(config := getattr(module, "config", None), transformers.PreTrainedConfig)
+        and config._attn_implementation == "sdpa"
+    }
+    if not configs:
+        return False
+    name = _AttentionName(ATTENTION_NAME)
+    name.modules, name.count = frozenset(type(module).__module__ for module in model.modules()), 0
+    ids = torch.zeros(1, 8, dtype=torch.int64, device=next(model.parameters()).device)
+    for config in configs.values():
+        config._attn_implementation_internal = name
+    try:
+        model(input_ids=ids, use_cache=False)
+    except Exception:  # architectures raise all kinds of errors under a name that they do not know
+        return True
+    finally:
+        for config in configs.values():
+            config._attn_implementation_internal = "sdpa"
+    return name.count > 0
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION_NAME, tree_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def _set_attention(model: Any, name: str) -> None:

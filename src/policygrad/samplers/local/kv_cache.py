@@ -28,6 +28,7 @@ class DecodeCache(Protocol):
 
     model: nn.Module
     supports_refill: bool  # True if prompts can be added while rows are active
+    needs_equal_lengths: bool  # True if prompts that are read together must have equal lengths
     rows: Tensor  # [N] int64: the position of each active row in the last forward pass
 
     @property
@@ -59,8 +60,13 @@ class PlainDecodeCache:
 
     supports_refill = False
 
-    def __init__(self, model: nn.Module, pad: int) -> None:
-        self.model, self.pad = model, pad
+    def __init__(self, model: nn.Module, pad: int, needs_equal_lengths: bool = False) -> None:
+        """
+        Args:
+            needs_equal_lengths: The model reads padding as a part of the text: DeepSeek V4 compresses blocks that are
+                counted from it.
+        """
+        self.model, self.pad, self.needs_equal_lengths = model, pad, needs_equal_lengths
         self.device = next(model.parameters()).device
         self.rows, self.cache, self.attention, self.used = torch.empty(0), dict[str, Any](), torch.empty(0), 0
 

@@ -20,8 +20,8 @@ from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, Pl
 from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
     SharedPrefixCache,
-    check_batched_decoding,
     supports_continuing,
+    supports_padding,
     supports_shared_prefix,
 )
 from policygrad.samplers.local.text_cache import TextCache, weights_version
@@ -63,6 +63,7 @@ class LocalSampler:
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None and before_pass is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
+        self._needs_equal_lengths = False  # likewise
         self._continues: bool | None = None  # likewise, at the first that may be continued
         self._texts: TextCache | None = None  # of the last call
 
@@ -100,7 +101,7 @@ class LocalSampler:
             with recording():
                 self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
                 if not self._shares_prefixes:
-                    check_batched_decoding(self.model, self.pad)
+                    self._needs_equal_lengths = not supports_padding(self.model, self.pad)
         texts, self._texts = self._texts, None
         if texts is not None and texts.weights != weights_version(self.model):
             texts = None
@@ -130,7 +131,7 @@ class LocalSampler:
                     self.before_pass,
                     detector,
                 )
-                cache: DecodeCache = PlainDecodeCache(self.model, self.pad)
+                cache: DecodeCache = PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths)
                 if self._shares_prefixes:
                     cache = SharedPrefixCache(self.model, self.pad, texts)
                 completed = loop.run(cache, self.version, self._callback)
@@ -189,7 +190,7 @@ class DecodeLoop:
         for i, request in enumerate(requests):
             groups.setdefault(id(request.prompt_ids), []).append(i)
         # shortest prompts first, so that those read together need little padding
-        self.queue = deque(sorted(groups.values(), key=lambda group: len(requests[group[0]].prompt_ids)))
+        self.queue = deque(sorted(groups.values(), key=self._length))
         self.active = self.first_position.new_empty(0)  # [N]: index of each active row's request
         self.announced: Tensor | None = None  # `active` as `before_pass` was told
         self.count = self.first_position.new_empty(0)  # [N]: tokens sampled by each active row
@@ -203,6 +204,8 @@ class DecodeLoop:
             slots, occupied, groups = self.sampling.decode_rows, len(self.active), list[list[int]]()
             if not occupied or (cache.supports_refill and slots - occupied >= _REFILL_FRACTION * slots):
                 while self.queue and (occupied == 0 or occupied + len(self.queue[0]) <= slots):
+                    if groups and cache.needs_equal_lengths and self._length(groups[0]) != self._length(self.queue[0]):
+                        break
                     groups.append(self.queue.popleft())
                     occupied += len(groups[-1])
             if groups:  # read each prompt once, and add the rows of its requests
@@ -248,6 +251,10 @@ class DecodeLoop:
             Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n), masks[i])
             for i, (ids, p, n, end) in enumerate(ends)
         ]
+
+    def _length(self, group: Sequence[int]) -> int:
+        """Return the length of the prompt that these requests share."""
+        return len(self.requests[group[0]].prompt_ids)
 
     def _announce_rows(self, cache: DecodeCache) -> None:
         """Tell `before_pass` which request each row of the next step belongs to; rows that are finished belong to any."""

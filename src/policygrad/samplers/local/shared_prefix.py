@@ -7,6 +7,8 @@ arXiv:2402.05099.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from policygrad.core.media import TextMedia
 from policygrad.errors import ModelError
-from policygrad.models.loading import at_least_float32
+from policygrad.models.loading import at_least_float32, attention_limits, context_length
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
 from policygrad.samplers.local.text_cache import LayerTensors, TextCache
@@ -28,12 +30,14 @@ _ALIGNMENT = 32
 _MASK_TOKENS = 32  # columns of `PrefixLayout.mask` that are allocated at a time; a multiple of `_ALIGNMENT`
 _TOLERANCE = 0.2
 """Fraction of the difference between two texts, and of the spread of the logits: an error beyond both is no rounding."""
+_LONGEST_LIMIT = 160  # tokens: texts beyond a longer window or block would take too long to test
 
 
 class SharedPrefixCache:
     """One copy of each prompt for all its rows, for models whose layers all keep all keys and use sdpa attention."""
 
     supports_refill = True
+    needs_equal_lengths = False
 
     def __init__(self, model: nn.Module, pad: int, texts: TextCache | None = None) -> None:
         """
@@ -456,32 +460,61 @@ def supports_continuing(model: nn.Module, pad: int) -> bool:
 
 
 @torch.no_grad()
-def check_batched_decoding(model: nn.Module, pad: int) -> None:
-    """Test the plain cache with prompts of two lengths, two rows of one of them, and a row that leaves.
+def supports_padding(model: nn.Module, pad: int) -> bool:
+    """Test the plain cache with two prompts, two rows of one of them, and a row that leaves, in texts beyond the limits of the
+    model's attention up to `_LONGEST_LIMIT`.
+
+    Returns:
+        True if prompts of two lengths, one of them padded, get the logits of the same texts in one pass; False, with a
+        warning, if only prompts of equal length do.
 
     Raises:
-        ModelError: The architecture's cache cannot be repeated and reordered by row, or continues other texts.
+        ModelError: Not even those: the architecture's cache cannot be repeated and reordered by row, or continues other texts.
     """
+    context = (context_length(model) or 2 * _LONGEST_LIMIT) - 8
+    longest = 5 + max((n for n in attention_limits(model) if n <= min(_LONGEST_LIMIT, context)), default=0)
+    is_half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    unequal, scale, reason = _decode_gap(model, pad, (longest, longest - 2))
+    if unequal <= (0.05 if is_half else 1e-3) * scale:
+        return True
+    equal, scale, reason = _decode_gap(model, pad, (longest, longest))
+    if not equal <= _TOLERANCE * scale:
+        raise _unsupported_model(model, reason)
+    if unequal <= min(3 * equal, _TOLERANCE * scale):  # rounding, which padding does not increase
+        return True
+    warnings.warn(
+        f"{type(model).__name__} computes otherwise where a prompt is padded: only prompts of equal length are sampled together, "
+        "which takes longer where prompts have many lengths",
+        stacklevel=2,
+    )
+    return False
+
+
+def _decode_gap(model: nn.Module, pad: int, lengths: tuple[int, int]) -> tuple[float, float, str]:
+    """Return the largest difference of logits between the plain cache and one pass, after prompts of these lengths; how far two
+    texts' logits differ, or logits spread; and what is wrong in words. An error counts as an infinite difference."""
     cache = PlainDecodeCache(model, pad)
-    tokens = torch.arange(12, device=cache.device).view(2, 6) * 5 % 7 + 1
-    prompts, new = [tokens[0, :5], tokens[1, :3]], torch.arange(1, 4, device=cache.device)
+    starts = torch.tensor([[0], [3]], device=cache.device)
+    tokens = (torch.arange(max(lengths), device=cache.device) * 5 + starts) % 7 + 1
+    prompts, new = [tokens[i, :n] for i, n in enumerate(lengths)], torch.arange(1, 4, device=cache.device)
     sequences = [torch.cat([prompts[0], new[1:2], new[:1]]), torch.cat([prompts[1], new[2:], new[1:2]])]
     expected = _last_logits(model, sequences)
+    scale = max(float((expected[0] - expected[1]).abs().max()), float(expected.std()))
+    first, second = lengths
     try:
         cache.read(prompts, torch.tensor([2, 1], device=cache.device), 4)
-        cache.step(new, torch.tensor([5, 5, 3], device=cache.device))
+        cache.step(new, torch.tensor([first, first, second], device=cache.device))
         cache.keep_rows(torch.tensor([1, 2], device=cache.device))
-        actual = cache.step(new[:2], torch.tensor([6, 4], device=cache.device))
+        actual = cache.step(new[:2], torch.tensor([first + 1, second + 1], device=cache.device))
     except ModelError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        raise _unsupported_model(model, reason) from error
-    effect, gap = float((expected[0] - expected[1]).abs().max()), float((actual - expected).abs().max())
-    if gap > _TOLERANCE * effect and gap > _TOLERANCE * float(expected.std()):
-        raise _unsupported_model(model, f"logits differ by up to {gap:.2g} from those of the same text in one pass")
+        return math.inf, scale, reason
+    gap = float((actual - expected).abs().max())
+    return gap, scale, f"logits differ by up to {gap:.2g} from those of the same text in one pass"
 
 
 def _last_logits(model: nn.Module, sequences: Sequence[Tensor]) -> Tensor:
