@@ -28,7 +28,8 @@ def check_field_types(config: Any, section: str = "") -> None:
         config: A dataclass.
         section: Its name as an option, which messages put before the field's; "" = none.
     """
-    for name, hint in _read_hints(type(config)).items():
+    kind: Any = type(config)
+    for name, hint in _read_hints(kind).items():
         value = getattr(config, name)
         expected = _describe_mismatch(value, hint)
         if expected:

@@ -256,11 +256,11 @@ class _AttentionName(str):
     """A name of the attention that counts how often code of the model's own looks whether it is `sdpa`."""
 
     modules: frozenset[str]  # of the model's classes; transformers' registry compares names too
-    count: int
+    num_looks: int
 
     def _observe(self, other: object) -> None:
         if other == "sdpa" and sys._getframe(2).f_globals.get("__name__") in self.modules:
-            self.count += 1
+            self.num_looks += 1
 
     def __eq__(self, other: object) -> bool:
         self._observe(other)
@@ -294,7 +294,7 @@ def depends_on_attention_name(model: nn.Module) -> bool:
     if not configs:
         return False
     name = _AttentionName(ATTENTION_NAME)
-    name.modules, name.count = frozenset(type(module).__module__ for module in model.modules()), 0
+    name.modules, name.num_looks = frozenset(type(module).__module__ for module in model.modules()), 0
     ids = torch.zeros(1, 8, dtype=torch.int64, device=next(model.parameters()).device)
     for config in configs.values():
         config._attn_implementation_internal = name
@@ -305,7 +305,7 @@ def depends_on_attention_name(model: nn.Module) -> bool:
     finally:
         for config in configs.values():
             config._attn_implementation_internal = "sdpa"
-    return name.count > 0
+    return name.num_looks > 0
 
 
 def _register() -> None:
