@@ -132,8 +132,8 @@ def test_options_that_no_request_could_use_are_refused(
     os.mkfifo(tmp_path / "fifo")
     for argv, reason in (
         (("--max-tokens", "-1"), "--max-tokens must be at least 1"),
-        (("--record", str(tmp_path / "fifo")), "is no file"),
-        (("--record", str(tmp_path)), "is no file"),
+        (("--record", str(tmp_path / "fifo")), "is a pipe that nothing reads"),
+        (("--record", str(tmp_path)), "is a folder"),
     ):
         code, _, err = run_command("proxy", *argv)
         assert code == 2

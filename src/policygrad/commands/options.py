@@ -243,9 +243,10 @@ def check_writable(path: Path, option: str) -> None:
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ConfigError(f"{option} {path}: no permission to write there; choose another path")
         if path.is_fifo():
-            os.close(
-                os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            )  # raises if nothing reads it, where writing would wait for ever
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError as error:  # where writing would wait for ever
+                raise ConfigError(f"{option} {path} is a pipe that nothing reads; choose another name") from error
     except OSError as error:  # a name that is too long
         raise ConfigError(f"{option} {path}: {error.strerror}; choose another name") from error
     except ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from policygrad.commands.json_output import print_json
 from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg
+from policygrad.utils.http_limits import is_loopback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +53,7 @@ class ProxyOptions:
     model: str = "tiny"
     """A run, a model's folder, a hub id, or an embedded model."""
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address to listen on. From other machines than this one it takes the key that is printed."""
     port: int = 0
     """Port; 0 = any that is free."""
     max_tokens: int = 512
@@ -90,13 +92,16 @@ def proxy(args: list[str]) -> int:
             except OSError as error:
                 raise ConfigError(f"--record {options.record} cannot be written ({error.strerror})") from error
         model = _Model(options, file)
-        server = Proxy(options.host, options.port, options.model)
-        server.add(ANY_KEY, model.submit, model.note_error)
-        variables = server.environment(KEY)
+        # whoever reaches the address from another machine needs the key that is printed
+        is_local = is_loopback(options.host)
+        key = KEY if is_local else f"pg-{secrets.token_hex(16)}"
+        server = Proxy(options.host, options.port, options.model, needs_keys=not is_local)
+        server.add(ANY_KEY if is_local else key, model.submit, model.note_error)
+        variables = server.environment(key)
         threading.Thread(target=model.run, name="sampling", daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
             if options.json:
-                print_json({"event": "serving", "url": server.url, "models": [options.model], "api_key": KEY})
+                print_json({"event": "serving", "url": server.url, "models": [options.model], "api_key": key})
             else:
                 print(f"serving {options.model} at {server.url}", flush=True)
                 print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import socket
 import threading
 from collections import Counter
@@ -16,15 +17,19 @@ from typing import Any
 
 from policygrad.errors import ConfigError, PolicygradError, import_optional
 from policygrad.models.control_tokens import replace_surrogates
-from policygrad.proxy.connections import make_server
 from policygrad.proxy.formats import FORMATS, MESSAGES, RESPONSES, ApiError, ApiFormat, ChatReply, ChatRequest, Event
 from policygrad.proxy.reading import openai_error
 from policygrad.proxy.stored import StoredResponses
+from policygrad.utils.http_limits import HttpLimits, host_names, limit_app
 
 Answer = Callable[[ChatRequest], "Future[ChatReply]"]
 """Answers a request, from any thread. The future may raise ApiError; it is cancelled when the client goes away."""
+MAX_CONNECTIONS = 512
+"""Connections at once, or half of the files that this process may open if those are fewer."""
 MAX_BODY = 16 * 2**20
 """Bytes of a request."""
+MAX_READ = 2**30
+"""Bytes of a request that are read, so that its client sees why it is refused."""
 MAX_BODIES = 2 * MAX_BODY
 """Bytes of the requests that one key is sending at once."""
 MAX_BODIES_IN_ALL = 16 * MAX_BODY
@@ -53,6 +58,20 @@ class Handler:
     """Called, from the server's thread, with each error that a request is answered with."""
 
 
+def get_limits() -> HttpLimits:
+    """Return what the server accepts before a request is one; `Proxy` bounds the bodies of each key itself."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    connections = max(8, min(MAX_CONNECTIONS, files // 2 if files > 0 else MAX_CONNECTIONS))
+    return HttpLimits(
+        header_seconds=30.0,
+        body_seconds=2 * BODY_SECONDS,
+        body_bytes=MAX_READ,
+        total_body_bytes=MAX_CONNECTIONS * MAX_READ,
+        connections=connections,
+        backlog=128,
+    )
+
+
 class Proxy:
     """Serves OpenAI's and Anthropic's request formats on one address.
 
@@ -60,12 +79,15 @@ class Proxy:
         host: The address to listen on.
         port: 0 = any that is free.
         model: The name that `/v1/models` lists.
+        needs_keys: Pages of other sites cannot know a key. Without keys, clients must call the proxy by this machine's own names.
 
     Raises:
         ConfigError: The address cannot be used, or the packages of the extra `proxy` are not installed.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, model: str = "policy") -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, model: str = "policy", *, needs_keys: bool = True
+    ) -> None:
         self.model = model
         self._handlers: dict[str, Handler] = {}
         self._finders: dict[str, Callable[[int], str | None]] = {}
@@ -73,7 +95,16 @@ class Proxy:
         self._stored = StoredResponses()
         self._logged = set[str]()
         import_optional("starlette", "a proxy for programs", "proxy")
-        self._server = make_server(self._make_app())
+        uvicorn = import_optional("uvicorn", "a proxy for programs", "proxy")
+        limits, hosts = get_limits(), None if needs_keys else host_names(host)
+        config = uvicorn.Config(
+            limit_app(self._make_app(), limits, hosts),
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            **limits.server_options(),
+        )
+        self._server = uvicorn.Server(config)
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

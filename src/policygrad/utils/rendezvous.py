@@ -33,13 +33,13 @@ def connect_to_store(host: str, port: int, timeout: timedelta) -> TCPStore:
     return TCPStore(host, port, None, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def is_loopback(host: str) -> bool:
+def resolves_to_loopback(host: str) -> bool:
     """Return whether only this machine reaches the address; a name that cannot be resolved is not loopback."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+    return all(ipaddress.ip_address(address.partition("%")[0]).resolves_to_loopback for address in addresses)
 
 
 def use_loopback_for_gloo() -> None:

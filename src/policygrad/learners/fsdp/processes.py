@@ -31,7 +31,7 @@ from policygrad.utils.rendezvous import (
     ANY_ADDRESS,
     LOCALHOST,
     connect_to_store,
-    is_loopback,
+    resolves_to_loopback,
     serve_store,
     use_loopback_for_gloo,
 )
@@ -149,7 +149,7 @@ class WorkerGroup:
         if torchrun_rank() is not None:
             return cls.from_torchrun()
         launcher = launcher or WorkerLauncher()
-        if is_loopback(launcher.host):
+        if resolves_to_loopback(launcher.host):
             use_loopback_for_gloo()
         store = serve_store(launcher.host, START_TIMEOUT)
         processes = list[WorkerProcess]()
@@ -173,7 +173,7 @@ class WorkerGroup:
         """Join the group as one of the ranks that rank 0, listening at `port` of `host`, has started; `device` is the index
         of this rank's GPU on its own machine (None = its rank)."""
         os.environ["LOCAL_RANK"] = str(rank if device is None else device)
-        if is_loopback(host):
+        if resolves_to_loopback(host):
             use_loopback_for_gloo()
         store = connect_to_store(host, port, START_TIMEOUT)
         store.set(f"rank {rank} is ready", "")
@@ -188,7 +188,7 @@ class WorkerGroup:
             host = LOCALHOST
             use_loopback_for_gloo()
         dist.init_process_group(_backend())
-        if dist.get_rank() == 0 and not is_on_one_machine() and is_loopback(host):
+        if dist.get_rank() == 0 and not is_on_one_machine() and resolves_to_loopback(host):
             host = (
                 ANY_ADDRESS  # this machine's own name for itself (127.0.1.1 on Debian), which others resolve otherwise
             )
