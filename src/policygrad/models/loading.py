@@ -234,6 +234,14 @@ def attention_limits(model: nn.Module) -> list[int]:
     return limits
 
 
+def find_zero_embeddings(model: nn.Module) -> frozenset[int]:
+    """Return the tokens whose embedding is zero, as that of `<pad>` is in many models; none where the weights are not here."""
+    embeddings = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    if embeddings is None or embeddings.is_meta:
+        return frozenset()
+    return frozenset((~embeddings.detach().any(dim=1)).nonzero().flatten().tolist())
+
+
 def has_bf16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether the processor multiplies in bfloat16; True where that cannot be read."""
     try:

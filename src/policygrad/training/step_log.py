@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.trajectory import EpisodeGroup, is_multi_turn
 from policygrad.training.loop import StepResult
 from policygrad.utils.filesystem import write_atomically
@@ -108,6 +109,10 @@ def explain_mismatch(batch: Batch, bound: float) -> str:
     return f"{rounding}; {other}"
 
 
+ZERO_EMBEDDING_NORM = 100.0
+"""Multiple of the clipping norm from which a gradient is explained by tokens without an embedding."""
+
+
 def build_step_notes(
     result: StepResult, values: dict[str, float], was_pretraining: bool, nonfinite: str = ""
 ) -> list[Note]:
@@ -151,6 +156,34 @@ def build_step_notes(
         *((message, message.partition(" (completion ")[0]) for message in result.rollout.messages),
         *((f"step {result.step}: {text}", kind) for text, kind in notes),
     ]
+
+
+def describe_zero_embeddings(
+    result: StepResult, values: Mapping[str, float], zero_embeddings: Collection[int], clip: float, tokenizer: Tokenizer
+) -> str:
+    """Return a note if a token with an embedding of zero was sampled and the gradient is far beyond the clipping norm; else "".
+
+    A normalisation of zeros has a derivative of up to eps^−½, once for each layer that passes them on.
+    """
+    norm = values.get("grad_norm", 0.0)
+    if not zero_embeddings or not clip or norm < ZERO_EMBEDDING_NORM * clip:
+        return ""
+    sampled = {
+        int(token)
+        for group in result.rollout.groups
+        for trajectory in group.trajectories
+        for segment in trajectory.segments
+        if segment.is_sampled
+        for token in segment.tokens.unique().tolist()
+    }
+    if not (tokens := sorted(sampled & set(zero_embeddings))):
+        return ""
+    names = ", ".join(repr(tokenizer.hf.convert_ids_to_tokens(token)) for token in tokens)
+    return (
+        f"step {result.step}: the gradient's norm is {norm:.1e}, and the policy sampled {names}, whose embedding is zero: such "
+        f"a token can make the gradient explode, and clipping at {clip:g} then shrinks that of all other tokens. Let the model's "
+        "generation_config.json name it among eos_token_id, so that it ends a completion"
+    )
 
 
 def _explain_no_update(result: StepResult, values: dict[str, float]) -> str:

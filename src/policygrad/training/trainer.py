@@ -24,6 +24,7 @@ from policygrad.environments.agent_program import AgentProgram
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.models.adapters import describe_adapters
+from policygrad.models.loading import find_zero_embeddings
 from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
@@ -57,7 +58,13 @@ from policygrad.training.setup import (
     load_resources,
     make_local_learner,
 )
-from policygrad.training.step_log import build_completion_rows, build_step_notes, compute_step_metrics, write_thumbnails
+from policygrad.training.step_log import (
+    build_completion_rows,
+    build_step_notes,
+    compute_step_metrics,
+    describe_zero_embeddings,
+    write_thumbnails,
+)
 from policygrad.training.step_records import StepRecorder, choose_steps
 from policygrad.utils.spans import span
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
@@ -182,6 +189,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             phase=self.trackers.phase,
         )
         self.model, self.tokenizer = resources.model, resources.tokenizer
+        self._zero_embeddings = find_zero_embeddings(self.model)
         if run.optimal_value is not None:
             self._num_valued = run.count_valued_prompts(run.optimal_value, len(resources.task.rows))
         stack.enter_context(limit_torch_threads(resources.model))
@@ -420,6 +428,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         nonfinite = getattr(self.learner, "not_finite", "")
         for text, kind in build_step_notes(result, values, self._was_pretraining, nonfinite):
             self.note(text, kind)
+        clip, tokenizer = self.config.optimizer.clip, self.resources.tokenizer
+        if text := describe_zero_embeddings(result, values, self._zero_embeddings, clip, tokenizer):
+            self.note(text, "zero embedding")
         self._was_pretraining = "value_pretraining" in values
         decision = self.guard.assess(step, values, has_constant_rewards(result, values))
         rows = build_completion_rows(result, self.resources.tokenizer.decode, has_rewards)
