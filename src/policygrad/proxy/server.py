@@ -20,7 +20,7 @@ from policygrad.models.control_tokens import replace_surrogates
 from policygrad.proxy.formats import FORMATS, MESSAGES, RESPONSES, ApiError, ApiFormat, ChatReply, ChatRequest, Event
 from policygrad.proxy.reading import openai_error
 from policygrad.proxy.stored import StoredResponses
-from policygrad.utils.http_limits import HttpLimits, host_names, limit_app
+from policygrad.utils.http_limits import HttpLimits, ListeningSocket, host_names, limit_app
 
 Answer = Callable[[ChatRequest], "Future[ChatReply]"]
 """Answers a request, from any thread. The future may raise ApiError; it is cancelled when the client goes away."""
@@ -105,7 +105,7 @@ class Proxy:
             **limits.server_options(),
         )
         self._server = uvicorn.Server(config)
-        self._socket = socket.socket()
+        self._socket = ListeningSocket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
@@ -168,7 +168,7 @@ class Proxy:
             )  # connections are queued by the socket until the server accepts them
             await self._server.serve(sockets=[self._socket])
 
-        self._socket.listen(2048)
+        self._socket.listen()
         # uvicorn's own `run` would install signal handlers where it is the main thread
         asyncio.run(run())
 

@@ -174,7 +174,7 @@ def describe_zero_embeddings(
         for trajectory in group.trajectories
         for segment in trajectory.segments
         if segment.is_sampled
-        for token in segment.tokens.unique().tolist()
+        for token in segment.tokens.tolist()
     }
     if not (tokens := sorted(sampled & set(zero_embeddings))):
         return ""

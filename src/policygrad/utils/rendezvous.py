@@ -39,7 +39,7 @@ def resolves_to_loopback(host: str) -> bool:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(address.partition("%")[0]).resolves_to_loopback for address in addresses)
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 def use_loopback_for_gloo() -> None:
