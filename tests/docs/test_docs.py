@@ -116,7 +116,7 @@ def test_every_algorithm_is_described(name: str) -> None:
     paper = CATALOG[name]
     assert all((paper.title, paper.source, paper.addresses, paper.failure_modes, paper.objective.strip()))
     assert paper.parent is None or paper.parent in ALGORITHMS
-    shown = " ".join("".join(text for text, _ in line) for line in describe_algorithm(ALGORITHMS[name], 400))
+    shown = " ".join("".join(text for text, _ in line) for line in describe_algorithm(ALGORITHMS[name], 2000))
     assert all(line in shown for line in paper.objective.split("\n"))
     assert f"Departs  {paper.deviations or 'nowhere that we know'}" in shown
     assert (paper.deviations or "nowhere that we know") in index.departures().replace("\\|", "|")
