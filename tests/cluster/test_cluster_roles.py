@@ -261,6 +261,7 @@ class Home:
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         self.factory_bytes = cloudpickle.dumps(factory)
+        self.reward_columns = ()
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
         return await getattr(EnvironmentActor("new"), method)(*args)

@@ -126,7 +126,9 @@ def test_show_alone_lists_everything(run_command: Any) -> None:
 def test_field_docs_come_from_the_declaring_class() -> None:
     docs = read_field_docs(pg.Clip)
     assert set(docs) >= {"low", "high", "c"}
-    assert read_field_docs(pg.Critic)["lam"] == "λ of the targets; 1 gives Monte-Carlo returns."
+    assert read_field_docs(pg.Critic)["lam"] == (
+        "λ of the targets; 1 gives Monte-Carlo returns. It may differ from the advantage's, as in VAPO."
+    )
 
 
 def test_help_has_no_list_of_all_names(run_command: Any) -> None:

@@ -42,7 +42,7 @@ def test_the_loop_learns(tmp_path: Path) -> None:
 
 def test_every_loss_has_its_row() -> None:
     table = PAGE.partition("| loss_fn |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {*API_LOSSES, "custom"}
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {*API_LOSSES}
     assert all(f"`{name}`" in PAGE for name in UNAVAILABLE)
 
 

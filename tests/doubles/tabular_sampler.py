@@ -53,6 +53,7 @@ class TabularTokenizer:
     """Prompts and completions are written as numbers: "3" is prompt 3, tokens are joined by spaces."""
 
     context_length = None
+    pictures = None
     tool_call_parser = TAGGED_PARSER
 
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> EncodedText:

@@ -262,8 +262,11 @@ def test_every_field_of_a_group_comes_back() -> None:
         demonstration=True,
         stop_reason="turns",
         failure="the environment's Guess.step raised",
+        notes=("a request was refused",),
+        reward_remedy="write it to a file",
         role="solver",
         peers="solver/1",
+        columns={"cart": ["tea"]},
     )
     changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
     assert changed == [f.name for f in fields(Trajectory)], "a new field: does it come back?"
@@ -293,6 +296,7 @@ def test_every_field_of_a_group_comes_back() -> None:
     )
     assert back.step_marks == one.step_marks
     assert (back.reward_parts, back.feedback) == (one.reward_parts, one.feedback)
+    assert (back.notes, back.reward_remedy, back.columns) == (one.notes, one.reward_remedy, one.columns)
     assert results[0].reward_weights == group.reward_weights
     assert len(set(back.turn_states)) == 2  # numbers that tell them apart
     assert torch.equal(back.routed_experts, one.routed_experts)

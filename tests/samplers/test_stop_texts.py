@@ -76,7 +76,7 @@ def test_a_completion_is_cut_after_the_token_that_completes_a_stop_text(own: Tok
     rest = Generation(tokens[half - 2 :], torch.zeros(n - half + 2), "stop", 0)
     assert len(cut_at_stop(rest, ("</answer>",), own.decode, tokens[: half - 2]).tokens) == 2
     for wrong in ("</answer>", ("",), (3,)):
-        with pytest.raises(ConfigError, match=r"sampling\.stop must be texts"):
+        with pytest.raises(ConfigError, match="stop must be"):
             SamplingParams(stop=wrong)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from policygrad.trackers.glossary import MetricDoc, find_metric_doc, load_glossa
 
 SOURCE = Path(pg.__file__).parent
 ROOMS = ("core", "environments", "learners", "models", "rollout", "samplers", "training")
-NO_METRICS = re.compile(r"(adam|critic|reference|weights|runs/distill|rng|reward_model/\{|tok)\b")
+NO_METRICS = re.compile(r"(adam|critic|reference|weights|runs/distill|rng|tools|reward_model/\{|tok)\b")
 """Names of tensors in a checkpoint, a folder, and a unit."""
 
 

@@ -229,7 +229,7 @@ def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: P
     assert rerun["seconds"] == pytest.approx(sum(clocks))
 
     more = train(
-        replace(load_config(pieces / "run.toml", Run()), tokens=sum(sampled) + 1), resume=pieces
+        replace(load_config(pieces / "run.toml", Run()), tokens=int(sum(sampled)) + 1), resume=pieces
     )  # a larger budget goes on
     assert more.steps == full.steps + 1
 

@@ -149,7 +149,7 @@ def test_rows_beyond_the_context_are_skipped_and_counted_on_request(config: SFTC
     held_out = replace(longer, data=config.data, eval_data=only, skip_bad_rows=True)
     with pytest.warns(UserWarning, match="1 of 43 rows skipped"):
         result = SFTObjective(held_out)
-    assert result.eval_rows == tuple(range(42))
+    assert tuple(result.eval_rows) == tuple(range(42))
     assert "too few" in result.run_facts["eval data"]
 
 

@@ -408,7 +408,9 @@ def find_adapted_shared_layers(model: nn.Module) -> list[str]:
 
 def find_adapted_tied_layer(model: Any) -> str:
     """Return the name of an adapted head or embedding that the configuration ties to the other one; "" if there is none."""
-    if not adapter_configs(model) or not any(getattr(c, "tie_word_embeddings", False) for c in _text_configs(model)):
+    if not hasattr(getattr(model, "config", None), "get_text_config") or not adapter_configs(model):
+        return ""
+    if not any(getattr(c, "tie_word_embeddings", False) for c in _text_configs(model)):
         return ""
     ends = [f() for f in (model.get_output_embeddings, model.get_input_embeddings)]
     return next((name for name, module in named_peft_modules(model) if any(module is end for end in ends)), "")

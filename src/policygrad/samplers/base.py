@@ -45,7 +45,7 @@ class SamplingParams:
             raise ConfigError(f"sampling.top_k must be at least 0 (0 = all tokens), not {self.top_k}")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if not all(self.stop):
             raise ConfigError(f"sampling.stop must be texts with at least one character each, not {self.stop!r}")
         if self.decode_rows < 1:
             raise ConfigError(f"decode_rows must be at least 1, not {self.decode_rows}")

@@ -116,7 +116,9 @@ def scored(p: ControlProblem, theta: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("spaces", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
 def test_the_gradient_is_that_of_the_literal_clipped_loss(spaces: Spaces) -> None:
-    p = problem(spaces, replace(find_preset("ppo").algorithm, advantage=(pg.GAE(),)))
+    ppo = find_preset("ppo").algorithm
+    assert ppo.critic is not None
+    p = problem(spaces, replace(ppo, advantage=(pg.GAE(),), critic=replace(ppo.critic, gamma=1.0)))
     parts = p.split(0, 3)
     assert [len(part.states) for part in parts] == [2, 2, 2]
     assert sum(part.batch.mask.int() for part in parts).equal(p.batch.mask.int())  # type: ignore[union-attr]

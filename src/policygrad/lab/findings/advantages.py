@@ -20,7 +20,7 @@ from policygrad.core.gates import Importance
 from policygrad.core.ratios import SequenceProduct
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLForm, KLToReference
-from policygrad.core.turns import turn_discount
+from policygrad.core.turns import token_discount, turn_discount
 from policygrad.lab.estimators import enumerate_steps, estimate_gradients
 from policygrad.lab.measurement import (
     Figures,
@@ -43,8 +43,9 @@ def with_advantage(*advantage: Advantage, **parts: Any) -> Algorithm:
 
     parts: Other fields of the algorithm.
     """
-    gamma = next((g for link in advantage if (g := turn_discount(link)) is not None), None)
-    critic = None if gamma is None else Critic(turn_gamma=gamma)
+    pairs = ((turn_discount(link), token_discount(link)) for link in advantage)
+    per_turn, per_token = next((pair for pair in pairs if pair[0] is not None), (None, None))
+    critic = None if per_turn is None else Critic(turn_gamma=per_turn, gamma=1.0 if per_token is None else per_token)
     return Algorithm(advantage=advantage, critic=critic, **parts)
 
 

@@ -475,6 +475,8 @@ def supports_padding(model: nn.Module, pad: int) -> bool:
     longest = 5 + max((n for n in attention_limits(model) if n <= min(_LONGEST_LIMIT, context)), default=0)
     is_half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     unequal, scale, reason = _decode_gap(model, pad, (longest, longest - 2))
+    if math.isnan(unequal):  # the weights or activations are not finite, which the first step names
+        return True
     if unequal <= (0.05 if is_half else 1e-3) * scale:
         return True
     equal, scale, reason = _decode_gap(model, pad, (longest, longest))

@@ -161,7 +161,8 @@ def load_algorithm(name: str) -> Algorithm:
         ConfigError: The name is unknown, the code cannot be imported, or the object is no algorithm.
     """
     if not is_user_reference(name):
-        if name in list_parts() and (field := _field_of(getattr(policygrad, name))):
+        kind = getattr(policygrad, name, None) if name in policygrad.__all__ else None
+        if isinstance(kind, type) and (field := _field_of(kind)):
             joined = f" Several are joined by commas: --algorithm.{field} FIRST,{name}" if ROLES[field].is_tuple else ""
             raise ConfigError(
                 f"{name!r} is a part, not an algorithm: it goes into {field}, --algorithm.{field} {name}.{joined}"
