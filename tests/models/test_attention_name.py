@@ -10,7 +10,7 @@ import transformers as tf
 
 from doubles.architectures import families
 from policygrad.learners.local.forward import build_evaluator
-from policygrad.learners.local.tree_attention import depends_on_attention_name
+from policygrad.learners.local.tree_attention import depends_on_attention_name, enable_tree_attention
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
@@ -27,6 +27,7 @@ def test_sparse_attention_is_kept_beyond_its_top_k(kind: str) -> None:
     model, ids = built(kind), torch.arange(40)[None] * 7 % 37 + 3
     before = model(input_ids=ids, use_cache=False).logits
     assert depends_on_attention_name(model)
+    assert not enable_tree_attention(model)
     evaluator = build_evaluator(model, 1.0)
     assert not evaluator.network.use_tree
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)

@@ -72,7 +72,7 @@ class ModelSkeleton:
         model = pickle.loads(self.structure)
         disable_tree_attention(model)
         if self.use_tree:
-            enable_tree_attention(model)
+            enable_tree_attention(model, is_checked=True)
         return model
 
     def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.learners.local.forward import Network
 from policygrad.learners.local.packing import Pack, pack_micro_batches
-from policygrad.learners.local.tree_attention import depends_on_attention_name, enable_tree_attention
+from policygrad.learners.local.tree_attention import enable_tree_attention
 from policygrad.models.adapters import add_adapters
 from policygrad.models.lora_config import Lora
 from policygrad.models.replica import replace_parameters
@@ -46,7 +46,7 @@ def saved_activation_bytes(
                 for name, x in module._buffers.items():
                     module._buffers[name] = None if x is None else torch.empty(x.shape, dtype=x.dtype)
         model.eval()
-        use_tree = not depends_on_attention_name(model) and enable_tree_attention(model)
+        use_tree = enable_tree_attention(model)
         network = Network(model, split_head=True, use_tree=use_tree)
         storages = dict[int, int]()
         with count_saved_tensors(storages, model):

@@ -19,7 +19,6 @@ from policygrad.learners.config import AUTO, LearnerConfig
 from policygrad.learners.local.logprobs import FUSED_HEADS, fused_log_probability
 from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.local.tree_attention import (
-    depends_on_attention_name,
     disable_tree_attention,
     enable_tree_attention,
 )
@@ -387,7 +386,7 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
 
     split = replace(plain, network=Network(model, split_head=True))
     best = split if is_exact(split) else plain
-    if depends_on_attention_name(model) or not enable_tree_attention(model):
+    if not enable_tree_attention(model):
         return best
     shares = placeholder_id(model) is None or not attends_both_ways(model)
     tree = replace(best, network=replace(best.network, use_tree=True, shares_pictures=shares))

@@ -236,16 +236,22 @@ def _gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
     return rows.view(*nodes.shape, heads, width).transpose(1, 2)
 
 
-def enable_tree_attention(model: Any) -> bool:
-    """Make the model's attention follow trees. `depends_on_attention_name` says for which models that changes what they compute.
+def enable_tree_attention(model: Any, *, is_checked: bool = False) -> bool:
+    """Make the model's attention follow trees.
 
-    Returns False, and changes nothing, unless the model uses transformers' scaled-dot-product attention by its common interface.
+    Returns False, and changes nothing, unless the model uses the scaled-dot-product attention of transformers by its interface, and
+    computes the same whatever that is called.
+
+    Args:
+        is_checked: The second is known already, as of a model whose weights are not here.
     """
     config = getattr(model, "config", None)
     if config is not None and config.get_text_config()._attn_implementation == ATTENTION_NAME:
         return True
     can_set = getattr(model, "_can_set_attn_implementation", None)  # before setting, which warns if it is not possible
     if getattr(config, "_attn_implementation", None) != "sdpa" or can_set is None or not can_set():
+        return False
+    if not is_checked and depends_on_attention_name(model):
         return False
     _register()
     _set_attention(model, ATTENTION_NAME)
