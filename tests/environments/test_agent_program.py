@@ -16,11 +16,11 @@ import torch
 
 import policygrad as pg
 from doubles import agents
+from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import code_references, resolve_environment
 from policygrad.models.chat_template import render_ids
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
 from policygrad.samplers.base import Generation, Request
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions

@@ -16,6 +16,7 @@ import torch
 import policygrad as pg
 from doubles.files import rows
 from doubles.scripted_sampler import ScriptedSampler
+from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
@@ -23,7 +24,6 @@ from policygrad.models.chat_template import render_ids
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.proxy.formats import ChatRequest
-from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.batching import batch_groups
 from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec

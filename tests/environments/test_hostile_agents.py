@@ -22,10 +22,10 @@ import pytest
 import policygrad as pg
 from doubles import hostile_agents
 from policygrad.environments import agent_host
+from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import resolve_environment
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.trajectory import TRAIN, EpisodeSpec, Trajectory
 from policygrad.sandbox import landlock
 

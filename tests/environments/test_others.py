@@ -12,12 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
+from policygrad.environments.observations import initial_observation, join_texts, parse_choice, reply_observation
 from policygrad.environments.registry import (
     code_references,
-    initial_observation,
-    join_texts,
-    parse_choice,
-    reply_observation,
     resolve_environment,
     split_environment_name,
     to_http_url,

@@ -13,9 +13,9 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.vision_models import make_picture, save_family
-from policygrad.environments.base import Action, Observation, Step
 from policygrad.environments.tools import ToolUse
 from policygrad.models.tool_calls import ToolCall
+from policygrad.rollout.environment import Action, Observation, Step
 from policygrad.training.config.run import EvaluationConfig, Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions

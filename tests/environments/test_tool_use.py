@@ -14,11 +14,11 @@ import torch
 import policygrad as pg
 from doubles.scripted_sampler import conversation
 from policygrad.checkpoint.manifest import decode_json, encode_json
-from policygrad.environments.base import Observation, Step
 from policygrad.environments.tools import Tool, ToolResult
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout.batching import batch_groups, measure_rollout
+from policygrad.rollout.environment import Observation, Step
 from policygrad.rollout.serialization import pack_groups, unpack_groups
 from policygrad.rollout.trajectory import reward_inputs
 from policygrad.sandbox import PythonTool, find_backend

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import policygrad as pg
+from policygrad.environments import agent_episodes
+from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rollout import agent_episodes
-from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.conversation_tree import ConversationTree, check_length
 from policygrad.rollout.scoring import score_groups
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec

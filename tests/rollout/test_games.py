@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.scripted_sampler import ScriptedSampler
 from doubles.templates import random_model, tokenizer
+from policygrad.environments.game_episodes import ModelOpponent, run_games
 from policygrad.environments.games import choose_random_move
 from policygrad.environments.nim import NIM, Nim
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.rollout.batching import batch_groups, measure_rollout
-from policygrad.rollout.game_episodes import ModelOpponent, run_games
 from policygrad.rollout.serialization import pack_groups, unpack_groups
 from policygrad.rollout.trajectory import EVALUATE, TRAIN, EpisodeGroup, EpisodeSpec
 

@@ -12,8 +12,8 @@ import pytest
 import policygrad as pg
 from doubles.files import write_rows
 from doubles.templates import tokenizer
-from policygrad.environments.base import SingleTurn
 from policygrad.errors import DataError
+from policygrad.rollout.environment import SingleTurn
 from policygrad.tasks import load_task
 from policygrad.tasks.base import Example
 

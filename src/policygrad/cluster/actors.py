@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, ActorGroup, ClusterConfig
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.environments import Action, Environment, EnvironmentFactory, Observation, Step
-from policygrad.environments.base import make_environment
 from policygrad.errors import ConfigError, EngineError, PolicygradError
 from policygrad.learners.fsdp.processes import WorkerLauncher
 from policygrad.learners.fsdp.sharding import ModelSkeleton
@@ -37,6 +36,7 @@ from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers.messages import SampleResult, Samples, select_samples
 from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, RewardScorer, check_lengths
+from policygrad.rollout.environment import make_environment
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.engines.server_pool import ServerPool

@@ -21,12 +21,12 @@ from policygrad.commands.options import (
     reject_empty_values,
 )
 from policygrad.compare.statistics import LEVEL, paired_difference
-from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError, RewardError
 from policygrad.learners.config import LearnerConfig
 from policygrad.models.lora_config import is_model_folder
 from policygrad.rewards.config import VARIABLE_NAMES, Isolation, RewardConfig
 from policygrad.rewards.resolve import resolve_reward
+from policygrad.rollout.environment import DEFAULT_TIMEOUT
 from policygrad.rollout.evaluation import EvalSample, EvaluationResult
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import SamplerConfig

@@ -20,23 +20,26 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from policygrad.environments.agent_host import EXIT_SECONDS, NO_ISOLATION, SANDBOX, remove_tree
-from policygrad.environments.base import RESERVED_METRICS, STOP_METRIC_PREFIX, is_finite_number
 from policygrad.errors import ConfigError, EngineError
 from policygrad.proxy.server import Proxy
 from policygrad.rewards.workers.messages import replace_control_characters
+from policygrad.rollout.environment import RESERVED_METRICS, STOP_METRIC_PREFIX, Capabilities, is_finite_number
 from policygrad.sandbox.backends import find_bwrap, list_interpreter_paths
 from policygrad.tasks.base import Example
 from policygrad.utils.child_environment import check_variable_names, explain_missing_variable, filter_environment
 from policygrad.utils.filesystem import parse_json, read_untrusted
 from policygrad.utils.pictures import to_plain
 from policygrad.utils.process_guard import list_descendants
+
+if TYPE_CHECKING:
+    from policygrad.rollout.runners import EpisodeContext, EpisodeRunner
 
 HOST = Path(__file__).with_name("agent_host.py")
 MAX_METRICS = 64
@@ -158,6 +161,29 @@ class AgentProgram:
                 )
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What a run must know of programs: which of them wait together is a matter of time."""
+        stays = f"the program {self.name} runs on the machine of the trainer"
+        return Capabilities(is_repeatable=False, stays_because=stays)
+
+    def runner(self, context: EpisodeContext) -> EpisodeRunner:
+        """Return what runs the programs and samples for them."""
+        from policygrad.environments.agent_episodes import run_agent_episodes
+
+        return partial(
+            run_agent_episodes,
+            sampler=context.sampler,
+            encoder=context.tokenizer,
+            program=self,
+            timeout=context.timeout,
+            progress=context.progress,
+        )
+
+    def with_variables(self, names: Sequence[str]) -> AgentProgram:
+        """Return it with further names of environment variables that are passed on."""
+        return replace(self, environment=(*self.environment, *names))
+
+    @property
     def name(self) -> str:
         """The program in messages."""
         return self.function or Path(split_command(self.command)[0]).name
@@ -237,6 +263,11 @@ class AgentProgram:
             "POLICYGRAD_RESULT": str(base / "result.json"),
         }
         return RunningProgram(self, base, key, environment)
+
+
+def use_function(name: str) -> AgentProgram:
+    """Return the program of `--environment agent:FILE.py:NAME`."""
+    return AgentProgram(function=name)
 
 
 @cache

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from random import Random
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from policygrad.environments.base import (
+from policygrad.errors import ConfigError
+from policygrad.rewards.workers.messages import quote
+from policygrad.rollout.environment import (
     ENVIRONMENT,
     Action,
+    Capabilities,
     MalformedError,
     Observation,
     Step,
     is_finite_number,
     make_environment,
 )
-from policygrad.errors import ConfigError
-from policygrad.rewards.workers.messages import quote
 from policygrad.tasks.base import Example, Prompt
 
-RANDOM, INITIAL = "random", "initial"
-"""Opponents by name: one that moves uniformly at random, and the run's model before training."""
+if TYPE_CHECKING:
+    from policygrad.rollout.runners import EpisodeContext, EpisodeRunner
+
+RANDOM = "random"
+"""An opponent that moves uniformly at random."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,37 @@ class SelfPlay:
     def __name__(self) -> str:
         """Name in messages."""
         return str(getattr(self.game, "__name__", type(self.game).__name__))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a run must know of games."""
+        return Capabilities(
+            plays_itself=self.opponent is None,
+            stays_because=f"games such as {self.__name__} run in the process of the trainer",
+        )
+
+    def runner(self, context: EpisodeContext) -> EpisodeRunner:
+        """Return what plays the games."""
+        from policygrad.environments.game_episodes import run_games
+
+        return partial(
+            run_games, sampler=context.sampler, encoder=context.tokenizer, environment=self, calls=context.make_calls()
+        )
+
+    def with_models(self, load: Callable[[str], EpisodeContext]) -> SelfPlay:
+        """Return it with the models that play against the policy loaded."""
+        from policygrad.environments.game_episodes import ModelOpponent
+
+        @cache
+        def load_opponent(name: str) -> ModelOpponent:
+            loaded = load(name)
+            return ModelOpponent(loaded.sampler, loaded.tokenizer)
+
+        def seat(opponent: Opponent | str | None) -> Opponent | str | None:
+            is_model = isinstance(opponent, str) and opponent != RANDOM
+            return load_opponent(opponent) if is_model else opponent
+
+        return replace(self, opponent=seat(self.opponent), eval_opponent=seat(self.eval_opponent))
 
     def __call__(self, example: Example, seed: int = 0) -> Any:
         """Return a game."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
-from policygrad.environments.base import Action, Environment, Observation, Step
-from policygrad.environments.registry import (
+from policygrad.environments.observations import (
     TERMINATED,
     TURNS,
     Shown,
@@ -19,6 +18,7 @@ from policygrad.environments.registry import (
     reply_observation,
 )
 from policygrad.errors import ConfigError, EngineError, import_optional
+from policygrad.rollout.environment import Action, Environment, Observation, Step
 from policygrad.tasks.base import Example
 from policygrad.utils.pictures import to_parts
 from policygrad.utils.user_code import add_cwd_to_path

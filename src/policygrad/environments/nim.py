@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import ClassVar
 
-from policygrad.environments.base import Action, Observation
 from policygrad.environments.games import GameStep, SelfPlay
-from policygrad.environments.registry import initial_observation, reply_observation
+from policygrad.environments.observations import initial_observation, reply_observation
+from policygrad.rollout.environment import Action, Observation
 from policygrad.tasks.base import Example
 
 SMALLEST, LARGEST, MOST = 4, 9, 3

@@ -19,18 +19,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
-from policygrad.environments.base import Action, Environment, Observation, Step, is_finite_number
-from policygrad.environments.registry import (
+from policygrad.environments.observations import (
     TERMINATED,
     TURNS,
     Shown,
     initial_observation,
     parse_choice,
     reply_observation,
-    to_http_url,
 )
+from policygrad.environments.registry import to_http_url
 from policygrad.environments.tools import Tool, ToolError, ToolUse
 from policygrad.errors import ConfigError, DataError, EngineError, import_optional
+from policygrad.rollout.environment import Action, Environment, Observation, Step, is_finite_number
 from policygrad.tasks.base import Example, Prompt
 from policygrad.utils.async_runner import run_on_background_loop
 from policygrad.utils.filesystem import reject_constant

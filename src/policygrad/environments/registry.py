@@ -1,42 +1,62 @@
-"""Which environment a run uses, and what the adapters to other libraries' environments share."""
+"""The kinds of environments by name. A row is data: what `FAMILY:NAME` needs is imported when it is used."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from policygrad.environments import EnvironmentFactory
-from policygrad.environments.agent_program import AgentProgram
-from policygrad.environments.base import Observation
-from policygrad.environments.games import SelfPlay
 from policygrad.errors import ConfigError
-from policygrad.tasks.base import Example, Prompt
+from policygrad.rollout.runners import EnvironmentKind, RunsEpisodes, TakesVariables
 from policygrad.tasks.verifiers import taskset_module
+from policygrad.utils.plugins import find_plugin, load_plugin
 from policygrad.utils.user_code import load_object
 
-# The prefix of a name, as in `textarena:Wordle-v0`, and the class or function that takes the remainder.
+
+@dataclass(frozen=True)
+class Family:
+    """Environments `FAMILY:NAME`."""
+
+    factory: str
+    """module:OBJECT of the class or function that takes NAME."""
+    find_code: Callable[[str], list[str]]
+    """Returns the modules, files and addresses that NAME refers to, which need permission where a file names them."""
+
+
+def _reference_program(name: str) -> list[str]:
+    return [f"program:{name}"]  # the complete name stands for the program
+
+
+def _reference_file(name: str) -> list[str]:
+    return [name.rpartition(":")[0]]
+
+
+def _reference_module(name: str) -> list[str]:
+    return [name.partition(":")[0]] if ":" in name else []  # Gymnasium's own need no permission
+
+
+def _reference_tools(name: str) -> list[str]:
+    return [name if is_http_url(name) else f"mcp:{name}"]
+
+
 FAMILIES = {
-    "gymnasium": "policygrad.environments.gymnasium:GymnasiumText",
-    "mcp": "policygrad.environments.mcp:use_mcp_tools",
-    "openenv": "policygrad.environments.openenv:OpenEnv",
-    "textarena": "policygrad.environments.textarena:use_textarena",
-    "verifiers": "policygrad.environments.verifiers:Verifiers",
+    "agent": Family("policygrad.environments.agent_program:use_function", _reference_file),
+    "gymnasium": Family("policygrad.environments.gymnasium:GymnasiumText", _reference_module),
+    "mcp": Family("policygrad.environments.mcp:use_mcp_tools", _reference_tools),
+    "openenv": Family("policygrad.environments.openenv:OpenEnv", lambda name: [to_http_url(name)]),
+    "program": Family("policygrad.environments.agent_program:AgentProgram", _reference_program),
+    "textarena": Family("policygrad.environments.textarena:use_textarena", lambda name: []),
+    "verifiers": Family("policygrad.environments.verifiers:Verifiers", lambda name: [taskset_module(name)]),
 }
-PROGRAM, FUNCTION = "program", "agent"
-"""Prefixes of agents: `program:COMMAND` and `agent:FILE.py:NAME`."""
 BUILT_IN = {
     "calculator": "policygrad.environments.calculator:CALCULATOR",
     "nim": "policygrad.environments.nim:NIM",
 }
-TERMINATED, TURNS = "terminated", "turns"
-"""Further reasons for an episode's end: the environment's terminal state, the limit on turns."""
 
 
 def resolve_environment(
-    option: Any, argument: EnvironmentFactory | AgentProgram | None = None, variables: Sequence[str] = ()
-) -> EnvironmentFactory | AgentProgram | None:
+    option: Any, argument: EnvironmentKind | None = None, variables: Sequence[str] = ()
+) -> EnvironmentKind | None:
     """Return the environment of a run; None = single-turn.
 
     Args:
@@ -51,48 +71,53 @@ def resolve_environment(
     environment = _resolve(option, argument)
     if not variables:
         return environment
-    if not isinstance(environment, AgentProgram):
+    if not isinstance(environment, TakesVariables):
         raise ConfigError(
             "--environment.env passes variables to agents' programs (program:…, agent:…), and the environment is none: other "
             "environments run in this process, which has all; a server of tools gets pg.McpTools(variables=…). Leave it out"
         )
-    return replace(environment, environment=(*environment.environment, *variables))
+    return environment.with_variables(variables)
 
 
-def _resolve(
-    option: Any, argument: EnvironmentFactory | AgentProgram | None
-) -> EnvironmentFactory | AgentProgram | None:
+def _resolve(option: Any, argument: EnvironmentKind | None) -> EnvironmentKind | None:
     if option is not None and argument is not None:
         raise ConfigError("environment is set both in the run and as an argument; pass only one")
     if isinstance(option, str) and (parts := split_environment_name(option)) is not None:
         family, name = parts
-        if family in (PROGRAM, FUNCTION):
-            return AgentProgram(name) if family == PROGRAM else AgentProgram(function=name)
-        environment: EnvironmentFactory = load_object(FAMILIES[family], "--environment")(name)
+        environment: EnvironmentKind = load_object(FAMILIES[family].factory, "--environment")(name)
         return environment
+    if isinstance(option, str) and (plugin := find_plugin("environment", option.partition(":")[0])) is not None:
+        factory, named = load_plugin(plugin), option.partition(":")[2]
+        return _check(factory(named) if named else factory, option)
     path = BUILT_IN.get(option, option) if isinstance(option, str) else None
     factory = load_object(path, "--environment") if path is not None else argument if option is None else option
-    if isinstance(factory, AgentProgram | SelfPlay):
+    return factory if factory is None else _check(factory, path)
+
+
+def _check(factory: Any, name: str | None) -> EnvironmentKind:
+    """Return what is a kind of environment. Raises ConfigError for anything else. name: as it was given, for messages."""
+    if isinstance(factory, RunsEpisodes) and not isinstance(factory, type):
         return factory
-    if factory is not None and not callable(factory):
+    if not callable(factory):
         raise ConfigError(
-            f"--environment {path or factory!r} creates no environment: name a class with reset and step, a policygrad.ToolUse, "
+            f"--environment {name or factory!r} creates no environment: name a class with reset and step, a policygrad.ToolUse, "
             "or a function of an example"
         )
     if isinstance(factory, type):
         for method in ("reset", "step"):
             if not callable(getattr(factory, method, None)):
                 raise ConfigError(
-                    f"--environment {path or factory.__name__} has no method {method!r}, which an environment needs: write "
+                    f"--environment {name or factory.__name__} has no method {method!r}, which an environment needs: write "
                     f"`async def {method}`"
                 )
-    return factory
+    kind: EnvironmentKind = factory
+    return kind
 
 
 def split_environment_name(name: str) -> tuple[str, str] | None:
     """Split `family:name` for the families of other libraries; None for any other name."""
     family, _, target = name.partition(":")
-    return (family, target) if family in (*FAMILIES, PROGRAM, FUNCTION) and target else None
+    return (family, target) if family in FAMILIES and target else None
 
 
 def code_references(name: str) -> list[str]:
@@ -100,23 +125,13 @@ def code_references(name: str) -> list[str]:
 
     Games of TextArena and Gymnasium's own environments need none. `gymnasium:MODULE:ID` imports a module, `verifiers:ID` a
     package, a server of OpenEnv or of the Model Context Protocol sees the model's output. `mcp:COMMAND` and `program:COMMAND` run a
-    program: the complete name stands for that.
+    program: the complete name stands for that. An environment that an installed package adds is that package's module.
     """
-    parts = split_environment_name(name)
-    if parts is None:
-        return [name.rpartition(":")[0] or name]
-    family, target = parts
-    if family == PROGRAM:
-        return [name]
-    if family == FUNCTION:
-        return [target.rpartition(":")[0]]
-    if family == "openenv":
-        return [to_http_url(target)]
-    if family == "mcp":
-        return [target if is_http_url(target) else name]
-    if family == "verifiers":
-        return [taskset_module(target)]
-    return [target.partition(":")[0]] if family == "gymnasium" and ":" in target else []
+    if (parts := split_environment_name(name)) is not None:
+        return FAMILIES[parts[0]].find_code(parts[1])
+    if (plugin := find_plugin("environment", name.partition(":")[0])) is not None:
+        return [plugin.module]
+    return [name.rpartition(":")[0] or name]
 
 
 def to_http_url(address: str) -> str:
@@ -130,59 +145,3 @@ def to_http_url(address: str) -> str:
 def is_http_url(text: str) -> bool:
     """Return True for an address that begins with http:// or https://."""
     return text.startswith(("http://", "https://"))
-
-
-Shown = str | tuple[Mapping[str, Any], ...]
-"""What an environment shows: text, or parts of a message with pictures."""
-
-
-def initial_observation(example: Example, shown: Shown, instructions: str = "") -> Observation:
-    """Return an episode's first observation: instructions, then what the environment shows.
-
-    The example determines the format. If its prompt is text, so is the observation, and the prompt is not shown; if it is chat
-    messages, the observation is a user message after the example's system messages.
-    """
-    if not isinstance(shown, str):
-        before = [{"type": "text", "text": join_texts((instructions,)) + "\n"}] if instructions.strip() else []
-        content: Any = (*before, *shown)
-    else:
-        content = join_texts((instructions, shown))
-        if isinstance(example.prompt, str):
-            return Observation(f"{content}\n")
-    if isinstance(example.prompt, str):  # pictures need messages
-        return Observation(({"role": "user", "content": content},))
-    system = tuple(dict(message) for message in example.prompt if message["role"] == "system")
-    return Observation((*system, {"role": "user", "content": content}))
-
-
-def join_texts(texts: Iterable[str]) -> str:
-    """Join the texts that are not empty, each on its own lines."""
-    return "\n".join(text.strip("\n") for text in texts if text.strip())
-
-
-def reply_observation(example: Example, shown: Shown, *, as_messages: bool = False) -> Observation:
-    """Return the environment's reply to a turn, in the format of the first observation.
-
-    `as_messages`: the first observation has pictures, so that it is messages whatever the example's prompt is.
-    """
-    if not isinstance(shown, str) or as_messages:
-        return Observation(({"role": "user", "content": shown},))
-    reply = shown.strip("\n")
-    content: Prompt = f"\n{reply}\n" if isinstance(example.prompt, str) else ({"role": "user", "content": reply},)
-    return Observation(content)
-
-
-def parse_choice(text: str, names: tuple[str, ...], first: int = 0) -> int | None:
-    """Return the number of the last action that a turn names, by name or number, or None.
-
-    If there are square brackets, only the text in the last pair is read. names: those of the actions numbered from `first`, ""
-    for an action without a name.
-    """
-    bracketed = re.findall(r"\[([^\[\]]*)\]", text)
-    answer = (bracketed[-1] if bracketed else text).lower()
-    actions = {name.lower(): first + i for i, name in enumerate(names) if name}
-    actions |= {str(first + i): first + i for i in range(len(names))}
-    longest_first = sorted(actions, key=len, reverse=True)
-    pattern = rf"(?<![\w.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-]|\.\d)"
-    matches = re.findall(pattern, answer)
-    return actions[matches[-1]] if matches else None

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from policygrad.environments.base import FAILED, Action, Observation, Step, is_finite_number
-from policygrad.environments.games import INITIAL, GameStep, SelfPlay
-from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, join_texts, reply_observation
+from policygrad.environments.games import GameStep, SelfPlay
+from policygrad.environments.observations import TERMINATED, TURNS, initial_observation, join_texts, reply_observation
 from policygrad.errors import ConfigError, EngineError, import_optional
+from policygrad.rollout.environment import FAILED, INITIAL, Action, Observation, Step, is_finite_number
 from policygrad.tasks.base import Example, IsolatedRandom
 
 END_OF_THOUGHT = "</think>"

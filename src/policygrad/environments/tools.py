@@ -10,13 +10,13 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
-from policygrad.environments.base import Action, Environment, Observation, Step, accepts_seed
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.models.chat_template import format_tool_response, join_tool_responses
 from policygrad.models.tool_calls import ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import quote, to_number
+from policygrad.rollout.environment import Action, Capabilities, Environment, Observation, Step, accepts_seed
 from policygrad.sandbox.python_tool import truncate_middle
 from policygrad.tasks.base import Example, Prompt
 from policygrad.utils.async_runner import OverdueError, await_with_timeout, run_in_daemon_thread
@@ -72,6 +72,7 @@ class ToolUse:
     """Whether the prompt lists the tools: through the chat template, or before the first message if it does not support tools."""
     parser: ToolCallParser | None = None
     """Parses calls; None = in the format of the model's chat template."""
+    capabilities: ClassVar[Capabilities] = Capabilities(has_known_columns=True)
     reward_columns: Sequence[str] = ()
     """Attributes of the tools' objects (`shop` of `shop.buy`) that rewards see as they are at the episode's end: the run's reward
     functions as columns, `reward` as keyword arguments. Plain data: numbers, text, lists, dicts."""

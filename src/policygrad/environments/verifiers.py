@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policygrad.environments.base import Action, Environment, Observation, Step, is_finite_number
 from policygrad.environments.tools import ANSWER, ToolUse
 from policygrad.errors import ConfigError
+from policygrad.rollout.environment import Action, Environment, Observation, Step, is_finite_number
 from policygrad.tasks.base import Example
 from policygrad.tasks.verifiers import INDEX_COLUMN, TASKSET_COLUMN, VERIFIERS_PREFIX, load_taskset, load_taskset_tasks
 

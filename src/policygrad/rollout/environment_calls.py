@@ -14,18 +14,18 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from policygrad.environments.base import (
-    DEFAULT_TIMEOUT,
-    Environment,
-    EnvironmentFactory,
-    MalformedError,
-    SingleTurn,
-    make_environment,
-)
 from policygrad.errors import EngineError, PolicygradError
 from policygrad.models.control_tokens import replace_surrogates
 from policygrad.rewards.workers.failures import MIN_LOST_CALLS
 from policygrad.rewards.workers.messages import describe_error
+from policygrad.rollout.environment import (
+    DEFAULT_TIMEOUT,
+    Environment,
+    EnvironmentFactory,
+    MalformedError,
+    find_capabilities,
+    make_environment,
+)
 from policygrad.tasks.base import Example
 from policygrad.utils.async_runner import (
     BlockedError,
@@ -111,7 +111,7 @@ class EnvironmentCalls:
         what, number = f"{name}.{method}", next(self._numbers)
         self._last_activity = self._clock()
         self._open[number] = self._last_activity, what
-        if self._reporter is None and not isinstance(environment, SingleTurn):
+        if self._reporter is None and not find_capabilities(environment).is_single_answer:
             self._loop = asyncio.get_running_loop()
             self._signals.__enter__()
             self._reporter = threading.Thread(target=self._report, daemon=True, name="environment calls")

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from policygrad.checkpoint.manifest import encode_json
 from policygrad.core.media import TextMedia, distinguish_media, select_media, shift_media
-from policygrad.environments.base import (
+from policygrad.errors import EngineError
+from policygrad.models.chat_template import HistoryRewrittenError, Tools
+from policygrad.models.control_tokens import replace_surrogates
+from policygrad.models.tokenizer import EncodedText, PromptTooLongError, Tokenizer
+from policygrad.rewards.base import EPISODE_COLUMNS
+from policygrad.rollout.environment import (
     CONTEXT,
     FAILED,
     TOKENS,
@@ -28,15 +33,10 @@ from policygrad.environments.base import (
     EnvironmentFactory,
     MalformedError,
     Observation,
-    SingleTurn,
     Step,
     SupportsTruncation,
+    find_capabilities,
 )
-from policygrad.errors import EngineError
-from policygrad.models.chat_template import HistoryRewrittenError, Tools
-from policygrad.models.control_tokens import replace_surrogates
-from policygrad.models.tokenizer import EncodedText, PromptTooLongError, Tokenizer
-from policygrad.rewards.base import EPISODE_COLUMNS
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, align_contents
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
@@ -231,7 +231,7 @@ class _Episode(Conversation):
 
     def __init__(self, factory: EnvironmentFactory, spec: EpisodeSpec, sample: int, calls: EnvironmentCalls) -> None:
         super().__init__(spec, str(getattr(factory, "__name__", type(factory).__name__)))
-        self.sample, self.calls = sample, calls
+        self.sample, self.calls, self.capabilities = sample, calls, find_capabilities(factory)
         self.environment: Environment | None = None
         self.failure = ""  # error of the environment
         self.rewards: list[float | None] = []
@@ -267,7 +267,7 @@ class _Episode(Conversation):
     def request(self, sampling: SamplingParams) -> Request:
         turn = len(self.rewards)
         key = (*self.spec.key, self.sample, turn) if turn else (*self.spec.key, self.sample)
-        return self.make_request(key, sampling, continues=not isinstance(self.environment, SingleTurn))
+        return self.make_request(key, sampling, continues=not self.capabilities.is_single_answer)
 
     async def step(self, generation: Generation, encoder: Tokenizer, sampler: Sampler) -> None:
         """Add a sampled turn and pass it to the environment."""
@@ -416,8 +416,8 @@ def _encode_prompt(
             "prompt: sample what differs in step(), or derive it from the example"
         )
     tools = first.tools or None
-    is_single_turn = isinstance(pairs[0][0].environment, SingleTurn)
-    source = spec.location if is_single_turn else f"the first observation of {name} ({spec.location})"
+    is_prompt = pairs[0][0].capabilities.is_single_answer
+    source = spec.location if is_prompt else f"the first observation of {name} ({spec.location})"
     try:
         prompt = encoder.encode(first.content, max_tokens, source, tools)
     except PromptTooLongError as error:

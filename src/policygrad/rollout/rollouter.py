@@ -14,15 +14,10 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
 from policygrad.core.vine import Vine
-from policygrad.environments import EnvironmentFactory, SingleTurn
-from policygrad.environments.agent_program import AgentProgram
-from policygrad.environments.base import DEFAULT_TIMEOUT
-from policygrad.environments.games import SelfPlay
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.builtin import find_answer_extractor
 from policygrad.rewards.workers.pool import RewardScorer
-from policygrad.rollout.agent_episodes import run_agent_episodes
 from policygrad.rollout.batching import (
     ALL_EXCLUDED_NOTE,
     add_turn_states,
@@ -39,13 +34,12 @@ from policygrad.rollout.dynamic_sampling import (
     groups_to_drop,
     sample_until_full,
 )
-from policygrad.rollout.environment_calls import EnvironmentCalls
-from policygrad.rollout.episodes import run_episodes
+from policygrad.rollout.environment import DEFAULT_TIMEOUT, SingleTurn, find_capabilities
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
-from policygrad.rollout.game_episodes import run_games
 from policygrad.rollout.optimal_values import OptimalValues, estimate_optimal_values
 from policygrad.rollout.reference_prompts import add_reference_prompts
+from policygrad.rollout.runners import EnvironmentKind, EpisodeContext, make_runner
 from policygrad.rollout.scoring import (
     ScoreFn,
     ScoreStepsFn,
@@ -127,7 +121,7 @@ class Rollouter:
     seed: int = 0
     score_steps: ScoreStepsFn | None = None
     """Splits completions into reasoning steps and scores these; None = no reasoning steps."""
-    environment: EnvironmentFactory | AgentProgram = SingleTurn
+    environment: EnvironmentKind = SingleTurn
     run_async: AsyncRunner = field(default_factory=AsyncRunner)
     pool: RewardScorer | None = None
     """The pool that `score` belongs to, to score finished completions while others are sampled; None = score all at the end."""
@@ -153,6 +147,11 @@ class Rollouter:
         return self.run_async(self.sampler.lend_memory()) if isinstance(self.sampler, LendsMemory) else {}
 
     @property
+    def is_single_answer(self) -> bool:
+        """True if an episode is one completion of the example's prompt."""
+        return find_capabilities(self.environment).is_single_answer
+
+    @property
     def in_flight(self) -> bool:
         """True if `update_weights` may be called while another thread collects; sampling then continues with the new weights."""
         return isinstance(self.sampler, SupportsInFlightUpdates) and self.sampler.in_flight
@@ -165,27 +164,8 @@ class Rollouter:
         self, specs: Sequence[EpisodeSpec], samples_per_prompt: int, sampling: SamplingParams
     ) -> list[EpisodeGroup]:
         """Run `samples_per_prompt` episodes for each spec, without scoring them."""
-        if isinstance(self.environment, AgentProgram):
-            return self.run_async(
-                run_agent_episodes(
-                    specs,
-                    samples_per_prompt,
-                    sampling,
-                    sampler=self.sampler,
-                    encoder=self.tokenizer,
-                    program=self.environment,
-                    timeout=self.timeout,
-                    progress=self.progress,
-                )
-            )
-        options: dict[str, Any] = {
-            "sampler": self.sampler,
-            "encoder": self.tokenizer,
-            "environment": self.environment,
-            "calls": EnvironmentCalls(self.timeout, self.progress, tolerate_timeouts=self.tolerate_timeouts),
-        }
-        run = run_games if isinstance(self.environment, SelfPlay) else run_episodes
-        return self.run_async(run(specs, samples_per_prompt, sampling, **options))
+        context = EpisodeContext(self.sampler, self.tokenizer, self.timeout, self.progress, self.tolerate_timeouts)
+        return self.run_async(make_runner(self.environment, context)(specs, samples_per_prompt, sampling))
 
     def collect(
         self,
@@ -205,7 +185,7 @@ class Rollouter:
             evaluate: The learner's `evaluate`, which fills the batch fields that filters need.
         """
         needs = algorithm.all_needs
-        if "observation" in needs and self.environment is SingleTurn:
+        if "observation" in needs and self.is_single_answer:
             raise ConfigError(SINGLE_TURN_OBSERVATIONS)
         if "observation" in needs and not self.tokenizer.marks_contents:
             marking = replace(self, tokenizer=replace(self.tokenizer, marks_contents=True))
@@ -352,7 +332,7 @@ class Rollouter:
     ) -> tuple[list[EpisodeGroup], ScoringResult]:
         """Run and score episodes; finished completions are scored while others are sampled, if that saves time, and counted."""
         pool, decode = self.pool, self.tokenizer.decode
-        if self.environment is not SingleTurn:  # a completion is a turn
+        if not self.is_single_answer:  # a completion is a turn
             pool, on_finished = None, None
         with score_while_sampling(pool, self.sampler, specs, samples_per_prompt, decode, on_finished) as score:
             groups = self.play(specs, samples_per_prompt, sampling)
@@ -393,7 +373,7 @@ class Rollouter:
         return batch, groups, scoring
 
     def _require_single_turn(self, reason: str, alternative: str) -> None:
-        if self.environment is not SingleTurn:
+        if not self.is_single_answer:
             raise ConfigError(
                 f"{reason}, which an environment's episodes do not allow: use a task of prompts and answers, or {alternative}"
             )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policygrad.environments.base import KnowsOpening
-from policygrad.environments.tools import ToolUse
 from policygrad.errors import RewardError
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.worker import Signature
 from policygrad.rollout.demonstrations import check_demonstrations
+from policygrad.rollout.environment import KnowsOpening, find_capabilities
 from policygrad.tasks.base import Example, Task
 from policygrad.tasks.mixtures import RowsTask
 
@@ -74,7 +73,7 @@ def check_reward_columns(rewards: Sequence[Reward], task: Task, environment: obj
 
     An environment of the user's own may add columns in its episodes, so that nothing can be said before.
     """
-    if environment is not None and not isinstance(environment, ToolUse):
+    if environment is not None and not find_capabilities(environment).has_known_columns:
         return
     examples = task.rows[:PROBE_EXAMPLES] or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
     columns = dict.fromkeys(name for example in examples for name in example.columns)

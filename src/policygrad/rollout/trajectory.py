@@ -13,9 +13,9 @@ from torch import Tensor
 
 from policygrad.core.batch import Batch, SamplingMask
 from policygrad.core.media import Media, TextMedia, shift_media
-from policygrad.environments.base import ENVIRONMENT, TOKENS
 from policygrad.models.tokenizer import EncodedText
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, StepScores, TrainerState
+from policygrad.rollout.environment import ENVIRONMENT, TOKENS
 from policygrad.samplers.base import Generation, SamplingParams
 from policygrad.tasks.base import Example
 

@@ -10,15 +10,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.environments import EnvironmentFactory, SingleTurn
-from policygrad.environments.agent_program import AgentProgram
 from policygrad.errors import ModelError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.resolve import parse_reward, resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
+from policygrad.rollout.environment import SingleTurn
 from policygrad.rollout.evaluation import EvaluationResult, weighted_mean
 from policygrad.rollout.rollouter import Rollout, Rollouter
+from policygrad.rollout.runners import EnvironmentKind
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest
 from policygrad.samplers.base import Sampler, SamplingParams
 from policygrad.samplers.config import LOCAL
@@ -42,7 +42,7 @@ def collect(
     step: int = 1,
     position: int = 0,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | AgentProgram | None = None,
+    environment: EnvironmentKind | None = None,
 ) -> Rollout:
     """Return the rollout of one step of a run, without training: its batch, texts and metrics. Raises PolicygradError if
     something is missing or does not fit; the message says what to change."""
@@ -56,7 +56,7 @@ def evaluate(
     options: RunOptions | None = None,
     *,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | AgentProgram | None = None,
+    environment: EnvironmentKind | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     phase: ProgressCallback = ignore_progress,
 ) -> EvaluationResult:
@@ -266,7 +266,7 @@ def _load(
     options: RunOptions,
     algorithm: Algorithm | None,
     sampler: Sampler | SamplerFactory | None,
-    environment: EnvironmentFactory | AgentProgram | None,
+    environment: EnvironmentKind | None,
     phase: ProgressCallback,
     *,
     has_rewards: bool = True,

@@ -14,9 +14,6 @@ from torch import nn
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import is_server
 from policygrad.core.validation import find_mixed_roles
-from policygrad.environments import EnvironmentFactory, SingleTurn
-from policygrad.environments.agent_program import AgentProgram
-from policygrad.environments.games import INITIAL, RANDOM, SelfPlay
 from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
@@ -34,10 +31,11 @@ from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT
-from policygrad.rollout.game_episodes import ModelOpponent
+from policygrad.rollout.environment import INITIAL, EnvironmentFactory, SingleTurn, find_capabilities
 from policygrad.rollout.reference_prompts import check_template_columns
 from policygrad.rollout.rollouter import SINGLE_TURN_OBSERVATIONS, Rollouter
 from policygrad.rollout.row_checks import check_reward_columns, check_rows
+from policygrad.rollout.runners import EnvironmentKind, EpisodeContext, RunsEpisodes, UsesModels
 from policygrad.rollout.scoring import zero_rewards
 from policygrad.rollout.teachers import ServedTeachers, find_teacher
 from policygrad.samplers.base import AsyncCloseable, Sampler
@@ -103,7 +101,7 @@ def load_resources(
     algorithm: Algorithm | None = None,
     *,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | AgentProgram | None = None,
+    environment: EnvironmentKind | None = None,
     placement: Placement = LOCAL_PLACEMENT,
     phase: ProgressCallback = ignore_progress,
     has_rewards: bool = True,
@@ -138,17 +136,13 @@ def load_resources(
     sampled = replace(options.sampling, max_tokens=longest)  # servers need room for both
     engine = make_engine_factory(options.sampler, folder, sampled, sampler, phase, facts)
     environment = resolve_environment(options.environment, environment, options.environment_env)
+    capabilities = find_capabilities(environment)
     if environment is not None and placement.environment is not None:
-        if isinstance(environment, AgentProgram):
-            raise ConfigError(
-                f"the program {environment.name} runs on the machine of the trainer, not in actors: set "
-                "--cluster.environments 0"
+        if capabilities.stays_because or isinstance(environment, RunsEpisodes):
+            reason = (
+                capabilities.stays_because or "an environment with a runner of its own runs in the trainer's process"
             )
-        if isinstance(environment, SelfPlay):
-            raise ConfigError(
-                f"games such as {environment.__name__} run in the process of the trainer, not in actors: set "
-                "--cluster.environments 0"
-            )
+            raise ConfigError(f"{reason}, not in actors: set --cluster.environments 0")
         environment = placement.environment(environment)
     if isinstance(environment, AbstractContextManager):  # it tries its servers now rather than in the first episode
         stack.enter_context(environment)
@@ -163,8 +157,7 @@ def load_resources(
             "the algorithm uses the reasoning steps of a completion, and an environment's episodes consist of turns: use a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
-    plays_itself = isinstance(environment, SelfPlay) and environment.opponent is None
-    if plays_itself and algorithm is not None and (reason := find_mixed_roles(algorithm)):
+    if capabilities.plays_itself and algorithm is not None and (reason := find_mixed_roles(algorithm)):
         raise ConfigError(reason)
     _check_task(task, environment, needs)
     environment_only = environment is not None and not reward_options
@@ -201,8 +194,8 @@ def load_resources(
     )
     if algorithm is not None and algorithm.reference is not None and not algorithm.reads_reward and task.rows:
         check_template_columns(task.rows, algorithm.reference)
-    if isinstance(environment, SelfPlay):
-        environment = load_opponents(environment, options, model, tokenizer, device)
+    if isinstance(environment, UsesModels):
+        environment = environment.with_models(lambda name: load_opponent(name, options, model, tokenizer, device))
     run_async = stack.enter_context(AsyncRunner())
     factory = sampler or engine or placement.sampler
     sampling_model = model
@@ -242,31 +235,22 @@ def load_resources(
     return Resources(task, names, model, tokenizer, rollouter, has_rewards)
 
 
-def load_opponents(
-    environment: SelfPlay, options: RunOptions, model: nn.Module, tokenizer: Tokenizer, device: str
-) -> SelfPlay:
-    """Load the models that play against the policy: the run's own before training, or others by name.
+def load_opponent(
+    name: str, options: RunOptions, model: nn.Module, tokenizer: Tokenizer, device: str
+) -> EpisodeContext:
+    """Load a model that takes part in the policy's episodes: the run's own before training, or another one by name.
 
     Raises:
         ModelError: a model that cannot be loaded.
     """
-    loaded = dict[str, ModelOpponent]()
-
-    def load(opponent: Any) -> Any:
-        if not isinstance(opponent, str) or opponent == RANDOM:
-            return opponent
-        if opponent not in loaded:
-            if opponent == INITIAL:
-                network, its_tokenizer = clone_model(model), tokenizer
-            else:
-                dtype = options.learner.resolve().dtype
-                network = load_model(opponent, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
-                its_tokenizer = load_policy_tokenizer(opponent, None, network, options.trust_remote_code)
-            network.requires_grad_(False)
-            loaded[opponent] = ModelOpponent(LocalSampler.from_tokenizer(network, its_tokenizer), its_tokenizer)
-        return loaded[opponent]
-
-    return replace(environment, opponent=load(environment.opponent), eval_opponent=load(environment.eval_opponent))
+    if name == INITIAL:
+        network = clone_model(model)
+    else:
+        dtype = options.learner.resolve().dtype
+        network = load_model(name, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
+        tokenizer = load_policy_tokenizer(name, None, network, options.trust_remote_code)
+    network.requires_grad_(False)
+    return EpisodeContext(LocalSampler.from_tokenizer(network, tokenizer), tokenizer)
 
 
 def load_row_options(
@@ -304,9 +288,7 @@ def load_policy_tokenizer(
     return loaded.with_template_options(template_options)
 
 
-def _check_task(
-    task: Task, environment: EnvironmentFactory | AgentProgram | None, needs: frozenset[str] | None
-) -> None:
+def _check_task(task: Task, environment: EnvironmentKind | None, needs: frozenset[str] | None) -> None:
     """Raise ConfigError if a task cannot have the demonstrations that are learned from, or seems to have none (single steps may go
     without); if observations are learned from and there is no environment; if the task has levels of difficulty that nothing
     changes, or none for a filter that changes them."""

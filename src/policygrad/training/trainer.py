@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.shards import SavedState
 from policygrad.core.metrics import Mean
-from policygrad.environments import EnvironmentFactory
-from policygrad.environments.agent_program import AgentProgram
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.models.adapters import describe_adapters
@@ -31,6 +29,7 @@ from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
 from policygrad.rollout.optimal_values import OPTIMAL_VALUES
+from policygrad.rollout.runners import EnvironmentKind
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Example
@@ -88,7 +87,7 @@ def train(
     overwrite: bool = False,
     sampler: Sampler | SamplerFactory | None = None,
     learner: Learner | LearnerFactory = make_local_learner,
-    environment: EnvironmentFactory | AgentProgram | None = None,
+    environment: EnvironmentKind | None = None,
     display: Tracker | bool = True,
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
@@ -148,7 +147,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         *,
         sampler: Sampler | SamplerFactory | None = None,
         learner: Learner | LearnerFactory = make_local_learner,
-        environment: EnvironmentFactory | AgentProgram | None = None,
+        environment: EnvironmentKind | None = None,
         placement: Placement = LOCAL_PLACEMENT,
         **tracking: Unpack[TrackingOptions],
     ) -> None:

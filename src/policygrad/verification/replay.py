@@ -22,12 +22,12 @@ from policygrad.core.metrics import Mean, Metrics, drop_unmeasured, merge
 from policygrad.core.objective import surrogate, with_selected_tokens
 from policygrad.core.staleness import resolve_old_policy
 from policygrad.core.updates import GradientProblem, GradientSteps, require_problem
-from policygrad.environments.agent_program import AgentProgram
 from policygrad.errors import CheckpointError, ConfigError
 from policygrad.findings import EXACT, Difference, Finding, Tolerance, differs, explain_difference, holds, not_checked
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.papers.objectives import describe_departure, paper_objective
 from policygrad.rollout.batching import batch_groups
+from policygrad.rollout.environment import find_capabilities
 from policygrad.rollout.reference_prompts import add_reference_prompts
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest, reward_inputs
@@ -218,7 +218,7 @@ def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> I
         return rollouter.collect(algorithm, config, request, evaluate=replayer.learner.evaluate)
 
     first = sample()
-    if isinstance(rollouter.environment, AgentProgram):  # which programs wait together is a matter of time
+    if not find_capabilities(rollouter.environment).is_repeatable:
         bound = probe.TOLERANCE[next(replayer.model.parameters()).dtype]
         findings = list(_compare_rollouts(first, rollout, step, "the step repeated", Tolerance(atol=bound)))
         if any(finding.status == "differs" for finding in findings):

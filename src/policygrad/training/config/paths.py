@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from policygrad.environments.registry import FUNCTION, code_references
+from policygrad.environments.registry import code_references
 from policygrad.errors import ConfigError, RunError
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.rewards.resolve import find_code, resolve_with_paths
@@ -166,7 +166,7 @@ def _model_path(name: str, directory: Path) -> str:
 
 
 def _code_path(name: str, directory: Path) -> str:
-    agent, name = (f"{FUNCTION}:", name.removeprefix(f"{FUNCTION}:")) if name.startswith(f"{FUNCTION}:") else ("", name)
+    agent, name = ("agent:", name.removeprefix("agent:")) if name.startswith("agent:") else ("", name)
     file, _, attribute = name.rpartition(":")
     return agent + (f"{_path_in(file, directory)}:{attribute}" if file.endswith(".py") else name)
 

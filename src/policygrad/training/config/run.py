@@ -15,7 +15,6 @@ from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.validation import check_rollout, check_sampling, frozen_problem
-from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.fsdp.torchrun import check_fsdp_options
@@ -24,6 +23,7 @@ from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_shapes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import VARIABLE_NAMES, RewardConfig
+from policygrad.rollout.environment import DEFAULT_TIMEOUT
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
 from policygrad.samplers.engines.registry import load_engine_class

@@ -26,6 +26,7 @@ from typing import Any
 from policygrad.environments.registry import code_references, is_http_url, split_environment_name
 from policygrad.errors import ConfigError
 from policygrad.rewards.resolve import find_code, is_local_url
+from policygrad.utils.plugins import find_plugin
 from policygrad.utils.user_code import add_cwd_to_path, is_user_reference
 
 RUN_FILE = "run.toml"
@@ -191,6 +192,7 @@ def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
         name = data.get(option)
         if isinstance(name, str) and is_user_reference(name) and (option != "task" or split_environment_name(name)):
             yield from code_references(name)
+    yield from _code_of_plugins(data)
     algorithm = data.get("algorithm")
     if isinstance(algorithm, Mapping):
         for key, value in algorithm.items():
@@ -198,6 +200,18 @@ def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
                 yield from _code_of_parts(value)
     else:
         yield from _code_of_parts(algorithm)
+
+
+def _code_of_plugins(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the modules of other packages whose engine, environment, trackers or algorithm the options name."""
+    sampler, tracked = data.get("sampler"), data.get("track")
+    named = [("environment", data.get("environment")), ("algorithm", data.get("algorithm"))]
+    named += [("engine", sampler.get("engine") if isinstance(sampler, Mapping) else None)]
+    named += [("tracker", name) for name in (tracked if isinstance(tracked, list) else ())]
+    for kind, name in named:
+        plugin = find_plugin(kind, name.partition(":")[0]) if isinstance(name, str) else None
+        if plugin is not None:
+            yield plugin.module
 
 
 def _code_of_parts(value: Any) -> Iterator[str]:

@@ -15,6 +15,8 @@ from policygrad.tasks.base import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
 """Reasons for an episode's end: its environment, the token budget, the model's context."""
+INITIAL = "initial"
+"""Name of the policy as it was before training, where another model takes part in an episode."""
 FAILED = "failed"  # the reason when an environment raised or timed out: the episode has no reward and is not trained on
 DEFAULT_TIMEOUT = 300.0  # seconds that one call of an environment may take
 RESERVED_METRICS, STOP_METRIC_PREFIX = ("turns", "branches", "branched_ratio"), "ended_"
@@ -161,12 +163,36 @@ class KnowsOpening(Protocol):
         """Return the first observation of an example's episodes; None = it is known only in an episode."""
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What the episodes of a kind of environment are like, as far as a run must know before one begins: its attribute
+    `capabilities`."""
+
+    is_single_answer: bool = False
+    """An episode is one completion of the example's prompt, so that another one can be scored in its place, its beginning be
+    continued, and another prompt be put before it."""
+    has_known_columns: bool = False
+    """Reward functions are given the example's columns and its `reward_columns`, which are known before an episode."""
+    is_repeatable: bool = True
+    """The same requests are sampled together whenever an episode is repeated: not where they come when a program sends them."""
+    plays_itself: bool = False
+    """Several roles of the policy play against each other, and are compared within their role."""
+    stays_because: str = ""
+    """Why its episodes run where the trainer does, and not in the actors of a cluster; "" = they run anywhere."""
+
+
 EnvironmentFactory = Callable[..., Environment]
 """Creates the environment of one episode: `f(example)`, or `f(example, seed)` when the environment itself is random.
 
 The seed is derived from the run's seed, the step and the example: the episodes of a group begin in the same state, and a resumed
 run reproduces it. A factory that is a context manager is entered when a run starts and left when it ends.
 """
+
+
+def find_capabilities(kind: object) -> Capabilities:
+    """Return what a kind of environment says of its episodes; the default if it says nothing."""
+    capabilities = getattr(kind, "capabilities", None)
+    return capabilities if isinstance(capabilities, Capabilities) else Capabilities()
 
 
 def make_environment(factory: EnvironmentFactory, example: Example, seed: int) -> Environment:
@@ -188,6 +214,11 @@ class SingleTurn:
 
     example: Example
     waits: ClassVar[bool] = False
+    capabilities: ClassVar[Capabilities] = Capabilities(is_single_answer=True, has_known_columns=True)
+
+    def __init_subclass__(cls) -> None:
+        if "capabilities" not in vars(cls):  # a subclass may take further turns, and says so itself if it does not
+            cls.capabilities = Capabilities()
 
     async def reset(self) -> Observation:
         return Observation(self.example.prompt, self.example.tools)

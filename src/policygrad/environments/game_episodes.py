@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from policygrad.core.media import TextMedia, select_media
-from policygrad.environments.base import CONTEXT, FAILED, TOKENS, Action, Observation
 from policygrad.environments.games import (
     RANDOM,
     GameStep,
@@ -30,6 +29,7 @@ from policygrad.environments.games import (
 )
 from policygrad.errors import EngineError
 from policygrad.models.tokenizer import EncodedText, Tokenizer
+from policygrad.rollout.environment import CONTEXT, FAILED, TOKENS, Action, Observation
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.episodes import Conversation, before_picture, call_close
 from policygrad.rollout.trajectory import EVALUATE, EpisodeGroup, EpisodeSpec, Segment, Trajectory

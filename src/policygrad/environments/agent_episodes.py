@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from policygrad.environments.agent_program import AgentProgram, RunningProgram, shared_proxy
-from policygrad.environments.base import CONTEXT, DEFAULT_TIMEOUT, FAILED, TOKENS
 from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
 from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
+from policygrad.rollout.environment import CONTEXT, DEFAULT_TIMEOUT, FAILED, TOKENS
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.samplers.base import (
     CachesTexts,
