@@ -15,8 +15,9 @@ from policygrad.lab.findings.critics import COMPARED, FAMILIES, UNBIASED
 from policygrad.lab.policies import TabularPolicy
 from policygrad.lab.sequences import EOS, derivative
 from policygrad.lab.worlds import walk_setting
-from policygrad.rollout.batching import add_turn_states, batch_groups
+from policygrad.rollout.batching import batch_groups
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.rollout.turn_states import add_turn_states
 from policygrad.tasks.base import Example
 
 SETTING = walk_setting()

@@ -17,7 +17,7 @@ from doubles.random_batches import Shape, make, policy
 from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
-from policygrad.rollout.optimal_values import OPTIMAL_VALUES, OptimalValues
+from policygrad.rollout.optimal_values import OPTIMAL_VALUES, OptimalValues, with_optimal_values
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.tasks.base import Example
 
@@ -191,7 +191,7 @@ def test_a_rollouter_without_values_says_how_to_get_them(tmp_path: Path) -> None
     with pytest.raises(pg.ConfigError, match="estimated before the first update"):
         collect_rollout(without, pg.ASTAR_PO, sampling, prompts=4, samples=1)
     file = tmp_path / "values.json"
-    valued, messages = without.estimate_optimal_values(pg.OptimalValue(), 4, sampling, file, is_initial=True)
+    valued, messages = with_optimal_values(without, pg.OptimalValue(), 4, sampling, file, is_initial=True)
     assert messages == ("a reward failed",)
     rollout = collect_rollout(valued, pg.ASTAR_PO, sampling, prompts=4, samples=1, position=6)
     assert rollout.position == 10
@@ -199,9 +199,10 @@ def test_a_rollouter_without_values_says_how_to_get_them(tmp_path: Path) -> None
     psi = pg.ASTAR_PO.compute_advantages(rollout.batch)
     assert math.isnan(rollout.batch.baseline[0])  # type: ignore[index]
     assert (psi[0] == 0).all()
-    assert valued.optimal_values is not None
+    (values,) = valued.providers
+    assert isinstance(values, OptimalValues)
     for row, prompt in enumerate((3, 0, 1), 1):
-        expected = rollout.batch.reward[row] - valued.optimal_values.values[prompt]
+        expected = rollout.batch.reward[row] - values.values[prompt]
         assert psi[row, 0] == pytest.approx(float(expected))
 
 
@@ -211,7 +212,7 @@ def test_rewards_that_all_fail_end_the_estimate_and_keep_what_there_is(tmp_path:
 
     file = tmp_path / "values.json"
     with pytest.raises(pg.RewardError, match=r"prompts 0 to 3 has a reward.*the server is down"):
-        rollouter(fail).estimate_optimal_values(
-            pg.OptimalValue(), 4, pg.SamplingParams(max_tokens=3), file, is_initial=True
+        with_optimal_values(
+            rollouter(fail), pg.OptimalValue(), 4, pg.SamplingParams(max_tokens=3), file, is_initial=True
         )
     assert not file.exists()

@@ -18,9 +18,10 @@ from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, pad_token_id
 from policygrad.rewards.base import ProcessScores, RewardScores
-from policygrad.rollout.extra_samples import add_prefix_values
+from policygrad.rollout.prefix_values import add_prefix_values
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import score_groups
+from policygrad.rollout.step_marks import add_step_marks
 from policygrad.rollout.trajectory import (
     TRAIN,
     VALUES,
@@ -29,7 +30,6 @@ from policygrad.rollout.trajectory import (
     Segment,
     StepMarks,
     Trajectory,
-    add_step_marks,
 )
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler

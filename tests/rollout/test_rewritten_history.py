@@ -22,9 +22,10 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.chat_template import render
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout import serialization
-from policygrad.rollout.batching import add_turn_states, batch_groups, measure_rollout
+from policygrad.rollout.batching import batch_groups, measure_rollout
 from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, StepMarks, Trajectory
+from policygrad.rollout.turn_states import add_turn_states
 from policygrad.samplers.base import Generation, Request
 
 WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=12).map(str.strip).filter(bool)

@@ -455,6 +455,7 @@ class OptimalValue(Advantage):
     prompts: int | None = setting(None, "at least 1", "or None")
     """Number of training prompts; None: all of the data, but no more than the run's steps take."""
     needs: ClassVar[frozenset[str]] = frozenset({"baseline"})
+    providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.optimal_values:OptimalValues",)
 
     @property
     def formula(self) -> str:

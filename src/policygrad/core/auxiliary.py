@@ -370,6 +370,12 @@ class Reference(Part):
         """The teacher of each completion, if there are several."""
         return frozenset({"teacher"} if self.teachers else ())
 
+    @property
+    def providers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Of the prompts that it reads instead of the policy's, and of the teacher of each completion."""
+        prompts = ("policygrad.rollout.reference_prompts:ReferencePrompts",) if self.templates else ()
+        return (*prompts, "policygrad.rollout.teachers:TeacherPositions") if self.teachers else prompts
+
     def report(self, batch: Batch) -> Metrics:
         """teacher/kl/NAME: KL(π_old‖π_T) in nats per token on the completions of each teacher, from the samples."""
         if batch.teacher is None or batch.logp_ref is None or batch.logp_old is None:

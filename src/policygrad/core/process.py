@@ -88,6 +88,7 @@ class PrefixValue(Advantage):
     needs: ClassVar[frozenset[str]] = frozenset({"step_end"})
     starts_chain: ClassVar[bool] = True
     samples_values: ClassVar[bool] = True
+    providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.prefix_values:PrefixValues",)
 
     @property
     def formula(self) -> str:

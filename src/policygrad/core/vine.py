@@ -42,6 +42,7 @@ class Vine(Advantage):
     samples: int = setting(1, "at least 1", "completion per action")
     distinct: bool = True
     starts_chain: ClassVar[bool] = True
+    providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.vine:VineRows",)
 
     @property
     def formula(self) -> str:

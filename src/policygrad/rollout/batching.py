@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -49,6 +48,10 @@ def next_examples(
             chosen.append((position, example))
         position += 1
     return chosen, all_excluded
+
+
+ON_REQUEST = frozenset({"demonstration", "rewards", "level", "observation", "role", "peers"})
+"""Fields that a batch has only where they are needed."""
 
 
 def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozenset()) -> Batch:
@@ -128,38 +131,6 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
         example_id=per_episode([hash_prompt(g.spec.example) for g in groups]),
         **fields,
     )
-
-
-def add_turn_states(batch: Batch, groups: Sequence[EpisodeGroup], *, scored: bool) -> Batch:
-    """Fill `turn_state`: at each token, the number of the state its turn began in, equal for equal states of a group.
-
-    scored: Move the turns' rewards from `reward` to `token_reward`, at the last token of each turn.
-    """
-    turn_state = torch.zeros(batch.mask.shape, dtype=torch.int64)
-    token_reward = torch.zeros(batch.mask.shape, dtype=batch.reward.dtype)
-    reward = batch.reward.clone()
-    row = 0
-    for group in groups:
-        state_ids: dict[Hashable, int] = {}
-        for trajectory in group.trajectories:
-            turn = start = 0
-            for segment in trajectory.segments:
-                end = start + len(segment.tokens)
-                if segment.is_sampled:
-                    state = trajectory.turn_states[turn] if trajectory.turn_states else None
-                    turn_state[row, start:end] = state_ids.setdefault(state, len(state_ids))
-                    turn_reward = trajectory.turn_rewards[turn] if trajectory.turn_rewards else None
-                    token_reward[row, end - 1] = turn_reward or 0.0
-                    turn += 1
-                start = end
-            reward[row] = reward[row] - sum(x for x in trajectory.turn_rewards if x is not None)
-            row += 1
-    batch = replace(batch, turn_state=turn_state)
-    if not scored:
-        return batch
-    if batch.token_reward is not None:  # the scores of reasoning steps
-        token_reward = token_reward + batch.token_reward
-    return replace(batch, token_reward=token_reward, reward=reward, outcome=batch.reward)
 
 
 def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> Metrics:

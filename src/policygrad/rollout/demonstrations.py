@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.errors import DataError
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.rollout.extra_samples import ScoreGroups
-from policygrad.rollout.scoring import ScoringResult
+from policygrad.rollout.batching import batch_groups
+from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext, Stage
+from policygrad.rollout.scoring import ScoreGroups, ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup, Segment, Trajectory
 from policygrad.tasks.base import Example
 
@@ -27,6 +28,20 @@ DEMONSTRATION_HINT = (
     "give the task a column 'demonstration' with an answer in the form the policy writes, as in "
     '{"prompt": "1+1=", "answer": "2", "demonstration": "2"}, or use an algorithm without demonstrations, such as grpo'
 )
+
+
+class Demonstrations(FieldProvider):
+    """Adds the examples' demonstrations as rows."""
+
+    stage: ClassVar[Stage] = Stage.EPISODES
+    single_answers: ClassVar[tuple[str, str]] = (
+        "Demonstrations are complete answers",
+        "an algorithm without them, such as grpo",
+    )
+
+    def provide(self, collected: Collected, context: ProviderContext) -> Collected:
+        groups, result = add_demonstrations(collected.groups, context.tokenizer, context.score)
+        return collected.with_result(batch_groups(groups, context.needs), result, groups)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,18 +8,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from policygrad.core.advantages import OptimalValue
+from policygrad.core.base import Part
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, list_means
-from policygrad.errors import RewardError, RunError
+from policygrad.errors import ConfigError, RewardError, RunError
+from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import OPTIMAL, EpisodeGroup, EpisodeSpec
+from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 from policygrad.utils.filesystem import read_json, write_atomically
+
+if TYPE_CHECKING:
+    from policygrad.rollout.rollouter import Rollouter
 
 OPTIMAL_VALUES = "optimal_values.json"
 """The file in a run's folder: the number of prompts, and the rewards of those done so far."""
@@ -27,7 +33,7 @@ CHUNK = 64  # prompts between two lines of progress, and the most that a killed 
 
 
 @dataclass(frozen=True)
-class OptimalValues:
+class OptimalValues(FieldProvider):
     """V* of the first prompts of a task. A run with them trains on these prompts alone, over and over."""
 
     values: tuple[float, ...]
@@ -36,6 +42,18 @@ class OptimalValues:
     """Tokens that the estimates took, counted with the first step's."""
     seconds: float = 0.0
     """Seconds that they took, counted likewise."""
+    fields: ClassVar[frozenset[str]] = frozenset({"baseline"})
+
+    @classmethod
+    def for_part(cls, part: Part) -> FieldProvider:
+        raise ConfigError(
+            "OptimalValue needs values that are estimated before the first update: train with pg.train or pg.Trainer, or give the "
+            "Rollouter those of policygrad.rollout.optimal_values.with_optimal_values"
+        )
+
+    def provide(self, collected: Collected, context: ProviderContext) -> Collected:
+        batch = self.add_to(collected.batch, collected.groups)
+        return collected.with_result(batch, ScoringResult(self.metrics(context.step)))
 
     def example_index(self, position: int) -> int:
         """Return the index of the training example at a position of the run."""
@@ -53,6 +71,35 @@ class OptimalValues:
         metrics: Metrics = {name: Sum(float(self.num_sampled_tokens)) for name in ("tokens/values", "tokens/sampled")}
         metrics["time/optimal_values"] = Sum(self.seconds)
         return metrics | list_means({"reward/optimal_value": [v for v in self.values if v == v]})
+
+
+def with_optimal_values(
+    rollouter: Rollouter,
+    part: OptimalValue,
+    num_prompts: int,
+    sampling: SamplingParams,
+    file: Path,
+    *,
+    is_initial: bool,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Rollouter, tuple[str, ...]]:
+    """Return a rollouter that trains on the first prompts with their optimal values, and messages of failed rewards.
+
+    For the arguments see `estimate_optimal_values`.
+    """
+    values, messages = estimate_optimal_values(
+        part,
+        num_prompts,
+        file,
+        example=rollouter.examples,
+        sample=lambda specs, count: rollouter.play_and_score(specs, count, sampling),
+        seed=rollouter.seed,
+        max_tokens=sampling.max_tokens,
+        is_initial=is_initial,
+        progress=progress,
+    )
+    providers = (*rollouter.providers, values)
+    return replace(rollouter, providers=providers, example_index=values.example_index), messages
 
 
 def estimate_optimal_values(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,27 @@ from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.errors import ConfigError, DataError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, parse_demonstration
+from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext, Stage
+from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup, Trajectory
 from policygrad.tasks.base import Example, Prompt
 from policygrad.utils.pictures import content_text, list_pictures
+
+
+@dataclass(frozen=True)
+class ReferencePrompts(FieldProvider):
+    """Fills `reference_prompts` and `has_reference`."""
+
+    part: Reference
+    stage: ClassVar[Stage] = Stage.READINGS
+    single_answers: ClassVar[tuple[str, str]] = (
+        "Reference.templates replaces the prompt of a complete answer",
+        "a reference with templates=()",
+    )
+
+    def provide(self, collected: Collected, context: ProviderContext) -> Collected:
+        batch, metrics = add_reference_prompts(collected.batch, collected.groups, self.part, context.tokenizer)
+        return collected.with_result(batch, ScoringResult(metrics))
 
 
 def add_reference_prompts(

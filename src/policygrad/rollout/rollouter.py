@@ -5,28 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, merge
-from policygrad.core.vine import Vine
-from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.builtin import find_answer_extractor
 from policygrad.rewards.workers.pool import RewardScorer
 from policygrad.rollout.batching import (
     ALL_EXCLUDED_NOTE,
-    add_turn_states,
+    ON_REQUEST,
     batch_groups,
     count_trained,
     measure_rollout,
     next_examples,
 )
-from policygrad.rollout.demonstrations import add_demonstrations
 from policygrad.rollout.dynamic_sampling import (
     EvaluateFn,
     SamplingRound,
@@ -36,19 +30,24 @@ from policygrad.rollout.dynamic_sampling import (
 )
 from policygrad.rollout.environment import DEFAULT_TIMEOUT, SingleTurn, find_capabilities
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
-from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
-from policygrad.rollout.optimal_values import OptimalValues, estimate_optimal_values
-from policygrad.rollout.reference_prompts import add_reference_prompts
+from policygrad.rollout.providers import (
+    Collected,
+    FieldProvider,
+    ProviderContext,
+    Stage,
+    choose_providers,
+    run_providers,
+)
 from policygrad.rollout.runners import EnvironmentKind, EpisodeContext, make_runner
 from policygrad.rollout.scoring import (
     ScoreFn,
     ScoreStepsFn,
     ScoringResult,
+    reads_step_scores,
     score_groups,
     score_reasoning_steps,
     score_while_sampling,
 )
-from policygrad.rollout.teachers import ServedTeachers, add_teacher_positions
 from policygrad.rollout.trajectory import (
     EVALUATE,
     TRAIN,
@@ -56,19 +55,13 @@ from policygrad.rollout.trajectory import (
     EpisodeSpec,
     RolloutConfig,
     RolloutRequest,
-    add_step_marks,
 )
 from policygrad.samplers.base import LendsMemory, Sampler, SamplingParams, SupportsInFlightUpdates
 from policygrad.tasks.base import Example, encode_level_index
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
-from policygrad.utils.spans import span
 from policygrad.weight_sync.base import PublishedWeights
 
-SINGLE_TURN_OBSERVATIONS = (
-    "the algorithm learns to predict what an environment writes (ObservationNLL), and the run has single answers: set "
-    "--environment, or use an algorithm without it, such as grpo"
-)
 EVAL_CHUNK = 64  # examples evaluated between two progress reports
 
 
@@ -131,10 +124,10 @@ class Rollouter:
     """Receives which environment call is being waited for."""
     tolerate_timeouts: bool = False
     """Continue the rollout even if an environment method times out in every call."""
-    teachers: ServedTeachers | None = None
-    """The teachers behind servers, which score each rollout; None = the learner evaluates all."""
-    optimal_values: OptimalValues | None = None
-    """Values of the training prompts, for an algorithm that needs them; None = all of the task's examples are trained on."""
+    providers: tuple[FieldProvider, ...] = ()
+    """What fills fields of the batch in this run, beside the providers that the algorithm needs by itself."""
+    example_index: Callable[[int], int] = int
+    """Returns the index of the training example at a position of the run."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while episodes are run: sampler and pool process one batch of episodes at a time, also with several threads."""
 
@@ -185,18 +178,21 @@ class Rollouter:
             evaluate: The learner's `evaluate`, which fills the batch fields that filters need.
         """
         needs = algorithm.all_needs
-        if "observation" in needs and self.is_single_answer:
-            raise ConfigError(SINGLE_TURN_OBSERVATIONS)
-        if "observation" in needs and not self.tokenizer.marks_contents:
-            marking = replace(self, tokenizer=replace(self.tokenizer, marks_contents=True))
-            return marking.collect(algorithm, config, request, evaluate)
+        # the run's rewards decide whether completions have steps, whoever reads them
+        wanted = needs - {"step_end"} if self.score_steps is None else needs | {"step_end"}
+        providers = choose_providers(algorithm, wanted, self.providers)
+        tokenizer = self.tokenizer
+        for provider in providers:
+            provider.check(is_single_answer=self.is_single_answer)
+            tokenizer = provider.prepare(tokenizer)
+        if tokenizer is not self.tokenizer:
+            return replace(self, tokenizer=tokenizer).collect(algorithm, config, request, evaluate)
         refilling = next((part for part in algorithm.filters if part.refills), None)
-        use_step_scores = "token_reward" in needs or "step_end" not in needs
         excluded = frozenset[int]().union(*(part.excluded_examples for part in algorithm.filters))
         level = next((part.task_level for part in algorithm.filters if part.task_level is not None), 0)
 
         def index(i: int) -> int:
-            return encode_level_index(i if self.optimal_values is None else self.optimal_values.example_index(i), level)
+            return encode_level_index(self.example_index(i), level)
 
         def example(i: int) -> Example:
             return self.examples(index(i))
@@ -208,89 +204,33 @@ class Rollouter:
             specs = [EpisodeSpec(x, key, max_tokens) for (_, x), key in zip(chosen, keys, strict=True)]
             groups, scoring = self._play_and_score(specs, config.samples_per_prompt, config.sampling)
             groups, step_scoring = score_reasoning_steps(
-                groups, self.score_steps, self.tokenizer.decode, use_scores=use_step_scores
+                groups, self.score_steps, self.tokenizer.decode, use_scores=reads_step_scores(needs)
             )
             scoring |= ScoringResult(messages=(ALL_EXCLUDED_NOTE,) * all_excluded) | step_scoring
             batch = batch_groups(groups)
             dropped = groups_to_drop(groups, batch, refilling, evaluate)
             return SamplingRound(groups, batch, dropped, scoring, chosen[-1][0] + 1)
 
+        context = ProviderContext(needs, request.step, config.sampling, self.tokenizer, self.play, self._score)
         with self.lock:
             step = sample_until_full(sample, config.prompts_per_step, request, refilling)
-            groups, scoring, rounds = step.groups, step.scoring, step.rounds
-            if "demonstration" in needs:
-                self._require_single_turn(
-                    "Demonstrations are complete answers", "an algorithm without them, such as grpo"
-                )
-                groups, result = add_demonstrations(groups, self.tokenizer, self._score)
-                scoring |= result
-            on_request = {"demonstration", "rewards", "level", "observation", "role", "peers"}
-            reuse = groups == list(rounds[0].groups) and not on_request & needs
-            batch = rounds[0].batch if reuse else batch_groups(groups, needs)
-            marks = None if self.score_steps is None else [t.step_marks for g in groups for t in g.trajectories]
-            if marks is not None:  # filters read the outcome reward: they get the ends of steps, but not their scores
-                batch = add_step_marks(batch, marks, scored=False)
-            batch = algorithm.apply_filters(
-                fill_required_fields(batch, algorithm.filter_needs, evaluate), refilled=True
-            )
-            if marks is not None:
-                batch = add_step_marks(batch, marks, scored=use_step_scores)
-            if "turn_state" in needs:  # after the filters, which read the rewards of complete episodes
-                batch = add_turn_states(batch, groups, scored="token_reward" in needs)
-            batch, groups, result = self._add_extra_samples(algorithm, batch, groups, config.sampling, request.step)
-            scoring |= result
-            if algorithm.reference is not None and algorithm.reference.templates:
-                self._require_single_turn(
-                    "Reference.templates replaces the prompt of a complete answer", "a reference with templates=()"
-                )
-                batch, read = add_reference_prompts(batch, groups, algorithm.reference, self.tokenizer)
-                scoring |= ScoringResult(read)
-        if algorithm.reference is not None and algorithm.reference.teachers:
-            batch = add_teacher_positions(batch, groups, algorithm.reference)
-        taught: Metrics = {}
-        if self.teachers is not None:
-            with span("score by teachers"):
-                batch, taught = self.teachers.score(batch)
+            reuse = step.groups == list(step.rounds[0].groups) and not ON_REQUEST & needs
+            batch = step.rounds[0].batch if reuse else batch_groups(step.groups, needs)
+            collected = Collected(batch, step.groups, step.scoring)
+            collected = run_providers(providers, collected, context, Stage.EPISODES, Stage.MARKS)
+            batch = fill_required_fields(collected.batch, algorithm.filter_needs, evaluate)
+            collected = replace(collected, batch=algorithm.apply_filters(batch, refilled=True))
+            collected = run_providers(providers, collected, context, Stage.SCORES, Stage.ROWS)
+        collected = run_providers(providers, collected, context, Stage.READINGS, Stage.SAYINGS)
+        batch, scoring = collected.batch, collected.scoring
         metrics = merge(
-            measure_rollout([(r.groups, r.batch) for r in rounds]),
+            measure_rollout([(r.groups, r.batch) for r in step.rounds]),
             scoring.metrics,
             step.metrics,
-            count_trained(sum(len(r.batch.mask) for r in rounds), batch),
-            taught,
+            count_trained(sum(len(r.batch.mask) for r in step.rounds), batch),
         )
-        return Rollout(batch, tuple(groups), step.position, metrics, scoring.messages, step.leftover_groups)
-
-    def estimate_optimal_values(
-        self,
-        part: OptimalValue,
-        num_prompts: int,
-        sampling: SamplingParams,
-        file: Path,
-        *,
-        is_initial: bool,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> tuple[Rollouter, tuple[str, ...]]:
-        """Return a rollouter that trains on the first prompts with their optimal values, and messages of failed rewards.
-
-        For the arguments see `policygrad.rollout.optimal_values.estimate_optimal_values`.
-        """
-
-        def sample(specs: list[EpisodeSpec], count: int) -> tuple[list[EpisodeGroup], ScoringResult]:
-            with self.lock:
-                return self._play_and_score(specs, count, sampling)
-
-        values, messages = estimate_optimal_values(
-            part,
-            num_prompts,
-            file,
-            example=self.examples,
-            sample=sample,
-            seed=self.seed,
-            max_tokens=sampling.max_tokens,
-            is_initial=is_initial,
-            progress=progress,
-        )
-        return replace(self, optimal_values=values), messages
+        groups = tuple(collected.groups)
+        return Rollout(batch, groups, step.position, metrics, scoring.messages, step.leftover_groups)
 
     def evaluate(
         self,
@@ -323,6 +263,13 @@ class Rollouter:
         extract_answer = find_answer_extractor(self.pool.rewards if self.pool else ())
         return summarise_evaluation(groups, scoring.messages, extract_answer)
 
+    def play_and_score(
+        self, specs: Sequence[EpisodeSpec], samples_per_prompt: int, sampling: SamplingParams
+    ) -> tuple[list[EpisodeGroup], ScoringResult]:
+        """Run and score `samples_per_prompt` episodes for each spec."""
+        with self.lock:
+            return self._play_and_score(specs, samples_per_prompt, sampling)
+
     def _play_and_score(
         self,
         specs: Sequence[EpisodeSpec],
@@ -342,38 +289,3 @@ class Rollouter:
 
     def _score(self, groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], ScoringResult]:
         return score_groups(groups, self.score)
-
-    def _add_extra_samples(
-        self, algorithm: Algorithm, batch: Batch, groups: list[EpisodeGroup], sampling: SamplingParams, step: int
-    ) -> tuple[Batch, list[EpisodeGroup], ScoringResult]:
-        """Sample what the algorithm needs besides the episodes: prefix values, greedy baselines, or a vine in their place."""
-        play, scoring = partial(self.play, sampling=sampling), ScoringResult()
-        for part in algorithm.advantage:
-            if part.samples_values:
-                self._require_single_turn("PrefixValue continues completions", "another advantage, such as GroupMean()")
-                batch, result = add_prefix_values(batch, groups, part.samples, play, self._score, step)
-                scoring |= result
-        if any(isinstance(part, OptimalValue) for part in algorithm.advantage):
-            if self.optimal_values is None:
-                raise ConfigError(
-                    "OptimalValue needs values that are estimated before the first update: train with pg.train or pg.Trainer, or "
-                    "give the Rollouter optimal_values (Rollouter.estimate_optimal_values)"
-                )
-            batch = self.optimal_values.add_to(batch, groups)
-            scoring |= ScoringResult(self.optimal_values.metrics(step))
-        elif "baseline" in algorithm.all_needs:
-            play_greedy = partial(self.play, samples_per_prompt=1, sampling=replace(sampling, temperature=0.0))
-            batch, result = add_greedy_baseline(batch, groups, play_greedy, self._score)
-            scoring |= result
-        for part in algorithm.advantage:
-            if isinstance(part, Vine):
-                self._require_single_turn("Vine continues completions", "algorithm trpo")
-                batch, groups, result = sample_vine(batch, groups, part, play, self._score, step)
-                scoring |= result
-        return batch, groups, scoring
-
-    def _require_single_turn(self, reason: str, alternative: str) -> None:
-        if not self.is_single_answer:
-            raise ConfigError(
-                f"{reason}, which an environment's episodes do not allow: use a task of prompts and answers, or {alternative}"
-            )

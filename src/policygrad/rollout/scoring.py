@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +23,8 @@ ScoreFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], 
 """(prompts, completions, columns) -> one reward per completion."""
 ScoreStepsFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], ProcessScores]
 """(prompts, completions, columns) -> the scored reasoning steps of each completion."""
+ScoreGroups = Callable[[list[EpisodeGroup]], tuple[list[EpisodeGroup], "ScoringResult"]]
+"""Scores episodes by the run's reward functions."""
 _STEP_REWARD = (
     "return Step(reward=…) from step(), or from on_truncated() for an episode that is cut off between turns, or set "
     "reward functions"
@@ -110,6 +112,11 @@ def zero_rewards(
 ) -> RewardScores:
     """Return 0 for every completion, for algorithms that read no reward."""
     return RewardScores([0.0] * len(completions), {})
+
+
+def reads_step_scores(needs: Container[str]) -> bool:
+    """Return True if the scores of reasoning steps are rewards, False if the algorithm reads only where steps end."""
+    return "token_reward" in needs or "step_end" not in needs
 
 
 def score_reasoning_steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,12 @@ from policygrad.core.auxiliary import Reference
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import ConfigError, DataError
+from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext, Stage
+from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup
 from policygrad.tasks.base import Example
 from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
+from policygrad.utils.spans import span
 
 TEACHER_COLUMN = "teacher"
 
@@ -31,13 +34,31 @@ class TokenScorer(Protocol):
         """Return how many requests were sent again since the last call."""
 
 
+@dataclass(frozen=True)
+class TeacherPositions(FieldProvider):
+    """Fills `teacher`."""
+
+    part: Reference
+    stage: ClassVar[Stage] = Stage.READINGS
+
+    def provide(self, collected: Collected, context: ProviderContext) -> Collected:
+        batch = add_teacher_positions(collected.batch, collected.groups, self.part)
+        return collected.with_result(batch, ScoringResult())
+
+
 @dataclass(frozen=True, eq=False)
-class ServedTeachers:
+class ServedTeachers(FieldProvider):
     """Fills `Batch.logp_ref` from the teachers that are behind servers; a learner fills it from those in memory."""
 
     servers: Mapping[int, TokenScorer]
     """By position in `Reference.teachers`; the only one of `Reference.model` has position 0."""
     run_async: AsyncRunner
+    stage: ClassVar[Stage] = Stage.SAYINGS
+
+    def provide(self, collected: Collected, context: ProviderContext) -> Collected:
+        with span("score by teachers"):
+            batch, metrics = self.score(collected.batch)
+        return collected.with_result(batch, ScoringResult(metrics))
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Score all completions at once; equal ones are scored once. Returns the batch and time/teacher, teacher/retries.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from policygrad.core.batch import Batch, SamplingMask
+from policygrad.core.batch import SamplingMask
 from policygrad.core.media import Media, TextMedia, shift_media
 from policygrad.models.tokenizer import EncodedText
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, StepScores, TrainerState
@@ -345,16 +345,3 @@ def prompts_and_columns(examples: Sequence[Example]) -> tuple[list[Any], dict[st
 def is_multi_turn(rows: Sequence[Trajectory]) -> bool:
     """Return True if an episode has several turns, or a stop reason of its environment's own."""
     return any(len(row.segments) > 1 or row.stop_reason not in ("", ENVIRONMENT, TOKENS) for row in rows)
-
-
-def add_step_marks(batch: Batch, marks: Sequence[StepMarks | None], *, scored: bool) -> Batch:
-    """Fill `step_end`, and with `scored` also `token_reward`; None = a completion whose step scoring failed."""
-    step_end = torch.zeros_like(batch.mask)
-    reward = torch.zeros(batch.mask.shape, dtype=batch.reward.dtype)
-    for row, step_marks in enumerate(marks):
-        if step_marks is not None:
-            ends = torch.tensor(step_marks.ends, dtype=torch.int64)
-            step_end[row, ends] = True
-            reward[row, ends] = torch.tensor(step_marks.scores, dtype=batch.reward.dtype)
-    batch = replace(batch, step_end=step_end & batch.mask)
-    return replace(batch, token_reward=reward, outcome=batch.reward) if scored else batch

@@ -32,8 +32,9 @@ from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT
 from policygrad.rollout.environment import INITIAL, EnvironmentFactory, SingleTurn, find_capabilities
+from policygrad.rollout.observations import SINGLE_TURN_OBSERVATIONS
 from policygrad.rollout.reference_prompts import check_template_columns
-from policygrad.rollout.rollouter import SINGLE_TURN_OBSERVATIONS, Rollouter
+from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.row_checks import check_reward_columns, check_rows
 from policygrad.rollout.runners import EnvironmentKind, EpisodeContext, RunsEpisodes, UsesModels
 from policygrad.rollout.scoring import zero_rewards

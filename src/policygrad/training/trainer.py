@@ -28,7 +28,7 @@ from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
-from policygrad.rollout.optimal_values import OPTIMAL_VALUES
+from policygrad.rollout.optimal_values import OPTIMAL_VALUES, with_optimal_values
 from policygrad.rollout.runners import EnvironmentKind
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
@@ -224,7 +224,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         rollouter = self.resources.rollouter
         task, tokenizer = self.resources.task, self.resources.tokenizer
         teachers = connect_teachers(stack, self.config, task, tokenizer, rollouter.run_async, self.trackers.phase)
-        self.resources = replace(self.resources, rollouter=replace(rollouter, teachers=teachers))
+        if teachers is not None:
+            rollouter = replace(rollouter, providers=(*rollouter.providers, teachers))
+        self.resources = replace(self.resources, rollouter=rollouter)
 
     def _publish(self) -> None:
         """Publish the learner's weights to the sampler and to the saved model, of which a custom learner may have a copy."""
@@ -389,7 +391,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             return
         phase = "estimating optimal values"
         with span("optimal values"):
-            rollouter, messages = resources.rollouter.estimate_optimal_values(
+            rollouter, messages = with_optimal_values(
+                resources.rollouter,
                 part,
                 self._num_valued,
                 run.sampling,

@@ -1,113 +1,37 @@
-"""Samples beyond the step's episodes: greedy baselines (ReMax), prefix values (VinePPO), and vines (TRPO)."""
+"""Vines (TRPO): several next tokens, tried in states along the completions, with the values of their continuations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.core.vine import Vine
-from policygrad.errors import ConfigError
 from policygrad.rollout.batching import batch_groups
-from policygrad.rollout.scoring import ScoringResult
-from policygrad.rollout.trajectory import GREEDY, VALUES, VINE, EpisodeGroup, EpisodeSpec, Trajectory
+from policygrad.rollout.prefix_values import mean_reward
+from policygrad.rollout.providers import Collected, FieldProvider, PlayEpisodes, ProviderContext, Stage
+from policygrad.rollout.scoring import ScoreGroups, ScoringResult
+from policygrad.rollout.trajectory import VINE, EpisodeGroup, EpisodeSpec, Trajectory
 from policygrad.samplers.local.sampling import philox_uniforms
 
-PlayEpisodes = Callable[[list[EpisodeSpec], int], list[EpisodeGroup]]  # (specs, samples per spec) -> unscored groups
-ScoreGroups = Callable[[list[EpisodeGroup]], tuple[list[EpisodeGroup], ScoringResult]]
 
+@dataclass(frozen=True)
+class VineRows(FieldProvider):
+    """Puts a vine in the place of the rows."""
 
-def add_greedy_baseline(
-    batch: Batch,
-    groups: Sequence[EpisodeGroup],
-    play_greedy: Callable[[list[EpisodeSpec]], list[EpisodeGroup]],
-    score: ScoreGroups,
-) -> tuple[Batch, ScoringResult]:
-    """Fill `baseline` with the reward of one greedy episode for each prompt that is trained on (ReMax).
+    part: Vine
+    stage: ClassVar[Stage] = Stage.ROWS
+    single_answers: ClassVar[tuple[str, str]] = ("Vine continues completions", "algorithm trpo")
 
-    NaN where its reward failed: that prompt is not learned from.
-    """
-    baseline = torch.full_like(batch.reward, torch.nan)
-    active = [g for g in range(len(groups)) if bool(batch.mask[batch.group == g].any())]
-    if not active:  # reward functions do not accept an empty list
-        return replace(batch, baseline=baseline), ScoringResult()
-    specs = []
-    for g in active:
-        seed, _, step, index = groups[g].spec.key  # the environment may draw from the key
-        specs.append(replace(groups[g].spec, key=(seed, GREEDY, step, index)))
-    greedy, scoring = score(play_greedy(specs))
-    episodes = [group.trajectories[0] for group in greedy]
-    for g, episode in zip(active, episodes, strict=True):
-        if episode.reward is not None:
-            baseline[batch.group == g] = episode.reward
-    tokens = sum(t.num_sampled_tokens for t in episodes)
-    rewards = [t.reward for t in episodes if t.reward is not None]
-    metrics: Metrics = {name: Sum(float(tokens)) for name in ("tokens/greedy", "tokens/sampled")}
-    metrics |= list_means({"reward/greedy": rewards})
-    note = "a greedy completion has no reward; its prompt is not learned from" if len(rewards) < len(active) else ""
-    return replace(batch, baseline=baseline), scoring.failures_only(metrics, note)
-
-
-def add_prefix_values(
-    batch: Batch,
-    groups: Sequence[EpisodeGroup],
-    samples_per_prefix: int,
-    play: PlayEpisodes,
-    score: ScoreGroups,
-    step: int,
-) -> tuple[Batch, ScoringResult]:
-    """Fill `values` with Monte-Carlo values of reasoning steps (VinePPO).
-
-    The value at each token is the mean reward of `samples_per_prefix` completions of the text before its step, sampled within
-    the rest of the token budget. Completions whose reward fails are left out. A prefix without any reward takes the value of
-    the step before it; the prompt itself takes the mean reward of its group.
-    """
-    if batch.step_end is None:
-        raise ConfigError("prefix values need completions with reasoning steps: give the Rollouter `score_steps`")
-    specs: list[EpisodeSpec] = []  # one for each distinct prefix of a group
-    indices: dict[tuple[int, bytes], int] = {}
-    # of each completion (first token, index of its prefix) of every step; none if it is masked
-    steps: list[list[tuple[int, int]]] = []
-    rows = [(g, sample, c.tokens) for g, group in enumerate(groups) for sample, c in enumerate(group.trajectories)]
-    for row, (g, sample, tokens) in enumerate(rows):
-        spec = groups[g].spec
-        seed, _, _, index = spec.key
-        ends = batch.step_end[row].nonzero().flatten().tolist()
-        steps.append([])
-        for start in [0, *(end + 1 for end in ends if end < len(tokens) - 1)] if bool(batch.mask[row].any()) else ():
-            prefix = tokens[:start]
-            name = (g, prefix.numpy().tobytes())
-            if name not in indices:
-                indices[name] = len(specs)
-                key = (seed, VALUES, step, index, sample, start)
-                specs.append(EpisodeSpec(spec.example, key, spec.max_tokens - start, prefix))
-            steps[row].append((start, indices[name]))
-    filled = torch.zeros(batch.mask.shape, dtype=batch.reward.dtype)
-    if not specs:  # reward functions do not accept an empty list
-        return replace(batch, values=filled), ScoringResult({"values/prefixes": Sum(0.0)})
-    continued, scoring = score(play(specs, samples_per_prefix))
-    values = [_mean_reward(group) for group in continued]
-    for row, row_steps in enumerate(steps):
-        peers = (batch.group == batch.group[row]) & batch.counted
-        value = float(batch.reward[peers].mean())
-        for start, place in row_steps:
-            prefix_value = values[place]
-            value = value if prefix_value is None else prefix_value
-            filled[row, start:] = value
-    failed = values.count(None)
-    num_tokens = sum(t.num_sampled_tokens for g in continued for t in g.trajectories)
-    metrics: Metrics = {name: Sum(float(num_tokens)) for name in ("tokens/values", "tokens/sampled")}
-    metrics |= {"values/prefixes": Sum(float(len(specs))), "values/failed": Sum(float(failed))}
-    note = "no completion of a prefix has a reward; its step takes the value of the step before" if failed else ""
-    return replace(batch, values=filled), scoring.failures_only(metrics, note)
-
-
-def _mean_reward(group: EpisodeGroup) -> float | None:
-    rewards = [t.reward for t in group.trajectories if t.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
+    def provide(self, collected: Collected, context: ProviderContext) -> Collected:
+        batch, groups, result = sample_vine(
+            collected.batch, collected.groups, self.part, context.play, context.score, context.step
+        )
+        return collected.with_result(batch, result, groups)
 
 
 MAX_TRY_ROUNDS = 4  # maximum number of times that K tokens are sampled in a state to find K different ones
@@ -242,5 +166,5 @@ def _value_tokens(
         num_sampled += sum(t.num_sampled_tokens for t in group.trajectories)
     scored, scoring = score(texts) if texts else ([], ScoringResult())  # reward functions do not accept an empty list
     for (_, tried), group in zip(compared, scored, strict=True):
-        tried.value, tried.first_continuation = _mean_reward(group), group.trajectories[0]
+        tried.value, tried.first_continuation = mean_reward(group), group.trajectories[0]
     return num_sampled, scoring

@@ -1,0 +1,158 @@
+"""What fills the fields of a batch that an algorithm's parts need beyond its episodes: one provider for each kind of field.
+
+A field that any part may need has its provider in `FIELDS`; a part that alone knows how its fields are filled names the provider
+itself (`Part.providers`). A run may give others, such as values estimated before. Nothing is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from typing import Any, ClassVar, Self
+
+from policygrad.core.algorithm import Algorithm
+from policygrad.core.base import Part
+from policygrad.core.batch import Batch
+from policygrad.errors import ConfigError
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.rollout.scoring import ScoreGroups, ScoringResult
+from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec
+from policygrad.samplers.base import SamplingParams
+from policygrad.utils.user_code import load_object
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "observation": ("policygrad.rollout.observations:Observations",),
+    "demonstration": ("policygrad.rollout.demonstrations:Demonstrations",),
+    "step_end": ("policygrad.rollout.step_marks:StepEnds", "policygrad.rollout.step_marks:StepScores"),
+    "turn_state": ("policygrad.rollout.turn_states:TurnStates",),
+    "baseline": ("policygrad.rollout.greedy_baseline:GreedyBaselines",),
+}
+"""Field -> its providers, as module:class."""
+
+
+class Stage(IntEnum):
+    """When a provider acts. The filters stand between `MARKS` and `SCORES`."""
+
+    EPISODES = 0
+    """Further rows, as if they were episodes."""
+    MARKS = 1
+    """What filters may read: not yet the rewards of steps and turns."""
+    SCORES = 2
+    """Rewards of steps and turns in place of complete episodes'."""
+    SAMPLES = 3
+    """Further samples for the rows."""
+    ROWS = 4
+    """Other rows in place of these."""
+    READINGS = 5
+    """What other models read of the rows that are trained on. From here on another thread may sample."""
+    SAYINGS = 6
+    """What other models say of them."""
+
+
+PlayEpisodes = Callable[[list[EpisodeSpec], int], list[EpisodeGroup]]
+"""Plays the episodes of these specs, a number of samples for each, and returns them without scores."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProviderContext:
+    """What a provider works with."""
+
+    needs: frozenset[str]
+    """All fields that the algorithm's parts need."""
+    step: int
+    sampling: SamplingParams
+    tokenizer: Tokenizer
+    play_with: Callable[[list[EpisodeSpec], int, SamplingParams], list[EpisodeGroup]]
+    """Plays episodes with another sampling than the step's."""
+    score: ScoreGroups
+
+    @property
+    def play(self) -> PlayEpisodes:
+        """Plays episodes with the step's sampling."""
+        return partial(_play, self)
+
+
+def _play(context: ProviderContext, specs: list[EpisodeSpec], samples_per_prompt: int) -> list[EpisodeGroup]:
+    return context.play_with(specs, samples_per_prompt, context.sampling)
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """A step so far: the batch, the episodes of its rows, and what scoring has said."""
+
+    batch: Batch
+    groups: list[EpisodeGroup]
+    scoring: ScoringResult = field(default_factory=ScoringResult)
+
+    def with_result(self, batch: Batch, result: ScoringResult, groups: Sequence[EpisodeGroup] | None = None) -> Self:
+        """Return it with another batch, and what was said meanwhile. groups: None = the same."""
+        return replace(
+            self,
+            batch=batch,
+            groups=self.groups if groups is None else list(groups),
+            scoring=self.scoring | result,
+        )
+
+
+class FieldProvider(ABC):
+    """Fills fields of a batch."""
+
+    fields: ClassVar[frozenset[str]] = frozenset()
+    """Those that no provider in `FIELDS` has to fill then."""
+    stage: ClassVar[Stage] = Stage.SAMPLES
+    single_answers: ClassVar[tuple[str, str] | None] = None
+    """Why it needs episodes of one completion each, and what to use instead; None = any episodes will do."""
+
+    @classmethod
+    def for_part(cls, part: Part) -> FieldProvider:
+        """Return the provider of a part that names this class."""
+        return cls(part)  # type: ignore[call-arg]  # a dataclass of the part
+
+    def check(self, *, is_single_answer: bool) -> None:
+        """Raise ConfigError if the run's episodes are not of the kind that it needs."""
+        if self.single_answers is not None and not is_single_answer:
+            reason, alternative = self.single_answers
+            raise ConfigError(
+                f"{reason}, which an environment's episodes do not allow: use a task of prompts and answers, or {alternative}"
+            )
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Return the tokenizer for the step's episodes."""
+        return tokenizer
+
+    @abstractmethod
+    def provide(self, collected: Collected, context: ProviderContext) -> Collected:
+        """Fill the fields."""
+
+
+def choose_providers(algorithm: Algorithm, needs: Iterable[str], given: Sequence[FieldProvider]) -> list[FieldProvider]:
+    """Return the providers that a step needs, in the order in which they act.
+
+    Args:
+        needs: Fields that are needed, by the parts or otherwise.
+        given: Those of the run, which stand for parts' providers of the same class.
+    """
+    chosen = list(given)
+    for part in algorithm.parts():
+        for name in part.providers:
+            kind: Any = load_object(name, f"providers of {type(part).__name__}")
+            if not any(isinstance(provider, kind) for provider in given):
+                chosen.append(kind.for_part(part))
+    filled = frozenset[str]().union(*(provider.fields for provider in chosen))
+    for name, providers in FIELDS.items():
+        if name in needs and name not in filled:
+            chosen += [load_object(provider, name)() for provider in providers]
+    return sorted(chosen, key=lambda provider: provider.stage)
+
+
+def run_providers(
+    providers: Sequence[FieldProvider], collected: Collected, context: ProviderContext, first: Stage, last: Stage
+) -> Collected:
+    """Let the providers of the stages from `first` to `last` act."""
+    for provider in providers:
+        if first <= provider.stage <= last:
+            collected = provider.provide(collected, context)
+    return collected
