@@ -36,7 +36,7 @@ from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.samplers.config import SamplerConfig
 from policygrad.tasks.base import Example
-from policygrad.training.setup import Placement
+from policygrad.training.placement import Placement
 from policygrad.training.trainer import Trainer
 
 

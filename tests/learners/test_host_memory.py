@@ -18,7 +18,7 @@ from policygrad.learners.local.host_memory import HostMemory
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.models.loading import load_model
-from policygrad.training.setup import compute_resident_bytes
+from policygrad.training.engine_setup import compute_resident_bytes
 
 ALGORITHMS = {
     "dr_grpo": pg.DR_GRPO,

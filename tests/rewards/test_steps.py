@@ -20,7 +20,7 @@ from policygrad.rewards.workers.pool import RewardPool
 from policygrad.samplers.base import SamplingParams
 from policygrad.tasks import list_tasks, load_task
 from policygrad.training.config.run import Run
-from policygrad.training.setup import choose_rewards
+from policygrad.training.reward_setup import choose_rewards
 
 SUM = ("chain_sum", {"answer": "74", "metadata": {"expression": "92 - 18"}})
 EQUATION = ("simple_equations", {"answer": "3", "metadata": {"variable": "d", "equation": "9*d + 2 = 29"}})

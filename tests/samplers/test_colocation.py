@@ -23,12 +23,12 @@ from policygrad.samplers.base import LendsMemory, Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import registry
 from policygrad.samplers.engines.colocation import CACHE, WEIGHTS, ColocatedServer, Memory, memory_share
+from policygrad.samplers.engines.factory import assign_gpus
 from policygrad.samplers.engines.http import ServerUnavailableError
-from policygrad.samplers.engines.registry import assign_gpus
 from policygrad.samplers.engines.sglang import SglangSampler
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.training.base_trainer import Callback
-from policygrad.training.setup import compute_resident_bytes
+from policygrad.training.engine_setup import compute_resident_bytes
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 

@@ -18,6 +18,7 @@ from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import registry
+from policygrad.samplers.engines.factory import build_engine_sampler
 from policygrad.samplers.engines.http import HttpClient
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
@@ -50,7 +51,7 @@ def test_custom_engine_samples_from_the_policy(random_model: Path, tmp_path: Pat
         return httpx.Response(200, json={"token_ids": completion.tokens, "logprobs": completion.logp})
 
     config = SamplerConfig(engine="mine", urls=(URL,))
-    sampler = registry.build_engine_sampler(config, model, tokenizer, tmp_path / "weights", 1.0)
+    sampler = build_engine_sampler(config, model, tokenizer, tmp_path / "weights", 1.0)
     sampler.http = HttpClient(5.0, httpx.MockTransport(answer))
     with AsyncRunner() as run:
         metrics = run(sampler.update(PublishedWeights(3, dict(model.named_parameters()))))

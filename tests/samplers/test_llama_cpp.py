@@ -26,8 +26,8 @@ from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import probe, server_pool
+from policygrad.samplers.engines.factory import build_engine_sampler
 from policygrad.samplers.engines.llama_cpp import LlamaCppSampler
-from policygrad.samplers.engines.registry import build_engine_sampler
 from policygrad.training.base_trainer import Callback
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights

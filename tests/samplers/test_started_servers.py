@@ -19,9 +19,9 @@ import policygrad.weight_sync.folder as folder_module
 from doubles.engine_environment import make_environment
 from policygrad.errors import ConfigError, EngineError
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.registry import assign_gpus
+from policygrad.samplers.engines.factory import assign_gpus
 from policygrad.training.base_trainer import Callback
-from policygrad.training.setup import list_learner_gpus
+from policygrad.training.engine_setup import list_learner_gpus
 from policygrad.weight_sync.folder import SHARED_MEMORY, choose_folder
 
 VLLM = SamplerConfig(engine="vllm", max_concurrency=4)

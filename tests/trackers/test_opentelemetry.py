@@ -14,7 +14,7 @@ import pytest
 
 import policygrad as pg
 from policygrad.errors import ConfigError
-from policygrad.trackers.services import create_trackers
+from policygrad.trackers.registry import create_trackers
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

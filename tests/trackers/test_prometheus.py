@@ -16,7 +16,8 @@ import pytest
 import policygrad as pg
 from policygrad.errors import ConfigError
 from policygrad.trackers import RunInfo
-from policygrad.trackers.prometheus import PrometheusMetrics, metric_name, parse_metrics_port
+from policygrad.trackers.prometheus import PrometheusMetrics, metric_name
+from policygrad.trackers.registry import parse_metrics_port
 
 pytest.importorskip("prometheus_client")
 

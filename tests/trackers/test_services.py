@@ -19,11 +19,10 @@ from policygrad.commands.completion import generate_script
 from policygrad.commands.train import train
 from policygrad.errors import ConfigError
 from policygrad.trackers.base import STOP_SUMMARY, RunInfo
+from policygrad.trackers.registry import TRACKERS, TrackerRow, create_trackers
 from policygrad.trackers.services import (
     MAX_COMPLETIONS,
-    SERVICES,
     _has_key,
-    create_trackers,
     flatten_config,
     load_run_id,
     save_run_id,
@@ -180,7 +179,7 @@ def test_an_unknown_service_or_missing_library_is_refused_at_the_start(
         pg.Run(track=("wandb,tensorboard",))
     with pytest.raises(ConfigError, match="twice"):
         pg.SFTConfig(track=("wandb", "wandb"))
-    monkeypatch.setitem(SERVICES, "no_such_library", "None")
+    monkeypatch.setitem(TRACKERS, "no_such_library", TrackerRow("module:None", "no_such_library"))
     with pytest.raises(ConfigError, match=r"pip install '\.\[no_such_library\]' in a clone"):
         create_trackers(["no_such_library"])
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, ActorGroup, ClusterConfig
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.environments import Action, Environment, EnvironmentFactory, Observation, Step
 from policygrad.errors import ConfigError, EngineError, PolicygradError
 from policygrad.learners.fsdp.processes import WorkerLauncher
 from policygrad.learners.fsdp.sharding import ModelSkeleton
@@ -36,14 +35,14 @@ from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers.messages import SampleResult, Samples, select_samples
 from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, RewardScorer, check_lengths
-from policygrad.rollout.environment import make_environment
+from policygrad.rollout.environment import Action, Environment, EnvironmentFactory, Observation, Step, make_environment
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.engines.server_pool import ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
 from policygrad.training.config.run import Run
-from policygrad.training.setup import Placement
+from policygrad.training.placement import Placement
 from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import FILE_MODULE

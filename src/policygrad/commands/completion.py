@@ -32,9 +32,9 @@ from policygrad.planning.model_shapes import EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.resolve import list_rewards
 from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
 from policygrad.samplers.engines.registry import ENGINES
-from policygrad.tasks import EMBEDDED
 from policygrad.tasks.benchmarks import load_benchmarks
-from policygrad.trackers.services import TRACKERS
+from policygrad.tasks.registry import EMBEDDED
+from policygrad.trackers.registry import TRACKERS
 from policygrad.training.config.serialization import list_parts
 
 BASH = """# tab completion of policygrad; written by `policygrad completion {shell}`

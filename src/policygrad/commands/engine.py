@@ -20,15 +20,10 @@ from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
 from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig
+from policygrad.samplers.engines.factory import build_engine_sampler, detect_engine
 from policygrad.samplers.engines.installation import find_installation, install, is_installed_here
 from policygrad.samplers.engines.probe import ProbeResult
-from policygrad.samplers.engines.registry import (
-    ENGINES,
-    build_engine_sampler,
-    detect_engine,
-    list_engines,
-    load_engine_class,
-)
+from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
 from policygrad.samplers.engines.server_process import LaunchCommand
 from policygrad.training.config.run import optional_arg
 

@@ -1,6 +1,11 @@
 """Environments that episodes run in: observations for the policy, and the results of its actions."""
 
-from policygrad.environments.tools import ToolUse
-from policygrad.rollout.environment import Action, Environment, EnvironmentFactory, Observation, SingleTurn, Step
+from policygrad.utils.lazy_exports import export_lazily
 
-__all__ = ["Action", "Environment", "EnvironmentFactory", "Observation", "SingleTurn", "Step", "ToolUse"]
+__getattr__, __dir__, __all__ = export_lazily(
+    __name__,
+    {
+        "policygrad.rollout.environment": "Action Environment EnvironmentFactory Observation SingleTurn Step",
+        "policygrad.environments.tools": "ToolUse",
+    },
+)

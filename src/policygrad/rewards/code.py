@@ -18,7 +18,8 @@ from typing import Any
 from policygrad.errors import ConfigError, DataError
 from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.limits import parse_size
-from policygrad.sandbox import FunctionTests, Limits, StdioTests, find_backend, run_function_tests, run_stdio_tests
+from policygrad.sandbox.backends import Limits, find_backend
+from policygrad.sandbox.program_tests import FunctionTests, StdioTests, run_function_tests, run_stdio_tests
 from policygrad.utils.pictures import content_text
 
 _START_ALLOWANCE = 120.0  # seconds that a call may take beyond its program's: three interpreters have to start
@@ -52,9 +53,11 @@ class Code:
     def reward_options(self) -> dict[str, Any]:
         return {"timeout": self.timeout + _START_ALLOWANCE}
 
-    def reward_prepare(self) -> None:
-        """Find a sandbox that works; raises ConfigError where there is none."""
+    def check_machine(self) -> None:
+        """Raise ConfigError where no sandbox works."""
         find_backend(self.sandbox)
+
+    reward_prepare = check_machine
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
         rows = ({name: values[i] for name, values in columns.items()} for i in range(len(completions)))

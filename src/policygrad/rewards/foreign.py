@@ -15,12 +15,10 @@ from typing import Any, ClassVar, Self
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, RewardFunction
+from policygrad.rewards.resolve import FOREIGN, split_location
 from policygrad.rewards.workers.worker import Signature
 from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function
-
-FOREIGN = {"verl": "compute_score", "openrlhf": "reward_func", "trl": ""}
-"""The default name of each library's function; "" = it has none."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,6 @@ class ForeignReward:
     def reward_options(self) -> Mapping[str, Any]:
         """Options of the function's own decorator, `pg.reward`."""
         return getattr(self.function, "reward_options", {})
-
-
-def split_location(kind: str, name: str) -> tuple[str, str]:
-    """Return (file or module, function)."""
-    if name.endswith(".py"):
-        return name, FOREIGN[kind]
-    file, colon, function = name.rpartition(":")
-    return (file, function) if colon else (name.rpartition(".")[0], name.rpartition(".")[2])
 
 
 @dataclass(frozen=True)

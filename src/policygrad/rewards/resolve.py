@@ -5,20 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from policygrad.errors import ConfigError
-from policygrad.rewards import builtin, code, instructions
-from policygrad.rewards import math as math_rewards
 from policygrad.rewards.base import Reward, RewardFunction
-from policygrad.rewards.foreign import FOREIGN, split_location
-from policygrad.rewards.workers.messages import SampleResult, select_samples
-from policygrad.rewards.workers.worker import RewardCaller, Signature
 from policygrad.utils.user_code import FileFunction, import_function, load_object
 
 
@@ -31,7 +24,7 @@ def list_rewards() -> list[str]:
     `judge:RUBRIC,model=NAME,url=…` a language model as judge; `verl:FILE`, `openrlhf:FILE` and `trl:FILE:NAME` are
     functions written for these libraries.
     """
-    return sorted([*_BUILTIN, *(f"{name}:" for name in _PRESETS.keys() - _BUILTIN.keys())])
+    return sorted(f"{name}:" if row.needs_options else name for name, row in REWARDS.items())
 
 
 def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
@@ -51,38 +44,57 @@ def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
     spec = parse_reward(name)
     reward, *gates = (_create_reward(part, _load_function(part)) for part in spec.names)
     if gates or spec.low > -math.inf or spec.high < math.inf:
+        from policygrad.rewards.gated import GatedReward
+
         reward = _create_reward(spec.title, GatedReward(reward, tuple(gates), spec.low, spec.high))
     return replace(reward, weight=spec.weight)
 
 
-_BUILTIN: dict[str, RewardFunction] = {
-    "choice": builtin.choice,
-    "code": code.code,
-    "exact_match": builtin.exact_match,
-    "format": builtin.Format(),
-    "gsm8k": math_rewards.gsm8k,
-    "ifeval": instructions.ifeval,
-    "math": math_rewards.math,
-    "reasoning_gym": builtin.reasoning_gym,
-    "reasoning_gym_partial": builtin.reasoning_gym_partial,
-    "repetition_penalty": builtin.RepetitionPenalty(),
-    "worked_steps": builtin.worked_steps,
+@dataclass(frozen=True)
+class RewardRow:
+    """A reward of policygrad's own."""
+
+    plain: str = ""
+    """module:NAME of the function without options, or of a class that makes it; "" = it is `options("")`, or needs some."""
+    options: str = ""
+    """module:NAME of what is called with the text after the colon; "" = it takes none."""
+    needs_options: bool = False
+    check: str = ""
+    """module:NAME of what raises ConfigError where the reward cannot be computed."""
+
+
+REWARDS = {
+    "choice": RewardRow("policygrad.rewards.builtin:choice"),
+    "code": RewardRow(options="policygrad.rewards.code:Code.from_options"),
+    "exact_match": RewardRow("policygrad.rewards.builtin:exact_match"),
+    "format": RewardRow("policygrad.rewards.builtin:Format", "policygrad.rewards.builtin:Format"),
+    "gsm8k": RewardRow("policygrad.rewards.math:gsm8k", "policygrad.rewards.math:Gsm8k.from_options"),
+    "ifeval": RewardRow(
+        "policygrad.rewards.instructions:ifeval",
+        "policygrad.rewards.instructions:IFEval.from_options",
+        check="policygrad.rewards.instructions:check_langdetect_installed",
+    ),
+    "judge": RewardRow(options="policygrad.rewards.llm_judge:LLMJudge.from_options", needs_options=True),
+    "length_penalty": RewardRow(options="policygrad.rewards.builtin:LengthPenalty.from_options", needs_options=True),
+    "math": RewardRow(
+        "policygrad.rewards.math:math",
+        "policygrad.rewards.math:Math.from_options",
+        check="policygrad.rewards.math:check_math_verify_installed",
+    ),
+    "model": RewardRow(options="policygrad.rewards.reward_model:ModelReward.from_name", needs_options=True),
+    "openrlhf": RewardRow(options="policygrad.rewards.foreign:OpenRLHFReward.load", needs_options=True),
+    "reasoning_gym": RewardRow("policygrad.rewards.builtin:reasoning_gym"),
+    "reasoning_gym_partial": RewardRow("policygrad.rewards.builtin:reasoning_gym_partial"),
+    "repetition_penalty": RewardRow(
+        "policygrad.rewards.builtin:RepetitionPenalty",
+        "policygrad.rewards.builtin:RepetitionPenalty.from_options",
+    ),
+    "trl": RewardRow(options="policygrad.rewards.foreign:TRLReward.load", needs_options=True),
+    "verl": RewardRow(options="policygrad.rewards.foreign:VerlReward.load", needs_options=True),
+    "worked_steps": RewardRow("policygrad.rewards.builtin:worked_steps"),
 }
-# Rewards with options after a colon, and what is called with the options.
-_PRESETS = {
-    "code": "policygrad.rewards.code:Code.from_options",
-    "format": "policygrad.rewards.builtin:Format",
-    "gsm8k": "policygrad.rewards.math:Gsm8k.from_options",
-    "ifeval": "policygrad.rewards.instructions:IFEval.from_options",
-    "judge": "policygrad.rewards.llm_judge:LLMJudge.from_options",
-    "length_penalty": "policygrad.rewards.builtin:LengthPenalty.from_options",
-    "math": "policygrad.rewards.math:Math.from_options",
-    "model": "policygrad.rewards.reward_model:ModelReward.from_name",
-    "openrlhf": "policygrad.rewards.foreign:OpenRLHFReward.load",
-    "repetition_penalty": "policygrad.rewards.builtin:RepetitionPenalty.from_options",
-    "trl": "policygrad.rewards.foreign:TRLReward.load",
-    "verl": "policygrad.rewards.foreign:VerlReward.load",
-}
+FOREIGN = {"verl": "compute_score", "openrlhf": "reward_func", "trl": ""}
+"""Other libraries whose functions are rewards, and the name that a function has there by default; "" = it has none."""
 OPENAI_URL = "https://api.openai.com/v1"
 _LOCALHOST = ("localhost", "127.0.0.1", "::1")
 _DOTTED = re.compile(r"\w+(\.\w+)+")
@@ -93,28 +105,36 @@ def _create_reward(name: str, function: RewardFunction) -> Reward:
 
 
 def _load_function(name: str) -> RewardFunction:
-    preset, colon, options = name.partition(":")
-    if preset == "math":
-        math_rewards.check_math_verify_installed()
-    if preset == "ifeval":
-        instructions.check_langdetect_installed()
-    if preset == "code" or (preset in _PRESETS and (colon or name not in _BUILTIN)):
-        function: RewardFunction = load_object(_PRESETS[preset], f"reward {name!r}")(options)
-        if isinstance(function, code.Code):
-            function.reward_prepare()  # refuses a machine without a sandbox
+    kind, colon, options = name.partition(":")
+    row = REWARDS.get(kind)
+    if row is not None and (row.options if colon else not row.needs_options):
+        if row.check:
+            load_object(row.check, f"reward {name!r}")()
+        if row.plain and not colon:
+            plain = load_object(row.plain, f"reward {name!r}")
+            return plain() if isinstance(plain, type) else plain  # type: ignore[no-any-return]
+        function: RewardFunction = load_object(row.options, f"reward {name!r}")(options)
+        if (check := getattr(function, "check_machine", None)) is not None:
+            check()
         return function
-    if name in _BUILTIN:
-        return _BUILTIN[name]
     path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py") and (":" not in path or Path(path).is_file()):
         return FileFunction(str(Path(path).resolve()), attribute)
     if _DOTTED.fullmatch(name):
         return import_function(name)
-    similar = difflib.get_close_matches(f"{preset}:" if ":" in name else name, list_rewards(), n=1, cutoff=0.4)
+    similar = difflib.get_close_matches(f"{kind}:" if ":" in name else name, list_rewards(), n=1, cutoff=0.4)
     hint = f"did you mean {similar[0]!r}?" if similar else f"the built-in ones are {', '.join(list_rewards())}."
     raise ConfigError(
         f"unknown reward {name!r}: {hint} A function of yours is package.module.function or path/to/file.py:function"
     )
+
+
+def split_location(kind: str, name: str) -> tuple[str, str]:
+    """Return (file or module, function) of a function of another library's kind."""
+    if name.endswith(".py"):
+        return name, FOREIGN[kind]
+    file, colon, function = name.rpartition(":")
+    return (file, function) if colon else (name.rpartition(".")[0], name.rpartition(".")[2])
 
 
 def find_code(name: str) -> tuple[str, ...]:
@@ -133,12 +153,17 @@ def _find_code(name: str) -> str | None:
     kind, _, location = name.partition(":")
     if kind in FOREIGN:
         return split_location(kind, location)[0]
-    if name in _BUILTIN or kind in _PRESETS:
+    if _is_built_in(name):
         return None
     path, colon, _ = name.rpartition(":")
     if colon and path.endswith(".py"):
         return path
     return name.rpartition(".")[0] if _DOTTED.fullmatch(name) else None
+
+
+def _is_built_in(name: str) -> bool:
+    row = REWARDS.get(name.partition(":")[0])
+    return row is not None and bool(row.options if ":" in name else not row.needs_options)
 
 
 def find_rubrics(name: str) -> tuple[str, ...]:
@@ -268,95 +293,9 @@ def _starts_with_reward(text: str) -> bool:
     """Return whether a text starts with a reward's name, perhaps with the weight that a gate cannot have."""
     text, _ = _strip_end(_WITHIN, _strip_end(_WEIGHT_AFTER, _WEIGHT_BEFORE.sub("", text, count=1))[0])
     text, _ = _strip_end(_WEIGHT_AFTER, text)
-    for name in (text, _AND.split(text)[0]):
-        prefix, colon, _ = name.partition(":")
-        if name in _BUILTIN or (colon and prefix in _PRESETS) or _find_code(name) is not None:
-            return True
-    return False
+    return any(_is_built_in(name) or _find_code(name) is not None for name in (text, _AND.split(text)[0]))
 
 
 def _strip_end(end: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | None]:
     match = end.search(text)
     return (text[: match.start()], match) if match else (text, None)
-
-
-@dataclass(frozen=True)
-class GatedReward:
-    """The inner reward's value, clipped to `low` and `high`, where every gate holds; 0 where one does not.
-
-    A gate holds where its value is above 0 or does not apply (None); where it fails, the sample fails. Gates are called first,
-    and the inner function only with what passes: no judge is paid for a text of the wrong form.
-    """
-
-    inner: Reward
-    gates: tuple[Reward, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __post_init__(self) -> None:
-        for part in self._parts:
-            if part.process_reward:
-                raise ConfigError(
-                    f"reward {part.name!r} scores steps: only rewards of full completions have gates and bounds, or are gates"
-                )
-
-    @property
-    def _parts(self) -> tuple[Reward, ...]:
-        return (*self.gates, self.inner)
-
-    @property
-    def reward_options(self) -> dict[str, Any]:
-        """The most permissive of its parts' options."""
-        timeouts = [part.timeout for part in self._parts if part.timeout is not None]
-        return {
-            "batched": any(part.batched for part in self._parts),
-            "dedicated_worker": any(part.dedicated_worker for part in self._parts),
-            "timeout": max(timeouts, default=None),
-        }
-
-    @property
-    def reward_network(self) -> bool:
-        """True if a part calls a server."""
-        return any(getattr(part.function, "reward_network", False) for part in self._parts)
-
-    def reward_prepare(self) -> None:
-        for part in self._parts:
-            if (prepare := getattr(part.function, "reward_prepare", None)) is not None:
-                prepare()
-
-    @property
-    def extract_answer(self) -> Any:
-        """The inner reward's `extract_answer`; None = it has none."""
-        return getattr(self.inner.function, "extract_answer", None)
-
-    @property
-    def required_columns(self) -> frozenset[str]:
-        """The columns that a part requires."""
-        return frozenset().union(*(Signature.from_function(part.function).required for part in self._parts))
-
-    @property
-    def episode_columns(self) -> frozenset[str]:
-        """The columns of the rollout that a part names."""
-        return frozenset().union(*(Signature.from_function(part.function).episode for part in self._parts))
-
-    @cached_property
-    def _callers(self) -> tuple[RewardCaller, ...]:
-        return tuple(RewardCaller(part.name, part.function) for part in self._parts)
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
-        """Return one SampleResult per completion; a failure has the reason of the part that failed."""
-        results: dict[int, SampleResult] = {}
-        for part, caller in zip(self._parts, self._callers, strict=True):
-            places = [i for i in range(len(completions)) if i not in results]
-            for group in [places] if part.batched and places else [[i] for i in places]:
-                part_results = caller(*select_samples((prompts, completions, columns), group))
-                for i, result in zip(group, part_results, strict=True):
-                    if part is self.inner:
-                        value = result.value
-                        clipped = value if value is None else min(max(value, self.low), self.high)
-                        results[i] = replace(result, value=clipped)
-                    elif result.reason is not None:
-                        results[i] = result
-                    elif result.value is not None and result.value <= 0:
-                        results[i] = SampleResult(0.0, feedback=result.feedback)
-        return [results[i] for i in range(len(completions))]

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from policygrad.errors import ConfigError
-from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
+from policygrad.samplers.engines.registry import ENGINES, is_engine, list_engine_names, list_engines, load_engine_class
 from policygrad.utils.field_types import check_field_types
 
 LOCAL = "local"  # the engine name of the sampler in this process
@@ -83,8 +83,9 @@ class SamplerConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self, "sampler")
-        if self.engine != LOCAL and self.engine not in ENGINES:
-            raise ConfigError(f"sampler.engine must be one of {', '.join((LOCAL, *ENGINES))}, not {self.engine!r}")
+        if self.engine != LOCAL and not is_engine(self.engine):
+            names = ", ".join((LOCAL, *list_engine_names()))
+            raise ConfigError(f"sampler.engine must be one of {names}, not {self.engine!r}")
         for name, choices in {"lora_sync": LORA_SYNCS, "weight_transport": WEIGHT_TRANSPORTS}.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"sampler.{name} must be {_join(choices, 'or')}, not {value!r}")

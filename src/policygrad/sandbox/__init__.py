@@ -1,19 +1,13 @@
 """Runs programs that a model wrote in a sandbox: bubblewrap, or Landlock and seccomp."""
 
-from policygrad.sandbox.backends import BACKENDS, Limits, find_backend
-from policygrad.sandbox.process import SandboxError, run_program
-from policygrad.sandbox.program_tests import FunctionTests, StdioTests, run_function_tests, run_stdio_tests
-from policygrad.sandbox.python_tool import PythonTool
+from policygrad.utils.lazy_exports import export_lazily
 
-__all__ = [
-    "BACKENDS",
-    "FunctionTests",
-    "Limits",
-    "PythonTool",
-    "SandboxError",
-    "StdioTests",
-    "find_backend",
-    "run_function_tests",
-    "run_program",
-    "run_stdio_tests",
-]
+__getattr__, __dir__, __all__ = export_lazily(
+    __name__,
+    {
+        "policygrad.sandbox.backends": "BACKENDS Limits find_backend",
+        "policygrad.sandbox.process": "SandboxError run_program",
+        "policygrad.sandbox.program_tests": "FunctionTests StdioTests run_function_tests run_stdio_tests",
+        "policygrad.sandbox.python_tool": "PythonTool",
+    },
+)

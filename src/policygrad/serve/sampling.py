@@ -17,7 +17,8 @@ from policygrad.models.loading import at_least_float32
 from policygrad.models.vision import picture_inputs, picture_positions
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
+from policygrad.samplers.engines.factory import make_engine_factory
+from policygrad.samplers.engines.registry import WEIGHTS_FOLDER
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
 from policygrad.samplers.stop_texts import cut_at_stop

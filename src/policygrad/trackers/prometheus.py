@@ -11,8 +11,8 @@ from typing import Any
 from policygrad.errors import ConfigError, import_optional
 from policygrad.trackers.base import RunInfo, Tracker
 from policygrad.trackers.glossary import find_metric_doc
+from policygrad.trackers.registry import parse_metrics_port
 
-LOCALHOST = "127.0.0.1"
 PREFIX = "policygrad_"
 FIXED = {
     "up": "1 while the run's process lives, also while it loads",
@@ -25,20 +25,6 @@ FIXED = {
     "run": "what runs",
 }
 """Metrics beside those of the steps, without prefix and suffix, and their description."""
-
-
-def parse_metrics_port(text: str) -> tuple[str, int]:
-    """Return host and port of `9100`, `0.0.0.0:9100` or `[::]:9100`.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
-    host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) < 65536) or (":" in host and not host.startswith("[")):
-        raise ConfigError(
-            f"metrics_port is {text!r}: give a port, 9100, or an address and a port, 0.0.0.0:9100 or [::]:9100"
-        )
-    return host.strip("[]") or LOCALHOST, int(port)
 
 
 class PrometheusMetrics(Tracker):

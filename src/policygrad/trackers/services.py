@@ -1,4 +1,4 @@
-"""Trackers by name: `--track wandb tensorboard trace`. Each service's library is an extra, imported when needed."""
+"""Trackers of services: MLflow, TensorBoard, Trackio, Weights & Biases. Each one's library is an extra, imported when needed."""
 
 from __future__ import annotations
 
@@ -12,61 +12,11 @@ import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from policygrad.errors import ConfigError, install_command
 from policygrad.trackers.base import STOP_SUMMARY, RunInfo, Tracker, choose_sample, format_prompt
-from policygrad.trackers.opentelemetry import OpenTelemetry
-from policygrad.trackers.prometheus import parse_metrics_port
-from policygrad.trackers.trace import DEFAULT_TRACE_MIB, MIN_TRACE_MIB, TraceFile
-
-SERVICES = {"mlflow": "MLflow", "tensorboard": "TensorBoard", "trackio": "Trackio", "wandb": "WandB"}
-"""Name of the service, its extra and its library -> class."""
-TRACES = ("otel", "trace")
-"""Names of the trackers of where the time goes."""
-TRACKERS = tuple(sorted((*SERVICES, *TRACES)))
-"""All names."""
-
-
-def check_services(names: Sequence[str]) -> None:
-    """Raise ConfigError for an unknown or repeated name."""
-    for name in names:
-        if "," in name:
-            raise ConfigError(f"track: separate names by spaces, not commas: {name.replace(',', ' ')}")
-        if name not in (*SERVICES, *TRACES):
-            raise ConfigError(
-                f"track: {name!r} is unknown, use {', '.join(TRACKERS)}. Python code can pass any tracker: "
-                "pg.train(run, trackers=[…])"
-            )
-    if len({*names}) < len(names):
-        raise ConfigError(f"track has a name twice: {', '.join(names)}")
-
-
-def check_tracking(names: Sequence[str], trace_mib: int, metrics_port: str | None) -> None:
-    """Raise ConfigError for a wrong option of a run about what is tracked."""
-    check_services(names)
-    if trace_mib < MIN_TRACE_MIB:
-        raise ConfigError(f"trace_mib must be at least {MIN_TRACE_MIB}, not {trace_mib}")
-    if metrics_port is not None:
-        parse_metrics_port(metrics_port)
-
-
-def create_trackers(names: Sequence[str], trace_mib: int = DEFAULT_TRACE_MIB) -> list[Tracker]:
-    """Return the trackers of these names. trace_mib: MiB of disk for a trace.
-
-    Raises:
-        ConfigError: A library is not installed; the message has the command that installs it.
-    """
-    check_services(names)
-    for name in names:
-        if name in SERVICES and find_spec(name) is None:
-            raise ConfigError(f"--track {name} needs a library that is not installed: {install_command(name)}")
-    traces = {"trace": lambda: TraceFile(trace_mib), "otel": OpenTelemetry}
-    return [traces[name]() if name in traces else globals()[SERVICES[name]]() for name in names]
-
 
 PROJECT = "policygrad"  # default project name
 RUN_IDS_FILE = "tracked.json"

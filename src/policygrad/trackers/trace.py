@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 from policygrad.errors import RunError
 from policygrad.trackers.base import RunInfo, Tracker
+from policygrad.trackers.registry import DEFAULT_TRACE_MIB
 from policygrad.utils.filesystem import parse_json, read_lines
 from policygrad.utils.spans import MAX_LANES, SpanRecord, SpanRecorder, current_recorder
 
 TRACE_FILE = "trace.json"
-DEFAULT_TRACE_MIB, MIN_TRACE_MIB = 256, 4
 NUM_PARTS = 4
 """Parts that share the disk of a trace: the first, which shows the run's start, and the newest."""
 MAX_ATTRIBUTE = 1000  # characters of a text

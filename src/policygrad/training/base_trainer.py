@@ -27,8 +27,7 @@ from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker, default_tracker
 from policygrad.trackers.base import STOP_SUMMARY
-from policygrad.trackers.prometheus import PrometheusMetrics
-from policygrad.trackers.services import create_trackers
+from policygrad.trackers.registry import create_trackers
 from policygrad.training.best_model import BEST, BestModel, BestStep, check_best_metric
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
 from policygrad.training.config.serialization import dump_config
@@ -241,6 +240,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         with ExitStack() as stack:
             trackers = [self._display, *self._other_trackers]
             if self.config.metrics_port is not None:  # refused before the model is loaded
+                from policygrad.trackers.prometheus import PrometheusMetrics
+
                 trackers.append(stack.enter_context(PrometheusMetrics(self.config.metrics_port)))
             self.trackers = CompositeTracker(trackers)
             if any(tracker.records_spans for tracker in trackers):

@@ -32,8 +32,8 @@ from policygrad.models.lora_config import adapter_base, read_lora
 from policygrad.planning.cost_model import AlgorithmCost, static_bytes
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
 from policygrad.rollout.rollouter import EVAL_CHUNK
-from policygrad.tasks import load_task
 from policygrad.tasks.benchmarks import parse_benchmarks
+from policygrad.tasks.registry import load_task
 from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.run import Run
 
@@ -139,7 +139,8 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     from transformers import AutoConfig
 
     # a plan needs none of it
-    from policygrad.training.setup import load_policy_tokenizer, load_row_options
+    from policygrad.training.policy_setup import load_policy_tokenizer
+    from policygrad.training.setup import load_row_options
     from policygrad.utils.devices import pick_device
 
     run, device = resolve_config_paths(run), pick_device(run.learner.device)

@@ -31,7 +31,8 @@ from policygrad.tasks.benchmarks import (
     parse_benchmarks,
 )
 from policygrad.training.config.run import Run, RunOptions, check_environment_timeout
-from policygrad.training.setup import Resources, SamplerFactory, load_resources
+from policygrad.training.placement import SamplerFactory
+from policygrad.training.setup import Resources, load_resources
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
 

@@ -43,20 +43,13 @@ from policygrad.training.config.trust import CodePermissions, find_code_referenc
 from policygrad.training.divergence_guard import has_constant_rewards
 from policygrad.training.evaluation import PreparedBenchmark, load_run_benchmarks, prepare_benchmark
 from policygrad.training.interrupts import StopRequested
+from policygrad.training.learner_setup import connect_teachers, make_local_learner
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
+from policygrad.training.placement import LOCAL_PLACEMENT, LearnerFactory, Placement, SamplerFactory
+from policygrad.training.policy_setup import call_factory
 from policygrad.training.provenance import fingerprint_run
 from policygrad.training.run_folder import check_resumable
-from policygrad.training.setup import (
-    LOCAL_PLACEMENT,
-    LearnerFactory,
-    Placement,
-    Resources,
-    SamplerFactory,
-    call_factory,
-    connect_teachers,
-    load_resources,
-    make_local_learner,
-)
+from policygrad.training.setup import Resources, load_resources
 from policygrad.training.step_log import (
     build_completion_rows,
     build_step_notes,

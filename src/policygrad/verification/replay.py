@@ -33,7 +33,7 @@ from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest, reward_inputs
 from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.samplers.engines import probe
-from policygrad.trackers import CompositeTracker
+from policygrad.trackers.base import CompositeTracker
 from policygrad.trackers.jsonl import format_row
 from policygrad.training.config.paths import check_files_exist
 from policygrad.training.config.run import Run

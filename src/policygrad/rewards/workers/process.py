@@ -20,15 +20,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import Reward
+from policygrad.rewards.config import SandboxChoice
 from policygrad.rewards.workers.limits import raise_oom_score
 from policygrad.rewards.workers.messages import NONCE_BYTES, Chunk, ReplyParser, WorkerStart, replace_control_characters
-from policygrad.sandbox import BACKENDS, backends, find_backend
-from policygrad.sandbox.backends import list_interpreter_paths
-from policygrad.sandbox.process import apply_restrictions
 from policygrad.utils.child_environment import ONE_THREAD, filter_environment
 
 _BOOT = (
@@ -304,7 +302,7 @@ def _signal(send: Callable[[int, int], None], pid: int, number: signal.Signals) 
 # A worker in a sandbox (`--rewards.sandbox`): no network, no files to write except in its own folder, few to read.
 
 NO_SANDBOX = "none"
-SANDBOX_CHOICES = (NO_SANDBOX, "auto", *BACKENDS)
+SANDBOX_CHOICES: tuple[str, ...] = get_args(SandboxChoice)
 _MAX_FOLDER_BYTES = 1 << 30  # where the sandbox makes the worker's folder in memory
 _CPU_PATHS = ("/sys/devices/system/cpu", "/sys/devices/system/node")
 _USER_PATHS = ("/etc/passwd", "/etc/group", "/etc/nsswitch.conf")
@@ -324,6 +322,8 @@ def check_sandbox(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
                 f"reward {reward.name!r} calls a server, and --rewards.sandbox {sandbox} has no network: set it to none, or drop "
                 "the reward"
             )
+    from policygrad.sandbox.backends import find_backend
+
     find_backend(sandbox)
 
 
@@ -333,11 +333,13 @@ def build_command(sandbox: str, environment: dict[str, str]) -> tuple[list[str],
     inner = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)]
     if sandbox == NO_SANDBOX:
         return [*inner, str(os.getpid()), ""], None
+    from policygrad.sandbox.backends import find_backend, list_interpreter_paths, writable_folder
+
     backend = find_backend(sandbox)
     import_path = (path for path in map(os.path.abspath, filter(None, sys.path)) if path != "/")
     readable = [*list_interpreter_paths(), *import_path, *_CPU_PATHS, *_USER_PATHS]
     folder = tempfile.mkdtemp(prefix="policygrad-worker-") if backend.needs_folder else None
-    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder or backends.writable_folder(readable))
+    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder or writable_folder(readable))
     restrictions = backend.restrictions(readable, folder or "", alone=False)
     parent = os.getpid() if folder else _BUBBLEWRAP_PID
     inner += [str(parent), json.dumps(restrictions)]
@@ -352,4 +354,6 @@ def enter_sandbox(restrictions: str) -> None:
     rules: dict[str, Any] = json.loads(restrictions)
     if rules["landlock"] is not None:
         rules["landlock"]["readable"] += [path.format(pid=os.getpid()) for path in _PROC_PATHS]
+    from policygrad.sandbox.process import apply_restrictions
+
     apply_restrictions(rules, None)

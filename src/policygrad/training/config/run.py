@@ -29,8 +29,7 @@ from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
 from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.tasks.benchmarks import parse_benchmarks
 from policygrad.tasks.rows import table_to_rows
-from policygrad.trackers.services import check_tracking
-from policygrad.trackers.trace import DEFAULT_TRACE_MIB
+from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking
 from policygrad.utils.child_environment import check_variable_names
 from policygrad.utils.field_types import check_field_types
 

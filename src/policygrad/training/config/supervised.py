@@ -13,8 +13,7 @@ from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
-from policygrad.trackers.services import check_tracking
-from policygrad.trackers.trace import DEFAULT_TRACE_MIB
+from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking
 from policygrad.training.config.run import (
     CheckpointConfig,
     SupervisedGuardConfig,
