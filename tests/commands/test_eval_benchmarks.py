@@ -15,7 +15,7 @@ from doubles.files import rows, write_rows
 from policygrad.commands.evaluate import build_benchmark_report
 from policygrad.rollout.evaluation import EvalSample, EvaluationResult, standard_error, weighted_mean
 from policygrad.tasks.benchmarks import BenchmarkSampling, load_benchmarks
-from policygrad.training.evaluation import BenchmarkResult
+from policygrad.training.benchmarks import BenchmarkResult
 
 Command = Callable[..., tuple[int, str, str]]
 SHORT = ("--max-tokens", "6", "--show", "1")

@@ -25,9 +25,10 @@ from PIL import Image
 from doubles.vision_models import make_picture
 from policygrad.errors import DataError
 from policygrad.tasks import load_task
+from policygrad.tasks.base import prompt_key
 from policygrad.tasks.pictures import _read_reply
 from policygrad.tasks.preferences import read_demonstrations, read_preferences
-from policygrad.tasks.rows import RowOptions, load_examples, open_rows, prompt_key
+from policygrad.tasks.rows import RowOptions, load_examples, open_rows
 from policygrad.tasks.sources import digest_data
 from policygrad.utils import pictures
 from policygrad.utils.pictures import Picture, content_text, from_pil, list_pictures, make_thumbnail, to_plain

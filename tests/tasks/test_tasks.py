@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from doubles.files import read_examples, write_rows
 from policygrad.errors import DataError
 from policygrad.tasks import list_tasks, load_task
-from policygrad.tasks.base import Example, is_eval_prompt
+from policygrad.tasks.base import Example, is_eval_prompt, prompt_key
 from policygrad.tasks.reasoning_gym import PAGE_SIZE, ReasoningGymTask
-from policygrad.tasks.rows import prompt_key
 from policygrad.tasks.sources import parse_components
 
 

@@ -33,7 +33,7 @@ from policygrad.rewards.resolve import list_rewards
 from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
 from policygrad.samplers.engines.registry import ENGINES
 from policygrad.tasks.benchmarks import load_benchmarks
-from policygrad.tasks.registry import EMBEDDED
+from policygrad.tasks.reasoning_gym import EMBEDDED
 from policygrad.trackers.registry import TRACKERS
 from policygrad.training.config.serialization import list_parts
 

@@ -56,7 +56,7 @@ from policygrad.utils.child_environment import check_variable_names
 from policygrad.utils.pictures import content_text
 
 if TYPE_CHECKING:
-    from policygrad.training.evaluation import BenchmarkResult
+    from policygrad.training.benchmarks import BenchmarkResult
 
 HELP = (
     "Measure models on evaluation problems: mean@k, unbiased pass@k, and maj@k, the score of the most frequent answer.",
@@ -317,7 +317,7 @@ def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
 
 def evaluate_known(options: EvalOptions, args: list[str], folder: Path | None) -> int:
     """Measure the models on the benchmarks, and print a table of each."""
-    from policygrad.training.evaluation import BenchmarkResult, check_benchmark_rewards, evaluate_benchmarks
+    from policygrad.training.benchmarks import BenchmarkResult, check_benchmark_rewards, evaluate_benchmarks
 
     benchmarks = parse_benchmarks(options.benchmark)
     check_benchmark_rewards(benchmarks)

@@ -8,7 +8,6 @@ from typing import Any
 
 from policygrad.errors import ConfigError
 from policygrad.rollout.runners import EnvironmentKind, RunsEpisodes, TakesVariables
-from policygrad.tasks.verifiers import taskset_module
 from policygrad.utils.plugins import find_plugin, load_plugin
 from policygrad.utils.user_code import load_object
 
@@ -39,6 +38,12 @@ def _reference_tools(name: str) -> list[str]:
     return [name if is_http_url(name) else f"mcp:{name}"]
 
 
+def _reference_taskset(name: str) -> list[str]:
+    from policygrad.tasks.verifiers import taskset_module
+
+    return [taskset_module(name)]
+
+
 FAMILIES = {
     "agent": Family("policygrad.environments.agent_program:use_function", _reference_file),
     "gymnasium": Family("policygrad.environments.gymnasium:GymnasiumText", _reference_module),
@@ -46,7 +51,7 @@ FAMILIES = {
     "openenv": Family("policygrad.environments.openenv:OpenEnv", lambda name: [to_http_url(name)]),
     "program": Family("policygrad.environments.agent_program:AgentProgram", _reference_program),
     "textarena": Family("policygrad.environments.textarena:use_textarena", lambda name: []),
-    "verifiers": Family("policygrad.environments.verifiers:Verifiers", lambda name: [taskset_module(name)]),
+    "verifiers": Family("policygrad.environments.verifiers:Verifiers", _reference_taskset),
 }
 BUILT_IN = {
     "calculator": "policygrad.environments.calculator:CALCULATOR",

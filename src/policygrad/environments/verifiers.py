@@ -13,7 +13,8 @@ from policygrad.environments.tools import ANSWER, ToolUse
 from policygrad.errors import ConfigError
 from policygrad.rollout.environment import Action, Environment, Observation, Step, is_finite_number
 from policygrad.tasks.base import Example
-from policygrad.tasks.verifiers import INDEX_COLUMN, TASKSET_COLUMN, VERIFIERS_PREFIX, load_taskset, load_taskset_tasks
+from policygrad.tasks.registry import VERIFIERS_PREFIX
+from policygrad.tasks.verifiers import INDEX_COLUMN, TASKSET_COLUMN, load_taskset, load_taskset_tasks
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Self
 
 from policygrad.errors import ConfigError
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
-from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.utils.field_types import check_field_types
 
 SCHEDULES = ("constant", "linear", "cosine")

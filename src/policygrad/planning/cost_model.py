@@ -16,7 +16,6 @@ from policygrad.planning.pipeline import SamplerSpeed
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 MICRO_TOKENS = 16384  # tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`
 MICRO_TOKENS_CPU = 1024
-SMALL_MODEL_PARAMETERS = 5_000_000  # below, a matrix product is finished before a second thread has woken up
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from policygrad.utils.filesystem import read_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Architectures whose weights can be counted, by `model_type`."""
+SMALL_MODEL_PARAMETERS = 5_000_000  # below, a matrix product is finished before a second thread has woken up
 EMBEDDED_MODEL = "tiny"
 VISION_MODEL = "shapes"
 EMBEDDED_MODELS = (EMBEDDED_MODEL, VISION_MODEL)

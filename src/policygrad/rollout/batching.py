@@ -15,8 +15,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, list_means, merge
 from policygrad.rollout.trajectory import EpisodeGroup, is_multi_turn
-from policygrad.tasks.base import Example
-from policygrad.tasks.rows import prompt_key
+from policygrad.tasks.base import Example, prompt_key
 
 ALL_EXCLUDED_NOTE = "all prompts are excluded, as solved or too hard: excluded prompts are sampled again"
 EXTRA_LOOKAHEAD = 64

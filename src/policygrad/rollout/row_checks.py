@@ -8,10 +8,8 @@ from policygrad.errors import RewardError
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.worker import Signature
-from policygrad.rollout.demonstrations import check_demonstrations
 from policygrad.rollout.environment import KnowsOpening, find_capabilities
-from policygrad.tasks.base import Example, Task
-from policygrad.tasks.mixtures import RowsTask
+from policygrad.tasks.base import Example, LeavesRowsOut, Task
 
 SKIP_OPTION = "--task.skip-bad-rows"
 PROBE_EXAMPLES = 16
@@ -42,6 +40,9 @@ def check_rows(
         DataError: A demonstration that is invalid or longer than `max_tokens`; or no row is left to train on.
     """
 
+    if has_demonstrations:
+        from policygrad.rollout.demonstrations import check_demonstrations
+
     def check(example: Example) -> None:
         source = example.source or "a prompt"
         opening = environment.opening(example) if isinstance(environment, KnowsOpening) else None
@@ -55,13 +56,13 @@ def check_rows(
         if has_demonstrations:
             check_demonstrations([example], tokenizer, max_tokens)
 
-    if skip_bad_rows and isinstance(task, RowsTask):
+    if skip_bad_rows and isinstance(task, LeavesRowsOut):
         return task.without_bad_rows(check_all)
     for example in task.rows:
         try:
             check(example)
         except PromptTooLongError as error:
-            remedy = f". {SKIP_OPTION} leaves such rows out" if isinstance(task, RowsTask) else ""
+            remedy = f". {SKIP_OPTION} leaves such rows out" if isinstance(task, LeavesRowsOut) else ""
             raise PromptTooLongError(f"{error}{remedy}") from None
     if has_demonstrations:
         check_demonstrations(task.rows, tokenizer, max_tokens)

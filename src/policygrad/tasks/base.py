@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from policygrad.utils.pictures import to_plain
 
 Message = Mapping[str, Any]
 """`role` and `content`, text, `tool_calls` and what else its template reads. A content with pictures is a tuple of parts:
@@ -63,6 +66,14 @@ class Task(Protocol):
         """Return evaluation examples: the same for every seed, and disjoint from training by a hash of the prompt."""
 
 
+@runtime_checkable
+class LeavesRowsOut(Protocol):
+    """A task of data, from which rows can be left out."""
+
+    def without_bad_rows(self, check: Callable[[Example], object]) -> Task:
+        """Return the task without the rows for which `check` raises; they are counted in a warning."""
+
+
 EVAL_ONE_IN = 16
 
 
@@ -74,6 +85,11 @@ def is_eval_prompt(prompt: str) -> bool:
     model was trained on, for the RL prompts and for evaluation.
     """
     return int(sha256(prompt.encode("utf-8")).hexdigest(), 16) % EVAL_ONE_IN == 0
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """Return the text that decides whether a prompt is an evaluation prompt: itself, or its messages, pictures by digest."""
+    return prompt if isinstance(prompt, str) else json.dumps(to_plain(prompt), sort_keys=True, ensure_ascii=False)
 
 
 # Random choices come from a hash, so there is no generator state to save.

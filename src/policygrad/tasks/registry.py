@@ -7,25 +7,28 @@ folder saved by `datasets`, a hub dataset, or a mixture of those ("0.7*a.jsonl+0
 `datasets.Dataset` is a task without a name.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Example, Prompt, Task
-from policygrad.tasks.mixtures import MixturePart, RowsTask
+from policygrad.tasks.base import Example, Task
 from policygrad.tasks.reasoning_gym import CURRICULUM_PREFIX, EMBEDDED, CurriculumTask, ReasoningGymTask, dataset_names
-from policygrad.tasks.rows import RowOptions, explain_data, load_examples, open_rows
-from policygrad.tasks.shapes import ShapesTask
-from policygrad.tasks.sources import parse_components, parse_data_mixture
-from policygrad.tasks.verifiers import VERIFIERS_PREFIX, load_verifiers_task
 
-__all__ = ["EMBEDDED", "Example", "Prompt", "Task", "list_tasks", "load_task"]
+if TYPE_CHECKING:
+    from policygrad.tasks.rows import RowOptions
+
+SHAPES = "shapes"
+GENERATED = (*EMBEDDED, SHAPES)
+"""Tasks that generate their examples and take no settings."""
+VERIFIERS_PREFIX = "verifiers:"
 
 
 def list_tasks() -> list[str]:
     """Return the names of all built-in tasks, sorted. Any data file is a task as well."""
-    return sorted([*EMBEDDED, ShapesTask.name, *dataset_names()])
+    return sorted([*GENERATED, *dataset_names()])
 
 
 def load_task(
@@ -49,33 +52,12 @@ def load_task(
         DataError: Invalid names, files or rows, with their location and a remedy.
         ConfigError: A required library is not installed.
     """
-    options = row_options or RowOptions()
-    title = name if isinstance(name, str) else "rows"
-    parts = _load_parts(name, "row", options)
-    if not parts:
-        if options != RowOptions():
-            raise DataError("row_map, skip_bad_rows and decontaminate need data; this task generates its examples")
-        return _load_generated_task(name, seed, eval_data)
-    eval_parts = None if eval_data is None else _load_parts(eval_data, "held-out row", options)
-    if eval_parts == []:
-        got = repr(eval_data) if isinstance(eval_data, str) else f"of type {type(eval_data).__name__}"
-        raise DataError(
-            f"eval_data={got} is not data: {explain_data(eval_data) or 'give rows or a file such as eval.jsonl'}"
-        )
-    return RowsTask.from_parts(title, parts, seed, eval_parts, options.decontaminate)
+    if isinstance(name, str) and name in GENERATED and eval_data is None and row_options is None:
+        return _load_generated_task(name, seed, None)
+    from policygrad.tasks.data import load_data_task  # rows, files, pictures, hubs
 
-
-def _load_parts(data: Any, kind: str, options: RowOptions) -> list[MixturePart]:
-    """Load the parts of a mixture, or the single part that other data is; none if it is not data.
-
-    kind: the name of in-memory rows in messages.
-    """
-    parts = list[MixturePart]()
-    for weight, part in parse_data_mixture(data) or ((1.0, data),):
-        if (source := open_rows(part, kind)) is not None:
-            name = part if isinstance(part, str) else "rows" if kind == "row" else "eval_data"
-            parts.append(MixturePart(weight, name, load_examples(source, options, name)))
-    return parts
+    task = load_data_task(name, seed, eval_data, row_options)
+    return _load_generated_task(name, seed, eval_data) if task is None else task
 
 
 def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
@@ -83,6 +65,8 @@ def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
     if not isinstance(task, str):
         needed = ("name", "rewards", "steps", "eval_on_train", "rows", "train_example", "eval_examples")
         if missing := [attribute for attribute in needed if not hasattr(task, attribute)]:
+            from policygrad.tasks.rows import explain_data
+
             got = f"{type(task).__name__}, which has no {', '.join(missing)}"
             raise DataError(explain_data(task) or f"a task is a name, a list of rows or a Task, got {got}")
         if eval_data is not None:
@@ -98,13 +82,19 @@ def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
         )
     if task in EMBEDDED:
         return ReasoningGymTask(task, EMBEDDED[task], seed=seed, steps=("worked_steps",), worked=True)
-    if task == ShapesTask.name:
+    if task == SHAPES:
+        from policygrad.tasks.shapes import ShapesTask
+
         return ShapesTask(seed)
     if task.startswith(VERIFIERS_PREFIX):
+        from policygrad.tasks.verifiers import load_verifiers_task
+
         return load_verifiers_task(task, seed)
+    from policygrad.tasks.sources import parse_components
+
     components = parse_components(task.removeprefix(CURRICULUM_PREFIX))
     for name in (component.name for component in components):
-        if name in EMBEDDED or name == ShapesTask.name:
+        if name in GENERATED:
             raise DataError(f"the task {name!r} is a fixed mix: it takes no settings and cannot be part of another mix")
         if name == "composite":
             raise DataError(

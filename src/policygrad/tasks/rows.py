@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from array import array
@@ -15,11 +14,11 @@ from random import Random
 from typing import Any, Protocol, TypeVar, overload
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Example, Prompt, is_eval_prompt
+from policygrad.tasks.base import Example, Prompt, is_eval_prompt, prompt_key
 from policygrad.tasks.messages import parse_prompt, parse_tools
 from policygrad.tasks.pictures import PictureOptions, place_pictures
 from policygrad.tasks.sources import Row, SeveralSources, Source, is_dataset, is_source, open_dataset, open_source
-from policygrad.utils.pictures import list_pictures, to_plain
+from policygrad.utils.pictures import list_pictures
 
 MIN_ROWS_TO_SPLIT = 32  # with fewer rows, training uses them all and evaluation repeats them
 TEMPLATE_SHARE = 0.1
@@ -126,11 +125,6 @@ class ShuffledEpochs:
 
 
 # Separating training from evaluation.
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """Return the text that decides whether a prompt is an evaluation prompt: itself, or its messages, pictures by digest."""
-    return prompt if isinstance(prompt, str) else json.dumps(to_plain(prompt), sort_keys=True, ensure_ascii=False)
 
 
 def split_indices(rows: Sequence[HasPrompt]) -> tuple[list[int], list[int]]:

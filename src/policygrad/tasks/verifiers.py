@@ -15,9 +15,9 @@ from typing import Any
 from policygrad.errors import ConfigError, DataError, import_optional
 from policygrad.tasks.base import Example
 from policygrad.tasks.mixtures import MixturePart, RowsTask
+from policygrad.tasks.registry import VERIFIERS_PREFIX
 from policygrad.utils.user_code import add_cwd_to_path
 
-VERIFIERS_PREFIX = "verifiers:"
 TASKSET_COLUMN, INDEX_COLUMN = "taskset", "taskset_index"  # the columns of a row: its taskset, and its index there
 
 

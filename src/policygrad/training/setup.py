@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -25,7 +25,6 @@ from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Task
 from policygrad.tasks.registry import load_task
-from policygrad.tasks.rows import RowOptions
 from policygrad.training.config.paths import resolve_config_paths, resolve_rewards
 from policygrad.training.config.run import RunOptions
 from policygrad.training.placement import LOCAL_PLACEMENT, Placement, SamplerFactory
@@ -36,6 +35,9 @@ from policygrad.utils.devices import pick_device
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import load_object
+
+if TYPE_CHECKING:
+    from policygrad.tasks.rows import RowOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +150,7 @@ def load_run_task(options: RunOptions, algorithm: Algorithm | None, environment:
         options.task,
         seed=options.seed,
         eval_data=options.eval_data,
-        row_options=load_row_options(
-            options.row_map, options.skip_bad_rows, options.decontaminate, fetch_images=options.fetch_images
-        ),
+        row_options=_load_run_row_options(options),
     )
     if algorithm is None:
         return task
@@ -251,8 +251,13 @@ def check_prompts(
     return task
 
 
+def _load_run_row_options(options: RunOptions) -> RowOptions | None:
+    given = (options.row_map, options.skip_bad_rows, options.decontaminate, options.fetch_images)
+    return load_row_options(*given) if any(given) else None
+
+
 def load_row_options(
-    row_map: Any, skip_bad_rows: bool, decontaminate: int = 0, *, fetch_images: bool = False
+    row_map: Any, skip_bad_rows: bool, decontaminate: int = 0, fetch_images: bool = False
 ) -> RowOptions:
     """Load the row map, a function or its name.
 
@@ -264,6 +269,8 @@ def load_row_options(
         raise ConfigError(
             f"--row-map {row_map} is no function: give one that takes a row, a dict, and returns a row or None"
         )
+    from policygrad.tasks.rows import RowOptions
+
     return RowOptions(function, skip_bad_rows, decontaminate, fetch_images)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,11 @@ from policygrad.errors import CheckpointError, ConfigError, RewardError, RunErro
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.models.adapters import describe_adapters
 from policygrad.models.loading import find_zero_embeddings
-from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
-from policygrad.rollout.optimal_values import OPTIMAL_VALUES, with_optimal_values
 from policygrad.rollout.runners import EnvironmentKind
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
@@ -41,7 +40,6 @@ from policygrad.training.config.run_name import RunName, name_run
 from policygrad.training.config.serialization import algorithm_to_dict, load_config
 from policygrad.training.config.trust import CodePermissions, find_code_references, missing_permissions
 from policygrad.training.divergence_guard import has_constant_rewards
-from policygrad.training.evaluation import PreparedBenchmark, load_run_benchmarks, prepare_benchmark
 from policygrad.training.interrupts import StopRequested
 from policygrad.training.learner_setup import connect_teachers, make_local_learner
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
@@ -60,7 +58,10 @@ from policygrad.training.step_log import (
 from policygrad.training.step_records import StepRecorder, choose_steps
 from policygrad.utils.spans import span
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
-from policygrad.weight_sync.folder import save_lazy_model
+
+if TYPE_CHECKING:
+    from policygrad.tasks.benchmarks import BenchmarkData
+    from policygrad.training.benchmarks import PreparedBenchmark
 
 MIB = 2**20
 # Keys that every checkpoint must have.
@@ -168,9 +169,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     def build(self, stack: ExitStack) -> None:
         run = self.config
-        benchmarks = load_run_benchmarks(
-            resolve_config_paths(run)
-        )  # refuses what is missing before the model is loaded
+        benchmarks: Sequence[tuple[BenchmarkData, SamplingParams, int]] = ()
+        if run.evaluation.benchmarks:  # what is missing is refused before the model is loaded
+            from policygrad.training.benchmarks import load_run_benchmarks, prepare_benchmark
+
+            benchmarks = load_run_benchmarks(resolve_config_paths(run))
         self.resources = resources = load_resources(
             stack,
             run,
@@ -210,7 +213,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
             source = example.source or "a held-out prompt"
             resources.tokenizer.encode(example.prompt, longest, source, example.tools)
-        self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
+        if benchmarks:
+            self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
 
     def connect_teachers(self, stack: ExitStack) -> None:
         """Let the teachers that are behind servers score each rollout."""
@@ -382,6 +386,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         run, resources, part = self.config, self.resources, self.config.optimal_value
         if part is None:
             return
+        from policygrad.rollout.optimal_values import OPTIMAL_VALUES, with_optimal_values
+
         phase = "estimating optimal values"
         with span("optimal values"):
             rollouter, messages = with_optimal_values(
@@ -401,6 +407,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def write_weights(self, folder: Path) -> None:
         tensors = self.learner.publish().tensors
         if isinstance(tensors, LazyStateDict):
+            from policygrad.weight_sync.folder import save_lazy_model
+
             save_lazy_model(self.model, tensors, folder)
         else:
             copy_weights_(tensors, self.model)  # of which a custom learner may have a copy

@@ -33,7 +33,7 @@ from policygrad.models.lora_config import Lora
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import EncodedText, Tokenizer
 from policygrad.models.vision import encode_picture_file
-from policygrad.planning.cost_model import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.config import ADAPTER, FOLDER, MERGED, NCCL, SamplerConfig
 from policygrad.samplers.engines import probe, server_pool

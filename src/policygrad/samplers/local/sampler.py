@@ -15,7 +15,6 @@ from policygrad.core.precision import move, widest_dtype
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request, RowsCallback, SamplingParams
-from policygrad.samplers.local.cuda_graphs import DecodeAhead
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache, first_positions
 from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
@@ -269,6 +268,8 @@ class DecodeLoop:
 
     def _run_ahead(self, cache: SharedPrefixCache, logits: Tensor, callback: CompletionCallback | None) -> Tensor:
         """Decode until rows have to be removed or can be added; return the logits [N, V] of the remaining ones."""
+        from policygrad.samplers.local.cuda_graphs import DecodeAhead
+
         decoder, rows = DecodeAhead(self, cache, logits), len(self.active)
         reported = torch.zeros_like(decoder.finished)
         while True:

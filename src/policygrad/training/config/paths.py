@@ -17,8 +17,6 @@ from policygrad.errors import ConfigError, RunError
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.rewards.resolve import find_code, resolve_with_paths
 from policygrad.rewards.resolve import resolve_paths as resolve_reward_paths
-from policygrad.tasks.files import DATA_SUFFIXES, is_data_folder
-from policygrad.tasks.sources import HUB_PREFIX
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `directory`
 _WEIGHT = re.compile(r"\s*[\d.]+(?:[eE][+-]?\d+)?\s*\*\s*")
@@ -115,6 +113,9 @@ def check_files_exist(config: C) -> None:
     """Raise RunError for data or code that is neither in `directory` nor in the current folder."""
     if config.directory is None:
         return
+    from policygrad.tasks.files import DATA_SUFFIXES
+    from policygrad.tasks.sources import HUB_PREFIX
+
     resolved = resolve_config_paths(config)
     files = list[tuple[str, str]]()  # (option, name) of each name that can only be a file's
     for option in ("task", "data", "eval_data"):
@@ -188,6 +189,8 @@ def _data_path(name: str, directory: Path) -> str:
 
 def _dataset_path(name: str, directory: Path) -> str:
     """Resolve a file, a folder or a pattern of files, or a folder that `datasets` saved, possibly followed by a split."""
+    from policygrad.tasks.files import is_data_folder
+
     path = _path_in(name, directory)
     if path != name and (Path(path).is_file() or is_data_folder(name, str(directory))):
         return path

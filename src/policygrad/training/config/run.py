@@ -27,8 +27,6 @@ from policygrad.rollout.environment import DEFAULT_TIMEOUT
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
 from policygrad.samplers.engines.registry import load_engine_class
-from policygrad.tasks.benchmarks import parse_benchmarks
-from policygrad.tasks.rows import table_to_rows
 from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking
 from policygrad.utils.child_environment import check_variable_names
 from policygrad.utils.field_types import check_field_types
@@ -168,7 +166,10 @@ class EvaluationConfig:
                 f"evaluation.temperature=0 makes all {self.samples_per_prompt} samples of a problem equal: set "
                 "evaluation.samples_per_prompt to 1, or a temperature above 0"
             )
-        parse_benchmarks(self.benchmarks)
+        if self.benchmarks:
+            from policygrad.tasks.benchmarks import parse_benchmarks
+
+            parse_benchmarks(self.benchmarks)
 
     def resolve_sampling(self, training: SamplingParams) -> SamplingParams:
         """Return how completions of held-out problems are sampled: as in training, but for what is set here."""
@@ -333,7 +334,10 @@ class Run(UncheckedRun):
 
     def __post_init__(self) -> None:
         for name in ("task", "eval_data"):  # configurations are compared, which tables of pandas refuse
-            object.__setattr__(self, name, table_to_rows(getattr(self, name)))
+            if not isinstance(given := getattr(self, name), str | None):
+                from policygrad.tasks.rows import table_to_rows
+
+                object.__setattr__(self, name, table_to_rows(given))
         if self.task == VISION_MODEL and self.model == EMBEDDED_MODEL:  # which does not see
             object.__setattr__(self, "model", VISION_MODEL)
         check_run(self)
