@@ -316,12 +316,7 @@ class RewardPool(RewardScorer):
         check_lengths(samples)
         _, completions, columns = samples
         for reward, signature in zip(self.rewards, self._signatures, strict=True):
-            if missing := sorted(signature.required - columns.keys()):
-                names = ", ".join(name for name in columns if name not in EPISODE_COLUMNS) or "none"
-                raise RewardError(
-                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {names}; "
-                    "rename or add the column, or choose another reward"
-                )
+            signature.check_columns(reward.name, columns)
         count = len(completions)
         kind = [f for f, reward in enumerate(self.rewards) if reward.process_reward is process_rewards]
         table = {f: [SampleResult()] * count for f in kind}

@@ -10,11 +10,11 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policygrad.errors import DataError
+from policygrad.errors import DataError, RewardError
 from policygrad.rewards.base import EPISODE_COLUMNS, TRAINER_STATE, Columns, StepScores
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import MemoryLimit, raise_oom_score
@@ -153,6 +153,15 @@ class Signature:
         episode = EPISODE_COLUMNS & (columns | set(getattr(function, "episode_columns", ())))
         accepted = None if open_ended else names
         return cls(keywords, accepted, frozenset(required) - EPISODE_COLUMNS, episode, TRAINER_STATE in columns)
+
+    def check_columns(self, reward: str, given: Iterable[str]) -> None:
+        """Raise RewardError for a column that the function of this reward requires and that is not given."""
+        names = [name for name in given if name not in EPISODE_COLUMNS]
+        if missing := sorted(self.required - set(names)):
+            raise RewardError(
+                f"reward {reward!r} needs the column {missing[0]!r}, and the task has: {', '.join(names) or 'none'}; "
+                "rename or add the column, or choose another reward"
+            )
 
     def call(self, function: Callable[..., Any], samples: Samples) -> Any:
         prompts, completions, columns = samples
