@@ -107,7 +107,11 @@ class RewardScorer:
         weights = {reward.name: reward.weight for reward in rewards}
         messages = [*failures.messages.values(), *self.collect_notes()]
         feedback = ["\n".join(o.feedback for o in results if o.feedback) for results in zip(*table, strict=True)]
-        return RewardScores(total, parts, dict(failures.counts), messages, weights, feedback if any(feedback) else [])
+        logged = dict[str, list[float]]()
+        for name, value in (metric for row in table for o in row for metric in o.metrics):
+            logged.setdefault(name, []).append(value)
+        feedback = feedback if any(feedback) else []
+        return RewardScores(total, parts, dict(failures.counts), messages, weights, feedback, logged)
 
     def score_steps(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> ProcessScores:
         """Return the weighted steps of completion i by all process rewards, merged; None where one of them fails.
