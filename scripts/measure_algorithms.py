@@ -205,7 +205,9 @@ def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[s
     plan = ComparisonPlan(tuple(rows), **shared, command=before["command"], version=added["version"], ladder={})
     chosen = {label: row["option_value"] for label, row in (earlier | later).items()}
     merged = build_report(plan, Results(outcomes, {}, chosen), before["share"])
+    shares = [measure_processor_share(list(labelled.values())) for labelled in (later, earlier)]
     caveat = f"{MEASURED_LATER}, under another load of the machine, which their seconds show: {', '.join(later)}."
+    caveat += f" These had a processor for {shares[0]:.0%} of a run's time, those before for {shares[1]:.0%}."
     for label in (label for label in later if label in earlier):
         pairs = zip(earlier[label]["runs"], later[label]["runs"], strict=True)
         change = max(abs(a["after"] - b["after"]) for a, b in pairs)
@@ -217,6 +219,12 @@ def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[s
     caveats = (*merged.caveats, *(text for text in before["caveats"] if text.startswith(MEASURED_LATER)), caveat)
     merged = replace(merged, caveats=caveats)
     return merged.to_dict(), render_comparison(merged)
+
+
+def measure_processor_share(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the seconds of a processor that the runs of these rows took, in each second that passed."""
+    costs = [run["cost"] for row in rows for run in row["runs"]]
+    return float(sum(cost["cpu_seconds"] for cost in costs) / sum(cost["seconds"] for cost in costs))
 
 
 def read_row(row: dict[str, Any], report: dict[str, Any]) -> tuple[ComparisonRow, dict[Job, RunOutcome]]:

@@ -155,6 +155,7 @@ def test_rows_measured_later_are_put_among_the_others(result: dict[str, Any]) ->
 
     assert find_pair(merged)["separated"] == find_pair(result)["separated"]
     assert merged["caveats"][-1].endswith("grpo was measured then and now; the final scores of its seeds are the same.")
+    assert "had a processor for 95% of a run's time, those before for 95%" in merged["caveats"][-1]  # 20 of 21 seconds
     assert "ppo" in page
     (grpo,) = (row for row in later["rows"] if row["label"] == "grpo")
     settings = grpo["settings"] | {"updates_per_rollout": grpo["settings"]["updates_per_rollout"] + 7}
