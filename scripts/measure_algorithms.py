@@ -214,7 +214,7 @@ def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[s
         text = f"differ by at most {change:.3f}" if change else "are the same"
         settings, now = earlier[label]["settings"], later[label]["settings"]
         changed = [f"{name} {settings.get(name)}, now {now[name]}" for name in now if settings.get(name) != now[name]]
-        then = f"then, with {'; '.join(changed)}," if changed else "then"
+        then = f"then ({'; '.join(changed)})" if changed else "then"
         caveat += f" {label} was measured {then.replace('_', ' ')} and now; the final scores of its seeds {text}."
     caveats = (*merged.caveats, *(text for text in before["caveats"] if text.startswith(MEASURED_LATER)), caveat)
     merged = replace(merged, caveats=caveats)
