@@ -68,6 +68,8 @@ CANNOT_READ_HINTS = (
     "the embedded model has not learned to read what its teacher reads, which is then no teacher "
     "([self-distillation](self-distillation.md) measures it, before and after the model has learned to)"
 )
+MEASURED_LATER = "Measured later than the others"
+"""How the caveat about rows begins that were put among those of another day."""
 Compare = Callable[[list[str]], int]
 
 
@@ -203,14 +205,26 @@ def merge_reports(before: dict[str, Any], added: dict[str, Any]) -> tuple[dict[s
     plan = ComparisonPlan(tuple(rows), **shared, command=before["command"], version=added["version"], ladder={})
     chosen = {label: row["option_value"] for label, row in (earlier | later).items()}
     merged = build_report(plan, Results(outcomes, {}, chosen), before["share"])
-    caveat = f"Measured later than the others, under another load of the machine, which their seconds show: {', '.join(later)}."
+    shares = [measure_processor_share(list(labelled.values())) for labelled in (later, earlier)]
+    caveat = f"{MEASURED_LATER}, under another load of the machine, which their seconds show: {', '.join(later)}."
+    caveat += f" These had a processor for {shares[0]:.0%} of a run's time, those before for {shares[1]:.0%}."
     for label in (label for label in later if label in earlier):
         pairs = zip(earlier[label]["runs"], later[label]["runs"], strict=True)
         change = max(abs(a["after"] - b["after"]) for a, b in pairs)
         text = f"differ by at most {change:.3f}" if change else "are the same"
-        caveat += f" {label} was measured then and now; the final scores of its seeds {text}."
-    merged = replace(merged, caveats=(*merged.caveats, caveat))
+        settings, now = earlier[label]["settings"], later[label]["settings"]
+        changed = [f"{name} {settings.get(name)}, now {now[name]}" for name in now if settings.get(name) != now[name]]
+        then = f"then ({'; '.join(changed)})" if changed else "then"
+        caveat += f" {label} was measured {then.replace('_', ' ')} and now; the final scores of its seeds {text}."
+    caveats = (*merged.caveats, *(text for text in before["caveats"] if text.startswith(MEASURED_LATER)), caveat)
+    merged = replace(merged, caveats=caveats)
     return merged.to_dict(), render_comparison(merged)
+
+
+def measure_processor_share(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the seconds of a processor that the runs of these rows took, in each second that passed."""
+    costs = [run["cost"] for row in rows for run in row["runs"]]
+    return float(sum(cost["cpu_seconds"] for cost in costs) / sum(cost["seconds"] for cost in costs))
 
 
 def read_row(row: dict[str, Any], report: dict[str, Any]) -> tuple[ComparisonRow, dict[Job, RunOutcome]]:

@@ -564,8 +564,12 @@ def test_a_folder_of_a_server_that_is_a_file_is_refused(tmp_path: Path, run_comm
 
 
 @endless
-def test_keys_of_a_server_are_read_from_a_file_that_ends(run_command: Command) -> None:
-    refused(run_command("serve", "--api-keys", "/dev/zero", "--port", "0"), "--api-keys", "larger than")
+def test_keys_of_a_server_are_read_from_a_file_that_ends(tmp_path: Path, run_command: Command) -> None:
+    refused(
+        run_command("serve", "--folder", str(tmp_path), "--api-keys", "/dev/zero", "--port", "0"),
+        "--api-keys",
+        "larger than",
+    )
 
 
 @pipes

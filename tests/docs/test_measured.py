@@ -155,7 +155,13 @@ def test_rows_measured_later_are_put_among_the_others(result: dict[str, Any]) ->
 
     assert find_pair(merged)["separated"] == find_pair(result)["separated"]
     assert merged["caveats"][-1].endswith("grpo was measured then and now; the final scores of its seeds are the same.")
+    assert "had a processor for 95% of a run's time, those before for 95%" in merged["caveats"][-1]  # 20 of 21 seconds
     assert "ppo" in page
+    (grpo,) = (row for row in later["rows"] if row["label"] == "grpo")
+    settings = grpo["settings"] | {"updates_per_rollout": grpo["settings"]["updates_per_rollout"] + 7}
+    again, _ = measure_algorithms.merge_reports(merged, {**later, "rows": [{**grpo, "settings": settings}]})
+    assert again["caveats"][-2] == merged["caveats"][-1]  # what was measured on the day before is still told
+    assert "grpo was measured then (updates per rollout 1, now 8) and now; the final scores" in again["caveats"][-1]
     with pytest.raises(ValueError, match="seeds of the rows before are"):
         measure_algorithms.merge_reports(earlier, {**later, "seeds": [7]})
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -230,6 +232,16 @@ def peeks() -> dict:
     own = Path(os.environ["POLICYGRAD_RESULT"]).parent
     others = len(list(own.parent.iterdir())) - 1
     return {"reward": 1.0, "metrics": {"keys": len(keys), "answered": answered, "folders": others}}
+
+
+def unmounts() -> dict:
+    """Takes away what hides the folders of others, itself and by a program."""
+    hidden = Path(os.environ["POLICYGRAD_RESULT"]).parent.parent
+    unmounted = not ctypes.CDLL(None).umount2(os.fsencode(hidden), 2)  # at once, though it is in use
+    unmounted |= shutil.which("umount") is not None and not subprocess.run(["umount", "--lazy", hidden]).returncode
+    status = Path("/proc/self/status").read_text()
+    held = int(status.partition("CapEff:")[2].split()[0], 16)
+    return {"reward": 1.0, "metrics": {"unmounted": float(unmounted), "capabilities": held}}
 
 
 def has_key_in_program() -> float:

@@ -171,6 +171,16 @@ def test_no_episode_is_answered_with_the_key_of_another(tmp_path: Path, changes:
 
 
 @linux
+@pytest.mark.parametrize("changes", [(), (WITHOUT_LANDLOCK,)])
+def test_what_hides_other_episodes_cannot_be_unmounted(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    """Root's program keeps its capabilities over files and users, and no other."""
+    found = play("unmounts", python=wrapped_python(tmp_path, *changes))["unmounts"].metrics
+    assert found["unmounted"] == 0.0
+    over_files_and_users = (1 << 0) | (1 << 1) | (1 << 3) | (1 << 4) | (1 << 6) | (1 << 7)
+    assert int(found["capabilities"]) & ~over_files_and_users == 0
+
+
+@linux
 def test_a_client_that_is_made_at_import_has_no_key_of_the_users_and_reaches_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

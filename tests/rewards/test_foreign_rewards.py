@@ -1,12 +1,15 @@
-"""Reward functions written for verl and OpenRLHF run unchanged."""
+"""Reward functions written for verl, OpenRLHF and TRL run unchanged."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import policygrad as pg
+from doubles.files import rows
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import TrainerState
 from policygrad.rewards.resolve import find_code, resolve_reward
@@ -44,15 +47,27 @@ def no_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"acc": 1.0}
 """
 TRL = """
+import asyncio
 def chat(completions, **kwargs): return [float(len(c[0]["content"])) for c in completions]
 def text(prompts, completions, **kwargs): return [float(len(c)) for c in completions]
 def ids(completions, completion_ids, **kwargs): return [float(sum(c)) for c in completion_ids]
 def state(completions, trainer_state=None): return [float(trainer_state.global_step)] * len(completions)
 def total(completions, trainer_state): return [trainer_state.max_steps]
 def logs(completions, log_extra, log_metric=None, **kwargs):
-    log_metric("x", 1.0)
+    import torch
+    log_metric("length", torch.tensor(len(completions[0])))
+    log_metric("nothing", float("nan"))
     log_extra("y", completions)
     return [0.5 for _ in completions]
+async def logs_later(completions, log_metric):
+    await asyncio.sleep(0)
+    for completion in completions:
+        log_metric("a's", completion.count("a"))
+    return [0.5 for _ in completions]
+def logs_text(completions, log_metric):
+    log_metric("x", "1")
+def logs_names(completions, log_metric):
+    log_metric("", 1)
 async def column(completions, answer, **kwargs):
     return [float(sorted(kwargs) == ["completion_ids", "log_extra", "log_metric", "prompts", "trainer_state"])]
 def worlds(completions, environments): return [0.0]
@@ -155,9 +170,29 @@ def test_trl(here: Path) -> None:
         total("trl:from_trl.py:column", [""], [""], **{k: v[:1] for k, v in rollout.items()})
     with pytest.raises(ConfigError, match="needs the argument 'environments', which is not passed here"):
         resolve_reward("trl:from_trl.py:worlds")
-    assert total("trl:from_trl.py:logs", ["", ""], ["a", "b"]) == [0.5, 0.5]
     with pytest.raises(ConfigError, match=r"'trl:from_trl\.py' names no function: trl:mine\.py:my_function"):
         resolve_reward("trl:from_trl.py")
+
+
+def test_what_a_function_of_trl_logs_reaches_the_scores(here: Path) -> None:
+    """NaN is left out, and what gates log counts."""
+    assert total("trl:from_trl.py:logs", ["", ""], ["a", "b"]) == [0.5, 0.5]
+    names = ["trl:from_trl.py:logs", "exact_match if trl:from_trl.py:logs_later"]
+    with RewardPool([*names, "trl:from_trl.py:logs_text", "trl:from_trl.py:logs_names"], num_workers=1) as pool:
+        scores = pool.score(["", ""], ["aba", "b"], {"answer": ["", ""]})
+    assert scores.logged == {"length": [3.0, 1.0], "a's": [2.0, 0.0]}
+    messages = "".join(scores.messages)
+    assert "log_metric('x', …) takes a number, not str" in messages
+    assert "log_metric takes a name of at most 100 printable characters, not ''" in messages
+
+
+def test_a_run_logs_what_a_function_of_trl_logs(here: Path, small: pg.Run) -> None:
+    run = replace(small, reward=("trl:from_trl.py:logs",), steps=1, output=str(here / "run"))
+    pg.train(run, display=False)
+    completions = [row["completion"] for row in rows(here / "run" / "completions.jsonl")]
+    (metrics,) = (row for row in rows(here / "run" / "metrics.jsonl") if row["step"] == 1)
+    assert metrics["rewards/logged/length"] == pytest.approx(sum(map(len, completions)) / len(completions))
+    assert "rewards/logged/nothing" not in metrics
 
 
 def test_returned_values_that_are_no_numbers_are_explained() -> None:

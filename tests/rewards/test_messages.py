@@ -24,7 +24,7 @@ from policygrad.rewards.workers.messages import (
 
 OURS = bytes(range(NONCE_BYTES))
 ASKED = PendingCall(3, (5, 7))
-FINE = ["", "", [], ""]
+FINE = ["", "", [], "", []]
 
 numbers = st.floats(-MAX_ABS_REWARD, MAX_ABS_REWARD)
 values = numbers.map(SampleResult) | st.builds(
@@ -107,11 +107,11 @@ class Bomb:
         (b"\xff\xfe", "not JSON"),
         (b"[3, [[1.0", "not JSON"),
         (b"[" * 60_000, "not JSON: RecursionError"),
-        (b"[3, [[NaN, null, '', '', [], '']], false]", "not JSON"),
-        (b'[3, [[NaN, null, "", "", [], ""], [1, null, "", "", [], ""]], false]', "not JSON"),
-        (b'[3, [[Infinity, null, "", "", [], ""], [1, null, "", "", [], ""]], false]', "not JSON"),
-        (b'[3, [[1e999, null, "", "", [], ""], [1, null, "", "", [], ""]], false]', "not a finite number"),
-        (b"[3, [[" + b"9" * 5000 + b', null, "", "", [], ""], [1, null, "", "", [], ""]], false]', "not JSON"),
+        (b"[3, [[NaN, null, '', '', [], '', []]], false]", "not JSON"),
+        (b'[3, [[NaN, null, "", "", [], "", []], [1, null, "", "", [], "", []]], false]', "not JSON"),
+        (b'[3, [[Infinity, null, "", "", [], "", []], [1, null, "", "", [], "", []]], false]', "not JSON"),
+        (b'[3, [[1e999, null, "", "", [], "", []], [1, null, "", "", [], "", []]], false]', "not a finite number"),
+        (b"[3, [[" + b"9" * 5000 + b', null, "", "", [], "", []], [1, null, "", "", [], "", []]], false]', "not JSON"),
         ([3, [[10**400, None, *FINE], [1, None, *FINE]], False], "not a finite number"),
         ([3, [[-2e18, None, *FINE], [1, None, *FINE]], False], "not a finite number"),
         ([3, [[True, None, *FINE], [1, None, *FINE]], False], "not a finite number"),
@@ -127,14 +127,19 @@ class Bomb:
         ([3, [[1, "raised", *FINE]] * 2, False], "malformed result"),  # a failure has no value
         ([3, [[None, "timeout", *FINE]] * 2, False], "malformed result"),  # which is the parent's to say
         ([3, [[None, ["raised"], *FINE]] * 2, False], "malformed result"),
-        ([3, [[1, None, 5, "", [], ""]] * 2, False], "malformed result"),
-        ([3, [[1, None, "x" * 1001, "", [], ""]] * 2, False], "malformed result"),
-        ([3, [[1, None, "", "x" * 101, [], ""]] * 2, False], "malformed result"),
-        ([3, [[1, None, "", "", [[1, 1.0]], ""]] * 2, False], "malformed result"),  # no process reward was asked
-        ([3, [[1, None, "", "", [], "x" * 4001]] * 2, False], "malformed result"),
-        ([3, [[1, None, "", "", [], None]] * 2, False], "malformed result"),
+        ([3, [[1, None, 5, "", [], "", []]] * 2, False], "malformed result"),
+        ([3, [[1, None, "x" * 1001, "", [], "", []]] * 2, False], "malformed result"),
+        ([3, [[1, None, "", "x" * 101, [], "", []]] * 2, False], "malformed result"),
+        ([3, [[1, None, "", "", [[1, 1.0]], "", []]] * 2, False], "malformed result"),  # no process reward was asked
+        ([3, [[1, None, "", "", [], "x" * 4001, []]] * 2, False], "malformed result"),
+        ([3, [[1, None, "", "", [], None, []]] * 2, False], "malformed result"),
         ([3, [[1, None, ""]] * 2, False], "malformed result"),
         ([3, [1, 2], False], "malformed result"),
+        ([3, [[1, None, "", "", [], "", {"x": 1}]] * 2, False], "malformed result"),
+        ([3, [[1, None, "", "", [], "", [["x"]]]] * 2, False], "malformed metric"),
+        ([3, [[1, None, "", "", [], "", [["a\nb", 1]]]] * 2, False], "malformed metric"),
+        ([3, [[1, None, "", "", [], "", [["x" * 101, 1]]]] * 2, False], "malformed metric"),
+        ([3, [[1, None, "", "", [], "", [["x", "1"]]]] * 2, False], "not a finite number"),
     ],
 )
 def test_malformed_replies_are_rejected(body: object, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,10 +150,10 @@ def test_malformed_replies_are_rejected(body: object, says: str, capsys: pytest.
 
 @pytest.mark.parametrize("step", [[0, 1.0], [6, 1.0], [1.0, 1.0], [True, 1.0], [1, None], [1], "11", [1, 1e19]])
 def test_malformed_steps_are_rejected(step: object) -> None:
-    body = json.dumps([3, [[None, None, "", "", [step]]], False]).encode()
+    body = json.dumps([3, [[None, None, "", "", [step], "", []]], False]).encode()
     with pytest.raises(ProtocolError):
         read(framed(body), PendingCall(3, (5,), process_reward=True))
-    value = json.dumps([3, [[1.0, None, "", "", [], ""]], False]).encode()
+    value = json.dumps([3, [[1.0, None, "", "", [], "", []]], False]).encode()
     with pytest.raises(ProtocolError):
         read(framed(value), PendingCall(3, (5,), process_reward=True))
 

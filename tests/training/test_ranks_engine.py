@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import policygrad as pg
 from doubles.files import rows, weights
+from doubles.folder_engine import SilentEngine
+from doubles.stops import send
+from policygrad.checkpoint.format import newest_step
+from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.samplers.config import ENGINES, SamplerConfig
 
 LOOSE = 2e-4
@@ -60,3 +67,40 @@ def test_a_run_with_an_engine_is_that_of_one_process(
     assert files[0] == files[1]
     second = pg.train(replace(run, steps=3), resume=two.output, display=False)  # by one process
     assert second.steps == 3
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["while the server is silent", "while a tensor is gathered"])
+def test_a_signal_during_the_transfer_of_weights_stops_resumably(
+    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It waits for the operation of all processes that it comes into, and not for the server."""
+    engine = "Silent" if moment == "while the server is silent" else "Folder"
+    monkeypatch.setitem(ENGINES, "vllm", f"doubles.folder_engine:{engine}Engine")
+    monkeypatch.setattr(SilentEngine, "loads", 0)
+    gather, sent = FsdpLearner.gather_parameter, list[int]()
+
+    @wraps(gather)  # it is sent to the other process by its name
+    def gather_and_send(learner: FsdpLearner, *args: Any) -> Any:
+        if engine == "Folder" and learner.version == 2 and not sent:
+            send(signal.SIGTERM)
+            sent.append(learner.version)
+        return gather(learner, *args)
+
+    monkeypatch.setattr(FsdpLearner, "gather_parameter", gather_and_send)
+    run = replace(
+        small,
+        algorithm=pg.GRPO,
+        steps=3,
+        sampler=SamplerConfig(engine="vllm", urls=("http://there",)),
+        evaluation=pg.EvaluationConfig(problems=0),
+        learner=pg.LearnerConfig(micro_tokens=64, world_size=2),
+        output=str(tmp_path),
+    )
+    stopped = pg.train(run, display=False)
+    assert (stopped.steps, stopped.interrupted) == (2, True)
+    assert newest_step(tmp_path / "checkpoints") == 2
+    monkeypatch.setitem(ENGINES, "vllm", "doubles.folder_engine:FolderEngine")
+    one = replace(run, learner=replace(run.learner, world_size=1))
+    assert pg.train(one, resume=tmp_path, display=False).steps == 3

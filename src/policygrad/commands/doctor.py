@@ -24,6 +24,7 @@ from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_termin
 from policygrad.errors import ConfigError, PolicygradError, install_command
 from policygrad.rewards.workers.limits import format_size
 from policygrad.training.config.run import optional_arg
+from policygrad.utils.plugins import KINDS, Plugin, list_plugins
 
 HELP = (
     "Show what this machine is and what works on it, a line each, with what to do about the rest. Nothing is changed, and nothing "
@@ -189,6 +190,16 @@ def examine_packages() -> Iterator[Check]:
     for extra, missing in extras.items():
         if missing:
             yield Check("Extras", extra, f"without {', '.join(missing)}", ABSENT, install_command(extra))
+    for plugin in list_plugins():
+        yield _examine_plugin(plugin)
+
+
+def _examine_plugin(plugin: Plugin) -> Check:
+    """Check what another package adds, without importing it."""
+    name, what = f"{plugin.kind} {plugin.name}", f"{plugin.target} of {plugin.package}"
+    if plugin.kind not in KINDS:
+        return Check("Plugins", name, f"{what}: it adds nothing, the kinds are {', '.join(KINDS)}", ABSENT)
+    return Check("Plugins", name, what)
 
 
 def examine_hub(environment: Mapping[str, str]) -> Iterator[Check]:

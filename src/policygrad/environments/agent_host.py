@@ -352,6 +352,8 @@ def start(job: dict[str, Any], function: Any, isolation: str, log: int, ended: i
         limit(job["limits"], has_own_users=isolation == NAMESPACES and os.geteuid() != 0)
         if isolation != NO_ISOLATION:
             landlock = load_file("landlock", _SANDBOX)
+            if isolation != SANDBOX:  # bubblewrap needs some to start, and drops all before the program
+                landlock.drop_capabilities(landlock.SYSTEM_CAPABILITIES)
             if isolation == LANDLOCK or landlock.get_abi_version() >= landlock.SCOPES_SINCE:
                 landlock.keep_from_others(sockets=isolation == SANDBOX)
         os.chdir(os.path.join(job["folder"], "work"))

@@ -28,6 +28,7 @@ from policygrad.errors import ConfigError, DataError, EngineError, import_option
 from policygrad.models.control_tokens import replace_surrogates
 from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.utils.async_runner import background_loop, run_on_background_loop
+from policygrad.utils.child_environment import filter_environment
 from policygrad.utils.pictures import Picture
 from policygrad.utils.process_guard import guard_command
 
@@ -77,7 +78,7 @@ class McpTools:
     """Whether one process, or one session, serves all episodes of a run: for servers that keep no state. If it ends, the next call
     starts it again."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of a program, besides HOME, PATH and the like. It gets no others of this process's."""
+    """Environment variables of a program, besides the default ones (docs/rewards-isolation.md). It gets no others of this one's."""
     folder: str | None = None
     """A program's working folder; None = the current one."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -490,7 +491,6 @@ class _Program:
     async def connect(self) -> AsyncIterator[tuple[Any, Any]]:
         """Run the program, and yield the streams that mcp.Client reads messages from and writes them to."""
         import anyio
-        from mcp.client.stdio import get_default_environment
 
         try:
             process = self.process = await asyncio.create_subprocess_exec(
@@ -498,7 +498,7 @@ class _Program:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={**get_default_environment(), **self.config.variables},
+                env=filter_environment(os.environ, ()) | dict(self.config.variables),
                 cwd=self.config.folder,
                 limit=MAX_MESSAGE_BYTES,
                 start_new_session=True,  # Ctrl-C is for the run; and what the guard cannot end is found by the group

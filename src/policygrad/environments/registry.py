@@ -92,8 +92,8 @@ def _resolve(option: Any, argument: EnvironmentKind | None) -> EnvironmentKind |
         environment: EnvironmentKind = load_object(FAMILIES[family].factory, "--environment")(name)
         return environment
     if isinstance(option, str) and (plugin := find_plugin("environment", option.partition(":")[0])) is not None:
-        factory, named = load_plugin(plugin), option.partition(":")[2]
-        return _check(factory(named) if named else factory, option)
+        _, colon, target = option.partition(":")
+        return _check(load_plugin(plugin)(target) if colon else load_plugin(plugin), option)
     path = BUILT_IN.get(option, option) if isinstance(option, str) else None
     factory = load_object(path, "--environment") if path is not None else argument if option is None else option
     return factory if factory is None else _check(factory, path)

@@ -196,13 +196,10 @@ def _continue_thought(before: str, after: str, message: Mapping[str, Any]) -> st
         return None
     shown = after[opened.start() :]
     rest = shown[_SHOWN_THOUGHT.match(shown).end() :]  # type: ignore[union-attr]
-    content = message["content"] if isinstance(message["content"], str) else ""
-    thought, closed, answer = content.rpartition("</think>")
+    _, inner, end, answer = _split_thought(message)
     given = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), "")
-    if closed:
-        space = answer[: len(answer) - len(answer.lstrip())]
-        lead = thought.partition("<think>")[2] if "<think>" in thought else thought
-        lead = f"{lead.lstrip() if opened[1] else lead}</think>{space}"
+    if end:
+        lead = f"{inner.lstrip() if opened[1] else inner}{end}"
     elif given.strip():
         lead = f"{given.strip()}\n</think>\n\n"
     else:
@@ -212,13 +209,20 @@ def _continue_thought(before: str, after: str, message: Mapping[str, Any]) -> st
 
 def _restore_thought(shown: str, message: Mapping[str, Any]) -> str | None:
     """Return a turn with the thought of its content, which the template leaves out; None = it leaves out nothing."""
+    thought, inner, end, answer = _split_thought(message)
+    if not end or not inner.strip() or inner.strip() in shown or not shown.lstrip().startswith(answer.strip()):
+        return None
+    return f"{thought}{end}{shown.lstrip()}"
+
+
+def _split_thought(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return the thought in a message's content, the same without its `<think>`, what ends it, with the space behind ("" if it has
+    none), and the answer."""
     content = message["content"] if isinstance(message["content"], str) else ""
     thought, closed, answer = content.rpartition("</think>")
-    words = thought.partition("<think>")[2] if "<think>" in thought else thought
-    if not closed or not words.strip() or words.strip() in shown or not shown.lstrip().startswith(answer.strip()):
-        return None
+    inner = thought.partition("<think>")[2] if "<think>" in thought else thought
     space = answer[: len(answer) - len(answer.lstrip())]
-    return f"{thought}</think>{space}{shown.lstrip()}"
+    return thought, inner, closed and closed + space, answer
 
 
 def _encode_text_pair(

@@ -12,6 +12,7 @@ from policygrad.proxy.reading import (
     MAX_CHOICES,
     check_conversation,
     count_tokens,
+    list_strict_fields,
     make_call,
     openai_error,
     quote,
@@ -24,6 +25,7 @@ from policygrad.proxy.reading import (
     read_text,
     read_tools,
     refuse_tool,
+    render_choices,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatChoice, ChatReply, ChatRequest, Event, Message
 
@@ -60,7 +62,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         num_alternatives=read_alternatives(body, "" if has_logprobs else "logprobs=true"),
         has_usage_event=bool(options.get("include_usage")),
         parses_calls=bool(functions) and body.get("tool_choice") != "none",
-        other_fields=(*other, *(["tools.strict"] if any(f.get("strict") for f in functions) else [])),
+        other_fields=(*other, *list_strict_fields(functions)),
         **read_sampling(body, "max_completion_tokens", "max_tokens"),
     )
 
@@ -119,15 +121,7 @@ def render_chat(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
                 **({"token_ids": list(choice.token_ids)} if request.has_token_ids else {}),
             }
         )
-    return {
-        "id": f"chatcmpl-{reply.identifier}",
-        "object": "chat.completion",
-        "created": reply.created,
-        "model": request.model,
-        "choices": choices,
-        "usage": count_tokens(reply),
-        **({"prompt_token_ids": list(reply.prompt_ids)} if request.has_token_ids else {}),
-    }
+    return render_choices(request, reply, f"chatcmpl-{reply.identifier}", "chat.completion", choices)
 
 
 def stream_chat(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:

@@ -9,13 +9,13 @@ from policygrad.proxy.fields import COMPLETION_FIELDS, check_fields
 from policygrad.proxy.reading import (
     MAX_ALTERNATIVES,
     MAX_CHOICES,
-    count_tokens,
     openai_error,
     quote,
     read_count,
     read_field,
     read_sampling,
     read_stop,
+    render_choices,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatChoice, ChatReply, ChatRequest, Event
 
@@ -101,15 +101,7 @@ def render_completion(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
         _render_choice(request, index, choice, prompts[index // max(per_prompt, 1)])
         for index, choice in enumerate(reply.choices)
     ]
-    return {
-        "id": f"cmpl-{reply.identifier}",
-        "object": "text_completion",
-        "created": reply.created,
-        "model": request.model,
-        "choices": choices,
-        "usage": count_tokens(reply),
-        **({"prompt_token_ids": list(reply.prompt_ids)} if request.has_token_ids else {}),
-    }
+    return render_choices(request, reply, f"cmpl-{reply.identifier}", "text_completion", choices)
 
 
 def stream_completion(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:

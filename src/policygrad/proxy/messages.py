@@ -10,6 +10,7 @@ from typing import Any
 from policygrad.proxy.fields import MESSAGE_FIELDS, check_fields
 from policygrad.proxy.reading import (
     check_conversation,
+    list_strict_fields,
     make_call,
     read_field,
     read_objects,
@@ -54,7 +55,7 @@ def parse_messages(body: Mapping[str, Any]) -> ChatRequest:
         tools=read_tools([{**tool, "parameters": tool["input_schema"]} for tool in given_tools]),
         stop=read_stop(body.get("stop_sequences")),
         parses_calls=bool(given_tools) and choice != "none",
-        other_fields=(*other, *(["tools.strict"] if any(tool.get("strict") for tool in given_tools) else [])),
+        other_fields=(*other, *list_strict_fields(given_tools)),
         **read_sampling(body, "max_tokens"),
     )
 

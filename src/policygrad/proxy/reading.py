@@ -1,4 +1,4 @@
-"""Reading what the request formats have in common: numbers, stop texts, contents of messages, tools and calls."""
+"""What the request formats have in common: numbers, stop texts, contents of messages, tools and calls; and OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policygrad.proxy.requests import ApiError, ChatReply, Message
+from policygrad.proxy.requests import ApiError, ChatReply, ChatRequest, Message
 
 MAX_CHOICES = 128
 MAX_ALTERNATIVES = 20
@@ -146,6 +146,11 @@ def read_tools(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]
     return tuple(tools)
 
 
+def list_strict_fields(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the name of the field `strict` if a tool has it: it cannot be followed."""
+    return ("tools.strict",) if any(tool.get("strict") for tool in tools) else ()
+
+
 def refuse_tool(kind: Any) -> ApiError:
     """Return the error for a tool that the service would run, or that is called by free text."""
     return ApiError(
@@ -169,6 +174,21 @@ def count_tokens(reply: ChatReply, names: tuple[str, str] = ("prompt_tokens", "c
     """Return `usage`."""
     read, sampled = reply.num_read, reply.num_tokens
     return {names[0]: read, names[1]: sampled, "total_tokens": read + sampled}
+
+
+def render_choices(
+    request: ChatRequest, reply: ChatReply, identifier: str, kind: str, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return an answer with choices, as OpenAI's formats have it."""
+    return {
+        "id": identifier,
+        "object": kind,
+        "created": reply.created,
+        "model": request.model,
+        "choices": choices,
+        "usage": count_tokens(reply),
+        **({"prompt_token_ids": list(reply.prompt_ids)} if request.has_token_ids else {}),
+    }
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from policygrad.proxy.fields import RESPONSE_FIELDS, check_fields
 from policygrad.proxy.reading import (
     check_conversation,
     count_tokens,
+    list_strict_fields,
     make_call,
     openai_error,
     quote,
@@ -62,14 +63,13 @@ def parse_response(body: Mapping[str, Any]) -> ChatRequest:
         raise refuse_tool(kinds[0])
     include = read_field(body, "include", list, [])
     other += [f"include {quote(name)}" for name in include if name not in _INCLUDABLE]
-    other += ["tools.strict"] if any(tool.get("strict") for tool in given) else []
     return ChatRequest(
         check_conversation(messages),
         tools=read_tools(given),
         has_logprobs=_LOGPROBS in include,
         num_alternatives=read_alternatives(body, "" if _LOGPROBS in include else f"include=[{_LOGPROBS!r}]"),
         parses_calls=bool(given) and body.get("tool_choice") != "none",
-        other_fields=tuple(other),
+        other_fields=(*other, *list_strict_fields(given)),
         **read_sampling(body, "max_output_tokens"),
     )
 

@@ -10,6 +10,8 @@ from policygrad.errors import ConfigError
 
 StepScores = tuple[tuple[int, float], ...]
 """(end, score) of each step of a completion; a step ends after `end` characters of its text."""
+LoggedMetrics = tuple[tuple[str, float], ...]
+"""(name, value) of what a reward function logged, in order; a name may come several times."""
 Columns = Mapping[str, Sequence[Any]]  # values of the task's columns by name, one per completion
 Feedback = Mapping[str, Any]
 """`score`, a number, and `feedback`, a text about the completion: an error message, a critique."""
@@ -66,6 +68,14 @@ class Reward:
 
 
 @dataclass(frozen=True)
+class LoggedRewards:
+    """What a reward function returned, and each (name, value) that it logged meanwhile."""
+
+    rewards: Any
+    metrics: LoggedMetrics
+
+
+@dataclass(frozen=True)
 class RewardScores:
     """Rewards of a rollout, in the order of its completions."""
 
@@ -75,6 +85,7 @@ class RewardScores:
     messages: list[str] = field(default_factory=list)  # first message of each distinct failure
     weights: dict[str, float] = field(default_factory=dict)  # by reward name; 1 where none is given
     feedback: list[str] = field(default_factory=list)  # what the functions wrote about each completion; [] if nothing
+    logged: dict[str, list[float]] = field(default_factory=dict)  # by name: the values that functions logged
 
 
 @dataclass(frozen=True)

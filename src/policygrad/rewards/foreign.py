@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, RewardFunction
+from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, LoggedRewards, RewardFunction
 from policygrad.rewards.resolve import FOREIGN, split_location
+from policygrad.rewards.workers.messages import MAX_METRIC_NAME, is_metric_name, to_number
 from policygrad.rewards.workers.worker import Signature
 from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function
@@ -145,16 +146,30 @@ class OpenRLHFReward(ForeignReward):
         return returned["rewards"] if isinstance(returned, Mapping) else returned
 
 
-_LOGS = ("log_metric", "log_extra")
+_LOG_METRIC, _LOG_EXTRA = "log_metric", "log_extra"
 
 
 def _log_nothing(name: str, value: Any) -> None:
-    """Stand in for TRL's `log_metric` and `log_extra`: a worker's call logs nothing, and its reward is the same."""
+    """Stand in for TRL's `log_extra`, a column of its table of completions, which is not logged here."""
+
+
+class _MetricLog(list[tuple[str, float]]):
+    """TRL's `log_metric`: the (name, value) of each call."""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Add a number, or a tensor of one. NaN is left out, as TRL leaves it out of its means, and so is an infinite one."""
+        number, reason = to_number(value)
+        if reason == "type" or (number is None and reason is None):
+            raise TypeError(f"log_metric({name!r}, …) takes a number, not {type(value).__name__}")
+        if not is_metric_name(name):
+            raise ValueError(f"log_metric takes a name of at most {MAX_METRIC_NAME} printable characters, not {name!r}")
+        if number is not None:
+            self.append((name, number))
 
 
 @dataclass(frozen=True)
 class TRLReward(ForeignReward):
-    """`f(prompts, completions, completion_ids, trainer_state, **columns)` → a list of numbers or None, plain or async.
+    """`f(prompts, completions, completion_ids, trainer_state, log_metric, **columns)` → a list of numbers or None, plain or async.
 
     The completion of a prompt of messages is a list of one message, `[{"role": "assistant", "content": text}]`, else it is a text.
     """
@@ -170,7 +185,7 @@ class TRLReward(ForeignReward):
 
     @property
     def required_columns(self) -> frozenset[str]:
-        return Signature.from_function(self.function).required - set(_LOGS)
+        return Signature.from_function(self.function).required - {_LOG_METRIC, _LOG_EXTRA}
 
     @property
     def episode_columns(self) -> frozenset[str]:
@@ -182,13 +197,21 @@ class TRLReward(ForeignReward):
         texts: list[Any] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in pairs
         ]
-        arguments: dict[str, Any] = {"prompts": prompts, "completions": texts, **dict.fromkeys(_LOGS, _log_nothing)}
-        arguments |= columns
+        logged = _MetricLog()
+        arguments: dict[str, Any] = {"prompts": prompts, "completions": texts, **columns}
+        arguments |= {_LOG_METRIC: logged, _LOG_EXTRA: _log_nothing}
         if state := arguments.pop(TRAINER_STATE, ()):
             arguments[TRAINER_STATE] = state[0]
         accepted = Signature.from_function(self.function).accepted
         function: Callable[..., Any] = self.function
-        return function(**{name: x for name, x in arguments.items() if accepted is None or name in accepted})
+        returned = function(**{name: x for name, x in arguments.items() if accepted is None or name in accepted})
+        if not inspect.isawaitable(returned):
+            return LoggedRewards(returned, tuple(logged))
+
+        async def wait() -> LoggedRewards:
+            return LoggedRewards(await returned, tuple(logged))
+
+        return wait()
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.base import Reward
+from policygrad.rewards.base import LoggedMetrics, Reward
 from policygrad.rewards.workers.messages import SampleResult, select_samples
 from policygrad.rewards.workers.worker import RewardCaller, Signature
 
@@ -80,11 +80,13 @@ class GatedReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
         """Return one SampleResult per completion; a failure has the reason of the part that failed."""
         results: dict[int, SampleResult] = {}
+        logged = dict[int, LoggedMetrics]()  # by all parts
         for part, caller in zip(self._parts, self._callers, strict=True):
             places = [i for i in range(len(completions)) if i not in results]
             for group in [places] if part.batched and places else [[i] for i in places]:
                 part_results = caller(*select_samples((prompts, completions, columns), group))
                 for i, result in zip(group, part_results, strict=True):
+                    logged[i] = (*logged.get(i, ()), *result.metrics)
                     if part is self.inner:
                         value = result.value
                         clipped = value if value is None else min(max(value, self.low), self.high)
@@ -93,4 +95,4 @@ class GatedReward:
                         results[i] = result
                     elif result.value is not None and result.value <= 0:
                         results[i] = SampleResult(0.0, feedback=result.feedback)
-        return [results[i] for i in range(len(completions))]
+        return [replace(results[i], metrics=logged[i]) for i in range(len(completions))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policygrad.errors import RewardError
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.worker import Signature
@@ -77,11 +76,7 @@ def check_reward_columns(rewards: Sequence[Reward], task: Task, environment: obj
     if environment is not None and not find_capabilities(environment).has_known_columns:
         return
     examples = task.rows[:PROBE_EXAMPLES] or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
-    columns = dict.fromkeys(name for example in examples for name in example.columns)
-    given = {*columns, *getattr(environment, "reward_columns", ())}
+    columns = [name for example in examples for name in example.columns]
+    given = dict.fromkeys([*columns, *getattr(environment, "reward_columns", ())])
     for reward in rewards:
-        if missing := sorted(Signature.from_function(reward.function).required - given):
-            raise RewardError(
-                f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
-                "rename or add the column, or choose another reward"
-            )
+        Signature.from_function(reward.function).check_columns(reward.name, given)

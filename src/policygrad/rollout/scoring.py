@@ -83,7 +83,7 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
         scores = replace(scores, total=scatter(scores.total), parts=parts, feedback=feedback)
     pairs = zip(scores.total, environment, strict=True)
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in pairs]
-    metrics = failure_metrics(scores)
+    metrics = failure_metrics(scores) | list_means({f"rewards/logged/{name}": x for name, x in scores.logged.items()})
     if len(scores.parts) > 1:  # the mean of each reward, and its standard deviation within groups, as for `reward_std`
         for name, part in scores.parts.items():
             present = [x for x in part if x is not None]

@@ -119,9 +119,14 @@ _NUM_CAPABILITIES = 64
 MAX_OPEN_FILES = 64
 
 
+_CHOWN, _DAC_OVERRIDE, _FOWNER, _FSETID, _SETGID, _SETUID = 0, 1, 3, 4, 6, 7
 _SYS_PTRACE, _SYS_ADMIN, _PERFMON = 19, 21, 38
 _READ_OTHERS = (_SYS_PTRACE, _SYS_ADMIN, _PERFMON)
 """Capabilities by which root reads the memory and variables of any process."""
+_USE_FILES = (_CHOWN, _DAC_OVERRIDE, _FOWNER, _FSETID, _SETGID, _SETUID)
+SYSTEM_CAPABILITIES = tuple(number for number in range(_NUM_CAPABILITIES) if number not in _USE_FILES)
+"""All but those by which root, in its everyday work, uses files of other users and becomes one: with them mounts are taken away,
+devices made, and files opened past the folders that hide them."""
 
 
 def drop_capabilities(dropped: Sequence[int] = range(_NUM_CAPABILITIES)) -> None:

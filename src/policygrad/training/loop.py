@@ -172,8 +172,8 @@ def run_step(
 
 
 def _may_skip_publication(run: Run, progress: Progress) -> bool:
-    """Return whether a step can end without its weights at the sampler: nothing evaluates them, and no rank waits in a gather."""
-    return run.sampler.engine != LOCAL and run.learner.world_size == 1 and not progress.state
+    """Return whether a step can end without its weights at the sampler: they are a server's, and nothing evaluates them."""
+    return run.sampler.engine != LOCAL and not progress.state
 
 
 @dataclass(frozen=True, eq=False)

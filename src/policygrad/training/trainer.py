@@ -29,7 +29,7 @@ from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
 from policygrad.rollout.runners import EnvironmentKind
-from policygrad.samplers.base import Sampler
+from policygrad.samplers.base import Sampler, SamplingParams
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Example
 from policygrad.trackers import RunInfo, Tracker, format_change

@@ -1,5 +1,5 @@
-"""Environment variables of the processes that run code of others, reward workers and agents' programs: those that Python, its
-caches and its devices need, and those that the user names."""
+"""Environment variables of the processes that run code of others, reward workers, agents' programs and MCP servers: those that
+Python, its caches and its devices need, and those that the user names."""
 
 import os
 import re

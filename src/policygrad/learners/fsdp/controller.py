@@ -173,23 +173,27 @@ class FsdpController:
         return self._workers.exit_message or self._workers.watchdog.unresponsive or diverged
 
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        with defer_signals():  # during a rollout a signal would interrupt at once
-            return self._call(FsdpLearner.evaluate, batch, needs)
+        return self.run_on_all(FsdpLearner.evaluate, batch, needs)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         return self._call(FsdpLearner.update, batch, psi, algorithm)
 
     def publish(self) -> PublishedWeights:
-        """Return the weights: in the model's own tensors, or gathered one by one while this version lasts."""
+        """Return the weights: in the model's own tensors, or gathered one by one while this version lasts.
+
+        A signal that interrupts their transfer to a sampler does so between two operations of all ranks.
+        """
         if self._tensor_specs is None:
-            return self._call(FsdpLearner.publish)
+            return self.run_on_all(FsdpLearner.publish)
         version, specs = self.version, self._tensor_specs
 
         def gather(name: str) -> Tensor:
-            return self._call(FsdpLearner.gather_parameter, name, specs[name].dtype, version=version)
+            with defer_signals():
+                return self._call(FsdpLearner.gather_parameter, name, specs[name].dtype, version=version)
 
         def logits(ids: Tensor, media: Sequence[TextMedia] = ()) -> Tensor:
-            return self._call(FsdpLearner.compute_logits, ids, media, version=version)
+            with defer_signals():
+                return self._call(FsdpLearner.compute_logits, ids, media, version=version)
 
         return PublishedWeights(version, LazyStateDict(specs, gather), logits)
 
@@ -206,7 +210,7 @@ class FsdpController:
             self._learner.restore(tensors, values)
 
     def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
-        with defer_signals():
+        with defer_signals():  # where a signal would interrupt at once, as during a rollout
             return self._call(function, *args)
 
     def close(self) -> None:

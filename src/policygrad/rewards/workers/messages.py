@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from policygrad.rewards.base import Columns, StepScores
+from policygrad.rewards.base import Columns, LoggedMetrics, StepScores
 
 MAX_ABS_REWARD = 1e18
 """A reward beyond ± this counts as infinite: its square, in a group's standard deviation, leaves float32."""
@@ -35,6 +35,7 @@ class SampleResult:
     kind: str = ""  # type of the exception: failures of one kind are reported once
     steps: StepScores = ()  # of a process reward, in place of `value`
     feedback: str = ""  # what the function wrote about the completion
+    metrics: LoggedMetrics = ()  # what the call logged, at the first of its samples
 
 
 Samples = tuple[Sequence[Any], Sequence[str], Columns]  # (prompts, completions, columns)
@@ -80,12 +81,12 @@ def pickle_by_value(value: Any) -> bytes:
 
 
 # From a worker: its nonce (16 bytes), the length of the body (4 bytes) and a body of JSON. First `["started", error or ""]`,
-# then for every call, in order, `[number of the call, [[value, reason, message, kind, steps, feedback], …], last]`, where `last`
-# says whether the worker exits now.
+# then for every call, in order, `[number of the call, [[value, reason, message, kind, steps, feedback, metrics], …], last]`, where
+# `last` says whether the worker exits now.
 
 NONCE_BYTES = 16
 _REPLY_HEAD = struct.Struct(f">{NONCE_BYTES}sI")
-_MAX_MESSAGE, _MAX_KIND, MAX_FEEDBACK = 1000, 100, 4000  # characters
+_MAX_MESSAGE, _MAX_KIND, MAX_FEEDBACK, MAX_METRIC_NAME = 1000, 100, 4000, 100  # characters
 _WORKER_REASONS = ("raised", "row", "nan", "inf", "type", "length")  # the trainer detects the other failures itself
 _BASE_BYTES, _BYTES_PER_SAMPLE, _BYTES_PER_CHARACTER = 1 << 16, 1 << 15, 64  # limits of a body
 _CONTROL_CATEGORIES = ("Cc", "Cf", "Cs")  # Unicode categories that can steer a terminal, or that no file can hold
@@ -128,7 +129,7 @@ def encode_reply(nonce: bytes, call: PendingCall, results: Sequence[SampleResult
     rows = [
         [
             *(r.value, r.reason, _truncate(r.message, _MAX_MESSAGE), _truncate(r.kind, _MAX_KIND), r.steps),
-            _truncate(r.feedback, MAX_FEEDBACK),
+            *(_truncate(r.feedback, MAX_FEEDBACK), r.metrics),
         ]
         for r in results
     ]
@@ -136,7 +137,7 @@ def encode_reply(nonce: bytes, call: PendingCall, results: Sequence[SampleResult
     if len(frame) - _REPLY_HEAD.size <= call.limit:
         return frame
     message = f"returned more than {call.limit:,} bytes of steps, two per character of the completions; return fewer"
-    return _encode(nonce, [call.number, [[None, "type", message, "size", [], ""]] * len(rows), last])
+    return _encode(nonce, [call.number, [[None, "type", message, "size", [], "", []]] * len(rows), last])
 
 
 class ReplyParser:
@@ -214,7 +215,15 @@ def _parse_json(body: bytes) -> Any:
 def _parse_result(row: Any, length: int, process_reward: bool) -> SampleResult:
     """Check one sample's result: every field has its type, and reports only what a worker can know."""
     match row:
-        case [value, str() | None as reason, str() as message, str() as kind, list() as steps, str() as feedback] if (
+        case [
+            value,
+            str() | None as reason,
+            str() as message,
+            str() as kind,
+            list() as steps,
+            str() as feedback,
+            list() as metrics,
+        ] if (
             len(message) <= _MAX_MESSAGE
             and len(feedback) <= MAX_FEEDBACK
             and len(kind) <= _MAX_KIND
@@ -231,14 +240,30 @@ def _parse_result(row: Any, length: int, process_reward: bool) -> SampleResult:
                         raise ProtocolError("malformed step")
             pairs.sort(key=lambda step: step[0])
             message, kind, feedback = map(replace_control_characters, (message, kind, feedback))
-            return SampleResult(number, reason, message, kind, tuple(pairs), feedback)
+            return SampleResult(number, reason, message, kind, tuple(pairs), feedback, _parse_metrics(metrics))
     raise ProtocolError("malformed result")
+
+
+def _parse_metrics(metrics: list[Any]) -> LoggedMetrics:
+    logged = []
+    for metric in metrics:
+        match metric:
+            case [str() as name, value] if is_metric_name(name):
+                logged.append((name, _check_number(value)))
+            case _:
+                raise ProtocolError("malformed metric")
+    return tuple(logged)
 
 
 def _check_number(value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) <= MAX_ABS_REWARD:  # also false for NaN
         raise ProtocolError("a reward is not a finite number")
     return float(value)
+
+
+def is_metric_name(name: Any) -> bool:
+    """Return whether a reward function may log a metric of this name."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_METRIC_NAME and name.isprintable()
 
 
 def replace_control_characters(text: str) -> str:

@@ -107,7 +107,11 @@ class RewardScorer:
         weights = {reward.name: reward.weight for reward in rewards}
         messages = [*failures.messages.values(), *self.collect_notes()]
         feedback = ["\n".join(o.feedback for o in results if o.feedback) for results in zip(*table, strict=True)]
-        return RewardScores(total, parts, dict(failures.counts), messages, weights, feedback if any(feedback) else [])
+        logged = dict[str, list[float]]()
+        for name, value in (metric for row in table for o in row for metric in o.metrics):
+            logged.setdefault(name, []).append(value)
+        feedback = feedback if any(feedback) else []
+        return RewardScores(total, parts, dict(failures.counts), messages, weights, feedback, logged)
 
     def score_steps(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> ProcessScores:
         """Return the weighted steps of completion i by all process rewards, merged; None where one of them fails.
@@ -316,12 +320,7 @@ class RewardPool(RewardScorer):
         check_lengths(samples)
         _, completions, columns = samples
         for reward, signature in zip(self.rewards, self._signatures, strict=True):
-            if missing := sorted(signature.required - columns.keys()):
-                names = ", ".join(name for name in columns if name not in EPISODE_COLUMNS) or "none"
-                raise RewardError(
-                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {names}; "
-                    "rename or add the column, or choose another reward"
-                )
+            signature.check_columns(reward.name, columns)
         count = len(completions)
         kind = [f for f, reward in enumerate(self.rewards) if reward.process_reward is process_rewards]
         table = {f: [SampleResult()] * count for f in kind}

@@ -10,12 +10,12 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from policygrad.errors import DataError
-from policygrad.rewards.base import EPISODE_COLUMNS, TRAINER_STATE, Columns, StepScores
+from policygrad.errors import DataError, RewardError
+from policygrad.rewards.base import EPISODE_COLUMNS, TRAINER_STATE, Columns, LoggedMetrics, LoggedRewards, StepScores
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import MemoryLimit, raise_oom_score
 from policygrad.rewards.workers.messages import (
@@ -154,6 +154,15 @@ class Signature:
         accepted = None if open_ended else names
         return cls(keywords, accepted, frozenset(required) - EPISODE_COLUMNS, episode, TRAINER_STATE in columns)
 
+    def check_columns(self, reward: str, given: Iterable[str]) -> None:
+        """Raise RewardError for a column that the function of this reward requires and that is not given."""
+        names = [name for name in given if name not in EPISODE_COLUMNS]
+        if missing := sorted(self.required - set(names)):
+            raise RewardError(
+                f"reward {reward!r} needs the column {missing[0]!r}, and the task has: {', '.join(names) or 'none'}; "
+                "rename or add the column, or choose another reward"
+            )
+
     def call(self, function: Callable[..., Any], samples: Samples) -> Any:
         prompts, completions, columns = samples
         chosen: dict[str, Any] = {
@@ -204,6 +213,9 @@ class RewardCaller:
                     "; completions are texts here: TRL's functions for messages, c[0]['content'], are trl:FILE.py:NAME"
                 )
             return self.fail("raised", message, completions, kind=type(error).__name__)
+        metrics: LoggedMetrics = ()
+        if isinstance(returned, LoggedRewards):
+            returned, metrics = returned.rewards, returned.metrics
         if not isinstance(returned, (list, tuple)) and hasattr(returned, "tolist"):
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
@@ -213,7 +225,8 @@ class RewardCaller:
         if len(returned) != len(completions):
             message = f"returned {len(returned)} rewards for {len(completions)} completions; return one per completion"
             return self.fail("length", message, completions)
-        return [self._convert(value, completion) for value, completion in zip(returned, completions, strict=True)]
+        results = [self._convert(value, completion) for value, completion in zip(returned, completions, strict=True)]
+        return [replace(results[0], metrics=metrics), *results[1:]] if metrics and results else results
 
     def fail(self, reason: str, what: str, completions: Sequence[str], kind: str = "") -> list[SampleResult]:
         """Return a failure for each of these completions."""

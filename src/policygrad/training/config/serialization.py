@@ -23,7 +23,7 @@ from typing import Any
 import tomli_w
 
 import policygrad
-from policygrad.algorithms import get_algorithm
+from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
@@ -32,6 +32,7 @@ from policygrad.training.config.run import OBJECT_PREFIX, Run, UncheckedRun
 from policygrad.training.config.supervised import SupervisedConfig
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
 from policygrad.utils.filesystem import read_toml
+from policygrad.utils.plugins import find_plugin
 from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
 NONE = "none"
@@ -167,6 +168,8 @@ def load_algorithm(name: str) -> Algorithm:
             raise ConfigError(
                 f"{name!r} is a part, not an algorithm: it goes into {field}, --algorithm.{field} {name}.{joined}"
             )
+        if name not in ALGORITHMS and (plugin := find_plugin("algorithm", name)) is not None:
+            return load_algorithm(plugin.target)
         return get_algorithm(name)
     value = load_object(name, f"algorithm {name!r}", Algorithm)
     if isinstance(value, type) and is_dataclass(value):

@@ -1,0 +1,1 @@
+"""A package of somebody else's: everything that it adds to policygrad is found by its entry points."""
