@@ -53,8 +53,8 @@ class CompiledBlocks:
     def run(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Return `work()` with the compiled blocks; once they cannot be compiled, with the blocks as they are.
 
-        The compiler may fail in the middle of the work, as a backward pass is compiled when it is first needed. Then the work starts
-        anew, since passes of compiled blocks do not mix with their recomputation by others.
+        The compiler may fail in the middle of the work, as a backward pass is compiled when it is first needed. Then the work
+        starts anew, since what compiled blocks have saved is not what others recompute.
 
         Args:
             undo: Takes back what unfinished work has left, such as gradients.

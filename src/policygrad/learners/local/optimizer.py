@@ -38,7 +38,8 @@ class Optimizer:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 # The padding token may also be an end token, and padding itself is masked. With it the gradient would be 0 in
-                # reverse mode but not in forward mode, so Fisher products would not be symmetric.
+                # reverse mode but not in forward mode, so Fisher products would not be symmetric. One whose embedding is zero has
+                # none in either (see `leave_out_zero_padding`).
                 module.padding_idx = None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
