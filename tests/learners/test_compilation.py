@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import currentframe
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.exc import InductorError
 
 import policygrad as pg
 from doubles.batches import float_batch
@@ -19,8 +27,8 @@ from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
 
-def learner_for(folder: Path, **config: object) -> LocalLearner:
-    settings = pg.LearnerConfig(dtype="fp32", **config)  # type: ignore[arg-type]
+def learner_for(folder: Path, dtype: str = "fp32", **config: object) -> LocalLearner:
+    settings = pg.LearnerConfig(dtype=dtype, **config)  # type: ignore[arg-type]
     optimizer = pg.OptimizerConfig(eps=1.0)  # a step about linear in the gradient does not amplify rounding
     return LocalLearner(load_model(str(folder)), pg.LearnerSpec(pg.GRPO, 1e-3, 9, 1.0, settings, optimizer))
 
@@ -71,6 +79,29 @@ def test_a_machine_without_a_compiler_and_a_model_without_blocks_are_refused(
         learner_for(random_model, compile=True)
 
 
+def update(learner: LocalLearner, batch: pg.Batch) -> pg.Metrics:
+    filled = learner.evaluate(batch, pg.GRPO.needs)
+    return learner.update(filled, pg.GRPO.compute_advantages(filled), pg.GRPO)
+
+
+def scored_batch(seed: int = 0) -> pg.Batch:
+    batch = float_batch(seed)
+    return replace(batch, logp_sampler=torch.zeros(batch.mask.shape))
+
+
+def check_fallback(plain: LocalLearner, compiled: LocalLearner) -> None:
+    """Take two updates, the first with a single warning, and compare the weights."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        for seed in (0, 1):
+            metrics = [update(learner, scored_batch(seed)) for learner in (plain, compiled)]
+            assert metrics[0]["completions/computed"] == metrics[1]["completions/computed"]
+    (note,) = (text for w in notes if "cannot be compiled" in (text := str(w.message)))
+    assert "the blocks of LlamaForCausalLM cannot be compiled here (RuntimeError: no such kernel)" in note
+    assert all(torch.equal(w, compiled.optimizer.masters[n]) for n, w in plain.optimizer.masters.items())
+
+
 def test_blocks_that_cannot_be_compiled_run_as_they_are(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile(call: object, **options: object) -> object:
         def fail(*args: object, **kwargs: object) -> None:
@@ -79,18 +110,56 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are(random_model: Path, monk
         return fail
 
     monkeypatch.setattr(torch, "compile", compile)
-    plain, compiled = learner_for(random_model), learner_for(random_model, compile=True)
-    batch = replace(float_batch(0), logp_sampler=torch.zeros(float_batch(0).mask.shape))
+    check_fallback(learner_for(random_model), learner_for(random_model, compile=True))
 
-    def update(learner: LocalLearner) -> None:
-        filled = learner.evaluate(batch, pg.GRPO.needs)
-        learner.update(filled, pg.GRPO.compute_advantages(filled), pg.GRPO)
 
-    update(plain)
-    with pytest.warns(UserWarning, match=r"the blocks of LlamaForCausalLM cannot be compiled") as told:
-        update(compiled)
-    assert len([w for w in told if "cannot be compiled" in str(w.message)]) == 1
-    assert all(torch.equal(w, compiled.optimizer.masters[n]) for n, w in plain.optimizer.masters.items())
+def fail_backward(after: int, error: Exception) -> Callable[..., Any]:
+    """Return a backend of torch.compile whose backward passes fail from the call number `after` on."""
+    calls = count()
+
+    def compile_backward(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if next(calls) >= after:
+                raise error
+            return graph(*args)
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=compile_backward)
+
+
+@pytest.mark.parametrize(("dtype", "recompute"), [("fp32", False), ("bf16", True)])
+def test_an_update_whose_backward_pass_cannot_be_compiled_starts_anew_without_the_compiler(
+    random_model: Path, dtype: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = InductorError(RuntimeError("no such kernel"), currentframe())
+    backend = fail_backward(20, error)  # in a later micro-batch than the first
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    config = {"dtype": dtype, "gradient_checkpointing": recompute, "micro_tokens": 1}
+    check_fallback(learner_for(random_model, **config), learner_for(random_model, compile=True, **config))
+
+
+class OutOfMemory(torch.autograd.Function):
+    """x, whose backward pass runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("2 GiB")
+
+
+def test_running_out_of_memory_in_a_compiled_backward_pass_ends_the_update(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile(call: Callable[..., Any], **options: object) -> Callable[..., Any]:
+        return lambda *args, **kwargs: OutOfMemory.apply(call(*args, **kwargs))
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        update(learner_for(random_model, compile=True), scored_batch())
 
 
 def test_a_models_own_error_is_not_taken_for_the_compilers() -> None:

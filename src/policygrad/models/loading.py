@@ -113,6 +113,7 @@ def load_model(
         loaded = loaded.to(device)
     if lora is not None and not (isinstance(model, str) and adapter_configs(loaded)):
         loaded = add_adapters(loaded, lora, base=model_origin(model), seed=seed)
+    leave_out_zero_padding(loaded)
     return disable_dropout(loaded).eval()
 
 
@@ -234,12 +235,36 @@ def attention_limits(model: nn.Module) -> list[int]:
     return limits
 
 
+def leave_out_zero_padding(model: nn.Module) -> None:
+    """Leave a padding token whose embedding is zero out of that embedding's gradient, as `padding_idx` does, in forward mode too.
+
+    Normalisations of zeros multiply its gradient by eps^−½ each, which makes it up to 1e9 times that of all other weights; clipping
+    then stops those.
+    """
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding) or module.padding_idx is None or module.weight.is_meta:
+            continue
+        if _ZERO_PADDING not in module.__dict__ and not module.weight.detach()[module.padding_idx].any():
+            module.__dict__[_ZERO_PADDING] = module.padding_idx  # which an optimizer unsets
+            module.register_forward_hook(_detach_padding)
+
+
+_ZERO_PADDING = "_policygrad_zero_padding"
+
+
+def _detach_padding(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    is_padding = args[0] == module.__dict__[_ZERO_PADDING]
+    return torch.where(is_padding[..., None], out.detach(), out)
+
+
 def find_zero_embeddings(model: nn.Module) -> frozenset[int]:
-    """Return the tokens whose embedding is zero, as that of `<pad>` is in many models; none where the weights are not here."""
-    embeddings = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
-    if embeddings is None or embeddings.is_meta:
+    """Return the tokens that train although their embedding is zero; none where the weights are not here."""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    weight = getattr(embeddings, "weight", None)
+    if weight is None or weight.is_meta:
         return frozenset()
-    return frozenset((~embeddings.detach().any(dim=1)).nonzero().flatten().tolist())
+    zero = frozenset((~weight.detach().any(dim=1)).nonzero().flatten().tolist())
+    return zero - {embeddings.__dict__.get(_ZERO_PADDING)}
 
 
 def has_bf16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from policygrad.learners.local.forward import get_backbone
 from policygrad.learners.local.tree_attention import exclude_attention_from_compilation
 
 COMPILERS = ("g++", "clang++", "c++", "cl")
+T = TypeVar("T")
 
 
 class CompiledBlocks:
-    """The blocks of a model, compiled. They are used inside `active` only: a sampler of the same model decodes as before."""
+    """The blocks of a model, compiled. They are used inside `run` only: a sampler of the same model decodes as before."""
 
     def __init__(self, model: nn.Module, recompute: bool = False) -> None:
         """
@@ -47,34 +48,37 @@ class CompiledBlocks:
         exclude_attention_from_compilation(model)
         self.modules: list[Any] = [part for block in blocks for part in (block.children() if recompute else [block])]
         self.model_name, self.is_broken = type(model).__name__, False
-        self.calls = [
-            self._guard(torch.compile(module._call_impl, dynamic=True), module._call_impl) for module in self.modules
-        ]
+        self.calls = [torch.compile(module._call_impl, dynamic=True) for module in self.modules]
 
-    def _guard(self, compiled: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call of the compiled module, or of the original one from the first that cannot be compiled on."""
+    def run(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Return `work()` with the compiled blocks; once they cannot be compiled, with the blocks as they are.
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.is_broken:
-                return original(*args, **kwargs)
+        The compiler may fail in the middle of the work, as a backward pass is compiled when it is first needed. Then the work
+        starts anew, since what compiled blocks have saved is not what others recompute.
+
+        Args:
+            undo: Takes back what unfinished work has left, such as gradients.
+        """
+        if not self.is_broken:
             try:
-                return compiled(*args, **kwargs)
+                with self._active():
+                    return work()
             except Exception as error:  # by where it was raised: compilers raise all kinds
-                if isinstance(error, torch.OutOfMemoryError) or not is_compiler_error(error):
+                if not is_compiler_error(error):
                     raise
                 self.is_broken = True
-                reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-                warnings.warn(
-                    f"learner.compile: the blocks of {self.model_name} cannot be compiled here ({reason}): "
-                    "they run as they are. Leave learner.compile out to silence this.",
-                    stacklevel=2,
-                )
-                return original(*args, **kwargs)
-
-        return call
+                cause = getattr(error, "inner_exception", error)
+                reason = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or ['no message'])[0]}"
+            warnings.warn(
+                f"learner.compile: the blocks of {self.model_name} cannot be compiled here ({reason}): "
+                "they run as they are. Leave learner.compile out to silence this.",
+                stacklevel=2,
+            )
+            undo()
+        return work()
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def _active(self) -> Iterator[None]:
         """Call the compiled modules instead of the originals."""
         for module, call in zip(self.modules, self.calls, strict=True):
             module._compiled_call_impl = call

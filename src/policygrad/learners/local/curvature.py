@@ -116,7 +116,7 @@ class Curvature:
     def fisher(self, batch: Batch, v: Tensor, sampled: bool) -> Tensor:
         """Return [P] F v, a mean over the batch's sampled tokens. Accumulated gradients are lost."""
         optimizer = self.networks.optimizer
-        optimizer.adam.zero_grad(set_to_none=True)
+        optimizer.clear_gradients()
         tangents = {name: t.to(optimizer.parameters[name].dtype) for name, t in optimizer.split(v).items()}
 
         def dummy_pass(part: Pack) -> None:

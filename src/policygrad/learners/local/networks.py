@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from policygrad.learners.local.packing import Pack, WorkDivision
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import ModelFactory, clone_model, enable_gradients
 from policygrad.utils.spans import span
+
+T = TypeVar("T")
 
 
 class ValueNetwork(nn.Module):
@@ -300,8 +302,9 @@ class TrainedNetworks:
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         outputs = {name: empty.clone() for name in names}
         for part in self.micro_batches(batch, dummy_pass=self.dummy_pass(evaluator, needs)):
-            with span("forward", completions=part.completions), self.compiled_blocks():
-                out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
+            with span("forward", completions=part.completions):
+                work = partial(evaluator.forward, part.to(self.device), needs, self.old, self.reference)
+                out = self.run_compiled(work)
             for name in names:
                 outputs[name][part.rows] = getattr(out, name).cpu()
         return Forward(**{name: self.division.all_reduce(x) for name, x in outputs.items()})
@@ -311,9 +314,9 @@ class TrainedNetworks:
             if evaluator is not None:
                 evaluator.release()
 
-    def compiled_blocks(self) -> AbstractContextManager[None]:
-        """Enclose passes that use the compiled blocks, if there are some."""
-        return nullcontext() if self.compiled is None else self.compiled.active()
+    def run_compiled(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Return `work()`, which uses the compiled blocks if there are some (see `CompiledBlocks.run`)."""
+        return work() if self.compiled is None else self.compiled.run(work, undo)
 
     def backward_mode(self) -> AbstractContextManager[None]:
         return backward_mode(self.policy.model, self.config.gradient_checkpointing)

@@ -38,7 +38,8 @@ class Optimizer:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 # The padding token may also be an end token, and padding itself is masked. With it the gradient would be 0 in
-                # reverse mode but not in forward mode, so Fisher products would not be symmetric.
+                # reverse mode but not in forward mode, so Fisher products would not be symmetric. One whose embedding is zero has
+                # none in either (see `leave_out_zero_padding`).
                 module.padding_idx = None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
@@ -87,6 +88,11 @@ class Optimizer:
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 
+    def clear_gradients(self) -> None:
+        """Forget what was accumulated."""
+        for tensor in (*self.parameters.values(), *self.masters.values()):
+            tensor.grad = None
+
     def step(self, explain: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[float | None, float]:
         """Take an AdamW step; return (gradient norm before clipping, learning rate), or None as norm without any gradient.
 
@@ -109,7 +115,7 @@ class Optimizer:
         if not math.isfinite(norm):
             gradients = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
             where = describe_nonfinite(gradients, self.masters)
-            self.adam.zero_grad(set_to_none=True)
+            self.clear_gradients()
             part, cause = explain()
             raise NumericsError(
                 f"the gradient's norm is {norm} at update {self.num_updates + 1}{where}: the weights are unchanged. "
@@ -122,7 +128,7 @@ class Optimizer:
             settings["lr"] = rate
         self.num_updates, self.consistent = self.num_updates + 1, False
         self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
+        self.clear_gradients()
         self.sync_to_model()
         self.consistent = True
         return norm, rate
@@ -136,7 +142,7 @@ class Optimizer:
         """Return the accumulated gradients as one vector [P], as `split` takes it, and clear them."""
         gradients = (torch.zeros_like(m) if m.grad is None else m.grad for m in self.masters.values())
         flat = torch.cat([local_tensor(x).flatten() for x in gradients])
-        self.adam.zero_grad(set_to_none=True)
+        self.clear_gradients()
         return flat
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,7 +19,7 @@ from policygrad.core.objective import find_nonfinite_factors, measure_forward, s
 from policygrad.core.outputs import explain_nonfinite
 from policygrad.core.precision import move
 from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.expert_balance import row_weights
+from policygrad.learners.local.expert_balance import Load, row_weights
 from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite
 from policygrad.learners.local.packing import Pack, find_contributing
@@ -92,16 +93,32 @@ class LocalGradientProblem:
         if self.algorithm.gate.requires_full_groups:  # a weight needs all of its group, also where Ψ = 0
             contributing = torch.isin(batch.group, batch.group[contributing]) & batch.mask.any(1)
         rows = contributing.nonzero().squeeze(1)
-        metrics, needs = Metrics(), self.algorithm.forward_needs
         load = None
         if balance is not None and len(rows):
             with span("experts' load"):
                 parts = (part for part, *_ in self._micro_batches(batch, rows, coefficients))
                 load = balance.measure(networks.policy, parts)
-        balance_loss = 0.0
+        run = partial(self._run_micro_batches, batch, rows, coefficients, learning, load)
+        metrics, balance_loss = networks.run_compiled(run, self._clear)
+        offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
+        metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
+        metrics |= {} if balance is None or load is None else balance.report(balance_loss)
+        routing = networks.policy.network.routing
+        metrics |= {} if routing is None else networks.division.reduce_metrics(routing.pop_metrics())
+        if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens count as not clipped
+            skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
+            metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
+        return average_objective(metrics)
+
+    def _run_micro_batches(
+        self, batch: Batch, rows: Tensor, coefficients: Coefficients, learning: bool, load: Load | None
+    ) -> tuple[Metrics, float]:
+        """Return what the passes measure, and the load-balancing loss; `learning` accumulates the gradients too."""
+        networks, balance, needs = self.networks, self.networks.balance, self.algorithm.forward_needs
+        metrics, balance_loss = Metrics(), 0.0
         for part, share, psi, coef in self._micro_batches(batch, rows, coefficients):
             name = "forward and backward" if learning else "forward"
-            with span(name, completions=part.completions), networks.backward_mode(), networks.compiled_blocks():
+            with span(name, completions=part.completions), networks.backward_mode():
                 # Known if it does not depend on log π_θ: ratios of 1 and no terms. A wrong guess would only cost time.
                 expected: Tensor | None = None
                 if learning and batch.logp_old is None and not self.algorithm.terms and not needs:
@@ -121,15 +138,13 @@ class LocalGradientProblem:
             networks.optimizer.accumulate_master_grads()
             metrics = merge(metrics, {"completions/computed": Sum(float(part.completions))})
             metrics = merge(metrics, measure_forward(out, share, psi, self.algorithm, coef))
-        offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
-        metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
-        metrics |= {} if balance is None or load is None else balance.report(balance_loss)
-        routing = networks.policy.network.routing
-        metrics |= {} if routing is None else networks.division.reduce_metrics(routing.pop_metrics())
-        if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens count as not clipped
-            skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
-            metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
-        return average_objective(metrics)
+        return metrics, balance_loss
+
+    def _clear(self) -> None:
+        """Forget what an unfinished pass over the micro-batches has accumulated."""
+        self.networks.optimizer.clear_gradients()
+        if self.networks.policy.network.routing is not None:
+            self.networks.policy.network.routing.pop_metrics()
 
     def _micro_batches(
         self, batch: Batch, rows: Tensor, coefficients: Coefficients
