@@ -21,6 +21,8 @@ from policygrad.models.vision import is_language_module, placeholder_id
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # prefix of the names in an adapter's file and in a PEFT model
+EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Names of layers that PEFT takes for parts of stacked experts, in architectures that have some."""
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
@@ -46,13 +48,18 @@ def describe_adapters(model: nn.Module) -> str:
 def experts_are_adapted(model: nn.Module) -> bool:
     """Return False if the model has stacked experts, a parameter [experts, in, out], and none has an adapter."""
     adapted = {id(part) for _, module in named_peft_modules(model) for part in module.modules()}
-    stacked = [
+    stacked = find_stacked_experts(model)
+    return not stacked or any(id(module) in adapted for module in stacked)
+
+
+def find_stacked_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold all experts of a layer in one parameter [experts, in, out]."""
+    return [
         module
         for module in model.modules()
         if not isinstance(module, nn.modules.conv._ConvNd)
         and any(p.dim() == 3 for p in module.parameters(recurse=False))
     ]
-    return not stacked or any(id(module) in adapted for module in stacked)
 
 
 def require_peft(what: str, extra: str = "lora") -> None:

@@ -403,7 +403,7 @@ class Training:
         if not self.store.check_name(path, request.sequence):
             folder = self.store.make_temporary(path)
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model_origin(model.network.path))
+                write_adapter(folder, model.adapter, model.network.model, model_origin(model.network.path))
             else:
                 tensors = {name: p.detach().cpu().contiguous() for name, p in model.network.model.named_parameters()}
                 save_file(tensors, folder / FULL_WEIGHTS, metadata={"format": "pt"})
@@ -428,7 +428,7 @@ class Training:
             folder = self.store.make_temporary(path)
             tokenizer = model.network.tokenizer
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model_origin(model.network.path))
+                write_adapter(folder, model.adapter, model.network.model, model_origin(model.network.path))
                 tokenizer.save_pretrained(folder)
             else:
                 folder.rmdir()
