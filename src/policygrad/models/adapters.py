@@ -367,13 +367,27 @@ def shareable_parameter_ids(model: nn.Module) -> set[int]:
     """Return ids of the parameters that a second model may share with this one: the frozen weights under adapters."""
     if not adapter_configs(model):
         return set()
-    added = {
+    return {id(p) for p in model.parameters() if not p.requires_grad} - added_parameter_ids(model)
+
+
+def added_parameter_ids(model: nn.Module) -> set[int]:
+    """Return ids of the parameters that adapters have added to a model."""
+    return {
         id(p)
         for _, module in named_peft_modules(model)
         for name, p in module.named_parameters()
         if not name.startswith(("base_layer.", "original_module."))
     }
-    return {id(p) for p in model.parameters() if not p.requires_grad} - added
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what an adapter computes with: its tensors, and the scale α/r of each layer, by names without PEFT's own."""
+    adapter, added = f".{next(iter(adapter_configs(model)))}", added_parameter_ids(model)
+    tensors = {name: p.detach() for name, p in model.named_parameters() if id(p) in added and adapter in name}
+    for name, module in named_peft_modules(model):
+        if (scale := getattr(module, "scaling", {}).get(adapter[1:])) is not None:
+            tensors[f"{name}.scaling"] = torch.tensor(float(scale))
+    return {name.removeprefix(PEFT_PREFIX).replace(adapter, ""): x for name, x in tensors.items()}
 
 
 # Merging: W + (α/r)·B·A in place of W, for code that does not support adapters.

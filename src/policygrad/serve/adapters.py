@@ -82,6 +82,11 @@ class Adapter(nn.Module):
             for matrix, parameter in zip("AB", pair, strict=True)
         }
 
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Return the matrices, and the scale of each layer, as `checkpoint.read_back` names them."""
+        scales = {f"{name}.scaling": torch.tensor(self.scale) for name in self.pairs}
+        return {name.removeprefix(PEFT_PREFIX): x for name, x in self.tensors().items()} | scales
+
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy matrices from an adapter's file. Raises ModelError if they are not those of the same layers and rank."""
