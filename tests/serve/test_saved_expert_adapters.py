@@ -59,7 +59,9 @@ def test_a_saved_adapter_is_read_as_what_was_sampled_from(mixture: str, tmp_path
     adapter = trained_adapter(network).adapter
     assert adapter is not None
     query = SampleQuery(IDS, 1, SamplingParams(), 1, (0,), prompt_logprobs=True)
-    adapted, plain = (answer.prompt_logprobs for answer in LocalAnswers(network).answer([(query, adapter), (query, None)]))
+    adapted, plain = (
+        answer.prompt_logprobs for answer in LocalAnswers(network).answer([(query, adapter), (query, None)])
+    )
     assert adapted is not None
     assert plain is not None
     assert float((adapted[1:] - plain[1:]).abs().max()) > 0.1

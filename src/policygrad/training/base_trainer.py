@@ -378,9 +378,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.trackers.finish({**summary, "model": str(model), **self._describe_best(), "run": str(self.folder)})
         if difference:
             raise ModelError(
-                f"{model} was written, but it is not the model that was trained: read back, {difference}. Its files stay there, and "
-                f"the trained weights are also in the last checkpoint: {self.resume_command} writes the model again. Please report "
-                "which model this is"
+                f"{model} was written, but it is not the model that was trained: read back, {difference}. Its files stay, and the "
+                f"last checkpoint has the trained weights too: {self.resume_command} writes the model again. Please report which "
+                "model this is"
             )
         return TrainingResult(self.folder, self.progress.step, self.before, after, model)
 
