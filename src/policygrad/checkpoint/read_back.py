@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import adapter_configs, adapter_tensors, added_parameter_ids
+from policygrad.models.adapters import PEFT_PREFIX, adapter_configs, adapter_tensors, added_parameter_ids
 from policygrad.models.loading import format_names, silence_load_report
 from policygrad.models.lora_config import ADAPTER_FILE
 from policygrad.models.replica import build_plain_skeleton, replace_parameters
@@ -95,7 +95,9 @@ def _read_adapter(folder: Path, model: nn.Module) -> Mapping[str, Tensor]:
         inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), adapted)
     added = added_parameter_ids(adapted)
     replace_parameters(adapted.modules(), lambda p: torch.empty_like(p, device="cpu") if id(p) in added else p)
-    missing = {*set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu")).missing_keys}
+    weights = load_peft_weights(str(folder), device="cpu")
+    loaded: Any = set_peft_model_state_dict(adapted, {n.removeprefix(PEFT_PREFIX): x for n, x in weights.items()})
+    missing = {*loaded.missing_keys}
     unread = {id(p) for name, p in adapted.named_parameters() if name in missing}
     replace_parameters(adapted.modules(), lambda p: p.to("meta") if id(p) in unread else p)
     return {name: x for name, x in adapter_tensors(adapted).items() if not x.is_meta}
