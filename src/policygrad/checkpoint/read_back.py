@@ -41,7 +41,7 @@ def describe_difference(folder: Path, model: nn.Module, trained: Mapping[str, Te
         model: The network, whose weights are not used.
         trained: `saved_tensors`, or a complete model's parameters that are gathered one by one.
     """
-    specs, is_adapter = tensor_specs(trained), (folder / ADAPTER_FILE).is_file()
+    specs, is_adapter = tensor_specs(trained), bool(adapter_configs(model)) or (folder / ADAPTER_FILE).is_file()
     is_large = sum(x.nbytes for x in specs.values()) > MEMORY_SHARE * measure_free_memory()
     if is_large and not is_adapter and find_spec("accelerate") is None:
         return ""
