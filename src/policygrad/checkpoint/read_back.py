@@ -46,24 +46,24 @@ def describe_difference(folder: Path, model: nn.Module, trained: Mapping[str, Te
     if is_large and not is_adapter and find_spec("accelerate") is None:
         return ""
     try:
-        found = _read_adapter(folder, model) if is_adapter else _read_model(folder, model, names_only=is_large)
+        saved = _read_adapter(folder, model) if is_adapter else _read_model(folder, model, names_only=is_large)
     except ModelError as error:
         return str(error)
     except Exception as error:  # the class depends on what cannot be read
         return f"it cannot be read ({type(error).__name__}: {error})"
-    common = specs.keys() & found.keys()
-    reshaped = {name for name in common if found[name].shape != specs[name].shape}
+    common = specs.keys() & saved.keys()
+    reshaped = {name for name in common if saved[name].shape != specs[name].shape}
     differences = {
-        "lacks": specs.keys() - found.keys(),
-        "has beside them": found.keys() - specs.keys(),
+        "lacks": specs.keys() - saved.keys(),
+        "has beside them": saved.keys() - specs.keys(),
         "has in another shape": reshaped,
-        "has with other values": (name for name in common - reshaped if not _is_equal(found[name], trained[name])),
+        "has with other values": (name for name in common - reshaped if not _is_equal(saved[name], trained[name])),
     }
     return ", ".join(f"it {what} {format_names(names)}" for what, x in differences.items() if (names := sorted(x)))
 
 
-def _is_equal(found: Tensor, trained: Tensor) -> bool:
-    return found.is_meta or torch.equal(found, trained.detach().to("cpu", found.dtype))
+def _is_equal(saved: Tensor, trained: Tensor) -> bool:
+    return saved.is_meta or torch.equal(saved, trained.detach().to("cpu", saved.dtype))
 
 
 def _read_model(folder: Path, model: Any, *, names_only: bool) -> Mapping[str, Tensor]:
