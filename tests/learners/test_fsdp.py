@@ -26,6 +26,8 @@ from policygrad.learners.fsdp.processes import WorkerGroup, check_devices
 from policygrad.learners.fsdp.torchrun import check_not_torchrun, resolve_world_size
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import Pack, pack_micro_batches
+from policygrad.models.adapters import add_adapters
+from policygrad.models.lora_config import Lora
 from policygrad.utils.signals import defer_signals
 
 TWICE = pg.GradientSteps(epochs=2, minibatches=2)
@@ -73,6 +75,7 @@ def test_two_processes_learn_as_one_does(ranks: WorkerGroup) -> None:
     )
     _learns_in_bf16(ranks)
     _replays_experts(ranks)
+    _adapts_experts(ranks)
 
 
 def _both(local: LocalLearner, ranked: FsdpController, algorithm: pg.Algorithm) -> list[tuple[Any, pg.Algorithm]]:
@@ -147,6 +150,30 @@ def _replays_experts(ranks: WorkerGroup) -> None:
     assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert result["routing/changed"] > 0.01
     agree(local, ranked, 1e-6)
+
+
+def _adapts_experts(ranks: WorkerGroup) -> None:
+    """Adapters of stacked experts, of a shared layer and of a dense one."""
+    pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        result = add_adapters(built("glm4"), Lora(rank=2))
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in result.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=generator)
+        return result
+
+    algorithm = pg.DR_GRPO.with_max_tokens(6)
+    local, ranked, published = pair(ranks, algorithm, adapted)
+    before = {name: p.clone() for name, p in local.model.named_parameters() if p.requires_grad}
+    expected, result = (values(learned(learner, algorithm)) for learner in (local, ranked))
+    assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    agree(local, ranked, 1e-6)
+    ranked.publish()
+    after = dict(published.named_parameters())
+    assert sum("experts" in name for name in before) >= 4
+    assert all(bool((after[name] != x).any()) for name, x in before.items())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from serve.running import Running, running
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from policygrad.models.loading import load_model, resolve_model
 from policygrad.serve import training as training_requests
@@ -280,6 +280,31 @@ def test_an_adapter_merges_into_what_was_sampled_from(client: Any, tmp_path: Pat
     found = table.gather(1, torch.tensor(IDS[1:])[:, None]).squeeze(1)
     assert torch.allclose(found, logprobs(training), atol=1e-4)
     assert not torch.allclose(found, logprobs(client.create_lora_training_client("tiny", rank=1).result()), atol=0.1)
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_weights_that_other_programs_would_read_as_others_are_not_exported(
+    client: Any, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    write_adapter, save_pretrained = training_requests.write_adapter, LlamaForCausalLM.save_pretrained
+
+    def write_doubled(folder: Path, adapter: Any, *args: Any) -> None:
+        write_adapter(folder, adapter, *args)
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 64}), encoding="utf-8")
+
+    def save_shorter(model: Any, folder: Path) -> None:
+        save_pretrained(model, folder, state_dict={n: x for n, x in model.state_dict().items() if "layers.0" not in n})
+
+    training = client.create_lora_training_client("tiny", rank=rank).result()
+    monkeypatch.setattr(training_requests, "write_adapter", write_doubled)
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_shorter)
+    match = "other values .* tensors" if rank else "lacks 9 tensors"
+    with pytest.raises(tinker.RequestFailedError, match=rf"another model than was trained: it .*{match}.*save_state"):
+        training.save_weights_external("wrong").result()
+    monkeypatch.undo()
+    assert training.save_weights_external("wrong").result().path
 
 
 def rest(client: Any) -> Any:

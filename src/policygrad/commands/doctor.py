@@ -24,6 +24,7 @@ from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_termin
 from policygrad.errors import ConfigError, PolicygradError, install_command
 from policygrad.rewards.workers.limits import format_size
 from policygrad.training.config.run import optional_arg
+from policygrad.utils.memory import read_meminfo
 from policygrad.utils.plugins import KINDS, Plugin, list_plugins
 
 HELP = (
@@ -317,15 +318,6 @@ def ask_hub(endpoint: str) -> str:
     except httpx.HTTPError as error:
         return f"does not answer ({type(error).__name__})"
     return ""
-
-
-def read_meminfo() -> dict[str, int]:
-    """Return the fields of /proc/meminfo in bytes; empty where there is none."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
 
 
 def has_bf16() -> bool:

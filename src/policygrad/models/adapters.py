@@ -21,6 +21,8 @@ from policygrad.models.vision import is_language_module, placeholder_id
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # prefix of the names in an adapter's file and in a PEFT model
+EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Names of layers that PEFT takes for parts of stacked experts, in architectures that have some."""
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
@@ -46,13 +48,18 @@ def describe_adapters(model: nn.Module) -> str:
 def experts_are_adapted(model: nn.Module) -> bool:
     """Return False if the model has stacked experts, a parameter [experts, in, out], and none has an adapter."""
     adapted = {id(part) for _, module in named_peft_modules(model) for part in module.modules()}
-    stacked = [
+    stacked = find_stacked_experts(model)
+    return not stacked or any(id(module) in adapted for module in stacked)
+
+
+def find_stacked_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold all experts of a layer in one parameter [experts, in, out]."""
+    return [
         module
         for module in model.modules()
         if not isinstance(module, nn.modules.conv._ConvNd)
         and any(p.dim() == 3 for p in module.parameters(recurse=False))
     ]
-    return not stacked or any(id(module) in adapted for module in stacked)
 
 
 def require_peft(what: str, extra: str = "lora") -> None:
@@ -360,13 +367,27 @@ def shareable_parameter_ids(model: nn.Module) -> set[int]:
     """Return ids of the parameters that a second model may share with this one: the frozen weights under adapters."""
     if not adapter_configs(model):
         return set()
-    added = {
+    return {id(p) for p in model.parameters() if not p.requires_grad} - added_parameter_ids(model)
+
+
+def added_parameter_ids(model: nn.Module) -> set[int]:
+    """Return ids of the parameters that adapters have added to a model."""
+    return {
         id(p)
         for _, module in named_peft_modules(model)
         for name, p in module.named_parameters()
         if not name.startswith(("base_layer.", "original_module."))
     }
-    return {id(p) for p in model.parameters() if not p.requires_grad} - added
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what an adapter computes with: its tensors, and the scale α/r of each layer, by names without PEFT's own."""
+    adapter, added = f".{next(iter(adapter_configs(model)))}", added_parameter_ids(model)
+    tensors = {name: p.detach() for name, p in model.named_parameters() if id(p) in added and adapter in name}
+    for name, module in named_peft_modules(model):
+        if (scale := getattr(module, "scaling", {}).get(adapter[1:])) is not None:
+            tensors[f"{name}.scaling"] = torch.tensor(float(scale))
+    return {name.removeprefix(PEFT_PREFIX).replace(adapter, ""): x for name, x in tensors.items()}
 
 
 # Merging: W + (α/r)·B·A in place of W, for code that does not support adapters.

@@ -455,10 +455,10 @@ def check_missing_weights(
     unknown = sorted(n for n in info["unexpected_keys"] if not (_COMPUTED.search(n) or _OTHER_HEADS.search(n)))
     problems = []
     if missing:
-        problems.append(f"its file lacks {_format_names(missing)}")
+        problems.append(f"its file lacks {format_names(missing)}")
     if mismatched:
         shapes = [f"{name} {list(has)} instead of {list(asks)}" for name, has, asks in mismatched]
-        problems.append(f"its file has another shape than config.json for {_format_names(shapes)}")
+        problems.append(f"its file has another shape than config.json for {format_names(shapes)}")
     if problems:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         heads = {name for name, module in model.named_modules() if head is not None and module is head}
@@ -468,18 +468,19 @@ def check_missing_weights(
                 "file"
             )
         elif unknown:
-            hint = f"The file has {_format_names(unknown)} instead: use the config.json that it was saved with"
+            hint = f"The file has {format_names(unknown)} instead: use the config.json that it was saved with"
         else:
             hint = "Use the config.json that it was saved with, or get the complete file again"
         raise ModelError(f"{what} would have random weights: {', and '.join(problems)}. {hint}")
     if unknown:
         warnings.warn(
-            f"{what}: {type(model).__name__} does not use {_format_names(unknown)} of its file: is config.json the file's own?",
+            f"{what}: {type(model).__name__} does not use {format_names(unknown)} of its file: is config.json the file's own?",
             stacklevel=3,
         )
 
 
-def _format_names(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
+    """Return the number of tensors with the first names."""
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:MAX_NAMES_SHOWN])}{more})"
 

@@ -108,12 +108,16 @@ def _build_from_config(model: Any) -> nn.Module:
     )
 
 
+def build_plain_skeleton(model: Any) -> nn.Module:
+    """Return the model without adapters and weights, on the meta device. Raises ModelError if it has no configuration."""
+    with torch.device("meta"):
+        return _build_from_config(model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+
 def plain_parameters(model: Any) -> dict[str, Tensor] | None:
     """Return the parameters, on the meta device, that the model has without adapters; None if it cannot be built a second time."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     try:
-        with torch.device("meta"):
-            return dict(_build_from_config(base).named_parameters())
+        return dict(build_plain_skeleton(model).named_parameters())
     except ModelError:
         return None
 

@@ -27,6 +27,7 @@ PHASES = {
     "record": "records for `policygrad verify`",
     "load": "loading",
     "export": "writing the model",
+    "read back": "reading the model back",
 }
 WORK = ("sample", "learn")
 """What the time of a run is for: a gap is time outside of these."""

@@ -21,7 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.adapters import ADAPTER_WEIGHTS, PEFT_PREFIX, find_unadaptable_layers
+from policygrad.models.adapters import (
+    ADAPTER_WEIGHTS,
+    EXPERT_NAMES,
+    PEFT_PREFIX,
+    find_stacked_experts,
+    find_unadaptable_layers,
+)
 from policygrad.models.loading import at_least_float32
 from policygrad.models.lora_config import ADAPTER_FILE
 from policygrad.models.vision import picture_parameters
@@ -75,6 +81,11 @@ class Adapter(nn.Module):
             for name, pair in self.pairs.items()
             for matrix, parameter in zip("AB", pair, strict=True)
         }
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Return the matrices, and the scale of each layer, as `checkpoint.read_back` names them."""
+        scales = {f"{name}.scaling": torch.tensor(self.scale) for name in self.pairs}
+        return {name.removeprefix(PEFT_PREFIX): x for name, x in self.tensors().items()} | scales
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -178,8 +189,17 @@ def make_adaptable(model: Any) -> AdapterSwitch:
     return switch
 
 
-def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
-    """Write the adapter as PEFT does."""
+def write_adapter(folder: Path, adapter: Adapter, model: nn.Module, base_model: str) -> None:
+    """Write the adapter as PEFT does.
+
+    Args:
+        model: The network that it adapts.
+        base_model: That network's folder or hub id.
+    """
+    # Where experts are stacked, PEFT would adapt them in place of a dense or shared layer that has one of their names, unless the
+    # layer's weight is named as a parameter.
+    reserved = EXPERT_NAMES if find_stacked_experts(model) else frozenset[str]()
+    as_parameters = {name for name in adapter.pairs if name.rpartition(".")[2] in reserved}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -188,7 +208,8 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(adapter.pairs),
+        "target_modules": sorted(adapter.pairs.keys() - as_parameters),
+        "target_parameters": sorted(f"{name}.weight" for name in as_parameters) or None,
         "inference_mode": True,
         "fan_in_fan_out": False,
         "modules_to_save": None,

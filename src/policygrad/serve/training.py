@@ -11,6 +11,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from safetensors.torch import save_file
 
 from policygrad.checkpoint.format import load_latest, save_checkpoint
 from policygrad.checkpoint.model_export import write_model
+from policygrad.checkpoint.read_back import describe_difference, saved_tensors
 from policygrad.errors import ConfigError, ModelError, NumericsError, PolicygradError
 from policygrad.models.loading import model_origin
 from policygrad.serve import wire
@@ -403,7 +406,7 @@ class Training:
         if not self.store.check_name(path, request.sequence):
             folder = self.store.make_temporary(path)
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model_origin(model.network.path))
+                write_adapter(folder, model.adapter, model.network.model, model_origin(model.network.path))
             else:
                 tensors = {name: p.detach().cpu().contiguous() for name, p in model.network.model.named_parameters()}
                 save_file(tensors, folder / FULL_WEIGHTS, metadata={"format": "pt"})
@@ -428,11 +431,13 @@ class Training:
             folder = self.store.make_temporary(path)
             tokenizer = model.network.tokenizer
             if model.adapter is not None:
-                write_adapter(folder, model.adapter, model_origin(model.network.path))
+                write_adapter(folder, model.adapter, model.network.model, model_origin(model.network.path))
                 tokenizer.save_pretrained(folder)
+                if find_spec("peft") is not None:
+                    _check_saved(folder, model)
             else:
                 folder.rmdir()
-                write_model(folder, model.network.model, tokenizer)
+                write_model(folder, model.network.model, tokenizer, check=lambda written: _check_saved(written, model))
             self.store.install(path, folder, _saved_info(request, values))
         size = self.store.saved_info(path).size
         return wire.format_json(type="save_weights_external", path=str(path), size_bytes=size)
@@ -474,6 +479,17 @@ COMPUTE: Mapping[str, Callable[[Training, Lane, LoggedRequest], Answer | None]] 
     "save_weights_external": Training._save_external,
     "load_weights": Training._load_weights,
 }
+
+
+def _check_saved(folder: Path, model: ClientModel) -> None:
+    """Raise ModelError if other programs read another model from a folder than was trained."""
+    network, adapter = model.network.model, model.adapter
+    trained = saved_tensors(network) if adapter is None else adapter.saved_tensors()
+    if difference := describe_difference(folder, network, trained):
+        raise ModelError(
+            f"the weights were not saved, as other programs would read another model than was trained: {difference}. Save them "
+            "with save_state, and please report which model this is"
+        )
 
 
 def load_trainable(config: ServeConfig, name: str, path: str) -> ServedNetwork:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_latest, newest_step, parse_step
 from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasStep
 from policygrad.checkpoint.model_export import save_model, write_model
+from policygrad.checkpoint.read_back import describe_difference, saved_tensors
 from policygrad.checkpoint.shards import SavedState, ShardedState
-from policygrad.errors import ConfigError, RunError
+from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.base import CloseableLearner, DistributedLearner, SnapshotLearner
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
@@ -372,7 +373,16 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             model = save_model(self.folder, self.write_weights, self.tokenizer, self.resume_command, card)
         self.checkpointer.finish()
         write_atomically(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
+        self.trackers.phase("reading the model back")
+        with span("read back"):
+            difference = describe_difference(model, self.model, self.written_tensors())
         self.trackers.finish({**summary, "model": str(model), **self._describe_best(), "run": str(self.folder)})
+        if difference:
+            raise ModelError(
+                f"{model} was written, but it is not the model that was trained: read back, {difference}. Its files stay, and the "
+                f"last checkpoint has the trained weights too: {self.resume_command} writes the model again. Please report which "
+                "model this is"
+            )
         return TrainingResult(self.folder, self.progress.step, self.before, after, model)
 
     def evaluate_at(self, when: str, step: int, *, interruptible: bool = True) -> M | None:
@@ -501,6 +511,10 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     def write_weights(self, folder: Path) -> None:
         """Write the trained model in the format that transformers loads."""
         self.model.save_pretrained(folder)  # type: ignore[operator]
+
+    def written_tensors(self) -> Mapping[str, Tensor]:
+        """Return what `write_weights` has written."""
+        return saved_tensors(self.model)
 
     def _stopped(self) -> TrainingResult[M | None]:
         step = self.progress.step

@@ -21,7 +21,7 @@ from policygrad.checkpoint.shards import SavedState
 from policygrad.core.metrics import Mean
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
-from policygrad.models.adapters import describe_adapters
+from policygrad.models.adapters import adapter_configs, describe_adapters
 from policygrad.models.loading import find_zero_embeddings
 from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.rewards.resolve import find_rubrics
@@ -413,6 +413,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         else:
             copy_weights_(tensors, self.model)  # of which a custom learner may have a copy
             super().write_weights(folder)
+
+    def written_tensors(self) -> Mapping[str, Tensor]:
+        tensors = self.learner.publish().tensors
+        is_sharded = isinstance(tensors, LazyStateDict) and not adapter_configs(self.model)
+        return tensors if is_sharded else super().written_tensors()
 
     def before_save(self, progress: Progress) -> None:
         """Record the step that led to `progress`, or the state for the next one, if it is one to verify."""
