@@ -33,9 +33,9 @@ class Part:
     forward_needs: ClassVar[frozenset[str]] = frozenset()
     """Fields of `Forward` that the part reads. A term reads them in the training pass, which always has `logp`; a part with
     `select_tokens` reads them in an extra pass over the update, which is made only where this is not empty."""
-    providers: ClassVar[tuple[str, ...]] = ()
-    """module:class of what fills fields of `Batch` for this part alone during a rollout
-    (`policygrad.rollout.providers.FieldProvider`)."""
+    providers: ClassVar[tuple[str | type, ...]] = ()
+    """What fills fields of `Batch` for this part alone during a rollout: a class (`policygrad.rollout.providers.FieldProvider`), or
+    its module:class, which is imported when it is needed."""
     uses_group_statistics: ClassVar[bool] = False
     """True if the part compares the samples of one prompt, so a run needs several of them at a temperature above 0."""
     length: int | None = 0

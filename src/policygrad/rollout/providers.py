@@ -137,8 +137,9 @@ def choose_providers(algorithm: Algorithm, needs: Iterable[str], given: Sequence
     """
     chosen = list(given)
     for part in algorithm.parts():
-        for name in part.providers:
-            kind: Any = load_object(name, f"providers of {type(part).__name__}")
+        for named in part.providers:
+            where = f"providers of {type(part).__name__}"
+            kind: Any = load_object(named, where) if isinstance(named, str) else named
             if not any(isinstance(provider, kind) for provider in given):
                 chosen.append(kind.for_part(part))
     filled = frozenset[str]().union(*(provider.fields for provider in chosen))
