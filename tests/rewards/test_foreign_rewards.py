@@ -143,6 +143,7 @@ def test_trl(here: Path) -> None:
     for kind in ("", "trl:"):  # TRL's arguments reach any function that names them
         assert total(f"{kind}from_trl.py:ids", ["", ""], ["a", "b"], **rollout) == [6.0, 4.0]
         assert total(f"{kind}from_trl.py:state", ["", ""], ["a", "b"], **rollout) == [7.0, 7.0]
+        assert total(f"{kind}from_trl.py:logs", ["", ""], ["a", "b"]) == [0.5, 0.5]
     assert total("0.5*trl:from_trl.py:ids if from_trl.py:state", ["", ""], ["a", "b"], **rollout) == [3.0, 2.0]
     assert total("trl:from_trl.py:column", ["", ""], ["a", "b"], **rollout, answer=["", ""]) == [1.0, 1.0]
     with RewardPool(["from_trl.py:chat", "trl:from_trl.py:total"], num_workers=1) as pool:
@@ -155,7 +156,6 @@ def test_trl(here: Path) -> None:
         total("trl:from_trl.py:column", [""], [""], **{k: v[:1] for k, v in rollout.items()})
     with pytest.raises(ConfigError, match="needs the argument 'environments', which is not passed here"):
         resolve_reward("trl:from_trl.py:worlds")
-    assert total("trl:from_trl.py:logs", ["", ""], ["a", "b"]) == [0.5, 0.5]
     with pytest.raises(ConfigError, match=r"'trl:from_trl\.py' names no function: trl:mine\.py:my_function"):
         resolve_reward("trl:from_trl.py")
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, RewardFunction
-from policygrad.rewards.workers.worker import Signature
+from policygrad.rewards.workers.worker import LOG_FUNCTIONS, Signature, log_nothing
 from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function
 
@@ -155,13 +155,6 @@ class OpenRLHFReward(ForeignReward):
         return returned["rewards"] if isinstance(returned, Mapping) else returned
 
 
-_LOGS = ("log_metric", "log_extra")
-
-
-def _log_nothing(name: str, value: Any) -> None:
-    """Stand in for TRL's `log_metric` and `log_extra`: a worker's call logs nothing, and its reward is the same."""
-
-
 @dataclass(frozen=True)
 class TRLReward(ForeignReward):
     """`f(prompts, completions, completion_ids, trainer_state, **columns)` → a list of numbers or None, plain or async.
@@ -180,7 +173,7 @@ class TRLReward(ForeignReward):
 
     @property
     def required_columns(self) -> frozenset[str]:
-        return Signature.from_function(self.function).required - set(_LOGS)
+        return Signature.from_function(self.function).required
 
     @property
     def episode_columns(self) -> frozenset[str]:
@@ -192,7 +185,11 @@ class TRLReward(ForeignReward):
         texts: list[Any] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in pairs
         ]
-        arguments: dict[str, Any] = {"prompts": prompts, "completions": texts, **dict.fromkeys(_LOGS, _log_nothing)}
+        arguments: dict[str, Any] = {
+            "prompts": prompts,
+            "completions": texts,
+            **dict.fromkeys(LOG_FUNCTIONS, log_nothing),
+        }
         arguments |= columns
         if state := arguments.pop(TRAINER_STATE, ()):
             arguments[TRAINER_STATE] = state[0]

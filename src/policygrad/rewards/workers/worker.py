@@ -125,6 +125,14 @@ def _send(sink: int, frame: bytes) -> None:
         data = data[os.write(sink, data) :]
 
 
+LOG_FUNCTIONS = frozenset({"log_metric", "log_extra"})
+"""Arguments that TRL calls a reward function with."""
+
+
+def log_nothing(name: str, value: Any) -> None:
+    """Stand in for TRL's `log_metric` and `log_extra`: a worker's call logs nothing, and its reward is the same."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """The arguments that a reward function takes: it need not name every column of the task."""
@@ -135,6 +143,7 @@ class Signature:
     episode: frozenset[str] = frozenset()
     """Columns of EPISODE_COLUMNS among the arguments, or in the attribute `episode_columns` of a function that calls others."""
     takes_state: bool = False  # an argument `trainer_state`, which is one for all samples of a call
+    logs: frozenset[str] = frozenset()  # of LOG_FUNCTIONS among the arguments
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> "Signature":
@@ -152,11 +161,14 @@ class Signature:
         required |= set(getattr(function, "required_columns", ()))
         episode = EPISODE_COLUMNS & (columns | set(getattr(function, "episode_columns", ())))
         accepted = None if open_ended else names
-        return cls(keywords, accepted, frozenset(required) - EPISODE_COLUMNS, episode, TRAINER_STATE in columns)
+        logs = LOG_FUNCTIONS & columns
+        return cls(
+            keywords, accepted, frozenset(required - EPISODE_COLUMNS - logs), episode, TRAINER_STATE in columns, logs
+        )
 
     def call(self, function: Callable[..., Any], samples: Samples) -> Any:
         prompts, completions, columns = samples
-        chosen: dict[str, Any] = {
+        chosen: dict[str, Any] = dict.fromkeys(self.logs, log_nothing) | {
             k: v
             for k, v in columns.items()
             if (k in self.episode if k in EPISODE_COLUMNS else self.accepted is None or k in self.accepted)
