@@ -132,6 +132,12 @@ def test_a_dict_without_score_is_named(here: Path) -> None:
     assert "returned {'acc': 1.0} (completion 'x'); it is a dict without 'score'" in scores.messages[0]
 
 
+def test_a_function_without_its_prefix_is_answered_with_it(here: Path) -> None:
+    for kind, name in (("verl", "from_verl.py:compute_score"), ("openrlhf", "from_openrlhf.py:reward_func")):
+        with pytest.raises(RewardError, match=rf"A function of {kind} is {kind}:FILE\.py:NAME$"):
+            total(name, ["2+2="], ["4"], answer=["4"])
+
+
 def test_trl(here: Path) -> None:
     messages = [{"role": "user", "content": "2+2"}]
     rollout: dict[str, list[object]] = {

@@ -21,6 +21,8 @@ from policygrad.utils.user_code import FileFunction, import_function
 
 FOREIGN = {"verl": "compute_score", "openrlhf": "reward_func", "trl": ""}
 """The default name of each library's function; "" = it has none."""
+_ARGUMENTS = {"verl": {"ground_truth", "ground_truths"}, "openrlhf": {"labels"}}
+"""Required arguments by which a function of this library is known, after the two that are prompts and completions here."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ def split_location(kind: str, name: str) -> tuple[str, str]:
         return name, FOREIGN[kind]
     file, colon, function = name.rpartition(":")
     return (file, function) if colon else (name.rpartition(".")[0], name.rpartition(".")[2])
+
+
+def suggest_prefix(required: frozenset[str]) -> str:
+    """Say, after an error, whose functions need such arguments and which prefix these take; "" for anybody's."""
+    kinds = [kind for kind, names in _ARGUMENTS.items() if not required.isdisjoint(names)]
+    return "".join(f". A function of {kind} is {kind}:FILE.py:NAME" for kind in kinds)
 
 
 @dataclass(frozen=True)

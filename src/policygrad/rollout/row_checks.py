@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from policygrad.environments.base import KnowsOpening
 from policygrad.environments.tools import ToolUse
-from policygrad.errors import RewardError
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import Reward
+from policygrad.rewards.workers.pool import reject_missing_columns
 from policygrad.rewards.workers.worker import Signature
 from policygrad.rollout.demonstrations import check_demonstrations
 from policygrad.tasks.base import Example, Task
@@ -78,10 +78,6 @@ def check_reward_columns(rewards: Sequence[Reward], task: Task, environment: obj
         return
     examples = task.rows[:PROBE_EXAMPLES] or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
     columns = dict.fromkeys(name for example in examples for name in example.columns)
-    given = {*columns, *getattr(environment, "reward_columns", ())}
+    columns |= dict.fromkeys(getattr(environment, "reward_columns", ()))
     for reward in rewards:
-        if missing := sorted(Signature.from_function(reward.function).required - given):
-            raise RewardError(
-                f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
-                "rename or add the column, or choose another reward"
-            )
+        reject_missing_columns(reward, Signature.from_function(reward.function).required, columns)

@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +25,7 @@ from policygrad.rewards.base import (
     RewardScores,
     StepScores,
 )
+from policygrad.rewards.foreign import suggest_prefix
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.failures import MIN_LOST_CALLS, UnresponsiveFunctionDetector
@@ -316,12 +317,9 @@ class RewardPool(RewardScorer):
         check_lengths(samples)
         _, completions, columns = samples
         for reward, signature in zip(self.rewards, self._signatures, strict=True):
-            if missing := sorted(signature.required - columns.keys()):
-                names = ", ".join(name for name in columns if name not in EPISODE_COLUMNS) or "none"
-                raise RewardError(
-                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {names}; "
-                    "rename or add the column, or choose another reward"
-                )
+            reject_missing_columns(
+                reward, signature.required, [name for name in columns if name not in EPISODE_COLUMNS]
+            )
         count = len(completions)
         kind = [f for f, reward in enumerate(self.rewards) if reward.process_reward is process_rewards]
         table = {f: [SampleResult()] * count for f in kind}
@@ -493,6 +491,15 @@ def check_lengths(samples: Samples) -> None:
     for name, values in (("prompts", prompts), *columns.items()):
         if len(values) != len(completions):
             raise DataError(f"{name!r} has {len(values)} values for {len(completions)} completions; give one for each")
+
+
+def reject_missing_columns(reward: Reward, required: frozenset[str], columns: Collection[str]) -> None:
+    """Raise RewardError for a reward function that needs a column which is not among these."""
+    if missing := sorted(required.difference(columns)):
+        raise RewardError(
+            f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
+            f"rename or add the column, or choose another reward{suggest_prefix(required)}"
+        )
 
 
 class Dispatcher:
