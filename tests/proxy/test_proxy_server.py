@@ -277,7 +277,8 @@ def test_what_clients_send_is_answered(served: Served) -> None:
     lines = Path(__file__).with_name("client_requests.jsonl").read_text().splitlines()
     for sent in map(json.loads, lines):
         body = sent["body"]
-        references = [item for item in body.get("input", []) if item.get("type") == "item_reference"]
+        items = body.get("input", [])
+        references = [item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
         message = {"type": "message", "role": "assistant", "content": "Let me see."}
         kept = {"id": "resp_1", "output": [{**message, "id": item["id"]} for item in references]}
         served.run_in_loop(lambda kept=kept: served.proxy._stored.add("k", {}, kept))

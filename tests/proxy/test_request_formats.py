@@ -140,7 +140,11 @@ def test_malformed_tools_calls_and_contents_are_refused_with_their_reason() -> N
     cases: list[tuple[ApiFormat, dict[str, Any], str]] = [
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "code"}}]}, "the type 'custom'"),
         (CHAT, {"tools": [{"type": "web_search"}]}, "the type 'web_search'"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "the type 'web_search'"),
+        (
+            RESPONSES,
+            {"tools": [{"type": "namespace", "name": "a"}, {"type": "web_search"}]},
+            "'namespace', 'web_search'",
+        ),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "the type 'bash_20250124'"),
         (CHAT, {"tools": [{"type": "function"}]}, "an object `function`"),
         (CHAT, {"tools": [{"type": "function", "function": "f"}]}, "an object `function`"),

@@ -47,6 +47,7 @@ def no_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"acc": 1.0}
 """
 TRL = """
+import numpy as np
 import asyncio
 def chat(completions, **kwargs): return [float(len(c[0]["content"])) for c in completions]
 def text(prompts, completions, **kwargs): return [float(len(c)) for c in completions]
@@ -54,8 +55,7 @@ def ids(completions, completion_ids, **kwargs): return [float(sum(c)) for c in c
 def state(completions, trainer_state=None): return [float(trainer_state.global_step)] * len(completions)
 def total(completions, trainer_state): return [trainer_state.max_steps]
 def logs(completions, log_extra, log_metric=None, **kwargs):
-    import torch
-    log_metric("length", torch.tensor(len(completions[0])))
+    log_metric("length", np.array(len(completions[0])))
     log_metric("nothing", float("nan"))
     log_extra("y", completions)
     return [0.5 for _ in completions]
@@ -147,6 +147,12 @@ def test_a_dict_without_score_is_named(here: Path) -> None:
     assert "returned {'acc': 1.0} (completion 'x'); it is a dict without 'score'" in scores.messages[0]
 
 
+def test_a_function_without_its_prefix_is_answered_with_it(here: Path) -> None:
+    for kind, name in (("verl", "from_verl.py:compute_score"), ("openrlhf", "from_openrlhf.py:reward_func")):
+        with pytest.raises(RewardError, match=rf"A function of {kind} is {kind}:FILE\.py:NAME$"):
+            total(name, ["2+2="], ["4"], answer=["4"])
+
+
 def test_trl(here: Path) -> None:
     messages = [{"role": "user", "content": "2+2"}]
     rollout: dict[str, list[object]] = {
@@ -158,6 +164,7 @@ def test_trl(here: Path) -> None:
     for kind in ("", "trl:"):  # TRL's arguments reach any function that names them
         assert total(f"{kind}from_trl.py:ids", ["", ""], ["a", "b"], **rollout) == [6.0, 4.0]
         assert total(f"{kind}from_trl.py:state", ["", ""], ["a", "b"], **rollout) == [7.0, 7.0]
+        assert total(f"{kind}from_trl.py:logs", ["", ""], ["a", "b"]) == [0.5, 0.5]
     assert total("0.5*trl:from_trl.py:ids if from_trl.py:state", ["", ""], ["a", "b"], **rollout) == [3.0, 2.0]
     assert total("trl:from_trl.py:column", ["", ""], ["a", "b"], **rollout, answer=["", ""]) == [1.0, 1.0]
     with RewardPool(["from_trl.py:chat", "trl:from_trl.py:total"], num_workers=1) as pool:

@@ -18,6 +18,7 @@ from policygrad.rewards.workers.messages import (
     ProtocolError,
     ReplyParser,
     SampleResult,
+    describe_error,
     encode_ready,
     encode_reply,
 )
@@ -183,3 +184,13 @@ def test_arbitrary_bytes_are_parsed_or_rejected(data: bytes) -> None:
         except ProtocolError:
             continue
         assert found is None or len(found.results) == 2
+
+
+def test_an_exception_is_described_with_the_remedy_at_its_end() -> None:
+    text = (
+        "it does not work in a thread, since it waits by a signal"
+        + ", of the main thread alone" * 8
+        + ". Set timeout=None"
+    )
+    assert describe_error(ValueError(text)) == f"raised ValueError: {text}"
+    assert describe_error(ValueError("x" * 500)) == f"raised ValueError: {'x' * 400}..."

@@ -24,7 +24,7 @@ from policygrad.proxy.reading import (
     read_stop,
     read_text,
     read_tools,
-    refuse_tool,
+    refuse_tools,
     render_choices,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatChoice, ChatReply, ChatRequest, Event, Message
@@ -69,10 +69,10 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 def _read_functions(values: Any, name: str) -> list[dict[str, Any]]:
     """Return the functions of tools or of calls."""
-    functions = list[dict[str, Any]]()
-    for value in read_objects(values, name):
-        if (kind := value.get("type", "function")) != "function":
-            raise refuse_tool(kind)
+    functions, given = list[dict[str, Any]](), read_objects(values, name)
+    if kinds := [kind for value in given if (kind := value.get("type", "function")) != "function"]:
+        raise refuse_tools(kinds)
+    for value in given:
         function = value.get("function")
         if not isinstance(function, dict):
             raise ApiError(f"{name} must have an object `function` each, not {quote(value)}")

@@ -18,7 +18,7 @@ from policygrad.proxy.reading import (
     read_stop,
     read_text,
     read_tools,
-    refuse_tool,
+    refuse_tools,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatChoice, ChatReply, ChatRequest, Event, Message
 
@@ -48,7 +48,7 @@ def parse_messages(body: Mapping[str, Any]) -> ChatRequest:
             messages.append({"role": role, "content": text})
     given_tools = read_objects(body.get("tools"), "tools")
     if kinds := [tool.get("type") for tool in given_tools if "input_schema" not in tool]:
-        raise refuse_tool(kinds[0])
+        raise refuse_tools(kinds)
     choice = read_field(body, "tool_choice", dict, {}).get("type")
     return ChatRequest(
         check_conversation(messages),

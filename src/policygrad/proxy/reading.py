@@ -151,10 +151,11 @@ def list_strict_fields(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return ("tools.strict",) if any(tool.get("strict") for tool in tools) else ()
 
 
-def refuse_tool(kind: Any) -> ApiError:
-    """Return the error for a tool that the service would run, or that is called by free text."""
+def refuse_tools(kinds: Sequence[Any]) -> ApiError:
+    """Return the error for tools of these types, which the service would run, or which are called by free text."""
+    named = ", ".join(dict.fromkeys(map(repr, kinds)))
     return ApiError(
-        f"a tool has the type {kind!r}: only functions of the program, with a JSON schema, are offered here. Leave it out"
+        f"tools have the type {named}: only functions of the program, with a JSON schema, are offered here. Leave them out"
     )
 
 

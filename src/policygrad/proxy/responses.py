@@ -21,7 +21,7 @@ from policygrad.proxy.reading import (
     read_sampling,
     read_text,
     read_tools,
-    refuse_tool,
+    refuse_tools,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatReply, ChatRequest, Event, Message
 
@@ -60,7 +60,7 @@ def parse_response(body: Mapping[str, Any]) -> ChatRequest:
             raise ApiError(f"{where} has the type {kind!r}: this endpoint reads messages and function calls")
     given = read_objects(body.get("tools"), "tools")
     if kinds := [tool.get("type") for tool in given if tool.get("type") != "function"]:
-        raise refuse_tool(kinds[0])
+        raise refuse_tools(kinds)
     include = read_field(body, "include", list, [])
     other += [f"include {quote(name)}" for name in include if name not in _INCLUDABLE]
     return ChatRequest(

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, LoggedRewards, RewardFunction
+from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, RewardFunction
 from policygrad.rewards.resolve import FOREIGN, split_location
-from policygrad.rewards.workers.messages import MAX_METRIC_NAME, is_metric_name, to_number
-from policygrad.rewards.workers.worker import Signature
+from policygrad.rewards.workers.worker import LOG_EXTRA, LOG_METRIC, MetricLog, Signature, log_nothing, with_logged
 from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function
 
@@ -146,27 +145,6 @@ class OpenRLHFReward(ForeignReward):
         return returned["rewards"] if isinstance(returned, Mapping) else returned
 
 
-_LOG_METRIC, _LOG_EXTRA = "log_metric", "log_extra"
-
-
-def _log_nothing(name: str, value: Any) -> None:
-    """Stand in for TRL's `log_extra`, a column of its table of completions, which is not logged here."""
-
-
-class _MetricLog(list[tuple[str, float]]):
-    """TRL's `log_metric`: the (name, value) of each call."""
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Add a number, or a tensor of one. NaN is left out, as TRL leaves it out of its means, and so is an infinite one."""
-        number, reason = to_number(value)
-        if reason == "type" or (number is None and reason is None):
-            raise TypeError(f"log_metric({name!r}, …) takes a number, not {type(value).__name__}")
-        if not is_metric_name(name):
-            raise ValueError(f"log_metric takes a name of at most {MAX_METRIC_NAME} printable characters, not {name!r}")
-        if number is not None:
-            self.append((name, number))
-
-
 @dataclass(frozen=True)
 class TRLReward(ForeignReward):
     """`f(prompts, completions, completion_ids, trainer_state, log_metric, **columns)` → a list of numbers or None, plain or async.
@@ -185,7 +163,7 @@ class TRLReward(ForeignReward):
 
     @property
     def required_columns(self) -> frozenset[str]:
-        return Signature.from_function(self.function).required - {_LOG_METRIC, _LOG_EXTRA}
+        return Signature.from_function(self.function).required
 
     @property
     def episode_columns(self) -> frozenset[str]:
@@ -197,21 +175,15 @@ class TRLReward(ForeignReward):
         texts: list[Any] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in pairs
         ]
-        logged = _MetricLog()
+        logged = MetricLog()
         arguments: dict[str, Any] = {"prompts": prompts, "completions": texts, **columns}
-        arguments |= {_LOG_METRIC: logged, _LOG_EXTRA: _log_nothing}
+        arguments |= {LOG_METRIC: logged, LOG_EXTRA: log_nothing}
         if state := arguments.pop(TRAINER_STATE, ()):
             arguments[TRAINER_STATE] = state[0]
         accepted = Signature.from_function(self.function).accepted
         function: Callable[..., Any] = self.function
         returned = function(**{name: x for name, x in arguments.items() if accepted is None or name in accepted})
-        if not inspect.isawaitable(returned):
-            return LoggedRewards(returned, tuple(logged))
-
-        async def wait() -> LoggedRewards:
-            return LoggedRewards(await returned, tuple(logged))
-
-        return wait()
+        return with_logged(returned, logged)
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:

@@ -22,7 +22,8 @@ from policygrad.rewards.base import Columns, LoggedMetrics, StepScores
 
 MAX_ABS_REWARD = 1e18
 """A reward beyond ± this counts as infinite: its square, in a group's standard deviation, leaves float32."""
-_MAX_QUOTE = 120  # characters of a value or an exception in a message
+_MAX_QUOTE = 120  # characters of a value in a message
+_MAX_ERROR = 400  # characters of an exception's text, which often ends with its remedy
 
 
 @dataclass(frozen=True)
@@ -365,7 +366,8 @@ def describe_error(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "(its text cannot be shown)"
-    return f"raised {type(error).__name__}: {text[:_MAX_QUOTE]}{place}"
+    cut = text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
+    return f"raised {type(error).__name__}: {cut}{place}"
 
 
 def quote(value: Any) -> str:
