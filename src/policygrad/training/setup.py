@@ -13,7 +13,7 @@ from torch import nn
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import is_server
-from policygrad.core.validation import find_mixed_roles
+from policygrad.core.batch_checks import find_mixed_roles
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.games import INITIAL, RANDOM, SelfPlay
