@@ -296,7 +296,7 @@ class Filter(Part):
     refills: bool = False
     """True if another prompt is sampled for each group whose completions are all dropped. The filter is then not called, and
     dropped groups that could not be replaced get weight 0."""
-    chooses_by_reward: bool = False
+    chooses_by_reward: ClassVar[bool] = False
     """True if the task's score decides which completions of a prompt the filter keeps."""
 
     excluded_examples: frozenset[int] = frozenset()
