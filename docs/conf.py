@@ -41,6 +41,7 @@ NAV = {
         "report",
         "audit",
         "your-own-algorithm",
+        "core-alone",
         "extending",
     ),
     "Algorithms": ("algorithms/index", "tables", "where-sources-disagree"),

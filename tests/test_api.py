@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,38 +15,52 @@ import torch
 import policygrad as pg
 
 PUBLIC = """
-A2C ALGORITHMS ASTAR_PO ASYMRE Action AdaptiveProblem Advantage AgentProgram Aggregation Algorithm Batch BatchMean BatchStd
-BiLevelGAE CHORD CISPO CLIP_COV CPGD Callback CheckpointConfig CheckpointError ClassLabels ClassificationWeight Clip
-ClipCov ClippedImportance ConfigError ConstantBaseline Correction Critic CurvatureProblem DAPO DEEPSEEK_V32 DISTILL DPPO
-DRO DR_GRPO DataError DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DropZeroVariance DualDescent ECHO
-EngineError EngineSampler Entropy Environment EvaluationConfig ExactEntropy ExactKLToOld ExactKLToReference Example FIPO
-Filter FixedLength Forward FutureKL GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN Game GameStep GammaKernel
-Gate Generation GeometricMean GradientProblem GradientSteps GreedyBaseline GroupInGroup GroupMean GroupStd
-GroupTokenMean GuardConfig GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess
-ImplicitReward Importance KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig
-LearnerSpec LeaveOneOut LengthAdaptiveGAE LocalLearner LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated
-MaskedIS McpTools ModelError MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling NumericsError OPO OPSD OTB
-Observation ObservationNLL OffPolicySequenceMask OnPolicy OpenEnv OptimalBaseline OptimalValue OptimizerConfig PASSK PPO
-PPO_PENALTY PRIME PRIME_RL PRORL Part PassAtK PassRateBand Picture PolicyShaping PolicygradError PositiveNLL PrefixValue
-ProcessReward PublishedWeights RAFT RAFT_PP REAL REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference
-RejectionSampling Request RewardConfig RewardError RewardModelConfig RewardPool RewardZScores Rollout Rollouter Run
-RunError RunInfo RunOptions RunningMean SAPO SCALE_RL SDFT SDPO SFTConfig SKYWORK_OR1 SPIRAL Sampler SamplerConfig
-SamplingMask SamplingParams SecondMomentFilter Segment SelfNormalisation SelfNormalised SelfPlay SeparateDemonstrations
-Sequence SequenceMean SequenceProduct SequenceSum Shaping SigmoidGate SingleTurn SoftOverlong Step SupervisedGuardConfig
-TOPR TRPO TRPO_VINE TaperedImportance TeacherLogRatio TeacherServerConfig Term TextArena Token TokenMean ToolCall
-ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion Turn TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn
-UnitWeight UpdateRule VAPO VESPO VINEPPO Verifiers Vine Whiten clone_model collect evaluate gate_weight get_algorithm
-load_reference load_task make_local_learner objective reward surrogate train train_reward_model train_sft
+ALGORITHMS Action Advantage AgentProgram Aggregation Algorithm Batch Callback CheckpointConfig CheckpointError
+ConfigError Correction DataError EngineError EngineSampler Environment EvaluationConfig Example Filter Forward Game
+GameStep Gate Generation GuardConfig GymnasiumText HangError Learner LearnerConfig LearnerSpec LocalLearner
+LocalSampler LossTerm McpTools ModelError NumericsError Observation OpenEnv OptimizerConfig Part Picture
+PolicygradError PublishedWeights Ratio Request RewardConfig RewardError RewardModelConfig RewardPool Rollout Rollouter
+Run RunError RunInfo RunOptions SFTConfig Sampler SamplerConfig SamplingMask SamplingParams Segment SelfPlay Shaping
+SingleTurn Step SupervisedGuardConfig TeacherServerConfig Term TextArena ToolCall ToolUse Tracker Trainer Trajectory
+Turn UpdateRule Verifiers clone_model collect evaluate get_algorithm load_reference load_task make_local_learner
+objective reward surrogate train train_reward_model train_sft
+"""
+PARTS = """
+A2C ASTAR_PO ASYMRE AdaptiveProblem BatchMean BatchStd BiLevelGAE CHORD CISPO CLIP_COV CPGD ClassLabels
+ClassificationWeight Clip ClipCov ClippedImportance ConstantBaseline Critic CurvatureProblem DAPO DEEPSEEK_V32 DISTILL
+DPPO DRO DR_GRPO DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DropZeroVariance DualDescent ECHO
+Entropy ExactEntropy ExactKLToOld ExactKLToReference FIPO FixedLength FutureKL GAE GDPO GIGPO GMPO GPG GRPO
+GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel GeometricMean GradientProblem GradientSteps GreedyBaseline GroupInGroup
+GroupMean GroupStd GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance
+KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO LeaveOneOut LengthAdaptiveGAE LogClip M2PO
+MAGISTRAL MAXRL MaskTruncated MaskedIS MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling OPO OPSD OTB
+ObservationNLL OffPolicySequenceMask OnPolicy OptimalBaseline OptimalValue PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL
+PassAtK PassRateBand PolicyShaping PositiveNLL PrefixValue ProcessReward RAFT RAFT_PP REAL REINFORCE REINFORCE_PP
+REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling RewardZScores RunningMean SAPO SCALE_RL SDFT SDPO
+SKYWORK_OR1 SPIRAL SecondMomentFilter SelfNormalisation SelfNormalised SeparateDemonstrations Sequence SequenceMean
+SequenceProduct SequenceSum SigmoidGate SoftOverlong TOPR TRPO TRPO_VINE TaperedImportance TeacherLogRatio Token
+TokenMean TruncatedIS TrustRegion TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight VAPO VESPO VINEPPO Vine
+Whiten gate_weight
 """
 
 
-def test_public_names_are_these() -> None:
-    names = sorted(PUBLIC.split())
-    assert names == pg.__all__ == dir(pg)
+@pytest.mark.parametrize(("module", "public"), [(pg, PUBLIC), (pg.parts, PARTS)])
+def test_public_names_are_these(module: ModuleType, public: str) -> None:
+    names = sorted(public.split())
+    assert names == module.__all__ == dir(module)
     for name in names:
-        assert getattr(pg, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'grpo'"):
-        pg.grpo  # noqa: B018
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'grpo'"):
+        module.grpo  # noqa: B018
+
+
+def test_a_part_is_the_same_object_from_the_top() -> None:
+    from policygrad import GRPO, Clip
+
+    assert Clip is pg.parts.Clip
+    assert GRPO is pg.parts.GRPO
+    assert len(PUBLIC.split()) <= 90
+    assert not {*PUBLIC.split()} & {*PARTS.split()}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +68,7 @@ def test_public_names_are_these() -> None:
     [
         ("import policygrad", ("torch", "numpy", "transformers")),
         ("import policygrad.rewards, policygrad.tasks", ("torch", "transformers", "reasoning_gym")),
+        ("import policygrad.parts, policygrad.errors", ("torch", "numpy")),
         ("import policygrad as pg; pg.GRPO, pg.surrogate, pg.Batch", ("transformers", "safetensors", "rich", "tyro")),
         ("import policygrad.cli", ("torch", "tyro", "rich")),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 import policygrad
 from pages.markdown import block, page, table
+from policygrad import parts
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.render import format_part, read_field_docs, shorten_number
 from policygrad.core.algorithm import Algorithm
@@ -266,7 +267,9 @@ def reference_pages() -> dict[str, str]:
     """
     named = {file: _names(words) for file, (_, _, words) in PAGES.items()}
     every = [name for there in named.values() for name in there]
-    odd = {*policygrad.__all__, *OTHERS} ^ CONSTANTS ^ {*every} | {name for name in every if every.count(name) > 1}
+    odd = {*policygrad.__all__, *parts.__all__, *OTHERS} ^ CONSTANTS ^ {*every} | {
+        name for name in every if every.count(name) > 1
+    }
     if odd:
         raise SystemExit(f"PAGES of {__file__} must have each of {', '.join(sorted(odd))} once")
     return {
@@ -287,13 +290,9 @@ def _names(words: str) -> list[str]:
 
 
 def _parts(place: str) -> list[str]:
-    """What goes into a field of an algorithm, but for the base of its role."""
-    kinds = ((name, getattr(policygrad, name)) for name in policygrad.__all__)
-    return [
-        name
-        for name, kind in kinds
-        if isinstance(kind, type) and issubclass(kind, ROLES[place].bases) and kind.__module__ != "policygrad.core.base"
-    ]
+    """What goes into a field of an algorithm."""
+    kinds = ((name, getattr(parts, name)) for name in parts.__all__)
+    return [name for name, kind in kinds if isinstance(kind, type) and issubclass(kind, ROLES[place].bases)]
 
 
 def _index(named: dict[str, list[str]]) -> str:
@@ -304,7 +303,8 @@ def _index(named: dict[str, list[str]]) -> str:
     constants = " ".join(f"[`{a.name.upper()}`](../algorithms/{a.name}.md)" for a in ALGORITHMS.values())
     return page(
         "# Reference",
-        "`import policygrad as pg` knows all of these names, and imports what stands behind one when it is first used.",
+        "`import policygrad as pg` knows all of these names, and imports what stands behind one when it is first used. "
+        "The parts and the algorithms are listed in `policygrad.parts`.",
         table(("page", "names"), rows),
         f"`pg.ALGORITHMS`, a dict by name, holds an [`Algorithm`](equation.md#algorithm) each:\n\n{constants}",
         "The command line's options are the fields of [`Run`](training.md#run): `policygrad train --help` lists them, with the "

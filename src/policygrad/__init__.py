@@ -1,4 +1,8 @@
-"""policygrad: policy-gradient methods for language models, as one equation with interchangeable parts."""
+"""policygrad: policy-gradient methods for language models, as one equation with interchangeable parts.
+
+Here is what a run, a part of your own, an environment and an engine need. The package's parts and algorithms are in
+`policygrad.parts`, and can be reached from here as well: `pg.GRPO`, `pg.Clip`.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -6,42 +10,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "policygrad.algorithms": (
-        "A2C ALGORITHMS ASTAR_PO ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO "
-        "GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO "
-        "MAGISTRAL MAXRL NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE "
-        "REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO "
-        "get_algorithm SPIRAL OPSD SDFT SDPO ECHO OTB"
-    ),
-    "policygrad.core.advantages": (
-        "RejectionSampling BatchMean BatchStd ClassLabels ConstantBaseline GreedyBaseline GroupMean GroupStd LeaveOneOut "
-        "OptimalBaseline OptimalValue DivideByGroupMean PassAtK RewardZScores RunningMean TeacherLogRatio"
-    ),
-    "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
+    "policygrad.algorithms": "ALGORITHMS get_algorithm",
     "policygrad.core.algorithm": "Algorithm",
-    "policygrad.core.auxiliary": "Critic ImplicitReward Reference",
     "policygrad.core.base": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
     "policygrad.core.batch": "Batch Forward SamplingMask",
-    "policygrad.core.filters": (
-        "SeparateDemonstrations Downsample DropZeroVariance MaskTruncated MovingLevel NoPositiveResampling PassRateBand"
-    ),
-    "policygrad.core.gae": "GAE LengthAdaptiveGAE NStep Whiten",
-    "policygrad.core.gates": (
-        "Clip ClipCov DivergenceClip GammaKernel GeometricMean Importance LogClip OnPolicy PolicyShaping "
-        "SecondMomentFilter SigmoidGate TaperedImportance UnitWeight ClippedImportance FutureKL ClassificationWeight"
-    ),
-    "policygrad.core.objective": "gate_weight objective surrogate",
-    "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
-    "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",
-    "policygrad.core.shaping": "KLInReward SoftOverlong",
-    "policygrad.core.terms": (
-        "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference PositiveNLL "
-        "ObservationNLL"
-    ),
-    "policygrad.core.trust_region": "TrustRegion",
-    "policygrad.core.turns": "BiLevelGAE GroupInGroup MultiTurnGAE TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn",
-    "policygrad.core.updates": "AdaptiveProblem CurvatureProblem DualDescent GradientSteps GradientProblem",
-    "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
+    "policygrad.core.objective": "objective surrogate",
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
     "policygrad.utils.pictures": "Picture",
     "policygrad.environments.games": "Game GameStep SelfPlay Turn",
@@ -73,7 +46,9 @@ _HOME = {
     "policygrad.tasks.base": "Example",
     "policygrad.trackers": "RunInfo Tracker",
     "policygrad.training.base_trainer": "Callback",
-    "policygrad.training.config.run": "CheckpointConfig EvaluationConfig GuardConfig Run RunOptions SupervisedGuardConfig",
+    "policygrad.training.config.run": (
+        "CheckpointConfig EvaluationConfig GuardConfig Run RunOptions SupervisedGuardConfig"
+    ),
     "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",
     "policygrad.training.evaluation": "collect evaluate",
     "policygrad.training.reward_model": "train_reward_model",
@@ -88,11 +63,12 @@ __all__ = sorted(_WHERE)
 
 def __getattr__(name: str) -> Any:
     """Import names on first use (PEP 562), so that `import policygrad` is fast and reward workers never import torch."""
-    if name == "audit":  # a package, not a name in one
-        return import_module("policygrad.audit")
-    if name not in _WHERE:
+    if name in ("audit", "parts"):  # modules, not names in one
+        return import_module(f"policygrad.{name}")
+    parts = import_module("policygrad.parts")
+    if name not in _WHERE and name not in parts.__all__:
         raise AttributeError(f"module 'policygrad' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
+    value = getattr(import_module(_WHERE[name]) if name in _WHERE else parts, name)
     globals()[name] = value
     return value
 

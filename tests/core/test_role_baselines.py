@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
-from policygrad.core.validation import find_mixed_roles
+from policygrad.core.batch_checks import find_mixed_roles
 
 ROLES = ("first", "second")
 GRPO_AMONG_PEERS = replace(pg.GRPO, advantage=(pg.GroupMean(within="peers"), pg.GroupStd(within="peers")))

@@ -17,8 +17,9 @@ SECTIONS = {part.partition("`")[0]: part for text in PAGES.values() for part in 
 
 def test_every_public_name_has_one_section() -> None:
     sections = [name for text in PAGES.values() for name in (p.partition("`")[0] for p in text.split("\n## `")[1:])]
-    assert sorted(sections) == sorted(({*pg.__all__} - reference.CONSTANTS) | {*reference.OTHERS})
-    for name in pg.__all__:
+    public = {*pg.__all__, *pg.parts.__all__}
+    assert sorted(sections) == sorted((public - reference.CONSTANTS) | {*reference.OTHERS})
+    for name in public:
         assert f"[`{name}`](" in PAGES["index.md"] or name == "ALGORITHMS"
 
 

@@ -8,10 +8,10 @@ completions that count (`Batch.counted`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
 from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 
 def reward_to_go(batch: Batch) -> Tensor:
@@ -457,6 +460,24 @@ class OptimalValue(Advantage):
     needs: ClassVar[frozenset[str]] = frozenset({"baseline"})
     providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.optimal_values:OptimalValues",)
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if sum(isinstance(link, (OptimalValue, GreedyBaseline)) for link in algorithm.advantage) > 1:
+            yield "advantage has two baselines of the prompt (OptimalValue, GreedyBaseline): keep one"
+        if levels := [type(part).__name__ for part in algorithm.filters if "level" in part.needs]:
+            yield f"OptimalValue is estimated for the prompts of one level, and {levels[0]} moves to others: remove one of the two"
+        if refilling := [type(part).__name__ for part in algorithm.filters if part.refills]:
+            yield (
+                f"OptimalValue is estimated for a fixed set of prompts, and {refilling[0]} replaces some by further ones: set "
+                "DropZeroVariance(mode='drop'), or remove one of the two"
+            )
+        if (reference := algorithm.reference) is not None and "logp_ref" in algorithm.all_needs:
+            refreshes = "refresh_every or refresh_after_stall" if reference.refreshes else ""
+            if differs := reference.deviation or refreshes or ("another model" if reference.models else ""):
+                yield (
+                    "OptimalValue is estimated with the initial policy, which π_ref must then be, and Reference has "
+                    f"{differs}: unset it, or use GreedyBaseline() or LeaveOneOut()"
+                )
+
     @property
     def formula(self) -> str:
         return f"R − V*,  V* = {self.beta:g}·log mean_j exp(r_j/{self.beta:g}) over {self.samples} completions of π_ref"
@@ -511,6 +532,13 @@ class DivideByGroupMean(Advantage):
 
     formula = "/mean_g,  0 where mean_g ≤ 0"
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if shaping := " and ".join(type(part).__name__ for part in algorithm.shaping):
+            yield (
+                f"DivideByGroupMean maximises the likelihood of success, and {shaping} would make rewards negative: set shaping=() "
+                "and add KLToReference() to terms, or replace DivideByGroupMean by GroupStd()"
+            )
+
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total = total_rewards(batch)
         if bool((below := total < 0).any()):
@@ -542,6 +570,13 @@ class PassAtK(Advantage):
     False: G/k times the unbiased pass@k gradient with a group baseline, Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
     uses_group_statistics: ClassVar[bool] = True
     starts_chain: ClassVar[bool] = True
+
+    def find_sampling_conflicts(self, samples_per_prompt: int, temperature: float) -> Iterator[str]:
+        if samples_per_prompt <= self.k:
+            yield (
+                f"PassAtK(k={self.k}) compares {self.k}-subsets of a prompt's samples, and {samples_per_prompt} samples have at "
+                f"most one: set samples_per_prompt to {self.k + 1} or more, or a smaller k"
+            )
 
     @property
     def formula(self) -> str:
@@ -698,6 +733,15 @@ class TeacherLogRatio(Advantage):
     """In [0, 1]: the weight of later tokens' KL in a token's Ψ."""
     starts_chain: ClassVar[bool] = True
     reads_reward: ClassVar[bool] = False
+
+    def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        """A custom loop may fill `logp_ref` by itself; a run takes it from the reference, by default the initial policy."""
+        if algorithm.reference is None or not algorithm.reference.is_teacher:
+            yield (
+                f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id, a run folder or a server (from "
+                "Python reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing, "
+                "unless it reads more than the policy (Reference.templates; algorithm sdft)"
+            )
 
     @property
     def is_zero(self) -> bool:

@@ -29,19 +29,14 @@ from policygrad.core.base import (
     UpdateRule,
 )
 from policygrad.core.batch import Batch, Coefficients, Forward
+from policygrad.core.batch_checks import check_rewards, reject_mixed_roles, reject_unread_demonstrations
 from policygrad.core.filters import apply_filter, reweight_kept
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
 from policygrad.core.outputs import check_per_token, check_same_batch, explain_nonfinite, is_finite
 from policygrad.core.terms import describe_policy_share, policy_share
 from policygrad.core.updates import GradientSteps
-from policygrad.core.validation import (
-    ROLES,
-    check_rewards,
-    reject_mixed_roles,
-    reject_unread_demonstrations,
-    validate_algorithm,
-)
+from policygrad.core.validation import ROLES, validate_algorithm
 from policygrad.errors import ConfigError, NumericsError
 
 
@@ -232,8 +227,7 @@ class Algorithm:
         """
         if {"demonstration", "observation"} & term.needs:
             return False
-        reference = self.reference
-        is_taught = reference is not None and bool(reference.models or reference.templates) and "logp_ref" in term.needs
+        is_taught = self.reference is not None and self.reference.is_teacher and "logp_ref" in term.needs
         return term.learns_from_samples or is_taught or self.has_zero_advantage
 
     def apply_corrections(self, weight: Tensor, out: Forward, batch: Batch, psi: Tensor) -> Tensor:

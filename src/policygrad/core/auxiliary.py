@@ -95,7 +95,14 @@ class Critic(TrainedModel):
             )
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
-        """V is the value of rewards that are discounted in one way, and the advantage compares rewards with it."""
+        if "values" not in algorithm.all_needs:
+            yield "no advantage uses the critic: put GAE() or NStep() first in advantage, or set critic=None"
+        if "demonstration" in algorithm.all_needs:
+            yield (
+                "a critic is fitted to the returns of the policy's samples, which demonstrations are not: set critic=None and a "
+                "group baseline such as GroupMean(), or remove the demonstrations"
+            )
+        # V is the value of rewards that are discounted in one way, and the advantage compares rewards with it.
         for link in algorithm.advantage:
             discounts = (
                 ("token", "gamma", token_discount(link), self.gamma),
@@ -180,6 +187,30 @@ class ImplicitReward(TrainedModel):
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     default_lr_ratio: ClassVar[float] = 2.0
     """1e-6 / 5e-7 in PRIME, sec. 4.1."""
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if "implicit_reward" not in algorithm.all_needs:
+            yield (
+                "no advantage uses the reward model: put ImplicitProcess() after LeaveOneOut() in advantage, or set "
+                "reward_model=None"
+            )
+        if (reference := algorithm.reference) is None:
+            return
+        if reference.refreshes:
+            yield (
+                "ImplicitReward is relative to the reference, and a refresh would change the meaning of its rewards: set "
+                "refresh_every=None and refresh_after_stall=None"
+            )
+        if reference.deviation:
+            yield (
+                "ImplicitReward is relative to the initial model under the policy's own prompt, and Reference has "
+                f"{reference.deviation}: unset it, or set reward_model=None"
+            )
+        if limited := reference.limited_model:
+            yield (
+                f"ImplicitReward() starts as a copy of the reference, and {limited} cannot be copied: use a single model in a "
+                "folder"
+            )
 
     @property
     def formula(self) -> str:
@@ -318,10 +349,47 @@ class Reference(Part):
                 "say, or live=False"
             )
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if "logp_ref" not in algorithm.all_needs:
+            if self.refreshes:
+                yield (
+                    "the reference is refreshed, but no part uses it: add KLToReference(), or set "
+                    "refresh_every=refresh_after_stall=None"
+                )
+            if self.deviation:
+                yield (
+                    f"Reference has {self.deviation}, but no part of {algorithm.name} uses a reference: add KLToReference() or "
+                    "ExactKLToReference() to terms, or unset it"
+                )
+            if self.models:
+                option = f"model is {self.model!r}" if self.model is not None else f"teachers is {self.teachers}"
+                yield (
+                    f"reference.{option}, but no part of {algorithm.name} uses a reference: use distill to learn from "
+                    "it, add KLToReference() to stay near it, or unset it"
+                )
+        if self.limited_model and any("kl_ref" in term.forward_needs for term in algorithm.terms):
+            does = "tells the log-probabilities of" if self.servers else "scores"
+            yield (
+                f"ExactKLToReference() compares with the reference over the full vocabulary, and {self.limited_model} {does} the "
+                "sampled tokens alone: use TeacherLogRatio() or KLToReference(), or a single model in a folder"
+            )
+
     @property
     def refreshes(self) -> bool:
         """True if π_ref is replaced by the policy from time to time."""
         return bool(self.refresh_every or self.refresh_after_stall)
+
+    @property
+    def deviation(self) -> str:
+        """The setting by which π_ref follows the policy's weights or reads another prompt; "" if it does neither."""
+        if self.ema is not None:
+            return f"ema={self.ema:g}"
+        return "live=True" if self.live else "templates" if self.templates else ""
+
+    @property
+    def is_teacher(self) -> bool:
+        """True if π_ref can teach the policy: another model than the initial policy, or one that reads more."""
+        return bool(self.models or self.templates)
 
     @property
     def reads_reward(self) -> bool:
@@ -359,6 +427,13 @@ class Reference(Part):
     def servers(self) -> tuple[str, ...]:
         """Addresses of the models that are behind servers."""
         return tuple(model for model in self.models.values() if is_server(model))
+
+    @property
+    def limited_model(self) -> str:
+        """The model of which only the log-probabilities of sampled tokens are known, for messages; "" for one in memory."""
+        if self.servers:
+            return f"the server {self.servers[0]}"
+        return "one of several teachers" if self.teachers else ""
 
     @property
     def num_in_memory(self) -> int:
@@ -461,3 +536,14 @@ def check_teachers(reference: Reference) -> None:
             )
     if len(reference.models) < len(reference.teachers):
         raise ConfigError("Reference.teachers has a name twice, and examples choose by name: give each its name")
+
+
+def find_missing_models(algorithm: Algorithm) -> Iterator[str]:
+    """Yield the models that parts read and an algorithm lacks."""
+    needs = algorithm.all_needs
+    if algorithm.critic is None and "values" in needs:
+        yield "an advantage needs values, and critic is None: set critic=Critic(), or use a group baseline such as LeaveOneOut()"
+    if algorithm.reference is None and "logp_ref" in needs:
+        yield "a part needs a reference, and reference is None: set reference=Reference(), or remove the KL from terms and shaping"
+    if algorithm.reward_model is None and "implicit_reward" in needs:
+        yield "ImplicitProcess() needs a reward model: set reward_model=ImplicitReward(), or remove it"

@@ -51,8 +51,29 @@ class Part:
         return type(self).__name__
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
-        """Yield why the part does not fit the other parts, each with a remedy. `Algorithm` asks when it is built."""
+        """Yield why the part does not fit the other parts, each with a remedy. `Algorithm` asks when it is built.
+
+        The rules of a part's base classes hold too, without a call of super(): `validation.ask_parts` asks every class.
+        """
         return iter(())
+
+    def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        """Yield why no run can train with the part, where a custom loop still could. Asked like `find_conflicts`."""
+        return iter(())
+
+    def find_sampling_conflicts(self, samples_per_prompt: int, temperature: float) -> Iterator[str]:
+        """Yield why the part learns nothing from samples like these. Asked like `find_conflicts`, before a run samples."""
+        name = type(self).__name__
+        if self.uses_group_statistics and samples_per_prompt < 2:
+            yield (
+                f"{name} compares the samples of one prompt, and there is one per prompt: set samples_per_prompt to 2 or "
+                "more, or use RunningMean() (algorithm reinforce)"
+            )
+        if self.uses_group_statistics and temperature == 0:
+            yield (
+                f"{name} compares the samples of one prompt, and at temperature 0 they are all equal: set "
+                "sampling.temperature above 0"
+            )
 
     def init_state(self) -> State | None:
         """Return the state before the first rollout, or None for a stateless part."""
@@ -102,6 +123,11 @@ class Advantage(Part):
         """True if the link's Ψ is 0 for every batch, so that the policy learns from terms alone."""
         return False
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if self.samples_values and algorithm.critic is not None:
+            name = type(self).__name__
+            yield f"{name} estimates values from fresh samples and would not use the critic: set critic=None, or use GAE()"
+
     @abstractmethod
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T] -> [B, T]."""
@@ -112,6 +138,8 @@ class Ratio(Part):
 
     joint: ClassVar[bool] = False
     """True if r is the ratio of the completion's joint probability; each token then holds 1/|o| of the objective's value."""
+    per_token: ClassVar[bool] = False
+    """True if r at a token depends on that token alone, as gates with `requires_token_ratio` need it."""
 
     @abstractmethod
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -124,9 +152,30 @@ class Gate(Part):
     on_policy: ClassVar[bool] = False
     """True if the gate takes no ratio, which is correct only while π_θ = π_old."""
     requires_token_ratio: ClassVar[bool] = False
-    """True if the gate reads per-token ratios, so that only `Token()` fits."""
+    """True if the gate reads per-token ratios, so that only a ratio that is `per_token` fits."""
     requires_full_groups: ClassVar[bool] = False
     """True if a token's weight depends on the other tokens of its group, so that no micro-batch may split a group."""
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        name, ratio, updates = type(self).__name__, algorithm.ratio, algorithm.update_rule.updates
+        if self.on_policy and updates > 1:
+            yield (
+                f"{name} allows one update per rollout, not {updates}: after the first, the samples are off-policy. Set "
+                "update_rule=GradientSteps(1, 1), or a ratio and a gate such as Clip()"
+            )
+        if self.on_policy and ratio is not None:
+            yield (
+                f"{name} ignores the ratio, and ratio is {type(ratio).__name__}: set ratio=None, or a gate such as Importance()"
+            )
+        if not self.on_policy and ratio is None:
+            yield f"{name} needs a ratio, and ratio is None: set ratio=Token() or Sequence()"
+        if self.requires_token_ratio and not (ratio is not None and ratio.per_token):
+            yield f"{name} needs per-token ratios, and ratio is {type(ratio).__name__}: set ratio=Token()"
+        if self.on_policy and algorithm.old_policy == "sampler":
+            yield (
+                f"old_policy='sampler' puts the sampler into the ratio, which {name} ignores: use "
+                "'learner', which corrects stale samples by TruncatedIS(), or set ratio=Token() and gate=Importance()"
+            )
 
     @abstractmethod
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -153,8 +202,10 @@ class Correction(Part):
     """True if the factor depends on Ψ, so that it does nothing where Ψ is always 0."""
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        name = type(self).__name__
+        if self.corrects_sampler and algorithm.old_policy == "sampler":
+            yield f"{name} corrects for π_old/μ, which old_policy='sampler' makes 1: set corrections=(), or use 'learner'"
         if self.reads_psi and algorithm.has_zero_advantage:
-            name = type(self).__name__
             yield f"{name} reads Ψ, which {algorithm.name} has at 0 everywhere: remove it, or use TruncatedIS() or MaskedIS()"
 
     @abstractmethod
@@ -182,6 +233,11 @@ class ObjectiveTerm(Part):
     a penalty."""
     mixture_weight: float = 0.0
     """μ in a mixture (1 − μ)·J + μ·term; the policy term keeps 1 minus the sum of these. 0: the term is simply added."""
+
+    @property
+    def final_mixture_weight(self) -> float:
+        """μ at the end of its schedule, for a term that has one."""
+        return self.mixture_weight
 
     def token_mask(self, batch: Batch) -> Tensor | None:
         """Return the tokens that the term and its denominators count, [B, T] or [B, 1] bool; None for all."""
@@ -220,6 +276,14 @@ class LossTerm(ObjectiveTerm):
 class Shaping(Part):
     """Turns the task's score into the reward."""
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if "rewards" in algorithm.all_needs:
+            shaping = " and ".join(type(part).__name__ for part in algorithm.shaping)
+            yield (
+                f"the advantage reads the reward functions' separate rewards, which {shaping} would not change: set shaping=(), "
+                "make it a reward function, or add KLToReference() to terms"
+            )
+
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with a new `reward` or `token_reward`."""
@@ -235,11 +299,20 @@ class Filter(Part):
     refills: bool = False
     """True if another prompt is sampled for each group whose completions are all dropped. The filter is then not called, and
     dropped groups that could not be replaced get weight 0."""
+    chooses_by_reward: ClassVar[bool] = False
+    """True if the task's score decides which completions of a prompt the filter keeps."""
 
     excluded_examples: frozenset[int] = frozenset()
     """Prompts, by `Batch.example_id`, that a rollout must skip."""
     task_level: int | None = None
     """Difficulty of a rollout's prompts, counted from 0, for a task that has levels; None leaves it to the task."""
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if self.refills and "demonstration" in algorithm.all_needs:
+            yield (
+                f"{type(self).__name__} replaces groups of equal rewards before a demonstration joins them, which discards those "
+                "it would teach most: set DropZeroVariance(mode='drop'), or remove it"
+            )
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:

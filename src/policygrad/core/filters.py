@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from policygrad.core.masked import Groups
 from policygrad.core.metrics import Max, Mean, Metric, Metrics
 from policygrad.core.outputs import check_same_batch
 from policygrad.core.settings import COUNT, check_setting, choice, setting
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class DropZeroVariance(Filter):
     """With refill: surplus groups start the next step, and π_old/μ corrects for their older weights.
     False: they are discarded, and every sample is from the current policy."""
     uses_group_statistics: ClassVar[bool] = True
+    chooses_by_reward: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
@@ -91,6 +95,17 @@ class MaskTruncated(Filter):
 
     keep_in_statistics: bool = False
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if "bootstrap" in algorithm.all_needs:
+            yield "bootstrap=True needs truncated completions, and MaskTruncated masks them: remove it, or set bootstrap=False"
+        compared = {name for link in algorithm.advantage if link.uses_group_statistics for name in link.needs}
+        for name, units in (("turn_state", "turns"), ("step_end", "steps")):
+            if self.keep_in_statistics and name in compared:
+                yield (
+                    f"the advantage compares {units}, and a masked completion has none: set "
+                    "MaskTruncated(keep_in_statistics=False)"
+                )
+
     @property
     def formula(self) -> str:
         return "truncated completions are masked" + (", their rewards count" if self.keep_in_statistics else "")
@@ -129,6 +144,23 @@ class Downsample(Filter):
     seed: int = setting(0, "at least 0")
     """Seed of the random choice."""
     rollout = 0  # of the state; a field only of `FrozenDownsample`
+
+    @property
+    def chooses_by_reward(self) -> bool:  # type: ignore[override]
+        return self.by == "max_variance"
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if self is not algorithm.filters[-1]:
+            yield "Downsample chooses among the completions that the other filters keep: put it last in filters"
+        if "demonstration" in algorithm.all_needs:
+            yield "Downsample chooses among all completions of a prompt and could drop the demonstration: remove one of the two"
+
+    def find_sampling_conflicts(self, samples_per_prompt: int, temperature: float) -> Iterator[str]:
+        if self.keep > samples_per_prompt:
+            yield (
+                f"Downsample trains on {self.keep} samples per prompt, and there are {samples_per_prompt}: set "
+                f"samples_per_prompt to {self.keep} or more, or Downsample.keep to {samples_per_prompt} or less"
+            )
 
     @property
     def formula(self) -> str:
@@ -209,6 +241,13 @@ class Curriculum(Filter):
     """A filter that leaves batches unchanged and chooses the prompts of the next rollout."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"example_id"})
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if any(part.refills for part in algorithm.filters):
+            yield (
+                f"{type(self).__name__} learns pass rates from a step's groups, and a filter that refills removes some of them "
+                "first: set DropZeroVariance(mode='drop'), or remove one of the two"
+            )
 
     def __call__(self, batch: Batch) -> Batch:
         return batch

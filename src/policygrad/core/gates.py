@@ -7,19 +7,22 @@ A gate has a `weight` w and a `value`, the paper's objective per token, whose de
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from policygrad.core import masked
+from policygrad.core.advantages import ClassLabels
 from policygrad.core.base import Gate
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.masked import Groups
 from policygrad.core.precision import widen, widest_dtype
 from policygrad.core.ratios import (
     SELECTED,
+    Sequence,
     bounded_exp,
     covariance,
     require_policy_output,
@@ -27,6 +30,9 @@ from policygrad.core.ratios import (
 from policygrad.core.settings import check_setting, choice, setting
 from policygrad.core.terms import demonstration_mask, log_ratio
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 
 @dataclass(frozen=True)
@@ -442,6 +448,15 @@ class ClassificationWeight(Gate):
     tau: float = setting(0.5, "above 0 and finite")
     """τ: temperature of the logits s/τ."""
     requires_full_groups: ClassVar[bool] = True
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        links, ratio = algorithm.advantage, algorithm.ratio
+        if not links or not all(isinstance(link, ClassLabels) for link in links):
+            chain = ", ".join(type(link).__name__ for link in links) or "empty"
+            yield f"ClassificationWeight classifies samples by a label, and advantage is {chain}: set advantage=(ClassLabels(),)"
+        if ratio is not None and not isinstance(ratio, Sequence):
+            name = type(ratio).__name__
+            yield f"ClassificationWeight takes a completion's mean log-ratio, and ratio is {name}: set ratio=Sequence()"
 
     @property
     def formula(self) -> str:

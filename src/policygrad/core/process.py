@@ -6,8 +6,9 @@ read steps start a chain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,11 @@ from policygrad.core.batch import Batch
 from policygrad.core.gae import CompactTokens
 from policygrad.core.masked import Groups
 from policygrad.core.settings import setting
+from policygrad.core.shaping import KLInReward
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,17 @@ class ProcessReward(Advantage):
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if not self.outcome:  # nothing may read what does not enter Ψ
+            readers = [(part, "filters by") for part in algorithm.filters if part.chooses_by_reward]
+            for reader, does in [*readers, *((part, "shapes") for part in algorithm.shaping)]:
+                yield (
+                    f"{type(reader).__name__} {does} the outcome's reward, which ProcessReward(outcome=False) does not use: remove "
+                    "it, or set outcome=True"
+                )
+        if any(isinstance(part, KLInReward) for part in algorithm.shaping):
+            yield "ProcessReward reads rewards at step ends, and KLInReward puts one at every token: use KLToReference() in terms"
 
     @property
     def formula(self) -> str:

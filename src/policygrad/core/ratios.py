@@ -39,6 +39,8 @@ def bounded_expm1(x: Tensor) -> Tensor:
 class Token(Ratio):
     """r_t = π_θ(o_t)/π_old(o_t), per token. Source: Schulman et al. 2017 (PPO), eq. 6."""
 
+    per_token: ClassVar[bool] = True
+
     formula = "r_t = π_θ(o_t)/π_old(o_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from policygrad.core.kl_controllers import AdaptiveBeta, Rule
 from policygrad.core.metrics import Metric
 from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,13 @@ class KLInReward(AdaptiveBeta, Shaping):
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
         super().__post_init__()
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if algorithm.reference is not None and algorithm.reference.templates:
+            yield (
+                "KLInReward charges every completion, and π_ref with Reference.templates may not have read some: use "
+                "KLToReference() in terms, or set templates=()"
+            )
 
     @property
     def formula(self) -> str:

@@ -379,6 +379,8 @@ class ExactKLToReference(LossTerm):
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         yield from _find_uncorrected(self, algorithm)
+        if len({term.alpha for term in algorithm.terms if isinstance(term, ExactKLToReference)}) > 1:
+            yield "several ExactKLToReference have different alphas, and a pass computes one divergence: give all the same alpha"
 
     def token_mask(self, batch: Batch) -> Tensor | None:
         return _read_by_reference(batch)
@@ -463,6 +465,10 @@ class DemonstrationNLL(Term):
     @property
     def mixture_weight(self) -> float:  # type: ignore[override]
         return self.mu
+
+    @property
+    def final_mixture_weight(self) -> float:
+        return self.mu if self.final_mu is None else self.final_mu
 
     @property
     def formula(self) -> str:

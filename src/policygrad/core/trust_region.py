@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.settings import COUNT, choice, setting
 from policygrad.core.updates import CurvatureProblem, ShardedProblem, require_problem
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 DEFAULT_CRITIC_STEPS = 5  # critic updates per rollout where `TrustRegion.critic_steps` is None
 InnerProduct = Callable[[Tensor, Tensor], Tensor]  # ⟨a, b⟩ [] of two vectors [P]
@@ -105,6 +108,33 @@ class TrustRegion(UpdateRule):
             raise ConfigError(
                 f"TrustRegion.{changed[0]} has no effect with line_search=False: unset it, or set line_search=True"
             )
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if (selector := algorithm.token_selector) is not None:
+            yield (
+                f"{type(selector).__name__} selects tokens of one gradient step, and TrustRegion tries several: use "
+                "GradientSteps(), or remove it"
+            )
+        if algorithm.reward_model is not None:
+            yield "TrustRegion updates only the policy, not ImplicitReward: set update_rule=GradientSteps(), or reward_model=None"
+        if any("kl_ref" in term.forward_needs for term in algorithm.terms):
+            yield (
+                "TrustRegion evaluates candidate weights without evaluating the reference there: replace ExactKLToReference() by "
+                "KLToReference(form='r*k1')"
+            )
+        if self.line_search and algorithm.ratio is None:
+            yield (
+                "TrustRegion's line search compares the surrogate of several policies, which without a ratio is constant: "
+                "set ratio=Token() and gate=Importance(), or line_search=False"
+            )
+        if self.critic_steps is not None and algorithm.critic is None:
+            yield "TrustRegion.critic_steps needs a critic: unset it, or set critic=Critic()"
+        if algorithm.reference is not None and algorithm.reference.reset_optimizer:
+            yield "Reference(reset_optimizer=True) resets AdamW's moments, and TrustRegion has none: set reset_optimizer=False"
+        if "demonstration" in algorithm.all_needs:
+            yield "TrustRegion measures the policy's samples, not demonstrations: set update_rule=GradientSteps(), or remove them"
+        if algorithm.reads_observations:
+            yield "TrustRegion measures the policy's samples: set update_rule=GradientSteps(), or remove ObservationNLL()"
 
     @property
     def updates(self) -> int:

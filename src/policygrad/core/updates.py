@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
+from policygrad.core.kl_controllers import find_kl_penalties
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.settings import COUNT, setting
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 # What a learner provides to an update rule for one rollout or minibatch. `GradientProblem` suffices for gradient steps; the other
 # protocols are optional. Error messages name the class of the problem's attribute `learner`, if it has one.
@@ -109,6 +113,22 @@ class GradientSteps(UpdateRule):
         """K, the updates per rollout."""
         return self.epochs * self.minibatches
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if self.updates == 1 and (adapted := find_kl_penalties(algorithm)):
+            yield (
+                f"{type(adapted[0]).__name__}.target adapts β to a KL measured before each gradient step, which is 0 before the "
+                "only one: set update_rule=GradientSteps(epochs=4), or unset target"
+            )
+
+    def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        """In a custom loop the samples may be older than the policy, so that a penalty near π_old acts in a single step too."""
+        for term in algorithm.terms:
+            if self.updates == 1 and algorithm.old_policy == "learner" and term.constrained_kl == "kl_old":
+                yield (
+                    f"{type(term).__name__} keeps π_θ near π_old, and they are equal at a rollout's only gradient step: set "
+                    "update_rule=GradientSteps(epochs=4), old_policy='sampler' if samples may be stale, or remove it"
+                )
+
     @property
     def formula(self) -> str:
         if self.updates == 1:
@@ -143,6 +163,13 @@ class DualDescent(GradientSteps):
     def updates(self) -> int:
         """Maximum updates per rollout."""
         return self.rounds * self.epochs * self.minibatches
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if not find_kl_penalties(algorithm):
+            yield (
+                "DualDescent continues until the KL to the old policy is near a target, and no term has one: add "
+                "KLToOld(target=0.01) or ExactKLToOld(target=0.01) (algorithm ppo_penalty has one), or use GradientSteps()"
+            )
 
     @property
     def formula(self) -> str:

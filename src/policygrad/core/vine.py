@@ -6,20 +6,41 @@ quotient, so all its tokens must be in one micro-batch (`Gate.requires_full_grou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.advantages import reward_to_go
+from policygrad.core.aggregation import SequenceMean
 from policygrad.core.base import Advantage, Gate, Term
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.masked import Groups
 from policygrad.core.ratios import bounded_exp
 from policygrad.core.settings import setting
 from policygrad.core.terms import log_ratio
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
+
+# Batch fields of full completions, which a vine's rows are not.
+_COMPLETION_LEVEL = frozenset(
+    [
+        "values",
+        "bootstrap",
+        "baseline",
+        "step_end",
+        "token_reward",
+        "implicit_reward",
+        "turn_state",
+        "rewards",
+        "demonstration",
+        "observation",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,22 @@ class Vine(Advantage):
     distinct: bool = True
     starts_chain: ClassVar[bool] = True
     providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.vine:VineRows",)
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        for field in ("filters", "shaping"):
+            for part in getattr(algorithm, field):
+                yield f"Vine trains on single tokens, and {type(part).__name__} reads full completions: set {field}=()"
+        for field in sorted(algorithm.all_needs & _COMPLETION_LEVEL):
+            yield f"a part reads Batch.{field} of full completions, and Vine trains on single tokens within completions: remove it"
+        if algorithm.reference is not None and algorithm.reference.templates:
+            yield "Vine trains on single tokens, and Reference.templates are for full completions: set templates=()"
+
+    def find_sampling_conflicts(self, samples_per_prompt: int, temperature: float) -> Iterator[str]:
+        if temperature == 0:
+            yield (
+                "Vine compares several tokens of one state, and at temperature 0 only one is ever sampled: set "
+                "sampling.temperature above 0"
+            )
 
     @property
     def formula(self) -> str:
@@ -71,6 +108,17 @@ class SelfNormalised(Gate):
 
     formula = "r/m,  m = Σ_j ŵ_j r_j over the group's tokens"
 
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if not any(isinstance(term, SelfNormalisation) for term in algorithm.terms):
+            yield "SelfNormalised divides by a sum over the group, and no term has its derivative: set terms=(SelfNormalisation(),)"
+        if algorithm.corrections:
+            yield (
+                f"{type(algorithm.corrections[0]).__name__} would weight the tokens of a group only in SelfNormalised's numerator: "
+                "set corrections=(); old_policy='sampler' accounts for the sampler, also with stale weights"
+            )
+        if isinstance(algorithm.aggregation, SequenceMean):
+            yield "SelfNormalised weights a group's tokens itself, and SequenceMean by length: set aggregation=GroupTokenMean()"
+
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return _StateGroups.of(batch, ratio.dtype).normalised(ratio)
 
@@ -87,6 +135,10 @@ class SelfNormalisation(Term):
     """
 
     formula = "−(r/m)·L,  L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens"
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if not isinstance(algorithm.gate, SelfNormalised):
+            yield "SelfNormalisation is the derivative of SelfNormalised's normaliser, which is missing: set gate=SelfNormalised()"
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         state = _StateGroups.of(batch, psi.dtype)

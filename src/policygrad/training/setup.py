@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.validation import find_mixed_roles
+from policygrad.core.batch_checks import find_mixed_roles
 from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from typing import Any
 
 import tomli_w
 
-import policygrad
+from policygrad import parts
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import ROLES, frozen_problem
@@ -89,7 +89,7 @@ def algorithm_to_dict(algorithm: Algorithm) -> dict[str, Any]:
 
 def _part_to_dict(part: Any) -> dict[str, Any]:
     kind = type(part)
-    is_custom = getattr(policygrad, kind.__name__, None) is not kind
+    is_custom = getattr(parts, kind.__name__, None) is not kind
     out: dict[str, Any] = {"part": import_path(kind) if is_custom else kind.__name__}
     for f in fields(part):
         value = getattr(part, f.name)
@@ -117,8 +117,8 @@ def suggest_name(name: str, names: Iterable[str]) -> str:
 
 def list_parts(field: str | None = None) -> list[str]:
     """Return the class names of policygrad's parts, sorted; with `field`, those that fit this field of an algorithm."""
-    kinds = [(name, getattr(policygrad, name)) for name in policygrad.__all__]
-    places = [(name, _field_of(kind)) for name, kind in kinds if isinstance(kind, type) and kind is not Algorithm]
+    kinds = [(name, getattr(parts, name)) for name in parts.__all__]
+    places = [(name, _field_of(kind)) for name, kind in kinds if isinstance(kind, type)]
     return [name for name, place in places if (place == field if field else place is not None)]
 
 
@@ -152,7 +152,7 @@ def load_part_class(name: str, where: str, dotted: str) -> type:
             f"{where}: {dotted}: no part is called {name!r}: {suggest_name(name, names)}; a custom one is module:Class or "
             "file.py:Class"
         )
-    return getattr(policygrad, name)  # type: ignore[no-any-return]
+    return getattr(parts, name)  # type: ignore[no-any-return]
 
 
 def load_algorithm(name: str) -> Algorithm:
@@ -162,7 +162,7 @@ def load_algorithm(name: str) -> Algorithm:
         ConfigError: The name is unknown, the code cannot be imported, or the object is no algorithm.
     """
     if not is_user_reference(name):
-        kind = getattr(policygrad, name, None) if name in policygrad.__all__ else None
+        kind = getattr(parts, name) if name in parts.__all__ else None
         if isinstance(kind, type) and (field := _field_of(kind)):
             joined = f" Several are joined by commas: --algorithm.{field} FIRST,{name}" if ROLES[field].is_tuple else ""
             raise ConfigError(

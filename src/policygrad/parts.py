@@ -1,0 +1,58 @@
+"""The parts of the equation, and the algorithms composed of them: `from policygrad.parts import Clip, GRPO`."""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "policygrad.algorithms": (
+        "A2C ASTAR_PO ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO "
+        "GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO "
+        "MAGISTRAL MAXRL NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE "
+        "REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO "
+        "VINEPPO SPIRAL OPSD SDFT SDPO ECHO OTB"
+    ),
+    "policygrad.core.advantages": (
+        "RejectionSampling BatchMean BatchStd ClassLabels ConstantBaseline GreedyBaseline GroupMean GroupStd "
+        "LeaveOneOut OptimalBaseline OptimalValue DivideByGroupMean PassAtK RewardZScores RunningMean "
+        "TeacherLogRatio"
+    ),
+    "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
+    "policygrad.core.auxiliary": "Critic ImplicitReward Reference",
+    "policygrad.core.filters": (
+        "SeparateDemonstrations Downsample DropZeroVariance MaskTruncated MovingLevel NoPositiveResampling PassRateBand"
+    ),
+    "policygrad.core.gae": "GAE LengthAdaptiveGAE NStep Whiten",
+    "policygrad.core.gates": (
+        "Clip ClipCov DivergenceClip GammaKernel GeometricMean Importance LogClip OnPolicy PolicyShaping "
+        "SecondMomentFilter SigmoidGate TaperedImportance UnitWeight ClippedImportance FutureKL "
+        "ClassificationWeight"
+    ),
+    "policygrad.core.objective": "gate_weight",
+    "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
+    "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",
+    "policygrad.core.shaping": "KLInReward SoftOverlong",
+    "policygrad.core.terms": (
+        "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference "
+        "PositiveNLL ObservationNLL"
+    ),
+    "policygrad.core.trust_region": "TrustRegion",
+    "policygrad.core.turns": "BiLevelGAE GroupInGroup MultiTurnGAE TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn",
+    "policygrad.core.updates": "AdaptiveProblem CurvatureProblem DualDescent GradientSteps GradientProblem",
+    "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    """Import names on first use (PEP 562)."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'policygrad.parts' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
