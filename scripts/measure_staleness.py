@@ -1,4 +1,4 @@
-"""Held-out accuracy against `--max-staleness`, and the clock that it is for; writes docs/results/staleness.json and pipeline.json.
+"""Held-out accuracy and seconds per step against `--max-staleness`; writes docs/results/staleness.json and staleness-seconds.json.
 
 python scripts/measure_staleness.py [-- further options of `policygrad compare`, --jobs 2 say]
 python scripts/measure_staleness.py --clock [--model FOLDER] [--steps N]
@@ -8,10 +8,8 @@ docs/measured.md has found best for it, with π_old computed by the learner and 
 (`behaviour = recomputed`), and with the sampler's own probabilities as π_old and no correction (`behaviour = sampler`). Runs lie in
 comparisons/, and what is finished is not run again.
 
-The second trains with a llama.cpp server beside the learner at several values of staleness, with whole answers and in pieces (seven
-runs, in comparisons/clock/; those that are whole are not run again); the speeds of sampler and learner are fitted to the runs with
-staleness 0 alone, and `policygrad.planning.pipeline` is asked how long the others take. It wants a machine on which
-nothing else runs.
+The second trains with a llama.cpp server beside the learner at several values of staleness, with full completions and in chunks
+(seven runs, in comparisons/clock/; those that are complete are not run again). It needs a machine on which nothing else runs.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import argparse
 import json
 import shlex
 import shutil
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,47 +28,29 @@ import policygrad as pg
 from measure_algorithms import RESULTS, ROOT, WORK, written
 from policygrad.commands import STOPPED
 from policygrad.commands.compare import compare
-from policygrad.planning.pipeline import LearnerSpeed, Lengths, SamplerSpeed, Timeline, simulate
 from policygrad.samplers.config import SamplerConfig
-from staleness_model import (
-    find_best_staleness,
-    fit_learner_speed,
-    fit_sampler_speed,
-    resample_lengths,
-    smallest_sufficient,
-)
 
 MODEL, STEPS = "tiny", 24
 SETTINGS = ((0, 0), (1, 0), (2, 0), (0, 8), (1, 8), (2, 8), (4, 8))
-"""(staleness, tokens of a piece; 0 = whole answers). The first two without a piece and with one say how fast each is."""
+"""(staleness, tokens of a chunk; 0 = full completions)."""
 PARALLEL = 16
-WITHIN = 0.05
-"""What is as fast as the fastest, as a share."""
-LONG = 200
-"""Steps of a run that is only simulated, its lengths drawn from the measured ones."""
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One run."""
+class Seconds:
+    """Times of one run, over the steps that resemble those of a long run."""
 
-    lengths: list[list[int]]
-    """Tokens of each completion, per step."""
-    draws: list[float]
-    """Seconds that the rollout took, where it was alone."""
-    updates: list[float]
-    publishes: list[float]
     step: float
-    """Mean seconds of a step, evaluations and logs left out."""
-    waited: float
-    """Share of them in which the learner waited."""
-    idle: float
-    """Share of them in which nothing was drawn."""
+    """Mean seconds of a step, without evaluations and logs."""
+    learner_idle: float
+    """Fraction of them in which the learner waited."""
+    sampler_idle: float
+    """Fraction of them in which nothing was sampled."""
 
 
-def configured(model: str, steps: int, staleness: int, piece: int, folder: Path) -> pg.Run:
-    """The run of one setting."""
+def configure(model: str, steps: int, staleness: int, chunk_tokens: int, folder: Path) -> pg.Run:
+    """Return the run of one setting."""
     return pg.Run(
         algorithm=pg.get_algorithm("grpo"),
         model=model,
@@ -79,98 +58,44 @@ def configured(model: str, steps: int, staleness: int, piece: int, folder: Path)
         max_staleness=staleness,
         prompts_per_step=32,
         samples_per_prompt=8,
-        sampler=SamplerConfig(engine="llama_cpp", threads=1, max_concurrency=PARALLEL, chunk_tokens=piece),
+        sampler=SamplerConfig(engine="llama_cpp", threads=1, max_concurrency=PARALLEL, chunk_tokens=chunk_tokens),
         evaluation=pg.EvaluationConfig(problems=0),
-        output=str(folder / f"{Path(model).name}-{steps}-steps-staleness-{staleness}-piece-{piece}"),
+        output=str(folder / f"{Path(model).name}-{steps}-steps-staleness-{staleness}-piece-{chunk_tokens}"),
     )
 
 
-def run(made: pg.Run, train: Callable[..., object] = pg.train) -> Seen:
-    """Trains, unless that was done before; what was broken off begins anew, since a clock has to go through. train: tests hand in
-    another."""
-    assert made.output is not None
-    output = Path(made.output)
+def train_once(run: pg.Run, train: Callable[..., object] = pg.train) -> Seconds:
+    """Train, unless that was done before, and return the times. An interrupted run starts again: its seconds would not count.
+
+    Args:
+        train: Tests pass another one.
+    """
+    assert run.output is not None
+    output = Path(run.output)
     if not (output / "result.json").exists():
-        train(made, display=True, overwrite=(output / "run.toml").exists())
-    metrics, completions = (_rows(output / name) for name in ("metrics.jsonl", "completions.jsonl"))
-    return seen([row for row in metrics if row["step"]], completions, made.max_staleness)
+        train(run, display=True, overwrite=(output / "run.toml").exists())
+    return read_seconds([row for row in _rows(output / "metrics.jsonl") if row["step"]], run.max_staleness)
 
 
-def seen(metrics: Sequence[Row], completions: Sequence[Row], staleness: int = 0) -> Seen:
-    """Measurements from a run's logs, over the steps that resemble those of a long run, as in `Timeline.steady_state`."""
-    lengths = [[row["tokens"] for row in completions if row["step"] == m["step"]] for m in metrics]
-    draws = [m["time/rollout"] for m in metrics]
-    publishes = [m["publication/seconds"] for m in metrics]
-    updates = [m["time/update"] - p for m, p in zip(metrics, publishes, strict=True)]
-    later = metrics[1 : len(metrics) - staleness] or metrics
-    seconds = sum(m["time/rollout"] + m["time/update"] for m in later)
-    idle = sum(m.get("time/sampler_idle", m["time/update"]) for m in later)
-    waited = sum(m["time/rollout"] for m in later)
-    return Seen(lengths, draws, updates, publishes, seconds / len(later), waited / seconds, idle / seconds)
+def read_seconds(metrics: Sequence[Row], staleness: int = 0) -> Seconds:
+    """Return a run's times without its first step and the last ones, during which nothing is left to sample; over all steps of
+    a run that has no others."""
+    steady = metrics[1 : len(metrics) - staleness] or metrics
+    seconds = sum(m["time/rollout"] + m["time/update"] for m in steady)
+    learner_idle = sum(m["time/rollout"] for m in steady)
+    sampler_idle = sum(m.get("time/sampler_idle", m["time/update"]) for m in steady)
+    return Seconds(seconds / len(steady), learner_idle / seconds, sampler_idle / seconds)
 
 
-def speeds(alone: Seen) -> tuple[SamplerSpeed, LearnerSpeed]:
-    """Of a run in which each waits for the other, fitted to its steps from the second on, since the first one warms up."""
-    later = slice(1, None) if len(alone.lengths) > 1 else slice(None)
-    lengths, draws, updates = (x[later] for x in (alone.lengths, alone.draws, alone.updates))
-    return (
-        fit_sampler_speed(lengths, draws, PARALLEL),
-        fit_learner_speed(lengths, updates, statistics.median(alone.publishes[later])),
-    )
-
-
-def predicted(lengths: Sequence[Lengths], alone: Seen, staleness: int, piece: int) -> Timeline:
-    sampler, learner = speeds(alone)
-    return simulate(lengths, sampler, learner, staleness, in_flight=piece > 0)
-
-
-def measure(model: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Every setting: what was seen and what was predicted from the run of staleness 0 with the same pieces."""
-    runs = dict[tuple[int, int], Seen]()
-    for number, (staleness, piece) in enumerate(SETTINGS, 1):
-        message = f"answers in pieces of {piece} tokens" if piece else "whole answers"
-        print(f"run {number} of {len(SETTINGS)}: {steps} steps, staleness {staleness}, {message}", flush=True)
-        runs[staleness, piece] = run(configured(model, steps, staleness, piece, folder))
-    return compared(model, steps, runs)
-
-
-def compared(model: str, steps: int, runs: Mapping[tuple[int, int], Seen]) -> dict[str, Any]:
-    """Every setting that was run: what was seen and what is predicted."""
+def measure(model: str, steps: int, folder: Path, train: Callable[..., object] = pg.train) -> dict[str, Any]:
+    """Return the times of every setting."""
     rows = []
-    for (staleness, piece), found in runs.items():
-        alone = runs[(0, piece)]
-        reported = predicted(alone.lengths, alone, staleness, piece)
-        rows.append(
-            {
-                "staleness": staleness,
-                "piece": piece,
-                "seen": {"step": found.step, "learner_idle": found.waited, "sampler_idle": found.idle},
-                "predicted": {
-                    "step": reported.step_seconds,
-                    "learner_idle": reported.learner_idle,
-                    "sampler_idle": reported.sampler_idle,
-                },
-            }
-        )
-    pieces = [row for row in rows if row["piece"]]
-    return {
-        "model": model,
-        "steps": steps,
-        "rows": rows,
-        "enough": {
-            kind: pieces[smallest_sufficient([row[kind]["step"] for row in pieces], tolerance=WITHIN)]["staleness"]
-            for kind in ("seen", "predicted")
-        },
-        "best": {str(piece): best(runs[0, piece], piece) for piece in sorted({piece for _, piece in runs})},
-        "speeds": {str(p): [asdict(x) for x in speeds(runs[0, p])] for p in sorted({piece for _, piece in runs})},
-    }
-
-
-def best(alone: Seen, piece: int) -> int:
-    """The smallest staleness that is as fast as any, of a long run with lengths like these."""
-    lengths = [n for rollout in alone.lengths for n in rollout]
-    rollouts = resample_lengths(lengths, LONG, len(lengths) // len(alone.lengths))
-    return find_best_staleness(rollouts, *speeds(alone), in_flight=piece > 0, tolerance=WITHIN)
+    for number, (staleness, chunk_tokens) in enumerate(SETTINGS, 1):
+        text = f"chunks of {chunk_tokens} tokens" if chunk_tokens else "full completions"
+        print(f"run {number} of {len(SETTINGS)}: {steps} steps, staleness {staleness}, {text}", flush=True)
+        seconds = train_once(configure(model, steps, staleness, chunk_tokens, folder), train)
+        rows.append({"staleness": staleness, "chunk_tokens": chunk_tokens, **asdict(seconds)})
+    return {"model": model, "steps": steps, "rows": rows}
 
 
 def _rows(file: Path) -> list[Row]:
@@ -230,7 +155,7 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     called = shlex.join(["python", "scripts/measure_staleness.py", *args])
     if chosen.clock:
         found = measure(chosen.model or MODEL, chosen.steps or STEPS, work / "clock") | {"measured_by": called}
-        (results / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (results / "staleness-seconds.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return 0
     folder = work / "staleness"
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) and Path.cwd() == ROOT else folder

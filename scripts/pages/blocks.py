@@ -13,8 +13,10 @@ from typing import Any
 from check_extras import read_extras
 from pages.markdown import Data, block, load, page, table
 from pages.measured import DARK, STYLE
+from policygrad.commands import COMMANDS
 from policygrad.commands.foreign_options import load_foreign_options
-from policygrad.commands.json_schemas import LINES, OUTPUTS, load_type, to_schema
+from policygrad.commands.json_output import Error
+from policygrad.commands.json_schemas import is_event_stream, load_outputs, to_schema
 from policygrad.tasks.benchmarks import load_benchmarks
 from policygrad.trackers.glossary import load_glossary
 from stress_engines import KINDS
@@ -559,35 +561,39 @@ def gpu_block() -> str:
     )
 
 
-JSON_ABOUT = (
-    "What each command prints under `--json`. Standard output carries JSON and nothing else: one object, or for "
-    f"{', '.join(f'`{name}`' for name in LINES)} one object per event, a line each. Progress and warnings, and what your "
-    "code or a child process prints, go to standard error. Numbers that are not finite are null. An error is an object, "
-    "too, on standard output, beside the sentence on standard error; it is then the last line. `policygrad COMMAND "
-    "--json-schema` prints the JSON Schema of what is listed here. Fields may be added: ignore those that you do not know. "
-    "`completion` has no `--json`, since its output is a script. Exit codes: "
-    "[coding-agents.md](coding-agents.md#exit-codes)."
-)
-
-
 def json_page() -> str:
     """Write docs/json.md, from the schemas."""
     nested, sections = dict[str, Data](), list[str]()
-    by_forms: dict[tuple[str, ...], list[str]] = {}
-    for command, names in OUTPUTS.items():
-        by_forms.setdefault(names, []).append(command)
-    for names, commands in by_forms.items():
+    by_outputs: dict[tuple[Any, ...], list[str]] = {}
+    for command in COMMANDS:
+        if outputs := load_outputs(command):
+            by_outputs.setdefault(outputs, []).append(command)
+    for outputs, commands in by_outputs.items():
         title = ", ".join(f"`{command}`" for command in commands)
-        forms = [_json_form(to_schema(load_type(name)), nested) for name in names]
+        forms = [_json_form(to_schema(kind), nested) for kind in outputs]
         sections.append("\n\n".join([f"## {title}", *forms]))
-    error = _json_form(to_schema(load_type("policygrad.commands.json_schemas:Error")), nested)
+    error = _json_form(to_schema(Error), nested)
     shared = list[str]()
     done = set[str]()
     while todo := [name for name in nested if name not in done]:  # which may name further ones
         done |= {*todo}
         shared += [_json_form(nested[name], nested) for name in todo]
     return page(
-        "# JSON", JSON_ABOUT, f"## An error\n\n{error}", *sections, "\n\n".join(["## Types named above", *shared])
+        "# JSON", describe_json(), f"## An error\n\n{error}", *sections, "\n\n".join(["## Types named above", *shared])
+    )
+
+
+def describe_json() -> str:
+    """Write the first paragraph of docs/json.md."""
+    streams = [name for name in COMMANDS if (outputs := load_outputs(name)) and is_event_stream(outputs)]
+    return (
+        "What each command prints under `--json`. Standard output carries JSON and nothing else: one object, or for "
+        f"{', '.join(f'`{name}`' for name in streams)} one object per event, a line each. Progress and warnings, and what your "
+        "code or a child process prints, go to standard error. Numbers that are not finite are null. An error is an object, "
+        "too, on standard output, beside the sentence on standard error; it is then the last line. `policygrad COMMAND "
+        "--json-schema` prints the JSON Schema of what is listed here. Fields may be added: ignore those that you do not know. "
+        "`completion` has no `--json`, since its output is a script. Exit codes: "
+        "[coding-agents.md](coding-agents.md#exit-codes)."
     )
 
 

@@ -20,18 +20,14 @@ the truncated ratio π_old/μ that corrects the difference to the sampler's weig
 WORDS = {"corrected": "the learner's, corrected", "uncorrected": "the sampler's"}
 CLOCK = """## Seconds
 
-`policygrad.planning.pipeline.simulate` predicts a run's time without the run, from the lengths of rollouts, the seconds that
-sampler and learner take, and the order of events of the training loop. A rollout's time is a constant, a part per round of the
-server (16 completions at a time) and a part per token; an update's is a constant and a part per token. They are fitted by least
-squares to the steps of the run with staleness 0 (once with full completions, once with chunks); nothing else is fitted. One
-llama.cpp server runs next to the learner, each with one thread. The first step, and the last K, during which nothing is left to
-sample, are left out."""
+One llama.cpp server, which generates 16 completions at a time, runs next to the learner, each with one thread.
+The first step, and the last K, during which nothing is left to sample, are left out."""
 
 
 def staleness_page(result: Data | None = None, clock: Data | None = None) -> str:
     """Return the page, from the committed reports unless others are given."""
     result = load("staleness") if result is None else result
-    clock = load("pipeline") if clock is None else clock
+    clock = load("staleness-seconds") if clock is None else clock
     scores = _scores(result) if result else [_missing("")]
     return page(INTRO, "## Scores", *scores, CLOCK, *(_clock(clock) if clock else [_missing(" --clock")]))
 
@@ -67,40 +63,15 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def _clock(clock: Data) -> list[str]:
-    head = (
-        "K",
-        "completions",
-        "s per step",
-        "predicted",
-        "error",
-        "learner waits",
-        "predicted",
-        "sampler waits",
-        "predicted",
-    )
-    body = [_line(row) for row in clock["rows"]]
-    errors = [abs(row["predicted"]["step"] / row["seen"]["step"] - 1) for row in clock["rows"] if row["staleness"]]
-    text = (
-        f"The largest error of a step's time at K > 0 is {max(errors):.0%}. The smallest K within 5 % of the fastest, with "
-        f"chunks: {clock['enough']['seen']} as measured, {clock['enough']['predicted']} as predicted. The best K up to 16 in a "
-        "simulated run of 200 steps with lengths sampled from the measured ones: "
-        + ", ".join(f"{k} {_answers(int(piece))}" for piece, k in clock["best"].items())
-        + "."
-    )
-    return [table(head, body), text, block(clock["measured_by"], "sh")]
-
-
-def _answers(piece: int) -> str:
-    return f"in chunks of {piece}" if piece else "full"
-
-
-def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    seen, report = row["seen"], row["predicted"]
-    return (
-        str(row["staleness"]),
-        _answers(row["piece"]),
-        f"{seen['step']:.2f}",
-        f"{report['step']:.2f}",
-        f"{report['step'] / seen['step'] - 1:+.0%}",
-        *(f"{side[name]:.0%}" for name in ("learner_idle", "sampler_idle") for side in (seen, report)),
-    )
+    head = ("K", "completions", "s per step", "learner waits", "sampler waits")
+    body = [
+        (
+            str(row["staleness"]),
+            f"in chunks of {row['chunk_tokens']}" if row["chunk_tokens"] else "full",
+            f"{row['step']:.2f}",
+            f"{row['learner_idle']:.0%}",
+            f"{row['sampler_idle']:.0%}",
+        )
+        for row in clock["rows"]
+    ]
+    return [table(head, body), block(clock["measured_by"], "sh")]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -40,6 +40,19 @@ class Finding:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
         }
+
+
+class FindingOutput(TypedDict):
+    """What was compared, and how it came out."""
+
+    subject: str
+    status: Literal["holds", "differs", "not checked"]
+    message: str
+    step: int | None
+    error: float | None
+    """Largest difference, relative to the largest number."""
+    factor: float | None
+    """The value over the expected one, where they differ by a factor."""
 
 
 def holds(

@@ -12,7 +12,7 @@ import pytest
 
 from doubles.engine_environment import make_environment
 from policygrad.commands import doctor
-from policygrad.commands.doctor import ABSENT, OK, PROBLEM, Check, examine_hub, examine_model, find_extras
+from policygrad.commands.doctor import ABSENT, OK, PROBLEM, MachineCheck, examine_hub, examine_model, find_extras
 
 RunCommand = Callable[..., tuple[int, str, str]]
 
@@ -22,7 +22,7 @@ def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ask_hub", lambda endpoint: "does not answer (ConnectError)")
 
 
-def find(findings: Any, name: str) -> Check:
+def find(findings: Any, name: str) -> MachineCheck:
     [found] = [finding for finding in findings if finding.name == name]
     return found
 
@@ -65,7 +65,7 @@ def test_keys_are_named_and_their_values_are_not(monkeypatch: pytest.MonkeyPatch
 def test_engine_is_found_in_the_environment_that_is_named(tmp_path: Path, run_command: RunCommand) -> None:
     environment = make_environment(tmp_path / "venv")
     findings = list(doctor.examine_engines(str(environment)))
-    assert find(findings, "vllm") == Check("Sampler", "vllm", f"vLLM 1.2 in {environment}")
+    assert find(findings, "vllm") == MachineCheck("Sampler", "vllm", f"vLLM 1.2 in {environment}")
     assert find(findings, "sglang").remedy.startswith("`policygrad engine install sglang --into DIR`")
     code, _, message = run_command("doctor", "--python", str(tmp_path))
     assert (code, "is no Python" in message) == (2, True)

@@ -171,7 +171,7 @@ def test_what_cannot_be_planned_is_refused_with_a_remedy(run_command: Any, argv:
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
-    result = loaded("import policygrad.planning.render, policygrad.planning.planner, policygrad.planning.pipeline")
+    result = loaded("import policygrad.planning.render, policygrad.planning.planner")
     assert "policygrad.planning.planner" in result
     assert not {"torch", "tyro", "transformers", "numpy", "jinja2", "policygrad.core"} & result
 

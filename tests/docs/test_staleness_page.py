@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import measure_staleness
-import measure_staleness as clocked
+import policygrad as pg
 from doubles.comparison import StubRunner, plan, row
 from pages import staleness
 from policygrad.commands.compare import build_rows
@@ -59,66 +59,53 @@ def test_a_caller_of_compare(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "staleness.html").read_text() == "page"
 
 
-def steps(staleness: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The logs of three steps of two completions: 10 tokens, drawn in 1 s, learned in 0.5 s, published in 0.25 s."""
-    metrics = [
-        {"step": k, "time/rollout": 1.0 if not staleness else 0.5, "time/update": 0.75, "publication/seconds": 0.25}
+def steps(staleness: int) -> list[dict[str, Any]]:
+    """The metrics of three steps: sampled in 1 s, learned in 0.5 s, published in 0.25 s."""
+    return [
+        {"step": k, "time/rollout": 1.0 if not staleness else 0.5, "time/update": 0.75}
         | ({"time/sampler_idle": 0.2} if staleness else {})
         for k in (1, 2, 3)
     ]
-    return metrics, [{"step": k, "tokens": n} for k in (1, 2, 3) for n in (6, 4)]
 
 
-def test_what_is_read_off_a_run() -> None:
-    alone, beside = clocked.seen(*steps(0)), clocked.seen(*steps(1))
-    assert alone.lengths == [[6, 4]] * 3
-    assert (alone.step, alone.waited, alone.idle) == (1.75, 1 / 1.75, 0.75 / 1.75)
-    assert (beside.step, beside.waited, beside.idle) == (1.25, 0.5 / 1.25, pytest.approx(0.2 / 1.25))
-    sampler, learner = clocked.speeds(alone)
-    assert sampler([6, 4]) == pytest.approx(1.0)
-    assert learner([6, 4]) == pytest.approx(0.5)
-    assert learner.publish == 0.25
-    reported = clocked.predicted(alone.lengths, alone, 0, 0)
-    assert reported.step_seconds == pytest.approx(alone.step)
-    assert clocked.predicted(alone.lengths, alone, 1, 0).step_ends[0] == pytest.approx(1.0 + 1.0 + 0.25)
+def test_times_are_read_from_the_metrics_of_a_run() -> None:
+    alternating, overlapping = measure_staleness.read_seconds(steps(0)), measure_staleness.read_seconds(steps(1))
+    assert alternating == measure_staleness.Seconds(1.75, 1 / 1.75, 0.75 / 1.75)
+    assert overlapping == measure_staleness.Seconds(1.25, 0.5 / 1.25, pytest.approx(0.2 / 1.25))
 
 
-def test_the_last_steps_are_left_out_beside_which_nothing_is_left_to_draw() -> None:
-    metrics, completions = steps(1)
+def test_the_last_steps_are_left_out_during_which_nothing_is_left_to_sample() -> None:
+    metrics = steps(1)
     metrics[-1] |= {"time/rollout": 0.0, "time/sampler_idle": 0.75}
-    assert clocked.seen(metrics, completions, 1).step == 1.25
-    assert clocked.seen(metrics, completions).step == 1.0
-    assert clocked.seen(metrics, completions, 3).step == pytest.approx(3.25 / 3)  # a short run: all
+    assert measure_staleness.read_seconds(metrics, 1).step == 1.25
+    assert measure_staleness.read_seconds(metrics).step == 1.0
+    assert measure_staleness.read_seconds(metrics, 3).step == pytest.approx(3.25 / 3)  # a short run: all
 
 
-def test_a_clock_that_was_broken_off_begins_anew_and_what_is_whole_is_read(tmp_path: Path) -> None:
-    made = clocked.configured("tiny", 3, 2, 8, tmp_path)
-    assert (made.max_staleness, made.sampler.chunk_tokens, made.sampler.max_concurrency) == (2, 8, clocked.PARALLEL)
+def test_an_interrupted_run_starts_again_and_a_complete_one_is_read(tmp_path: Path) -> None:
+    run = measure_staleness.configure("tiny", 3, 2, 8, tmp_path)
+    assert (run.max_staleness, run.sampler.chunk_tokens) == (2, 8)
+    assert run.sampler.max_concurrency == measure_staleness.PARALLEL
     calls = list[bool]()
 
-    def train(run: object, *, display: bool, overwrite: bool) -> None:
-        folder = Path(str(made.output))
+    def train(run: pg.Run, *, display: bool, overwrite: bool) -> None:
+        folder = Path(str(run.output))
         folder.mkdir(exist_ok=True)
-        metrics, completions = steps(2)
-        for name, rows in (("metrics", [{"step": 0}, *metrics]), ("completions", completions)):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"step": 0}, *steps(2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "run.toml").touch()
         calls.append(overwrite)
-        if len(calls) == 2:
+        if len(calls) >= 2:
             (folder / "result.json").write_text("{}")
 
-    found = [clocked.run(made, train) for _ in range(3)]
+    seconds = [measure_staleness.train_once(run, train) for _ in range(3)]
     assert calls == [False, True]
-    assert found[0] == found[2]
-    assert found[0].step == 1.25
-    runs = dict.fromkeys(clocked.SETTINGS, found[0])
-    reported = clocked.compared("tiny", 3, runs)
-    assert [(row["staleness"], row["piece"]) for row in reported["rows"]] == list(clocked.SETTINGS)
-    assert reported["best"].keys() == reported["speeds"].keys() == {"0", "8"}
-    assert (
-        "not measured"
-        not in staleness.staleness_page({}, reported | {"measured_by": "python y"}).partition("## Seconds")[2]
-    )
+    assert seconds[0] == seconds[2]
+    assert seconds[0].step == 1.25
+    result = measure_staleness.measure("tiny", 3, tmp_path, train)
+    assert [(row["staleness"], row["chunk_tokens"]) for row in result["rows"]] == list(measure_staleness.SETTINGS)
+    page = staleness.staleness_page({}, result | {"measured_by": "python y"})
+    assert "Not measured yet" not in page.partition("## Seconds")[2]
 
 
 def test_the_page(tmp_path: Path) -> None:
@@ -129,13 +116,9 @@ def test_the_page(tmp_path: Path) -> None:
     found = build_report(made, ComparisonRun(made, tmp_path, runner, 1, lambda text: None).run()).to_dict() | {
         "measured_by": "python x"
     }
-    speed = {"step": 2.0, "learner_idle": 0.5, "sampler_idle": 0.25}
+    speed = {"learner_idle": 0.5, "sampler_idle": 0.25}
     clock = {
-        "rows": [
-            {"staleness": k, "piece": 0, "seen": speed, "predicted": speed | {"step": 2.0 + 0.1 * k}} for k in (0, 1)
-        ],
-        "enough": {"seen": 0, "predicted": 1},
-        "best": {"0": 1, "8": 2},
+        "rows": [{"staleness": k, "chunk_tokens": 8 * k, "step": 2.0 + 0.1 * k} | speed for k in (0, 1)],
         "measured_by": "python y",
     }
     text = staleness.staleness_page(found, clock)
@@ -144,7 +127,5 @@ def test_the_page(tmp_path: Path) -> None:
     cells = [cell.strip() for cell in corrected.split("|")[3:-1]]
     assert [cell == "–" for cell in cells] == [False, True, True, False, True, True]
     assert float(cells[0].split()[0]) > float(cells[3].split()[0]) > 0.7
-    assert "| 1 | full | 2.00 | 2.10 | +5% | 50% | 50% | 25% | 25% |" in text
-    assert "0 as measured, 1 as predicted" in text
-    assert "measured ones: 1 full, 2 in chunks of 8." in text
-    assert "is 5%" in text
+    assert "| 0 | full | 2.00 | 50% | 25% |" in text
+    assert "| 1 | in chunks of 8 | 2.10 | 50% | 25% |" in text

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, TimeModel, TokenCounts, Workload
+from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, SamplerSpeed, TimeModel, TokenCounts, Workload
 from policygrad.planning.hardware import DEVICES, Efficiency, parse_devices
 from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
 from policygrad.planning.planner import (
@@ -103,6 +103,28 @@ def test_drawing_by_hand() -> None:
     ) == pytest.approx(speed.startup + 5 * (speed.fixed + 2 * speed.per_completion))
 
 
+def test_a_completion_that_ends_makes_room_for_the_next() -> None:
+    speed = SamplerSpeed(fixed=1.0, per_completion=0.5, max_concurrency=2, startup=3.0)
+    # 4 and 1 together for one token (2 s), then the other three tokens of 4 beside 3 (3 · 2 s)
+    assert speed([4, 1, 3]) == 3.0 + 2.0 + 6.0
+    assert speed([4, 3, 1]) == 3.0 + 3 * 2.0 + 2.0
+    assert speed([0, 0]) == 3.0
+    assert SamplerSpeed(1.0, 0.5, 1, 3.0)([4, 1, 3]) == 3.0 + 8 * 1.5
+    for count, waves in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
+        assert SamplerSpeed(1.0, 0.0, 4)([6] * count) == 6.0 * waves
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.integers(1, 8), st.floats(0.25, 8), st.floats(0.25, 8))
+def test_concurrency_saves_rounds_and_no_tokens(lengths: list[int], limit: int, fixed: float, each: float) -> None:
+    """Each token costs the same at any concurrency. There are at least as many rounds as the longest completion has tokens and as
+    a full server takes, and at most as many as both together (Graham 1969)."""
+    assert SamplerSpeed(0.0, each, limit)(lengths) == pytest.approx(each * sum(lengths))
+    rounds = SamplerSpeed(1.0, 0.0, limit)(lengths)
+    assert max(max(lengths), sum(lengths) / limit) <= rounds + 1e-9
+    assert rounds <= max(lengths) + sum(lengths) / limit + 1e-9
+    assert SamplerSpeed(fixed, each, limit, 2.0)(lengths) == pytest.approx(2.0 + fixed * rounds + each * sum(lengths))
+
+
 @given(st.sampled_from(["bandwidth", "bf16", "link", "network"]), st.integers(0, 4), st.booleans())
 def test_a_better_device_is_never_slower(figure: str, power: int, apart: bool) -> None:
     gpus = 2 ** (power + 1)
@@ -131,15 +153,24 @@ def test_checkpointing_takes_a_pass_more() -> None:
     assert 1.2 < second / plain < 1.34
 
 
-def test_in_turns_a_step_is_the_sum_and_apart_the_longer() -> None:
-    alone = CapacityPlan(question(), ParallelLayout(8))
-    assert alone.timeline is None
-    assert alone.step_seconds == alone.step_times.total
-    apart = CapacityPlan(question(), ParallelLayout(8, samplers=4, max_staleness=1))
-    result = apart.step_times
-    assert apart.step_seconds == pytest.approx(max(result.generation, result.update) + result.publishing, rel=0.05)
+def test_alternating_phases_add_up_and_overlapping_ones_take_the_longer() -> None:
+    alternating = CapacityPlan(question(), ParallelLayout(8))
+    assert alternating.idle_fractions is None
+    assert alternating.step_seconds == alternating.step_times.total
+    ahead = CapacityPlan(question(), ParallelLayout(8, samplers=4, max_staleness=1))
+    times = ahead.step_times
+    assert times.generation > times.update
+    assert ahead.step_seconds == times.generation + times.publishing
+    assert ahead.idle_fractions == pytest.approx(
+        {
+            "learner": (times.generation - times.update) / ahead.step_seconds,
+            "sampler": times.publishing / ahead.step_seconds,
+        }
+    )
     lock = CapacityPlan(question(), ParallelLayout(8, samplers=4))
-    assert lock.step_seconds == pytest.approx(result.total - result.scoring + lock.step_times.scoring, rel=0.01)
+    assert lock.step_seconds == pytest.approx(times.total - times.scoring + lock.step_times.scoring)
+    assert lock.idle_fractions is not None
+    assert sum(lock.idle_fractions.values()) == pytest.approx(1)  # one of them waits at any time
 
 
 def test_samples_that_are_behind_are_read_once_more() -> None:

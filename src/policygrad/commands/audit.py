@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import tyro
 
 from policygrad.audit.findings import audit as audit_recording
 from policygrad.audit.findings import render_markdown, render_text
 from policygrad.audit.recording import join_ranks, read
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
+from policygrad.findings import FindingOutput
 from policygrad.training.config.run import optional_arg
 
 HELP = (
@@ -51,6 +52,15 @@ class AuditOptions:
                 raise ConfigError(f"--map {pair}: write THEIRS=OURS, such as --map resp_mask=mask")
 
 
+class AuditOutput(TypedDict):
+    """What reproduces a recording; exit code 1 if `agrees` is false."""
+
+    source: str
+    agrees: bool
+    findings: list[FindingOutput]
+
+
+@prints(AuditOutput)
 def audit(args: list[str]) -> int:
     """Run `policygrad audit FILE... [--map THEIRS=OURS] [--expect ALGORITHM] [--json | --markdown]`."""
     options = parse_arguments(AuditOptions, args, "audit", *HELP)

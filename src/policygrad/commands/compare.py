@@ -10,13 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands.json_output import print_json
-from policygrad.commands.json_schemas import PlannedCommand
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import (
     check_at_least_1,
     parse_arguments,
@@ -363,6 +362,33 @@ class CompareOptions:
             raise ConfigError("--resume continues a preregistered comparison as it began it; omit --preregistered")
 
 
+class PlannedCommand(TypedDict):
+    """A run of a comparison."""
+
+    row: str
+    seed: int
+    tuned_option: str
+    """Option that is tuned; empty if none is."""
+    best_of: list[float]
+    """A reported run of a tuned row takes the best of these values; `argv` has the first."""
+    argv: list[str]
+
+
+class PlannedCommands(TypedDict):
+    """--dry-run: every run's command."""
+
+    commands: list[PlannedCommand]
+
+
+class Preregistered(TypedDict):
+    """--preregister: the file that was written."""
+
+    preregistration: str
+    sha256: str
+    date: str
+
+
+@prints(ComparisonReport, PlannedCommands, Preregistered)
 def compare(args: list[str]) -> int:
     """Run `policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
     from policygrad import __version__

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, Literal, TypedDict
 from urllib.parse import urlsplit, urlunsplit
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError, PolicygradError, install_command
@@ -32,7 +32,9 @@ HELP = (
     "is sent anywhere, except that the hub is asked whether it answers.",
     "policygrad doctor --model Qwen3-0.6B  also tells whether a model can be trained here",
 )
-OK, ABSENT, PROBLEM = "ok", "--", "!!"
+OK: Final = "ok"
+ABSENT: Final = "--"
+PROBLEM: Final = "!!"
 """It works; it is not there, and only needed by what its line names; it does not work, or will fail."""
 MIN_SHM, MIN_DISK, MIN_FILES = 2**30, 10 * 2**30, 4096
 """Bytes of /dev/shm and of a disk, and open files, below which a run may fail."""
@@ -53,16 +55,24 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """One line."""
 
     group: str
     name: str
     value: str
-    status: str = OK
+    status: Literal["ok", "--", "!!"] = OK
+    """ok, -- absent, or !! a problem."""
     remedy: str = ""
 
 
+class DoctorOutput(TypedDict):
+    """The machine."""
+
+    findings: list[MachineCheck]
+
+
+@prints(DoctorOutput)
 def doctor(args: list[str]) -> int:
     """Run `policygrad doctor [options]`."""
     options = parse_arguments(DoctorOptions, args, "doctor", *HELP)
@@ -77,17 +87,17 @@ def doctor(args: list[str]) -> int:
     return 0
 
 
-def examine_machine() -> Iterator[Check]:
+def examine_machine() -> Iterator[MachineCheck]:
     """System, memory, disks, limits, the sandbox."""
-    yield Check(
+    yield MachineCheck(
         "Machine", "system", f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}, {platform.machine()}"
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Check("Machine", "processor", f"{cores} cores, {'bf16' if has_bf16() else 'no bf16'} products")
+    yield MachineCheck("Machine", "processor", f"{cores} cores, {'bf16' if has_bf16() else 'no bf16'} products")
     memory = read_meminfo()
     if memory:
         total, free = memory["MemTotal"], memory["MemAvailable"]
-        yield Check("Machine", "memory", f"{format_size(total)}, {format_size(free)} of it free")
+        yield MachineCheck("Machine", "memory", f"{format_size(total)}, {format_size(free)} of it free")
     shm = Path("/dev/shm")
     if shm.is_dir():
         yield _judge_room("/dev/shm", shm, MIN_SHM, "in a container: docker run --shm-size 8g, or --ipc=host")
@@ -97,14 +107,14 @@ def examine_machine() -> Iterator[Check]:
     try:
         with socket.socket() as free_port:
             free_port.bind(("127.0.0.1", 0))
-        yield Check("Machine", "ports", "servers can listen on 127.0.0.1")
+        yield MachineCheck("Machine", "ports", "servers can listen on 127.0.0.1")
     except OSError as error:
         remedy = "engines, judges and several learners need local ports: allow them to this user or container"
-        yield Check("Machine", "ports", f"none can be opened: {error}", PROBLEM, remedy)
+        yield MachineCheck("Machine", "ports", f"none can be opened: {error}", PROBLEM, remedy)
     yield _examine_sandbox()
 
 
-def examine_torch() -> Iterator[Check]:
+def examine_torch() -> Iterator[MachineCheck]:
     """Python, torch and its build, GPUs, precision, compilers, attention kernels."""
     import torch
 
@@ -112,14 +122,14 @@ def examine_torch() -> Iterator[Check]:
     from policygrad.utils.devices import choose_device, multiplies_in_bf16
 
     python = f"{platform.python_version()} in {_shorten(Path(sys.prefix))}"
-    yield Check("Learner", "python", python)
+    yield MachineCheck("Learner", "python", python)
     for package in ("policygrad", "transformers"):
-        yield Check("Learner", package, importlib.metadata.version(package))
+        yield MachineCheck("Learner", package, importlib.metadata.version(package))
     build = (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}" if torch.version.hip else ""
     )
     build = build or "for the CPU"
-    yield Check("Learner", "torch", f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads")
+    yield MachineCheck("Learner", "torch", f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads")
     count = torch.cuda.device_count()
     if not count:
         has_driver = shutil.which("nvidia-smi") is not None
@@ -130,7 +140,7 @@ def examine_torch() -> Iterator[Check]:
             if has_driver
             else "none: models of some million parameters learn on a CPU"
         )
-        yield Check("Learner", "gpu", value, PROBLEM if has_driver else ABSENT, remedy)
+        yield MachineCheck("Learner", "gpu", value, PROBLEM if has_driver else ABSENT, remedy)
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -138,22 +148,24 @@ def examine_torch() -> Iterator[Check]:
         value = f"{properties.name}, {format_size(total)}, {format_size(free)} of it free, {capability}"
         is_taken = free < total / 2
         remedy = "another process holds most of it: nvidia-smi names it" if is_taken else ""
-        yield Check("Learner", f"gpu {index}", value, PROBLEM if is_taken else OK, remedy)
+        yield MachineCheck("Learner", f"gpu {index}", value, PROBLEM if is_taken else OK, remedy)
     for kind, maker in (("xpu", "Intel"), ("mps", "Apple")):
         if getattr(torch, kind).is_available():
             remedy = f"--learner.device {kind} uses it, which was not tested on one"
-            yield Check("Learner", f"gpu {kind}", f"of {maker}", OK, remedy)
+            yield MachineCheck("Learner", f"gpu {kind}", f"of {maker}", OK, remedy)
     on_gpu = multiplies_in_bf16(choose_device())
     precision = "bf16, as the GPU multiplies in it" if on_gpu else "fp32"
-    yield Check("Learner", "--learner.dtype auto", precision)
+    yield MachineCheck("Learner", "--learner.dtype auto", precision)
     compiler = next(filter(shutil.which, COMPILERS), None)
     needed = "" if compiler else "it is needed by --learner.compile and by torch's own kernels: apt install g++"
-    yield Check("Learner", "C++ compiler", compiler or "none", OK if compiler else ABSENT, needed)
+    yield MachineCheck("Learner", "C++ compiler", compiler or "none", OK if compiler else ABSENT, needed)
     kernel = "scaled_dot_product_attention"
-    yield Check("Learner", "attention", f"FlexAttention where texts share prefixes, else {kernel}" if count else kernel)
+    yield MachineCheck(
+        "Learner", "attention", f"FlexAttention where texts share prefixes, else {kernel}" if count else kernel
+    )
 
 
-def examine_engines(python: str | None) -> Iterator[Check]:
+def examine_engines(python: str | None) -> Iterator[MachineCheck]:
     """Each engine: where it is, and which version.
 
     Args:
@@ -163,11 +175,11 @@ def examine_engines(python: str | None) -> Iterator[Check]:
     from policygrad.samplers.engines.registry import ENGINES, load_engine_class
 
     find_python(python)  # an error, if it is none
-    yield Check("Sampler", "local", "this process")
+    yield MachineCheck("Sampler", "local", "this process")
     for name in ENGINES:
         engine = load_engine_class(name)
         if importlib.util.find_spec("httpx") is None:
-            yield Check("Sampler", name, "its client needs httpx", ABSENT, install_command("engines"))
+            yield MachineCheck("Sampler", name, "its client needs httpx", ABSENT, install_command("engines"))
             continue
         installation = None
         for place in dict.fromkeys((python, None)):
@@ -177,56 +189,56 @@ def examine_engines(python: str | None) -> Iterator[Check]:
             remedy = (
                 f"`policygrad engine install {name} --into DIR`, then --python DIR here, --sampler.python DIR in a run"
             )
-            yield Check("Sampler", name, f"{engine.name} is not found", ABSENT, remedy)
+            yield MachineCheck("Sampler", name, f"{engine.name} is not found", ABSENT, remedy)
         else:
             environment = _shorten(Path(installation.python).parent.parent)
-            yield Check("Sampler", name, f"{engine.name} {installation.version} in {environment}")
+            yield MachineCheck("Sampler", name, f"{engine.name} {installation.version} in {environment}")
 
 
-def examine_packages() -> Iterator[Check]:
+def examine_packages() -> Iterator[MachineCheck]:
     """The extras of the package that are installed, and what installs each of the others."""
     extras = {extra: missing for extra, missing in find_extras().items() if extra not in ("dev", "docs")}
     installed = [extra for extra, missing in extras.items() if not missing]
-    yield Check("Extras", "installed", ", ".join(installed) or "none", OK if installed else ABSENT)
+    yield MachineCheck("Extras", "installed", ", ".join(installed) or "none", OK if installed else ABSENT)
     for extra, missing in extras.items():
         if missing:
-            yield Check("Extras", extra, f"without {', '.join(missing)}", ABSENT, install_command(extra))
+            yield MachineCheck("Extras", extra, f"without {', '.join(missing)}", ABSENT, install_command(extra))
     for plugin in list_plugins():
         yield _examine_plugin(plugin)
 
 
-def _examine_plugin(plugin: Plugin) -> Check:
-    """Check what another package adds, without importing it."""
+def _examine_plugin(plugin: Plugin) -> MachineCheck:
+    """MachineCheck what another package adds, without importing it."""
     name, what = f"{plugin.kind} {plugin.name}", f"{plugin.target} of {plugin.package}"
     if plugin.kind not in KINDS:
-        return Check("Plugins", name, f"{what}: it adds nothing, the kinds are {', '.join(KINDS)}", ABSENT)
-    return Check("Plugins", name, what)
+        return MachineCheck("Plugins", name, f"{what}: it adds nothing, the kinds are {', '.join(KINDS)}", ABSENT)
+    return MachineCheck("Plugins", name, what)
 
 
-def examine_hub(environment: Mapping[str, str]) -> Iterator[Check]:
+def examine_hub(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
     """Check whether models can be downloaded, which are here already, and which keys are set: their names, never their values."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     endpoint, shown = constants.ENDPOINT, hide_password(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE:
-        yield Check("Hub", shown, "not asked, as HF_HUB_OFFLINE is set", ABSENT, "unset it to download models")
+        yield MachineCheck("Hub", shown, "not asked, as HF_HUB_OFFLINE is set", ABSENT, "unset it to download models")
     else:
         answer = ask_hub(endpoint)
         remedy = "" if not answer else "models come from folders and the cache: --model DIR. HF_ENDPOINT names a mirror"
-        yield Check("Hub", shown, answer or "answers", ABSENT if answer else OK, remedy)
+        yield MachineCheck("Hub", shown, answer or "answers", ABSENT if answer else OK, remedy)
     cache = Path(constants.HF_HUB_CACHE)
     try:
         cached = scan_cache_dir(cache)
         value = f"{len(cached.repos)} repositories, {format_size(cached.size_on_disk)}"
     except (CacheNotFound, ValueError):
         value = "empty"
-    yield Check("Hub", "cache", f"{_shorten(cache)}: {value}")
+    yield MachineCheck("Hub", "cache", f"{_shorten(cache)}: {value}")
     names = [name for name in TOKENS if environment.get(name)]
-    yield Check("Hub", "keys that are set", ", ".join(names) or "none", OK if names else ABSENT)
+    yield MachineCheck("Hub", "keys that are set", ", ".join(names) or "none", OK if names else ABSENT)
 
 
-def examine_model(model: str) -> list[Check]:
+def examine_model(model: str) -> list[MachineCheck]:
     """Estimate whether a model can be trained by GRPO on this machine's device, and what to change if it cannot.
 
     A step has 128 completions of up to 1,792 tokens.
@@ -260,13 +272,13 @@ def examine_model(model: str) -> list[Check]:
     size = f"{shape.parameters / 1e9:.2f}B parameters in {layout.dtype}"
     need = f"{format_size(int(plan.peak_bytes))} of {format_size(int(plan.usable_bytes))} that can be used"
     if plan.fits:
-        return [Check("Model", shape.name, f"{size}: fits, {need}")]
+        return [MachineCheck("Model", shape.name, f"{size}: fits, {need}")]
     changes = "; ".join(change.description for change in suggest_changes(plan)) or "adapters, --learner.lora rank=16"
     remedy = f"{changes}. `policygrad plan --model {model}` has the details, and counts other devices"
-    return [Check("Model", shape.name, f"{size}: does not fit, {need}", PROBLEM, remedy)]
+    return [MachineCheck("Model", shape.name, f"{size}: does not fit, {need}", PROBLEM, remedy)]
 
 
-def format_findings(findings: list[Check], width: int) -> list[StyledLine]:
+def format_findings(findings: list[MachineCheck], width: int) -> list[StyledLine]:
     """Format the lines by group, each remedy below its line."""
     lines: list[StyledLine] = []
     names = max(len(finding.name) for finding in findings)
@@ -327,31 +339,33 @@ def has_bf16() -> bool:
     return has_bf16_products()
 
 
-def _judge_room(name: str, path: Path, least: int, remedy: str) -> Check:
+def _judge_room(name: str, path: Path, least: int, remedy: str) -> MachineCheck:
     free = shutil.disk_usage(path).free
     is_short = free < least
-    return Check("Machine", name, f"{format_size(free)} free", PROBLEM if is_short else OK, remedy if is_short else "")
+    return MachineCheck(
+        "Machine", name, f"{format_size(free)} free", PROBLEM if is_short else OK, remedy if is_short else ""
+    )
 
 
-def _examine_open_files() -> Check:
+def _examine_open_files() -> MachineCheck:
     try:
         import resource
     except ImportError:  # Windows
-        return Check("Machine", "open files", "no limit is known", ABSENT)
+        return MachineCheck("Machine", "open files", "no limit is known", ABSENT)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_short = soft < MIN_FILES
     remedy = f"ulimit -n {min(hard, 65536)}: engines and environments open one per connection" if is_short else ""
-    return Check("Machine", "open files", f"up to {soft:,}", PROBLEM if is_short else OK, remedy)
+    return MachineCheck("Machine", "open files", f"up to {soft:,}", PROBLEM if is_short else OK, remedy)
 
 
-def _examine_sandbox() -> Check:
+def _examine_sandbox() -> MachineCheck:
     from policygrad.sandbox.backends import find_backend
 
     try:
-        return Check("Machine", "sandbox for programs", find_backend().name)
+        return MachineCheck("Machine", "sandbox for programs", find_backend().name)
     except PolicygradError as error:
         reason, _, remedy = str(error).partition(". ")
-        return Check("Machine", "sandbox for programs", reason, ABSENT, remedy)
+        return MachineCheck("Machine", "sandbox for programs", reason, ABSENT, remedy)
 
 
 def _shorten(path: Path) -> str:

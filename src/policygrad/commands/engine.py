@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import tyro
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
@@ -121,6 +121,36 @@ class EngineOptions:
             raise ConfigError(f"a server of {engine.name} loads no weights over NCCL. Leave --weight-transport out.")
 
 
+class EngineCommand(TypedDict):
+    """The command that starts the server; without --print it is started after this line."""
+
+    environment: Mapping[str, str]
+    argv: list[str]
+
+
+class EngineInstalled(TypedDict):
+    """install: what was installed."""
+
+    engine: str
+    version: str
+    folder: str
+    train: list[str]
+    """The command of a run that uses it."""
+
+
+class EngineCheck(TypedDict):
+    """check: the server samples from the model."""
+
+    engine: str
+    url: str
+    model: str
+    tokens: int
+    """Tokens compared."""
+    difference: float
+    """Largest difference of log-probabilities, nats."""
+
+
+@prints(EngineCommand, EngineInstalled, EngineCheck)
 def engine(args: list[str]) -> int:
     """Run `policygrad engine ENGINE|check …`."""
     options = parse_arguments(EngineOptions, args, "engine", *HELP)

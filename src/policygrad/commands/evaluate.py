@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import (
     check_at_least_1,
     drop_trust_flag,
@@ -166,6 +166,69 @@ class EvalOptions:
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
 
 
+class Estimate(TypedDict):
+    """A value and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+_EvalPass = TypedDict("_EvalPass", {"pass": Mapping[str, float]})  # a keyword, so that a class cannot have it
+
+
+class EvalRow(_EvalPass):
+    """One model: mean@k, `pass` (k -> pass@k) and maj@k."""
+
+    model: str
+    task: str
+    eval_data: str | None
+    problems: int
+    samples: int
+    """Completions per problem, k."""
+    mean: float
+    """mean@k."""
+    stderr: float
+    """Its standard error over problems."""
+    majority: float
+    """maj@k."""
+    failed: int
+    """Completions without a reward."""
+    truncated: int
+    """Completions cut off."""
+    tokens: int
+    notes: list[str]
+
+
+class EvalBenchmarks(TypedDict):
+    """With --benchmark: an object for each, or with `list` what is known of each."""
+
+    benchmarks: list[Mapping[str, Any]]
+    """docs/known-benchmarks.md lists the fields."""
+
+
+_DifferencePass = TypedDict("_DifferencePass", {"pass": Mapping[str, Estimate]})
+
+
+class EvalDifference(_DifferencePass):
+    """The first model less another one, over the same problems."""
+
+    model: str
+    less: str
+    mean: Estimate
+    majority: Estimate
+
+
+class EvalModels(TypedDict):
+    """Several models."""
+
+    models: list[EvalRow]
+    differences: list[EvalDifference]
+    level: float
+    """Of the intervals."""
+
+
+@prints(EvalRow, EvalModels, EvalBenchmarks)
 def evaluate(args: list[str]) -> int:
     """Run `policygrad eval MODEL [MODEL …] [options]`."""
     options = parse_options(args)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import tyro
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.models.loading import check_hub_repo, push_to_hub
@@ -69,6 +69,16 @@ class ExportOptions:
             raise ConfigError("--output and --dtype are for --merge or --format gguf: add --merge or --format")
 
 
+class Exported(TypedDict):
+    """What was written."""
+
+    path: str
+    """The folder, or the GGUF file."""
+    url: str | None
+    """Where --push uploaded it."""
+
+
+@prints(Exported)
 def export(args: list[str]) -> int:
     """`policygrad export RUN [--merge [--output DIR]] [--push OWNER/NAME]`, or `… --format gguf [--output FILE]`."""
     options = parse_arguments(ExportOptions, args, "export", *HELP)

@@ -12,10 +12,23 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO, TypedDict
 
+Command = Callable[[list[str]], int]
+OUTPUTS: dict[Command, tuple[Any, ...]] = {}
+"""Types of what each command prints under --json, once its module is imported; see `prints`."""
 _reserved: TextIO | None = None
+
+
+def prints(*types: Any) -> Callable[[Command], Command]:
+    """Declare what a command prints under --json, as TypedDicts and dataclasses; `json_schemas` derives its schema from them."""
+
+    def declare(command: Command) -> Command:
+        OUTPUTS[command] = types
+        return command
+
+    return declare
 
 
 def requests_json(args: Sequence[str]) -> bool:
@@ -60,6 +73,23 @@ def print_json(value: object) -> None:
     # backslashreplace writes a lone surrogate as \udc80, which is JSON's escape for it, too
     stream.write(json.dumps(_to_plain(value), ensure_ascii=False, allow_nan=False) + "\n")
     stream.flush()
+
+
+class ErrorDetails(TypedDict):
+    """What failed."""
+
+    kind: str
+    """Class of the error, such as ConfigError; UsageError for options that cannot be parsed."""
+    message: str
+    """The sentence on standard error: option, value, reason and remedy."""
+    exit_code: int
+    """The command's exit code."""
+
+
+class Error(TypedDict):
+    """The last line of a command that fails."""
+
+    error: ErrorDetails
 
 
 def print_error(kind: str, message: str, exit_code: int) -> None:

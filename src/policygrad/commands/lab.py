@@ -11,10 +11,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import (
     check_at_least_1,
     check_writable,
@@ -231,6 +231,61 @@ class LabOptions:
             raise ConfigError(f"--base {self.base} needs a part to insert: --part MODULE:CLASS")
 
 
+class LabRow(TypedDict):
+    """An algorithm's estimator against the true gradient."""
+
+    name: str
+    on_policy: Mapping[str, Any]
+    off_policy: Mapping[str, Any]
+
+
+class LabFinding(TypedDict):
+    """A claim from the literature, measured."""
+
+    name: str
+    claim: str
+    holds: bool
+    sentence: str
+    numbers: Mapping[str, float | None]
+    error: float | None
+    """Standard error of the decisive number; null = exact."""
+    curves: Mapping[str, list[float | None]]
+
+
+class LabOutput(TypedDict):
+    """The measurements."""
+
+    world: str
+    parts: list[str]
+    group_size: int
+    off_policy_kl: float
+    seed: int
+    algorithms: list[LabRow]
+    findings: list[LabFinding]
+
+
+class LabExperiments(TypedDict):
+    """--list-experiments: name -> what it measures."""
+
+    experiments: Mapping[str, str]
+
+
+class ControlOutput(TypedDict):
+    """Training on a Gymnasium environment."""
+
+    env: str
+    algorithm: str
+    equation: Mapping[str, str]
+    settings: Mapping[str, Any]
+    seed: int
+    steps: int
+    """Environment steps."""
+    curve: list[Mapping[str, Any]]
+    evaluation: Mapping[str, Any]
+    """returns, mean, standard_error, greedy."""
+
+
+@prints(LabOutput, LabExperiments, ControlOutput)
 def lab(args: list[str]) -> int:
     """Run `policygrad lab` or `policygrad lab control`."""
     if args[:1] == ["control"]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -28,6 +28,7 @@ from policygrad.core.base import ObjectiveTerm, Part
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.fsdp.torchrun import resolve_world_size, torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
+from policygrad.trackers.events import Evaluation, EventTracker, Note, Phase, Started, Step
 from policygrad.training.config.paths import find_changed_options, is_own_config
 from policygrad.training.config.run import UncheckedRun, optional_arg
 from policygrad.training.config.serialization import from_dict, load_config
@@ -179,7 +180,6 @@ def run_training(
             print(text)
         return 0
     from policygrad.trackers import default_tracker
-    from policygrad.trackers.events import EventTracker
     from policygrad.training.run_folder import resolve_resume_folder
 
     module, _, function = trainer.partition(":")
@@ -194,6 +194,35 @@ def run_training(
         display=display,
     )
     return report_end(result, command, is_json=options.json)
+
+
+class Finished(TypedDict):
+    """The last line: the run is complete, or stopped and can be resumed."""
+
+    event: Literal["finished", "stopped"]
+    run: str
+    """The run's folder."""
+    steps: int
+    """Steps done."""
+    model: str | None
+    """Folder of the trained model; null if the run stopped."""
+    result: Mapping[str, Any] | None
+    """The content of result.json; null if the run stopped."""
+    resume: list[str] | None
+    """The command that continues a stopped run."""
+    exit_code: int
+
+
+class Configuration(TypedDict):
+    """--dry-run: the configuration, the only line."""
+
+    event: Literal["configuration"]
+    toml: str
+    """For --config."""
+
+
+RUN_EVENTS = (Started, Phase, Evaluation, Step, Note, Finished, Configuration)
+"""What a run prints under --json, an event each."""
 
 
 def report_end(result: Any, command: str, *, is_json: bool) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypedDict
 
 import tyro
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments, write_text_file
 from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
@@ -107,6 +108,29 @@ class PlanOptions:
             )
 
 
+class PlanOutput(TypedDict):
+    """The capacity plan."""
+
+    model: Mapping[str, Any]
+    device: Mapping[str, Any]
+    algorithm: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    efficiency: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    """fits, memory in bytes, seconds, tokens_per_second, gpu_hours, cost."""
+    gpus: list[Mapping[str, Any]]
+    """The same for other numbers of devices."""
+    changes: list[Mapping[str, Any]]
+    """The same for changed options, with `option` and `description`."""
+
+
+class Calibrated(TypedDict):
+    """--calibrate: the file that was written."""
+
+    calibration: str
+
+
+@prints(PlanOutput, Calibrated)
 def plan(args: list[str]) -> int:
     """Run `policygrad plan [ALGORITHM] [options]`."""
     if args and not args[0].startswith("-"):

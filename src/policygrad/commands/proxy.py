@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments
+from policygrad.commands.serve import ServerStopped, Serving
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg
 from policygrad.utils.http_limits import is_loopback
@@ -72,6 +73,7 @@ class ProxyOptions:
     """Print the address, and at the end that it stopped, as JSON lines (docs/json.md)."""
 
 
+@prints(Serving, ServerStopped)
 def proxy(args: list[str]) -> int:
     """Run `policygrad proxy [--model M] [--port P]`."""
     options = parse_arguments(ProxyOptions, args, "proxy", *HELP)

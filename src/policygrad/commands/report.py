@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import tyro
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import check_writable, parse_arguments, write_text_file
 from policygrad.compare.plan import PLAN_FILE as PLAN
 from policygrad.errors import ConfigError, RunError
@@ -53,6 +53,18 @@ class ReportOptions:
             raise ConfigError(f"--port must be from 0 to 65535, not {self.port}")
 
 
+class ReportOutput(TypedDict):
+    """The page."""
+
+    page: str | None
+    """The file that was written; null with --watch."""
+    url: str | None
+    """The live page of --watch."""
+    runs: list[str]
+    """The runs' folders."""
+
+
+@prints(ReportOutput)
 def report(args: list[str]) -> int:
     """Run `policygrad report RUN... [--output FILE | --watch]`."""
     options = parse_arguments(ReportOptions, args, "report", *HELP)

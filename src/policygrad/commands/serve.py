@@ -9,9 +9,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError, import_optional
 from policygrad.serve.config import ServeConfig
@@ -39,6 +39,23 @@ class ServeOptions(ServeConfig):
     """Print the address, and at the end that it stopped, as JSON lines (docs/json.md)."""
 
 
+class Serving(TypedDict):
+    """The server listens."""
+
+    event: Literal["serving"]
+    url: str
+    models: list[str]
+    api_key: str
+    """What clients set TINKER_API_KEY to, or a hint at it."""
+
+
+class ServerStopped(TypedDict):
+    """The server has stopped."""
+
+    event: Literal["stopped"]
+
+
+@prints(Serving, ServerStopped)
 def serve(args: list[str]) -> int:
     """Run `policygrad serve [--model M] [--port P]`."""
     options = parse_arguments(ServeOptions, args, "serve", *HELP)

@@ -7,17 +7,17 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import tyro
 
 import policygrad
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.catalog import CATALOG
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import (
     EQUATION,
@@ -255,6 +255,11 @@ class MatrixOptions:
             raise ConfigError(f"--width must be at least 40, not {self.width}")
 
 
+AlgorithmMatrix = Mapping[str, Mapping[str, Any]]
+"""Name -> its parts, with their settings."""
+
+
+@prints(AlgorithmMatrix)
 def algorithms(args: list[str]) -> int:
     """Run `policygrad algorithms [--json]`."""
     options = parse_arguments(MatrixOptions, args, "algorithms")
@@ -285,6 +290,65 @@ class ShowOptions:
     """Print one JSON object (docs/json.md)."""
 
 
+class ShowList(TypedDict):
+    """Without a name."""
+
+    kind: Literal["list"]
+    algorithms: Mapping[str, list[str]]
+    """Family -> names."""
+    parts: Mapping[str, list[str]]
+    """Field of an algorithm -> names."""
+
+
+class ShowAlgorithm(TypedDict):
+    """An algorithm."""
+
+    kind: Literal["algorithm"]
+    name: str
+    equation: Mapping[str, str]
+    """Symbol -> formula."""
+    parts: Mapping[str, Any]
+    """Field -> the part and its settings."""
+    info: Mapping[str, Any] | None
+    """Title, source, what it addresses, failure modes; null for your own."""
+
+
+class ShowPart(TypedDict):
+    """A part."""
+
+    kind: Literal["part"]
+    name: str
+    places: list[str]
+    """Fields of an algorithm that it fits."""
+    text: str
+    settings: Mapping[str, str]
+    """Setting -> its description."""
+    used_by: list[str]
+
+
+class ShowMetric(TypedDict):
+    """A metric."""
+
+    kind: Literal["metric"]
+    name: str
+    unit: str
+    text: str
+    interpretation: str
+
+
+class ShowBenchmark(TypedDict):
+    """A known benchmark: its data, prompt, sampling and graders, each with its source."""
+
+    kind: Literal["benchmark"]
+    name: str
+    title: str
+    repository: str
+    revision: str
+    sources: Mapping[str, str]
+    """Choice -> where it is written."""
+
+
+@prints(ShowList, ShowAlgorithm, ShowPart, ShowMetric, ShowBenchmark)
 def show(args: list[str]) -> int:
     """Run `policygrad show [NAME] [--json]`."""
     options = parse_arguments(ShowOptions, args, "show")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import HEAD, QUIET, StyledLine, get_page_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
@@ -56,6 +56,22 @@ class Skill:
     text: str  # of SKILL.md
 
 
+class SkillEntry(TypedDict):
+    """A guide."""
+
+    name: str
+    description: str
+    path: str | None
+    """The file that was written."""
+
+
+class SkillsOutput(TypedDict):
+    """The guides."""
+
+    skills: list[SkillEntry]
+
+
+@prints(SkillsOutput)
 def skills(args: list[str]) -> int:
     """Run `policygrad skills [--into [DIR]]`."""
     options = parse_arguments(SkillsOptions, complete_into(args), "skills", *HELP)

@@ -8,7 +8,9 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from policygrad.commands.foreign_options import reject_foreign_options
+from policygrad.commands.json_output import prints
 from policygrad.commands.options import (
+    RUN_EVENTS,
     CommandOptions,
     drop_trust_flag,
     list_help_flags,
@@ -81,6 +83,7 @@ SFT_HELP = (
 )
 
 
+@prints(*RUN_EVENTS)
 def sft(args: list[str]) -> int:
     """Run `policygrad sft --data FILE [options]`."""
     config, options = parse_supervised(SFTConfig, args, SFT_HELP)
@@ -93,6 +96,7 @@ REWARD_MODEL_HELP = (
 )
 
 
+@prints(*RUN_EVENTS)
 def reward_model(args: list[str]) -> int:
     """Run `policygrad reward-model --data FILE [options]`."""
     config, options = parse_supervised(RewardModelConfig, args, REWARD_MODEL_HELP)

@@ -15,7 +15,9 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.cluster.config import CLUSTER_OPTIONS, ClusterConfig
 from policygrad.commands.foreign_options import reject_foreign_options
+from policygrad.commands.json_output import prints
 from policygrad.commands.options import (
+    RUN_EVENTS,
     TYRO_REGISTRY,
     CommandOptions,
     apply_options,
@@ -119,6 +121,7 @@ class TrainOptions(CommandOptions):
         return None
 
 
+@prints(*RUN_EVENTS)
 def train(args: list[str]) -> int:
     """Run `policygrad train [ALGORITHM] [options]`."""
     run, command = parse_run(args)

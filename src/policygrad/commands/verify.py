@@ -7,13 +7,14 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypedDict
 
 import tyro
 
-from policygrad.commands.json_output import print_json
+from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
+from policygrad.findings import FindingOutput
 from policygrad.training.config.run import Run, optional_arg
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
@@ -49,6 +50,16 @@ class VerifyOptions:
     """Allow Python code in the model's folder or repository to run."""
 
 
+class VerifyOutput(TypedDict):
+    """The checks of a run; exit code 1 if one differs."""
+
+    run: str
+    status: Literal["holds", "differs", "not checked"]
+    summary: str
+    findings: list[FindingOutput]
+
+
+@prints(VerifyOutput)
 def verify(args: list[str]) -> int:
     """Run `policygrad verify RUN [--steps N,N] [--json]`."""
     options = parse_arguments(VerifyOptions, args, "verify", *HELP)

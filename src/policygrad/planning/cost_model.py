@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
@@ -11,7 +12,6 @@ from math import ceil
 from policygrad.errors import ConfigError
 from policygrad.planning.hardware import Device, Efficiency
 from policygrad.planning.model_shapes import ModelShape
-from policygrad.planning.pipeline import SamplerSpeed
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 MICRO_TOKENS = 16384  # tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`
@@ -358,6 +358,35 @@ class StepTimes:
     def total(self) -> float:
         """All phases in sequence."""
         return self.generation + self.update + self.publishing
+
+
+@dataclass(frozen=True)
+class SamplerSpeed:
+    """Seconds of a sampler: one token for each of n completions takes `fixed` + n · `per_completion`.
+
+    The weights are read once per token, and every completion's cache once. At most `max_concurrency` completions are generated at
+    a time; when one ends, the next starts.
+    """
+
+    fixed: float
+    per_completion: float
+    max_concurrency: int
+    startup: float = 0.0  # seconds of a rollout before its first token
+
+    def __call__(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of a rollout whose completions have these tokens, in the order of the requests."""
+        waiting = [n for n in reversed(lengths) if n > 0]
+        running = list[int]()  # the token count at which each will end
+        position, seconds = 0, self.startup
+        while waiting or running:
+            while waiting and len(running) < self.max_concurrency:
+                heapq.heappush(running, position + waiting.pop())
+            tokens = running[0] - position
+            seconds += tokens * (self.fixed + len(running) * self.per_completion)
+            position = running[0]
+            while running and running[0] == position:
+                heapq.heappop(running)
+        return seconds
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from policygrad.planning.cost_model import (
 )
 from policygrad.planning.hardware import DEVICES, Device, Efficiency
 from policygrad.planning.model_shapes import ModelShape
-from policygrad.planning.pipeline import LearnerSpeed, SamplerSpeed, Timeline, simulate
 
-SIMULATED_STEPS = 64  # steps simulated for disaggregated samplers
 MAX_SPLITS = 16  # maximum number of device splits to try
 
 
@@ -66,18 +64,23 @@ class CapacityPlan:
             return None
         return cost_model.sampler_memory(q.shape, q.workload, self.layout, q.device)
 
-    @cached_property
-    def timeline(self) -> Timeline | None:
-        """Simulated steps of disaggregated samplers and learners, with equal rollouts; None if devices alternate."""
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from one step's end to the next. Samplers that may run ahead work during an update, not while weights
+        are published."""
+        times = self.step_times
+        if self.layout.is_disaggregated and self.layout.max_staleness:
+            return max(times.generation, times.update) + times.publishing
+        return times.total
+
+    @property
+    def idle_fractions(self) -> dict[str, float] | None:
+        """Fractions of a step in which learners and samplers wait; None if devices alternate."""
         if not self.layout.is_disaggregated:
             return None
         times = self.step_times
-        sampler, learner = SamplerSpeed(times.generation, 0.0, 1), LearnerSpeed(times.update, 0.0, times.publishing)
-        return simulate([(1,)] * SIMULATED_STEPS, sampler, learner, self.layout.max_staleness)
-
-    @property
-    def step_seconds(self) -> float:
-        return self.step_times.total if self.timeline is None else self.timeline.step_seconds
+        busy = {"learner": times.update + times.publishing, "sampler": times.generation}
+        return {name: 1 - seconds / self.step_seconds for name, seconds in busy.items()}
 
     @property
     def usable_bytes(self) -> float:
@@ -130,7 +133,7 @@ class CapacityPlan:
                 "sampler": self.sampler and {"peak": self.sampler.peak_bytes, **asdict(self.sampler)},
             },
             "seconds": {"step": self.step_seconds, **asdict(self.step_times)},
-            "idle": self.timeline and {"learner": self.timeline.learner_idle, "sampler": self.timeline.sampler_idle},
+            "idle": self.idle_fractions,
             "rows": self.concurrent_rows,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,

@@ -98,9 +98,8 @@ def plan_tables(report: PlanReport) -> list[PlanTable]:
     memory_table = PlanTable("Memory of one device, GiB", ("", *devices), tuple(rows))
     # seconds
     rows = [(text, format_seconds(getattr(plan.step_times, name))) for name, text in PHASE_NAMES.items()]
-    if plan.timeline is not None:
-        rows.append(("learners wait", f"{plan.timeline.learner_idle:.0%}"))
-        rows.append(("samplers wait", f"{plan.timeline.sampler_idle:.0%}"))
+    for name, fraction in (plan.idle_fractions or {}).items():
+        rows.append((f"{name}s wait", f"{fraction:.0%}"))
     rows.append(("a step", format_seconds(plan.step_seconds)))
     work, samplers = plan.request.workload, plan.layout.num_samplers
     note = (
@@ -139,7 +138,8 @@ def plan_tables(report: PlanReport) -> list[PlanTable]:
             f"{other.device_hours(steps):,.0f}",
         ]
         if split:
-            row += [str(other.layout.samplers), f"{other.timeline.learner_idle:.0%}" if other.timeline else "–"]
+            idle = other.idle_fractions
+            row += [str(other.layout.samplers), f"{idle['learner']:.0%}" if idle else "–"]
         if price is not None:
             row.append(f"{other.device_hours(steps) * price:,.0f}")
         rows.append(tuple(row))

@@ -3,9 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from policygrad.trackers.base import RunInfo, Tracker
+
+
+class Started(TypedDict):
+    """The run begins, or continues at `first_step`."""
+
+    event: Literal["started"]
+    run: str | None
+    """The run's folder."""
+    title: str
+    facts: Mapping[str, str]
+    """Names and values, such as the model."""
+    first_step: int
+    steps: int
+    """Number of the last step."""
+    token_budget: int | None
+    """Sampled tokens after which the run ends."""
+
+
+class Step(TypedDict):
+    """A step is done."""
+
+    event: Literal["step"]
+    step: int
+    metrics: Mapping[str, float | None]
+    """As in metrics.jsonl (docs/metrics.md); null = not finite."""
+
+
+class Evaluation(TypedDict):
+    """An evaluation of the weights after `step` steps; 0 = before training."""
+
+    event: Literal["evaluation"]
+    step: int
+    metrics: Mapping[str, float | None]
+    """eval/reward, eval/reward_stderr and so on."""
+
+
+class Note(TypedDict):
+    """A warning or remark."""
+
+    event: Literal["note"]
+    text: str
+
+
+class Phase(TypedDict):
+    """What the run does now, where that takes long."""
+
+    event: Literal["phase"]
+    text: str
 
 
 class EventTracker(Tracker):

@@ -1,4 +1,4 @@
-"""The rewards `math` and `gsm8k`: answers compared by value, as text, as numbers, as intervals, and else by math-verify."""
+"""The rewards `math` and `gsm8k`: answers compared by value, as text, as numbers, and else by math-verify."""
 
 import logging
 import re
@@ -132,9 +132,8 @@ class Gsm8k(AnswerReward):
 gsm8k = Gsm8k()
 _FORMULA = re.compile(r"[\\^_*+{}]|\d\s*[-/]\s*[\d(a-z]|\d[a-z]\b|[(\[]\s*[-\d.]+\s*,")
 _SEVERAL = re.compile(r"\s*(?:,\s*)?(?:\bor\b|\band\b|\\(?:text|mathrm)\{\s*(?:or|and)\s*\})\s*")
-_NAMED = re.compile(r"\A\s*[a-zA-Z]\s*=\s*(?=[^=]+\Z)")
-_NAMED_LAST = re.compile(r"\A([^=]*[^=\s<>!:])\s*=\s*[a-zA-Z]\s*\Z")
-_COMPARISON = re.compile(r"[<>≤≥≠]|\\(?:l|g|n)(?:e|t)q?\b|:=")
+_NAMED = re.compile(r"\A\s*[a-zA-Z]\s*=\s*(?=[^=]+\Z)(?!\s*[a-zA-Z]\s*\Z)")  # not x = y
+_NAMED_LAST = re.compile(r"\A(?!\s*[a-zA-Z]\s*=)([^=]*[^=\s<>!:])\s*=\s*[a-zA-Z]\s*\Z")
 _WORD = re.compile(r"(?!sin|cos|tan|log|sqrt|inf)[A-Za-z][a-z]{3,}")  # Evelyn, not abc
 _NUMERAL = re.compile(r"\d[\d.,]*")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{\s*\(?([^{}()]*)\)?\s*\}\Z|\(([A-Za-z])\)\Z")
@@ -156,9 +155,6 @@ def strip_wrappers(text: str) -> str:
 
 def compare_answers(reference: str, given: str) -> bool:
     """Return whether an answer equals a reference in value. Both are LaTeX or plain, with or without delimiters."""
-    sides, given_sides = _split_equation(reference), _split_equation(given)
-    if sides and given_sides and any(all(map(compare_answers, sides, s)) for s in (given_sides, given_sides[::-1])):
-        return True
     (reference, is_word), (given, given_is_word) = _normalise(reference), _normalise(given)
     if not given:
         return False
@@ -173,29 +169,14 @@ def compare_answers(reference: str, given: str) -> bool:
             return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
         if "_" in reference and "_" in given:
             return False
-    # times of day, where one has a.m. or p.m. and the other the same or nothing
+    # times of day, where one has a.m. or p.m.
     time, given_time = parse_clock_time(reference), parse_clock_time(given)
     if (time and time[1]) or (given_time and given_time[1]):
-        if time is None or given_time is None:
-            return False
-        # without a.m. or p.m. an hour from 1 to 12 may mean either half of the day
-        either_half = all(has_half or 60 <= minute < 780 for minute, has_half in (time, given_time))
-        ambiguous = either_half and not (time[1] and given_time[1])
-        return time[0] == given_time[0] or (ambiguous and (time[0] - given_time[0]) % 720 == 0)
+        return time is not None and given_time is not None and not time[0].isdisjoint(given_time[0])
     quantity, given_quantity = parse_quantity(reference), parse_quantity(given)
     if quantity is not None and given_quantity is not None:
         return quantity.equals(given_quantity)
-    intervals, given_intervals = parse_intervals(reference), parse_intervals(given)
-    if intervals is not None and given_intervals is not None and any(map(is_unambiguous, (reference, given))):
-        return compare_intervals(intervals, given_intervals)
     return compare_formulas(_format_formula(reference), _format_formula(given))
-
-
-def _split_equation(text: str) -> tuple[str, str] | None:
-    """Return the two sides of an equation; None = not an equation."""
-    left, equals, right = normalise_latex(text).partition("=")
-    single = equals and "=" not in right and left.strip() and right.strip()
-    return (left.strip(), right.strip()) if single and not _COMPARISON.search(text) else None
 
 
 @lru_cache(maxsize=4096)
@@ -216,95 +197,41 @@ def _squeeze(text: str) -> str:
 
 
 def _format_formula(text: str) -> str:
-    """Format for math-verify: commas between several answers, percent signs escaped."""
-    return re.sub(r"(?<!\\)%", r"\\%", _SEVERAL.sub(", ", text)).replace("$", "")
+    """Format for math-verify: commas between several answers, intervals for inequalities, percent signs escaped."""
+    return re.sub(r"(?<!\\)%", r"\\%", write_as_intervals(_SEVERAL.sub(", ", text))).replace("$", "")
 
 
-# Intervals and unions of them, as brackets or as inequalities: (1, 2], x ≥ 5, -1 < x ≤ 3, (-∞, 3) ∪ (3, ∞).
+# An inequality in one variable is an interval, as which math-verify compares it: x ≥ 5 is [5, ∞), and 1 < x ≤ 3 is (1, 3].
 
-_END = r"[^,<>≤≥\[\]()]{1,100}?"
-_BRACKETS = re.compile(rf"([\[(])\s*({_END})\s*,\s*({_END})\s*([\])])")
-_ELEMENT_OF = re.compile(r"\A\s*[a-zA-Z]\s*(?:\\in\b|∈|=)\s*(?=[\[(])")
-_UNION = re.compile(r"\\cup\b|∪|\bU\b|\bunion\b")
+_UNION = re.compile(r"\\cup\b|∪")
 _SIGNS = (
     (re.compile(r"\\leqslant\b|\\leq\b|\\le\b|<="), "≤"),
     (re.compile(r"\\geqslant\b|\\geq\b|\\ge\b|>="), "≥"),
     (re.compile(r"\\lt\b|&lt;"), "<"),
     (re.compile(r"\\gt\b|&gt;"), ">"),
 )
-_FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
-_CHAIN = re.compile(r"([^<>≤≥]{1,100})([<>≤≥])([^<>≤≥]{1,100})(?:([<>≤≥])([^<>≤≥]{1,100}))?")
+_SIGN = re.compile(r"\s*([<>≤≥])\s*")
+_FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 _VARIABLE = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu)")
-_INFINITE = {"\\infty": "inf", "+\\infty": "inf", "-\\infty": "-inf", "inf": "inf", "-inf": "-inf", "infinity": "inf"}
-_INFINITE |= {"oo": "inf", "-oo": "-inf", "-infinity": "-inf", "- \\infty": "-inf", "+ \\infty": "inf"}
-_MAX_INTERVALS = 20  # of a union
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Ends as they are written (`inf` and `-inf` where there is none), and whether each is included."""
-
-    low: str
-    high: str
-    low_in: bool
-    high_in: bool
-
-    def equals(self, other: "Interval") -> bool:
-        if (self.low_in, self.high_in) != (other.low_in, other.high_in):
-            return False
-        ends = ((self.low, other.low), (self.high, other.high))
-        return all(a == b or ("inf" not in (a.lstrip("-"), b.lstrip("-")) and compare_answers(a, b)) for a, b in ends)
+def write_as_intervals(text: str) -> str:
+    """Rewrite inequalities in one variable, and unions of them, as intervals; return any other text as it is."""
+    return r" \cup ".join(map(_write_as_interval, _UNION.split(text)))
 
 
-def parse_intervals(text: str) -> tuple[Interval, ...] | None:
-    """Parse the intervals of a normalised text; None = something else. `(1, 2)` is parsed, though it may be a point."""
-    text = _ELEMENT_OF.sub("", text)
+def _write_as_interval(text: str) -> str:
+    signed = text
     for pattern, sign in _SIGNS:
-        text = pattern.sub(sign, text)
-    parts = _UNION.split(text)
-    if len(parts) > _MAX_INTERVALS:
-        return None
-    intervals = []
-    for part in parts:
-        if match := _BRACKETS.fullmatch(part.strip()):
-            intervals.append(Interval(_parse_end(match[2]), _parse_end(match[3]), match[1] == "[", match[4] == "]"))
-            continue
-        match = _CHAIN.fullmatch(part.strip())
-        if match is None:
-            return None
-        a, first, b, second, c = (group and group.strip() for group in match.groups())
-        if second is None:  # x < 5 is -∞ < x < 5, and 5 < x is 5 < x < ∞
-            if bool(_VARIABLE.fullmatch(a)) == bool(_VARIABLE.fullmatch(b)):
-                return None
-            increasing = first in "<≤"
-            if _VARIABLE.fullmatch(a):
-                a, first, b, second, c = "-inf" if increasing else "inf", "<" if increasing else ">", a, first, b
-            else:
-                second, c = ("<", "inf") if increasing else (">", "-inf")
-        if not _VARIABLE.fullmatch(b) or (first in "<≤") != (second in "<≤"):
-            return None
-        if first in ">≥":
-            a, first, second, c = c, _FLIPPED[second], _FLIPPED[first], a
-        intervals.append(Interval(_parse_end(a), _parse_end(c), first == "≤", second == "≤"))
-    return tuple(intervals)
-
-
-def is_unambiguous(text: str) -> bool:
-    """Return whether parsed text can only be intervals: (1, 2) may be a point, [1, 2] a list."""
-    brackets = _BRACKETS.fullmatch(text.strip())
-    return brackets is None or (brackets[1] == "[") != (brackets[4] == "]") or "infty" in text
-
-
-def compare_intervals(left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
-    """Return whether both have the same intervals, in any order. They are not merged: [0, 1] ∪ [1, 2] is not [0, 2]."""
-    unmatched = list(right)
-    for interval in left:
-        match = next((other for other in unmatched if interval.equals(other)), None)
-        if match is None:
-            return False
-        unmatched.remove(match)
-    return not unmatched
-
-
-def _parse_end(text: str) -> str:
-    return _INFINITE.get(text.strip(), text.strip())
+        signed = pattern.sub(sign, signed)
+    parts = _SIGN.split(signed.strip())
+    if {*parts[1::2]} <= {">", "≥"}:
+        parts = [part.translate(_FLIPPED) for part in reversed(parts)]
+    if len(parts) == 3:  # x < 5 is -∞ < x < 5, and 5 < x is 5 < x < ∞
+        parts = [r"-\infty", "<", *parts] if _VARIABLE.fullmatch(parts[0]) else [*parts, "<", r"\infty"]
+    if len(parts) != 5 or not {*parts[1::2]} <= {"<", "≤"}:
+        return text
+    low, left, variable, right, high = parts
+    if [bool(_VARIABLE.fullmatch(part)) for part in (low, variable, high)] != [False, True, False]:
+        return text
+    return f"{'(' if left == '<' else '['}{low}, {high}{')' if right == '<' else ']'}"

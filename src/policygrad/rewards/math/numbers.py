@@ -262,15 +262,20 @@ def parse_based_number(text: str) -> tuple[str, str] | None:
     return match["sign"] + digits.upper().lstrip("0"), base
 
 
-def parse_clock_time(text: str) -> tuple[int, bool] | None:
-    """Return the minute of the day of a time such as 10:30 p.m., and whether it has a.m. or p.m.; None = something else."""
+def parse_clock_time(text: str) -> tuple[frozenset[int], bool] | None:
+    """Return the minutes of the day that a time such as 10:30 p.m. may mean, and whether it has a.m. or p.m.; None = no time.
+
+    Without them an hour from 1 to 12 may mean either half of the day.
+    """
     match = _CLOCK.fullmatch(unwrap_text(normalise_latex(text)))
     if match is None:
         return None
     hour, minute, half = int(match["hour"]), int(match["minute"] or 0), (match["half"] or "").lower()
     if minute > 59 or hour > (12 if half else 24) or (half and not hour):
         return None
-    return (60 * (hour % 12 + 12 * (half == "p") if half else hour) + minute, bool(half))
+    if not 1 <= hour <= 12:
+        return frozenset({60 * hour + minute}), False
+    return frozenset(60 * (hour % 12 + 12 * (each == "p")) + minute for each in half or "ap"), bool(half)
 
 
 def find_last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
