@@ -4,7 +4,7 @@ These are README's matrix, docs/algorithms with a picture of each gate, docs/ref
 docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
 docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md
-(results).
+(results). Also what the command line prints of the package's own, commands/help.json and commands/show.json.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pages.blocks import (
     serve_block,
     supervised_options_block,
 )
+from pages.commands import help_file, show_file
 from pages.figures import gate_figure, owners
 from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
@@ -43,6 +44,8 @@ from pages.reliability import reliability_page
 from pages.staleness import staleness_page
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.help import HELP_FILE
+from policygrad.commands.show import SHOWN_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -57,6 +60,8 @@ def generate_files() -> dict[Path, str]:
     gates = {DOCS / "algorithms" / "gates" / f"{name}.svg": gate_figure(name) for name in owners()}
     reference = {DOCS / "reference" / name: text for name, text in reference_pages().items()}
     return {
+        HELP_FILE: help_file(),
+        SHOWN_FILE: show_file(),
         README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
         DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from doubles.files import read_examples
 from policygrad import cli
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.options import list_help_flags
+from policygrad.commands.parsing import list_help_flags
 from policygrad.commands.train import parse_run
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import PolicygradError

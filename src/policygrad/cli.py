@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TextIO
 
 from policygrad.commands import COMMANDS
+from policygrad.commands.help import HelpRequest, print_help, print_stored_help
 from policygrad.commands.json_output import print_error, print_json, requests_json, reserve_stdout
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.utils.garbage import paused_garbage_collection
@@ -185,11 +186,16 @@ def _run(args: list[str]) -> int:
 
         print_json(build_schema(name))
         return 0
+    if print_stored_help(name, args):
+        return 0
     module, _, function = COMMANDS[name].partition(":")
     with paused_garbage_collection():
         command: Callable[[list[str]], int] = getattr(import_module(module), function)
     try:
         return command(args)
+    except HelpRequest as request:
+        print_help(request.page, request.topic)
+        return 0
     except OSError as error:  # wherever a name from the arguments is first looked up
         if error.errno != errno.ENAMETOOLONG:
             raise

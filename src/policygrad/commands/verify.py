@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from policygrad.commands.json_output import print_json
-from policygrad.commands.options import parse_arguments
+from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import Run, optional_arg
 from policygrad.training.config.serialization import load_config
