@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -93,7 +92,7 @@ def read_page(kind: Callable[..., object], command: str, *texts: str, **settings
     return Page(command, texts, _read_sections(parser))
 
 
-def _read_sections(parser: ArgumentParser) -> tuple[Section, ...]:
+def _read_sections(parser: Any) -> tuple[Section, ...]:
     """Sort a parser's options into the sections of the configuration."""
     sections: dict[str, tuple[str, list[Option]]] = {GENERAL: ("", [])}
     for group in parser._action_groups:
