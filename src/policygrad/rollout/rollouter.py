@@ -41,7 +41,7 @@ from policygrad.rollout.dynamic_sampling import (
 )
 from policygrad.rollout.environment_calls import EnvironmentCalls
 from policygrad.rollout.episodes import run_episodes
-from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
+from policygrad.rollout.evaluation import EVAL_CHUNK, EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
 from policygrad.rollout.game_episodes import run_games
 from policygrad.rollout.optimal_values import OptimalValues, estimate_optimal_values
@@ -75,7 +75,6 @@ SINGLE_TURN_OBSERVATIONS = (
     "the algorithm learns to predict what an environment writes (ObservationNLL), and the run has single answers: set "
     "--environment, or use an algorithm without it, such as grpo"
 )
-EVAL_CHUNK = 64  # examples evaluated between two progress reports
 
 
 @dataclass(frozen=True, eq=False)
