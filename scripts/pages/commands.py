@@ -23,7 +23,7 @@ from policygrad.commands.options import TYRO_REGISTRY, build_option_type, name_p
 from policygrad.commands.parsing import read_page
 from policygrad.commands.render import build_matrix_row, describe_algorithm
 from policygrad.commands.show import DEFINITION
-from policygrad.commands.styled import Row
+from policygrad.commands.styled import TextRow
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import ROLES
 from policygrad.tasks.benchmarks import load_benchmarks
@@ -146,7 +146,7 @@ def _find_part(a: Algorithm, place: str) -> Any:
     return part
 
 
-def _store_rows(rows: Iterable[Row]) -> list[list[Any]]:
+def _store_rows(rows: Iterable[TextRow]) -> list[list[Any]]:
     return [list(row) for row in rows]
 
 

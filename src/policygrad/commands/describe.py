@@ -22,7 +22,7 @@ from policygrad.commands.render import (
     shorten_number,
     summarise_docstring,
 )
-from policygrad.commands.styled import HEAD, NAME, QUIET, Row
+from policygrad.commands.styled import HEAD, NAME, QUIET, TextRow
 from policygrad.core.algorithm import Algorithm, append_link
 from policygrad.core.base import Advantage, Part
 from policygrad.core.gates import Clip
@@ -59,10 +59,10 @@ def resolve_subject(name: str) -> Any:
     raise ConfigError(f"there is no algorithm, part, metric or benchmark {name!r}: {hint}")
 
 
-def describe_subject(subject: Any, name: str) -> list[Row]:
+def describe_subject(subject: Any, name: str) -> list[TextRow]:
     """Describe what `resolve_subject` returned."""
     if isinstance(subject, Algorithm):
-        return [*describe_algorithm(subject), Row(()), Row((("Code  ", HEAD), (find_assignment(name), QUIET)))]
+        return [*describe_algorithm(subject), TextRow(()), TextRow((("Code  ", HEAD), (find_assignment(name), QUIET)))]
     return describe_part(subject, find_definition(subject if isinstance(subject, type) else type(subject)))
 
 
@@ -124,25 +124,25 @@ def group_by_family() -> dict[str, list[str]]:
 _SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}
 
 
-def describe_part(part: Any, where: str) -> list[Row]:
+def describe_part(part: Any, where: str) -> list[TextRow]:
     """Describe a part or its class: settings, equation, docstring, location of the code (`where`), algorithms that use it."""
     kind: type = part if isinstance(part, type) else type(part)
     built = part
     if isinstance(part, type):  # with its defaults, unless a setting has none
         needed = any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(kind))
         built = None if needed else kind()
-    rows = [Row(((kind.__name__ if built is None else format_part(built, names=True), NAME),))]
+    rows = [TextRow(((kind.__name__ if built is None else format_part(built, names=True), NAME),))]
     # Its role, the command-line option and the location of the code.
     is_named = kind.__name__ in list_parts() and getattr(policygrad, kind.__name__) is kind
     option = kind.__name__ if is_named else import_path(kind)
     for place, role in ROLES.items():
         if issubclass(kind, role.bases):
-            rows.append(Row((("  ", ""),), f"{role.noun}: --algorithm.{place} {option}"))
+            rows.append(TextRow((("  ", ""),), f"{role.noun}: --algorithm.{place} {option}"))
     if where:
-        rows.append(Row((("  ", ""),), where, QUIET))
-    rows.append(Row(()))
+        rows.append(TextRow((("  ", ""),), where, QUIET))
+    rows.append(TextRow(()))
     if fields(kind):
-        rows += [Row((("Settings", HEAD),)), *_describe_settings(kind, built), Row(())]
+        rows += [TextRow((("Settings", HEAD),)), *_describe_settings(kind, built), TextRow(())]
     if built is not None and isinstance(built, Part):
         place = next((place for place, role in ROLES.items() if isinstance(built, role.bases)), "")
         if isinstance(built, Advantage):
@@ -150,41 +150,41 @@ def describe_part(part: Any, where: str) -> list[Row]:
         else:
             formula, symbol = built.formula, _SYMBOLS.get(place, "")
             lead = "  " if not symbol or re.match(rf"{symbol}(_\w+)? = ", formula) else f"  {symbol} = "
-        rows += [Row((("Equation", HEAD),)), Row(((lead, ""),), formula), Row(())]
+        rows += [TextRow((("Equation", HEAD),)), TextRow(((lead, ""),), formula), TextRow(())]
     for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
         lines = paragraph.split("\n")
         if any(re.search(r"\S {2,}\S", line) or line.startswith(" ") for line in lines):  # keep tables as they are
-            rows += [Row(((f"  {line}", ""),)) for line in lines]
+            rows += [TextRow(((f"  {line}", ""),)) for line in lines]
         else:
-            rows.append(Row((("  ", ""),), " ".join(lines)))
-        rows.append(Row(()))
-    return [*rows, Row((("Used by  ", HEAD),), ", ".join(_list_users(kind)) or "none of the named algorithms")]
+            rows.append(TextRow((("  ", ""),), " ".join(lines)))
+        rows.append(TextRow(()))
+    return [*rows, TextRow((("Used by  ", HEAD),), ", ".join(_list_users(kind)) or "none of the named algorithms")]
 
 
 def _list_users(kind: type) -> list[str]:
     return [name for name, a in ALGORITHMS.items() if any(type(part) is kind for part in a.parts())]
 
 
-def list_everything() -> list[Row]:
+def list_everything() -> list[TextRow]:
     """List every algorithm by family, and every part by its field with a summary."""
-    rows = [Row((("Algorithms", HEAD), ("  policygrad show NAME", QUIET)))]
+    rows = [TextRow((("Algorithms", HEAD), ("  policygrad show NAME", QUIET)))]
     for family, names in group_by_family().items():
-        rows += [Row(((f"  {family}", ""),)), Row((("    ", ""),), ", ".join(names), NAME)]
+        rows += [TextRow(((f"  {family}", ""),)), TextRow((("    ", ""),), ", ".join(names), NAME)]
     heading = "  policygrad show PART, policygrad train … --algorithm.FIELD PART"
-    rows += [Row(()), Row((("Parts", HEAD), (heading, QUIET)))]
+    rows += [TextRow(()), TextRow((("Parts", HEAD), (heading, QUIET)))]
     longest = max(map(len, list_parts())) + 2
     for place, role in ROLES.items():
         symbol = EQUATION_COLUMNS.get(place, ("", place))[0]
-        rows.append(Row(((f"  {place}", HEAD), (f"  {role.noun}{', ' * bool(symbol)}{symbol}", QUIET))))
+        rows.append(TextRow(((f"  {place}", HEAD), (f"  {role.noun}{', ' * bool(symbol)}{symbol}", QUIET))))
         for name in list_parts(place):
             text = summarise_docstring(getattr(policygrad, name))[0]
             sentence = re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".")
-            rows.append(Row(((f"    {name:<{longest}}", NAME),), sentence))
+            rows.append(TextRow(((f"    {name:<{longest}}", NAME),), sentence))
     hint = "user-defined parts: policygrad show mine.py:PART, or mine:PART"
-    return [*rows, Row(()), Row(((hint, QUIET),))]
+    return [*rows, TextRow(()), TextRow(((hint, QUIET),))]
 
 
-def _describe_settings(kind: type, built: Any) -> Iterator[Row]:
+def _describe_settings(kind: type, built: Any) -> Iterator[TextRow]:
     docs, named = read_field_docs(kind), list[tuple[str, str]]()
     for f in fields(kind):
         signature = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
@@ -194,10 +194,10 @@ def _describe_settings(kind: type, built: Any) -> Iterator[Row]:
         named.append((f.name, signature))
     name, size = (max(len(pair[i]) for pair in named) for i in (0, 1))
     for setting, signature in named:
-        yield Row(((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", "")), docs.get(setting, ""))
+        yield TextRow(((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", "")), docs.get(setting, ""))
 
 
-def describe_benchmark(benchmark: Benchmark) -> list[Row]:
+def describe_benchmark(benchmark: Benchmark) -> list[TextRow]:
     """Describe a known benchmark: its data, settings, prompt, and where each choice comes from."""
     s = benchmark.sampling
     data = f"{benchmark.repository}{f' ({benchmark.config})' * bool(benchmark.config)}, split {benchmark.split}, "
@@ -210,13 +210,13 @@ def describe_benchmark(benchmark: Benchmark) -> list[Row]:
         "Differs": benchmark.differs,
     }
     return [
-        Row(((benchmark.name, NAME), ("  a benchmark", QUIET))),
-        Row(()),
-        *(Row(((f"{label:<10}", HEAD),), text) for label, text in facts.items()),
-        Row(()),
-        Row((("Prompt", HEAD),)),
-        *(Row(((f"  {line}", ""),)) for line in benchmark.prompt.split("\n")),
-        Row(()),
-        Row((("Sources", HEAD),)),
-        *(Row(((f"  {name:<9}", QUIET),), source) for name, source in benchmark.sources.items()),
+        TextRow(((benchmark.name, NAME), ("  a benchmark", QUIET))),
+        TextRow(()),
+        *(TextRow(((f"{label:<10}", HEAD),), text) for label, text in facts.items()),
+        TextRow(()),
+        TextRow((("Prompt", HEAD),)),
+        *(TextRow(((f"  {line}", ""),)) for line in benchmark.prompt.split("\n")),
+        TextRow(()),
+        TextRow((("Sources", HEAD),)),
+        *(TextRow(((f"  {name:<9}", QUIET),), source) for name, source in benchmark.sources.items()),
     ]

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from policygrad.commands.styled import HEAD, NAME, QUIET, Row, get_page_width, print_lines, wrap_rows
+from policygrad.commands.styled import HEAD, NAME, QUIET, TextRow, get_page_width, print_lines, wrap_rows
 from policygrad.errors import ConfigError
 
 HELP_FILE = Path(__file__).with_name("help.json")
@@ -112,7 +112,7 @@ def print_stored_help(command: str, args: Sequence[str]) -> bool:
 
 def print_help(page: Page, topic: str | None) -> None:
     """Print a page, or one of its sections. Raises ConfigError for a section that it does not have."""
-    print_lines(wrap_rows(format_page(page, topic), get_page_width()))
+    print_lines(wrap_rows(format_help(page, topic), get_page_width()))
 
 
 def load_page(command: str, row: str | None = None) -> Page | None:
@@ -142,7 +142,7 @@ def list_command_flags(command: str) -> list[str]:
     return [] if page is None else list_flags(page)
 
 
-def format_page(page: Page, topic: str | None) -> list[Row]:
+def format_help(page: Page, topic: str | None) -> list[TextRow]:
     """Format the main options, or one section, or all. Raises ConfigError for a section that the page does not have."""
     if topic is not None and topic != ALL:
         chosen = [s for s in page.sections if s.name == topic or s.name.startswith(f"{topic}.")]
@@ -150,20 +150,20 @@ def format_page(page: Page, topic: str | None) -> list[Row]:
             raise ConfigError(_describe_unknown(page, topic))
         return [row for section in chosen for row in _format_section(section)][1:]
     arguments = "".join(f" {o.value}" for s in page.sections for o in s.options if not o.flags)
-    rows = [Row((("usage: ", QUIET),), f"policygrad {page.command} [OPTIONS]{arguments}"), Row(())]
-    rows += [Row((), text) for text in page.texts]
+    rows = [TextRow((("usage: ", QUIET),), f"policygrad {page.command} [OPTIONS]{arguments}"), TextRow(())]
+    rows += [TextRow((), text) for text in page.texts]
     if topic is None and sum(len(s.options) for s in page.sections) > LONG_PAGE:
-        return [*rows, *_format_main(page), Row(()), *_list_sections(page)]
+        return [*rows, *_format_main(page), TextRow(()), *_list_sections(page)]
     return [*rows, *(row for section in page.sections for row in _format_section(section))]
 
 
-def _format_main(page: Page) -> Iterator[Row]:
+def _format_main(page: Page) -> Iterator[TextRow]:
     by_name = {name: o for s in page.sections for o in s.options for name in o.flags or (o.value,)}
     if (main := MAIN_OPTIONS.get(page.command)) is None:
         main = {"Options": " ".join(name for o in page.sections[0].options for name in (o.flags or (o.value,))[:1])}
     for heading, names in main.items():
-        yield Row(())
-        yield Row(((heading, HEAD),))
+        yield TextRow(())
+        yield TextRow(((heading, HEAD),))
         for name in names.split():
             option = by_name[name]
             text = re.split(r"(?<=[\w)\]])\.(?=\s)", option.text, maxsplit=1)[0].rstrip(".") + "."
@@ -171,13 +171,13 @@ def _format_main(page: Page) -> Iterator[Row]:
             yield from _format_option(replace(option, flags=option.flags[:1], text=text, default=default))
 
 
-def _list_sections(page: Page) -> Iterator[Row]:
-    yield Row((("All options of a section", HEAD), (f"  policygrad {page.command} --help SECTION", "")))
+def _list_sections(page: Page) -> Iterator[TextRow]:
+    yield TextRow((("All options of a section", HEAD), (f"  policygrad {page.command} --help SECTION", "")))
     names = _name_sections(page)
     longest = max(map(len, [*names, ALL])) + 4
     for name, text in names.items():
-        yield Row(((f"  {name}".ljust(longest), NAME),), text)
-    yield Row(((f"  {ALL}".ljust(longest), NAME),), "every section")
+        yield TextRow(((f"  {name}".ljust(longest), NAME),), text)
+    yield TextRow(((f"  {ALL}".ljust(longest), NAME),), "every section")
 
 
 def _name_sections(page: Page) -> dict[str, str]:
@@ -202,25 +202,25 @@ def _describe_unknown(page: Page, topic: str) -> str:
     return f"the help of `policygrad {page.command}` has no section {topic!r}: give one of {', '.join(names)}{hint}"
 
 
-def _format_section(section: Section) -> Iterator[Row]:
-    yield Row(())
-    yield Row(((section.name, HEAD), (f"  {section.text}" if len(section.text) < 60 else "", QUIET)))
+def _format_section(section: Section) -> Iterator[TextRow]:
+    yield TextRow(())
+    yield TextRow(((section.name, HEAD), (f"  {section.text}" if len(section.text) < 60 else "", QUIET)))
     if len(section.text) >= 60:
-        yield Row((("  ", ""),), section.text, QUIET)
+        yield TextRow((("  ", ""),), section.text, QUIET)
     for option in section.options:
         yield from _format_option(option)
 
 
-def _format_option(option: Option) -> Iterator[Row]:
+def _format_option(option: Option) -> Iterator[TextRow]:
     column = 30 if get_page_width() >= 72 else 6
     lead = f"  {', '.join(f'{flag} {option.value}'.rstrip() for flag in option.flags) or option.value}"
     first, *more = f"{option.text} {option.default}".strip().split("\n")
     if len(lead) + 2 > column:
-        yield Row(((lead, NAME),))
+        yield TextRow(((lead, NAME),))
         lead = ""
-    yield Row(((lead.ljust(column), NAME),), first)
+    yield TextRow(((lead.ljust(column), NAME),), first)
     for line in more:
-        yield Row(((" " * column, ""),), line)
+        yield TextRow(((" " * column, ""),), line)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.catalog import CATALOG, EQUATION
-from policygrad.commands.styled import FORMULA, HEAD, NAME, QUIET, Row
+from policygrad.commands.styled import FORMULA, HEAD, NAME, QUIET, TextRow
 from policygrad.core.algorithm import Algorithm
 from policygrad.training.config.run_name import name_run
 from policygrad.utils.user_code import find_definition
@@ -103,7 +103,7 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
 
-def describe_algorithm(a: Algorithm, budget: int | None = None) -> list[Row]:
+def describe_algorithm(a: Algorithm, budget: int | None = None) -> list[TextRow]:
     """Describe an algorithm: equation, parts with sources, differences from its parent, what it fixes and how it fails.
 
     A user-defined composition is compared with the named algorithm that it was made from. budget: see `name_run`.
@@ -114,24 +114,28 @@ def describe_algorithm(a: Algorithm, budget: int | None = None) -> list[Row]:
     # Name and source; for a composition those of the named algorithm, and each change with its source.
     if run_name.part_changes:
         source = f" ({about.source})" if about else ""
-        rows = [Row(((run_name.name, NAME),)), Row((("  ", ""),), run_name.base + source)]
+        rows = [TextRow(((run_name.name, NAME),)), TextRow((("  ", ""),), run_name.base + source)]
     else:
-        rows = [Row(((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD)))]
+        rows = [TextRow(((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD)))]
         indent = " " * (len(run_name.name) + 2)
-        rows += [Row(((indent, ""),), about.source, QUIET)] if about else []
+        rows += [TextRow(((indent, ""),), about.source, QUIET)] if about else []
     for swap in run_name.part_changes:
         label = EQUATION_COLUMNS.get(swap.field, ("", swap.field))[1]
         for part in swap.added:
             change = f"{label} = {format_part(part, names=True)} ({find_source(part)})"
-            rows.append(Row((("  with ", ""),), change))
+            rows.append(TextRow((("  with ", ""),), change))
         if removed := swap.removed[len(swap.added) :]:
             change = f"{label} {', '.join(type(p).__name__ for p in removed)}"
-            rows.append(Row((("  without ", ""),), change))
+            rows.append(TextRow((("  without ", ""),), change))
     for s in run_name.setting_changes:
         change = f"{shorten_number(s.new_value)} instead of {shorten_number(s.base_value)}"
-        rows.append(Row((("  with ", ""),), f"{s.part}.{s.name}".lstrip(".") + f" = {change}"))
+        rows.append(TextRow((("  with ", ""),), f"{s.part}.{s.name}".lstrip(".") + f" = {change}"))
     # The equation, as it is and as published.
-    rows += [Row(()), Row((("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD))), Row(())]
+    rows += [
+        TextRow(()),
+        TextRow((("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD))),
+        TextRow(()),
+    ]
     equation = a.equation()
     size = max(map(len, equation))
     for symbol, text in equation.items():
@@ -139,26 +143,26 @@ def describe_algorithm(a: Algorithm, budget: int | None = None) -> list[Row]:
         if equals and head.startswith(f"{symbol}_"):
             symbol, text = head, tail
         equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
-        rows.append(Row(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text))
+        rows.append(TextRow(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text))
     if about:
-        rows += [Row(()), Row(((f"{a.name} as published" if run_name.part_changes else "As published", HEAD),))]
-        rows += [Row((("  ", ""),), text) for text in about.objective.split("\n")]
-        rows += [Row(()), Row(((f"Departs{of}  ", HEAD),), about.deviations or NO_DEVIATIONS)]
+        rows += [TextRow(()), TextRow(((f"{a.name} as published" if run_name.part_changes else "As published", HEAD),))]
+        rows += [TextRow((("  ", ""),), text) for text in about.objective.split("\n")]
+        rows += [TextRow(()), TextRow(((f"Departs{of}  ", HEAD),), about.deviations or NO_DEVIATIONS)]
     suffix = " and their settings" if run_name.is_changed else " and their defaults"
-    rows += [Row(()), Row((("Parts", HEAD), (suffix, QUIET))), *_describe_parts(a)]
+    rows += [TextRow(()), TextRow((("Parts", HEAD), (suffix, QUIET))), *_describe_parts(a)]
     parent = a.name if run_name.is_changed else about.parent if about else None
     if parent:
         row = ALGORITHMS[parent] if budget is None or parent != a.name else ALGORITHMS[parent].with_max_tokens(budget)
-        rows += [Row(()), Row((("Differs from ", HEAD), (parent, NAME)))]
+        rows += [TextRow(()), TextRow((("Differs from ", HEAD), (parent, NAME)))]
         for column, (theirs, mine) in diff_algorithms(row, a).items():
-            rows.append(Row(((f"  {column:<12}", ""),), f"{theirs} → {mine}"))
+            rows.append(TextRow(((f"  {column:<12}", ""),), f"{theirs} → {mine}"))
     if about:
-        rows += [Row(()), Row(((f"Fixes{of}  ", HEAD),), about.addresses)]
-        rows.append(Row(((f"Fails{of}  ", HEAD),), about.failure_modes))
+        rows += [TextRow(()), TextRow(((f"Fixes{of}  ", HEAD),), about.addresses)]
+        rows.append(TextRow(((f"Fails{of}  ", HEAD),), about.failure_modes))
     return rows
 
 
-def _describe_parts(a: Algorithm) -> Iterator[Row]:
+def _describe_parts(a: Algorithm) -> Iterator[TextRow]:
     before = ""
     for key, part in a.named_parts():
         name = key.partition(".")[0]
@@ -168,11 +172,11 @@ def _describe_parts(a: Algorithm) -> Iterator[Row]:
         before = name
         text, source = summarise_docstring(part)
         source = source if type(part).__module__.startswith("policygrad.") else find_source(part)
-        yield Row(((f"  {label:<12}", ""),), format_part(part, names=True), NAME)
-        yield Row(((" " * 14, ""),), text)
+        yield TextRow(((f"  {label:<12}", ""),), format_part(part, names=True), NAME)
+        yield TextRow(((" " * 14, ""),), text)
         if source:
-            yield Row(((" " * 14, ""),), source, QUIET)
-    yield Row(((f"  {'samples':<12}", ""), (f"{a.samples_per_prompt}", NAME), (" completions per prompt (G)", "")))
+            yield TextRow(((" " * 14, ""),), source, QUIET)
+    yield TextRow(((f"  {'samples':<12}", ""), (f"{a.samples_per_prompt}", NAME), (" completions per prompt (G)", "")))
 
 
 def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:

@@ -27,8 +27,8 @@ from policygrad.commands.styled import (
     HEAD,
     NAME,
     QUIET,
-    Row,
     StyledLine,
+    TextRow,
     get_page_width,
     print_lines,
     wrap_rows,
@@ -179,7 +179,7 @@ def show(args: list[str]) -> int:
 class Subject(NamedTuple):
     """What `show` says of a name: as rows, and as the object of --json."""
 
-    rows: Iterable[Row]
+    rows: Iterable[TextRow]
     json: dict[str, Any]
 
 
@@ -202,11 +202,11 @@ def _look_up(name: str | None) -> Subject | None:
 
     if (metric := find_metric_doc(name)) is not None:
         rows = [
-            Row(((name, NAME), (f"  a metric: {metric.unit}", QUIET))),
-            Row(()),
-            Row((("Is     ", HEAD),), metric.text),
+            TextRow(((name, NAME), (f"  a metric: {metric.unit}", QUIET))),
+            TextRow(()),
+            TextRow((("Is     ", HEAD),), metric.text),
         ]
-        rows += [Row((("Moves  ", HEAD),), metric.interpretation)] if metric.interpretation else []
+        rows += [TextRow((("Moves  ", HEAD),), metric.interpretation)] if metric.interpretation else []
         return Subject(rows, {"kind": "metric", **asdict(metric), "name": name})
     benchmark = shown["benchmarks"].get(name)
     return None if benchmark is None else _read_subject(benchmark)
@@ -231,8 +231,8 @@ def _read_subject(entry: dict[str, Any]) -> Subject:
     return Subject(_read_rows(entry["rows"]), entry["json"])
 
 
-def _read_rows(rows: list[Any]) -> list[Row]:
-    return [Row(tuple((piece, style) for piece, style in lead), *text) for lead, *text in rows]
+def _read_rows(rows: list[Any]) -> list[TextRow]:
+    return [TextRow(tuple((piece, style) for piece, style in lead), *text) for lead, *text in rows]
 
 
 def _find_class(file: str, name: str) -> str:

@@ -13,7 +13,7 @@ Column = tuple[str, Sequence[str]]  # heading and cells
 HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A line before it is wrapped: `text` follows `lead` and hangs below its own first word. Without text, `lead` is the line."""
 
     lead: StyledLine
@@ -21,7 +21,7 @@ class Row(NamedTuple):
     style: str = ""
 
 
-def wrap_rows(rows: Iterable[Row], width: int) -> list[StyledLine]:
+def wrap_rows(rows: Iterable[TextRow], width: int) -> list[StyledLine]:
     """Wrap every row to the width."""
     return [
         line
