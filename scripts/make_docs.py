@@ -4,7 +4,8 @@ These are README's matrix, docs/algorithms with a picture of each gate, docs/ref
 docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
 docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md
-(results).
+(results). Also what the command line prints of the package's own, commands/help.json,
+commands/show.json and training/embedded_memory.json.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ from pages.blocks import (
     serve_block,
     supervised_options_block,
 )
+from pages.commands import help_file, show_file
 from pages.figures import gate_figure, owners
 from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
+from pages.memory import embedded_memory_file
 from pages.planning import checked_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
 from pages.staleness import staleness_page
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.help import HELP_FILE
+from policygrad.commands.show import SHOWN_FILE
+from policygrad.training.memory_probe import STORED_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -57,6 +63,9 @@ def generate_files() -> dict[Path, str]:
     gates = {DOCS / "algorithms" / "gates" / f"{name}.svg": gate_figure(name) for name in owners()}
     reference = {DOCS / "reference" / name: text for name, text in reference_pages().items()}
     return {
+        HELP_FILE: help_file(),
+        SHOWN_FILE: show_file(),
+        STORED_FILE: embedded_memory_file(),
         README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
         DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),

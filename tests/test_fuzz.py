@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from doubles.files import read_examples
 from policygrad import cli
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.options import list_help_flags
+from policygrad.commands.help import list_command_flags
 from policygrad.commands.train import parse_run
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import PolicygradError
@@ -174,7 +174,7 @@ COMMANDS = {
 
 @cache
 def flags_of(command: str) -> list[str]:
-    return list_help_flags(lambda: cli.main([command, "--help"]))
+    return list_command_flags(command)
 
 
 @settings(max_examples=60, **FAST)  # type: ignore[arg-type]

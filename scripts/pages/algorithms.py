@@ -14,9 +14,9 @@ from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import CATALOG, DEFAULT_SOURCES, RECIPE_FIELDS
+from policygrad.catalog import CATALOG, DEFAULT_SOURCES, EQUATION, RECIPE_FIELDS
+from policygrad.commands.describe import group_by_family
 from policygrad.commands.render import (
-    EQUATION,
     EQUATION_COLUMNS,
     NO_DEVIATIONS,
     build_matrix_row,
@@ -25,7 +25,6 @@ from policygrad.commands.render import (
     list_settings,
     shorten_number,
 )
-from policygrad.commands.show import group_by_family
 from policygrad.compare.plan import OVERRIDES
 from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm

@@ -307,6 +307,6 @@ def _index(named: dict[str, list[str]]) -> str:
         "The parts and the algorithms are listed in `policygrad.parts`.",
         table(("page", "names"), rows),
         f"`pg.ALGORITHMS`, a dict by name, holds an [`Algorithm`](equation.md#algorithm) each:\n\n{constants}",
-        "The command line's options are the fields of [`Run`](training.md#run): `policygrad train --help` lists them, with the "
+        "The command line's options are the fields of [`Run`](training.md#run): `policygrad train --help all` lists them, with the "
         "parts of the algorithm at hand. What a run measures is a page of its own: [metrics](../metrics.md).",
     )

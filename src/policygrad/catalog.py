@@ -24,6 +24,9 @@ class AlgorithmInfo:
     the values are equal, and is otherwise our choice."""
 
 
+EQUATION = "∇J = Σ ( c · w · Ψ + k ) ∇log π_θ"
+"""The equation that every algorithm is a row of."""
+
 _TABLE = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
 
 CATALOG: dict[str, AlgorithmInfo] = {name: AlgorithmInfo(**entry) for name, entry in _TABLE["algorithms"].items()}

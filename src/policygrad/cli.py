@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TextIO
 
 from policygrad.commands import COMMANDS
+from policygrad.commands.help import HelpRequest, print_help, print_stored_help
 from policygrad.commands.json_output import print_error, print_json, requests_json, reserve_stdout
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.utils.garbage import paused_garbage_collection
@@ -83,9 +84,10 @@ with interchangeable parts
   policygrad completion bash|zsh|fish     a script for tab completion
   policygrad --version
 
-`policygrad COMMAND --help` lists a command's options. With --json, standard
-output carries JSON only, errors included; COMMAND --json-schema describes it.
-No command asks anything.
+`policygrad COMMAND --help` shows a command's main options, --help SECTION those
+of a section of the configuration, such as sampler, and --help all every one.
+With --json, standard output carries JSON only, errors included; COMMAND
+--json-schema describes it. No command asks anything.
 Exit codes: 0 done; 75 stopped by a signal, by --time-limit or because one of
 several processes hung, and can be resumed; 2 invalid or failed, with the
 reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its traceback,
@@ -185,11 +187,16 @@ def _run(args: list[str]) -> int:
 
         print_json(build_schema(name))
         return 0
+    if print_stored_help(name, args):
+        return 0
     module, _, function = COMMANDS[name].partition(":")
     with paused_garbage_collection():
         command: Callable[[list[str]], int] = getattr(import_module(module), function)
     try:
         return command(args)
+    except HelpRequest as request:
+        print_help(request.page, request.topic)
+        return 0
     except OSError as error:  # wherever a name from the arguments is first looked up
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -54,7 +54,7 @@ def dry_run(run_command: Any, folder: Path, *args: str) -> Run:
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
-    for args in ((), ("--help",), ("--version",)):
+    for args in ((), ("--version",)):
         assert not {"torch", "tyro", "rich", "transformers", "policygrad.algorithms"} & imported(*args)
 
 
@@ -82,18 +82,18 @@ def test_help_of_every_command(run_command: Any) -> None:
         assert code == 0
         assert f"policygrad {command}" in out
     assert all(command in cli.HELP for command in cli.COMMANDS)
-    out = run_command("train", "dapo", "--help")[1]
+    out = run_command("train", "dapo", "--help", "all")[1]
     for flag in ("--algorithm.gate.high", "--samples-per-prompt", "--stop-after", "--learner.device"):
         assert flag in out
-    assert "(default: the algorithm's own)" in " ".join(out.replace("│", " ").split())
+    assert "(default: the algorithm's own)" in " ".join(out.split())
 
 
 def test_help_fits_80_columns(run_command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, cli.HELP.splitlines())) <= 80
     for words in (*((command,) for command in cli.COMMANDS), ("lab", "control")):
-        said = run_command(*words, "--help")[1]
-        assert max(map(len, said.splitlines())) <= 80, words
+        lines = run_command(*words, "--help", "all")[1].splitlines()
+        assert max(map(len, lines)) <= 80, words
 
 
 def test_help_wraps_without_breaking_words() -> None:

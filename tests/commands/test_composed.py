@@ -15,6 +15,7 @@ import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.render import describe_algorithm
+from policygrad.commands.styled import wrap_rows
 from policygrad.training.config.run_name import name_run
 from policygrad.training.run_folder import create_run_folder
 
@@ -87,7 +88,8 @@ def test_long_names_are_valid_folder_names() -> None:
 
 
 def shown(a: pg.Algorithm, budget: int | None = None) -> str:
-    return " ".join(" ".join("".join(text for text, _ in line) for line in describe_algorithm(a, 80, budget)).split())
+    lines = wrap_rows(describe_algorithm(a, budget), 80)
+    return " ".join(" ".join("".join(text for text, _ in line) for line in lines).split())
 
 
 def test_a_changed_part_is_cited() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import policygrad as pg
 from policygrad.commands.evaluate import build_report, parse_options
-from policygrad.commands.options import list_help_flags
+from policygrad.commands.parsing import list_help_flags
 from policygrad.compare.statistics import paired_difference
 from policygrad.errors import ConfigError
 from policygrad.rewards.builtin import find_answer_extractor

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from policygrad.commands.foreign_options import load_foreign_options, look_up_option, reject_foreign_options
-from policygrad.commands.supervised import list_supervised_flags as supervised_flags
+from policygrad.commands.help import list_command_flags
 from policygrad.commands.train import list_train_flags
 from policygrad.errors import ConfigError
 from policygrad.training.config.serialization import list_parts
-from policygrad.training.config.supervised import SFTConfig
 
 LIBRARIES, SUPERVISED = load_foreign_options()
 NAMES = [(library, name) for library, names in LIBRARIES.items() for name in names]
@@ -39,13 +38,13 @@ def test_every_suggested_option_exists(ours: set[str]) -> None:
             assert flag in ours, f"{library}: {name} is answered with {flag}"
         for part in re.findall(r"--algorithm\.\w+ ([A-Z]\w+)", answer.flag):
             assert part in list_parts()
-    known = set(supervised_flags(SFTConfig))
+    known = set(list_command_flags("sft"))
     for answer in SUPERVISED.values():
         assert set(re.findall(r"--[a-z][\w.-]*[a-z]", answer.flag)) <= known
 
 
 def test_our_options_are_not_mistaken_for_foreign_ones(ours: set[str]) -> None:
-    for flag in ours | set(supervised_flags(SFTConfig)):
+    for flag in ours | set(list_command_flags("sft")):
         for word in (flag, f"{flag}=1", flag.replace("-", "_").replace("__", "--", 1)):
             reject_foreign_options([word, "1"], lambda: ours)
             reject_foreign_options([word, "1"], lambda: ours, supervised=True)

@@ -22,7 +22,7 @@ def list_flags(*command: str) -> frozenset[str]:
     """Return the flags that a command's help names."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        cli.main([*command, "--help"])
+        cli.main([*command, "--help", "all"])
     return frozenset(re.findall(r"--[a-z][\w.-]*[a-z0-9]", out.getvalue()))
 
 

@@ -22,6 +22,7 @@ from pages import tables as probe
 from policygrad.algorithms import ALGORITHMS
 from policygrad.catalog import CATALOG, DEFAULT_SOURCES
 from policygrad.commands.render import describe_algorithm, diff_algorithms, list_settings
+from policygrad.commands.styled import wrap_rows
 from policygrad.training.config.serialization import list_parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +117,9 @@ def test_every_algorithm_is_described(name: str) -> None:
     paper = CATALOG[name]
     assert all((paper.title, paper.source, paper.addresses, paper.failure_modes, paper.objective.strip()))
     assert paper.parent is None or paper.parent in ALGORITHMS
-    shown = " ".join("".join(text for text, _ in line) for line in describe_algorithm(ALGORITHMS[name], 2000))
+    shown = " ".join(
+        "".join(text for text, _ in line) for line in wrap_rows(describe_algorithm(ALGORITHMS[name]), 2000)
+    )
     assert all(line in shown for line in paper.objective.split("\n"))
     assert f"Departs  {paper.deviations or 'nowhere that we know'}" in shown
     assert (paper.deviations or "nowhere that we know") in index.departures().replace("\\|", "|")

@@ -66,7 +66,7 @@ def test_every_name_and_option_on_the_page_exists(run_command: Command) -> None:
     for name in re.findall(r"`(livecodebench:[^`]+)`", PAGE):
         parse_benchmarks([name])
     assert parse_options(["tiny", "--benchmark", "gsm8k,math500,aime24"]).benchmark == ("gsm8k,math500,aime24",)
-    help_text = run_command("train", "grpo", "--help")[1]
+    help_text = run_command("train", "--help", "evaluation")[1]
     for option in ("benchmarks", "benchmark-data", "benchmark-problems", "benchmark-samples", "benchmark-max-tokens"):
         assert f"--evaluation.{option}" in help_text
     assert all(f"`{name}`" in PAGE for name in load_benchmarks())

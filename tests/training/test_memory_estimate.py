@@ -19,6 +19,7 @@ from policygrad.learners.local import activation_memory
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.models.loading import load_model
 from policygrad.training.cost_estimate import MemoryEstimate, estimate_memory
+from policygrad.training.memory_probe import count_model, load_stored_facts
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
@@ -124,3 +125,34 @@ def test_the_estimate_is_within_a_fifth_of_the_measured_memory(tmp_path: Path, t
     about, most = map(int, message.stdout.split())
     assert about == pytest.approx(taken, rel=0.2)
     assert taken <= most
+
+
+def test_the_stored_numbers_of_the_embedded_model_are_those_that_are_counted() -> None:
+    for run in (pg.Run(algorithm=pg.GRPO), pg.Run(algorithm=pg.RLOO, task="embedded_steps")):
+        run = run.resolve()
+        stored = load_stored_facts(run, "cpu")
+        assert stored is not None
+        assert replace(stored, libraries=0) == replace(count_model(run, "cpu"), libraries=0)
+
+
+def test_what_changes_the_numbers_is_counted() -> None:
+    adapters, length = pg.LearnerConfig(lora="rank=4"), pg.SamplingParams(max_tokens=48)
+    for run in (
+        pg.Run(learner=adapters),
+        pg.Run(sampling=length),
+        pg.Run(task="gcd"),
+        pg.Run(tokenizer="tiny"),
+        pg.Run(model="shapes", task="shapes"),
+    ):
+        assert load_stored_facts(run.resolve(), "cpu") is None
+
+
+def test_the_memory_of_libraries_that_are_not_loaded_is_added() -> None:
+    program = (
+        "import policygrad as pg; from policygrad.training.memory_probe import count_model, load_stored_facts\n"
+        "run = pg.Run(algorithm=pg.GRPO).resolve()\n"
+        "print(load_stored_facts(run, 'cpu').libraries, count_model(run, 'cpu').libraries)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    before, after = map(int, done.stdout.split())
+    assert before == pytest.approx(after, rel=0.1)

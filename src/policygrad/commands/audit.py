@@ -11,7 +11,7 @@ from policygrad.audit.findings import audit as audit_recording
 from policygrad.audit.findings import render_markdown, render_text
 from policygrad.audit.recording import join_ranks, read
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
+from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.findings import FindingOutput
 from policygrad.training.config.run import optional_arg

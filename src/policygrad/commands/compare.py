@@ -16,14 +16,9 @@ import tyro
 
 from policygrad.commands import STOPPED
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import (
-    check_at_least_1,
-    parse_arguments,
-    reject_cluster_flags,
-    reject_empty_values,
-    write_text_file,
-)
-from policygrad.commands.render import (
+from policygrad.commands.options import check_at_least_1, reject_cluster_flags, reject_empty_values, write_text_file
+from policygrad.commands.parsing import parse_arguments
+from policygrad.commands.styled import (
     HEAD,
     QUIET,
     Column,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Annotated, Literal
 
 import tyro
@@ -17,13 +16,9 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.cluster.config import ADDRESSES
 from policygrad.commands import COMMANDS
-from policygrad.commands.options import (
-    SELECTABLE_FIELDS,
-    build_option_type,
-    list_help_flags,
-    list_part_flags,
-    parse_arguments,
-)
+from policygrad.commands.help import list_command_flags
+from policygrad.commands.options import SELECTABLE_FIELDS, build_option_type, list_part_flags
+from policygrad.commands.parsing import parse_arguments
 from policygrad.compare.plan import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.report import EXPERIMENTS
@@ -124,10 +119,8 @@ def completion(args: list[str]) -> int:
 def generate_script(shell: str) -> str:
     """Return the script for bash, which zsh runs through its bashcompinit, or for fish."""
     options = dict[str, list[str]]()  # command -> words that it accepts anywhere
-    for name, place in COMMANDS.items():
-        module, _, function = place.partition(":")
-        command = getattr(import_module(module), function)
-        options[name] = [*list_help_flags(lambda command=command: command(["--help"])), "--help"]  # type: ignore[misc]
+    for name in COMMANDS:
+        options[name] = [*list_command_flags(name), "--help"]
     part_flags = (flag for a in ALGORITHMS.values() for flag in list_part_flags(build_option_type(a)))
     options["train"] = list(dict.fromkeys([*options["train"], *FIELD_FLAGS.values(), *part_flags]))
     options["compare"] += ALGORITHMS

@@ -19,8 +19,8 @@ from typing import Annotated, Final, Literal, TypedDict
 from urllib.parse import urlsplit, urlunsplit
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
+from policygrad.commands.parsing import parse_arguments
+from policygrad.commands.styled import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError, PolicygradError, install_command
 from policygrad.rewards.workers.limits import format_size
 from policygrad.training.config.run import optional_arg

@@ -16,7 +16,7 @@ from typing import Annotated, TypedDict
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
+from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
 from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig

@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import (
-    check_at_least_1,
-    drop_trust_flag,
-    parse_arguments,
-    reject_cluster_flags,
-    reject_empty_values,
-)
+from policygrad.commands.options import check_at_least_1, drop_trust_flag, reject_cluster_flags, reject_empty_values
+from policygrad.commands.parsing import parse_arguments
 from policygrad.compare.statistics import LEVEL, paired_difference
 from policygrad.errors import ConfigError, RewardError
 from policygrad.learners.config import LearnerConfig

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypedDict
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
+from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.models.loading import check_hub_repo, push_to_hub
 from policygrad.models.lora_config import is_model_folder

@@ -71,7 +71,7 @@ def print_json(value: object) -> None:
     """Print the value as one line of JSON. Numbers that are not finite become null, since JSON has none."""
     stream = sys.stdout if _reserved is None else _reserved
     # backslashreplace writes a lone surrogate as \udc80, which is JSON's escape for it, too
-    stream.write(json.dumps(_to_plain(value), ensure_ascii=False, allow_nan=False) + "\n")
+    stream.write(json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n")
     stream.flush()
 
 
@@ -115,15 +115,16 @@ def capture_usage_error() -> Iterator[None]:
         sys.stderr.write(message.getvalue())
 
 
-def _to_plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Return the value as JSON has it: numbers that are not finite are null, paths are texts."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return str(value)
     if getattr(value, "ndim", None) == 0:  # a number of torch's or numpy's
-        return _to_plain(value.item())
+        return to_plain(value.item())
     return value

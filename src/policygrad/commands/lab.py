@@ -15,21 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import (
-    check_at_least_1,
-    check_writable,
-    merge_repeated_flags,
-    parse_arguments,
-    write_text_file,
-)
-from policygrad.commands.render import (
+from policygrad.commands.options import check_at_least_1, check_writable, merge_repeated_flags, write_text_file
+from policygrad.commands.parsing import parse_arguments
+from policygrad.commands.render import build_matrix_row, format_part
+from policygrad.commands.styled import (
     HEAD,
     NAME,
     QUIET,
     StyledLine,
     align_columns,
-    build_matrix_row,
-    format_part,
     get_terminal_width,
     print_lines,
     wrap_styled,

@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from importlib import import_module
@@ -20,9 +16,9 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands import COMMANDS, STOPPED
-from policygrad.commands.json_output import capture_usage_error, print_json
-from policygrad.commands.render import summarise_docstring, wrap_paragraphs
+from policygrad.commands import STOPPED
+from policygrad.commands.json_output import print_json
+from policygrad.commands.render import summarise_docstring
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import ObjectiveTerm, Part
 from policygrad.errors import ConfigError, RunError
@@ -37,61 +33,13 @@ from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
 from policygrad.utils.filesystem import read_json
 
-MAIN_COMMANDS = ("train", "sft", "eval", "serve", "compare", "export")  # whose options people look for elsewhere
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy and head, plain words."""
 _PART_SWITCH = "--algorithm.*."  # a part's flag names the field that holds the part, which differs between algorithms
 _CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()
-OptionsT = TypeVar("OptionsT")
 ConfigT = TypeVar("ConfigT", bound=Any)  # A configuration of train, sft or reward-model
-
-
-def parse_arguments(
-    kind: Callable[..., OptionsT], args: Sequence[str], command: str, *texts: str, **settings: Any
-) -> OptionsT:
-    """Parse the arguments of `policygrad COMMAND`.
-
-    Args:
-        texts: Paragraphs of the command's description; by default the docstring of `kind`.
-        settings: Further arguments of `tyro.cli`.
-    """
-    try:
-        with capture_usage_error():
-            options: OptionsT = tyro.cli(
-                kind,
-                args=args,
-                prog=f"policygrad {command}",
-                description=wrap_paragraphs(*(texts or [" ".join((kind.__doc__ or "").split())])),
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
-                **settings,
-            )
-    except SystemExit as end:
-        if end.code and (hint := describe_options_elsewhere(args, command)):
-            print(hint, file=sys.stderr)
-            end.add_note(hint)
-        raise
-    return options
-
-
-def describe_options_elsewhere(args: Sequence[str], command: str) -> str:
-    """Return which other commands have the options that this one lacks; empty if none has."""
-    given = {word.partition("=")[0] for word in args if re.match(r"--[a-z]", word)}
-    unknown = sorted(given - list_command_flags(command.partition(" ")[0]))
-    lines = []
-    for flag in unknown:
-        others = [name for name in MAIN_COMMANDS if name != command and flag in list_command_flags(name)]
-        if others:
-            lines.append(f"{flag} is an option of {', '.join(f'`policygrad {name}`' for name in others)}")
-    return "\n".join(lines)
-
-
-@functools.cache
-def list_command_flags(name: str) -> frozenset[str]:
-    """Return the flags that a command's help names."""
-    module, _, function = COMMANDS[name].partition(":")
-    return frozenset(list_help_flags(lambda: getattr(import_module(module), function)(["--help"])))
 
 
 @dataclass(frozen=True)
@@ -242,15 +190,6 @@ def report_end(result: Any, command: str, *, is_json: bool) -> int:
             }
         )
     return exit_code
-
-
-def list_help_flags(parse_help: Callable[[], object]) -> list[str]:
-    """Return every flag that a command's help lists, for tab completion."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        parse_help()
-    lines = re.findall(r"^\W+(--[a-z][a-z0-9.-]*[a-z0-9](?=\s|$).*)", out.getvalue(), re.MULTILINE)
-    return [flag for line in lines for flag in re.findall(r"(?:^|, )(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", line)]
 
 
 def check_at_least_1(options: object, *names: str) -> None:
@@ -409,7 +348,7 @@ def build_option_type(chosen: Algorithm) -> type:
     for name in SELECTABLE_FIELDS:
         value = getattr(chosen, name)
         if isinstance(value, tuple):
-            if members := [_column(option, part) for option, part in _named(value) if fields(part)]:
+            if members := [_column(option, part) for option, part in name_parts(value) if fields(part)]:
                 kind = make_dataclass(name, members, frozen=True)
                 columns.append((name, kind, field(default_factory=kind)))
         elif is_dataclass(value) and fields(value):
@@ -437,7 +376,7 @@ def apply_options(chosen: Algorithm, options: Any) -> Algorithm:
     for f in fields(options):
         current, new = getattr(chosen, f.name), getattr(options, f.name)
         several = isinstance(current, tuple)
-        changes[f.name] = tuple(getattr(new, name, part) for name, part in _named(current)) if several else new
+        changes[f.name] = tuple(getattr(new, name, part) for name, part in name_parts(current)) if several else new
     return replace(chosen, **changes)
 
 
@@ -462,7 +401,7 @@ def _column(name: str, part: Any) -> tuple[str, Any, Any]:
     return name, Annotated[type(part), tyro.conf.arg(help=help_)], field(default=part)
 
 
-def _named(parts: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+def name_parts(parts: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     """Yield (option, part); the option is the class name in snake case, numbered if a class occurs again."""
     seen: dict[str, int] = {}
     for part in parts:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypedDict
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
+from policygrad.commands.options import check_at_least_1, check_writable, write_text_file
+from policygrad.commands.parsing import parse_arguments
+from policygrad.commands.styled import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import DTYPE_BYTES, MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
 from policygrad.planning.hardware import Efficiency, load_calibration, parse_devices

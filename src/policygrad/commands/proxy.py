@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments
+from policygrad.commands.options import check_at_least_1, check_writable
+from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.serve import ServerStopped, Serving
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg

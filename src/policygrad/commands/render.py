@@ -1,19 +1,18 @@
-"""Algorithms and their parts as styled lines of text, printed plain into a pipe and in colour on a terminal."""
+"""Algorithms and their parts as rows of styled text."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import shutil
-import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import CATALOG
+from policygrad.catalog import CATALOG, EQUATION
+from policygrad.commands.styled import FORMULA, HEAD, NAME, QUIET, TextRow
 from policygrad.core.algorithm import Algorithm
 from policygrad.training.config.run_name import name_run
 from policygrad.utils.user_code import find_definition
@@ -37,9 +36,6 @@ def find_source(part: Any) -> str:
     return f"user-defined, {find_definition(kind) or kind.__module__}"
 
 
-StyledLine = tuple[tuple[str, str], ...]  # pieces (text, rich style) of one line
-Column = tuple[str, Sequence[str]]  # heading and cells
-HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
 EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "filters": ("", "filters"),
     "shaping": ("", "shaping"),
@@ -55,36 +51,6 @@ EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "reference": ("", "reference"),
 }
 NO_DEVIATIONS = "nowhere that we know of"  # text for an algorithm without known deviations from its paper
-EQUATION = "∇J = Σ ( c · w · Ψ + k ) ∇log π_θ"
-
-
-def print_lines(lines: Sequence[StyledLine]) -> None:
-    """Print the lines, styled on a terminal."""
-    if not sys.stdout.isatty():
-        print("\n".join("".join(text for text, _ in line).rstrip() for line in lines))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
-    for line in lines:
-        console.print(Text.assemble(*line))
-
-
-def wrap_paragraphs(*texts: str) -> str:
-    """Wrap a description for tyro, which keeps lines that begin with a space and wraps no others."""
-    lines = [line for text in texts for line in textwrap.wrap(text, get_page_width() - 1, break_on_hyphens=False)]
-    return "\n".join(f" {line}" for line in lines)
-
-
-def get_page_width() -> int:
-    """Return the columns for running text: the terminal's, at most 100; 80 in a pipe."""
-    return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
-
-
-def get_terminal_width() -> int:
-    """Return the columns for tables: the terminal's; 100 in a pipe."""
-    return shutil.get_terminal_size((100, 24)).columns
 
 
 def shorten_number(value: Any) -> str:
@@ -137,33 +103,7 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
 
-def wrap_styled(lead: StyledLine, text: str, width: int, style: str = "") -> Iterator[StyledLine]:
-    """Wrap `text` after `lead`, with a hanging indent."""
-    indent = sum(len(piece) for piece, _ in lead)
-    rows = textwrap.wrap(text, max(24, width - indent), break_long_words=False, break_on_hyphens=False) or [""]
-    yield (*lead, (rows[0], style))
-    for row in rows[1:]:
-        yield ((" " * indent, ""), (row, style))
-
-
-def align_columns(columns: Sequence[Column], width: int) -> list[StyledLine]:
-    """Align columns; those that do not fit follow below, each block with the labels."""
-    widths = [max(map(len, [head, *cells])) for head, cells in columns]
-    lines: list[StyledLine] = []
-    remaining = list(range(1, len(columns)))
-    while remaining:
-        block = [remaining.pop(0)]
-        while remaining and widths[0] + sum(widths[i] + 2 for i in [*block, remaining[0]]) <= width:
-            block.append(remaining.pop(0))
-        head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
-        lines.append(((head, HEAD),))
-        for number, label in enumerate(columns[0][1]):
-            cells = "".join("  " + columns[i][1][number].rjust(widths[i]) for i in block)
-            lines.append(((label.ljust(widths[0]), NAME), (cells, "")))
-    return lines
-
-
-def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None) -> list[StyledLine]:
+def describe_algorithm(a: Algorithm, budget: int | None = None) -> list[TextRow]:
     """Describe an algorithm: equation, parts with sources, differences from its parent, what it fixes and how it fails.
 
     A user-defined composition is compared with the named algorithm that it was made from. budget: see `name_run`.
@@ -171,28 +111,31 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
     run_name = name_run(a, budget)
     about = CATALOG.get(a.name)
     of = f" ({a.name})" if run_name.part_changes else ""
-    lines: list[StyledLine]
     # Name and source; for a composition those of the named algorithm, and each change with its source.
     if run_name.part_changes:
         source = f" ({about.source})" if about else ""
-        lines = [((run_name.name, NAME),), *wrap_styled((("  ", ""),), run_name.base + source, width)]
+        rows = [TextRow(((run_name.name, NAME),)), TextRow((("  ", ""),), run_name.base + source)]
     else:
-        lines = [((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+        rows = [TextRow(((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD)))]
         indent = " " * (len(run_name.name) + 2)
-        lines += wrap_styled(((indent, ""),), about.source, width, QUIET) if about else []
+        rows += [TextRow(((indent, ""),), about.source, QUIET)] if about else []
     for swap in run_name.part_changes:
         label = EQUATION_COLUMNS.get(swap.field, ("", swap.field))[1]
         for part in swap.added:
             change = f"{label} = {format_part(part, names=True)} ({find_source(part)})"
-            lines += wrap_styled((("  with ", ""),), change, width)
+            rows.append(TextRow((("  with ", ""),), change))
         if removed := swap.removed[len(swap.added) :]:
             change = f"{label} {', '.join(type(p).__name__ for p in removed)}"
-            lines += wrap_styled((("  without ", ""),), change, width)
+            rows.append(TextRow((("  without ", ""),), change))
     for s in run_name.setting_changes:
         change = f"{shorten_number(s.new_value)} instead of {shorten_number(s.base_value)}"
-        lines += wrap_styled((("  with ", ""),), f"{s.part}.{s.name}".lstrip(".") + f" = {change}", width)
+        rows.append(TextRow((("  with ", ""),), f"{s.part}.{s.name}".lstrip(".") + f" = {change}"))
     # The equation, as it is and as published.
-    lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
+    rows += [
+        TextRow(()),
+        TextRow((("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD))),
+        TextRow(()),
+    ]
     equation = a.equation()
     size = max(map(len, equation))
     for symbol, text in equation.items():
@@ -200,27 +143,26 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
         if equals and head.startswith(f"{symbol}_"):
             symbol, text = head, tail
         equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
-        lines += wrap_styled(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
+        rows.append(TextRow(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text))
     if about:
-        lines += [(), ((f"{a.name} as published" if run_name.part_changes else "As published", HEAD),)]
-        for text in about.objective.split("\n"):
-            lines += wrap_styled((("  ", ""),), text, width)
-        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), about.deviations or NO_DEVIATIONS, width)]
-    lines += [(), (("Parts", HEAD), (" and their settings" if run_name.is_changed else " and their defaults", QUIET))]
-    lines += _parts(a, width)
+        rows += [TextRow(()), TextRow(((f"{a.name} as published" if run_name.part_changes else "As published", HEAD),))]
+        rows += [TextRow((("  ", ""),), text) for text in about.objective.split("\n")]
+        rows += [TextRow(()), TextRow(((f"Departs{of}  ", HEAD),), about.deviations or NO_DEVIATIONS)]
+    suffix = " and their settings" if run_name.is_changed else " and their defaults"
+    rows += [TextRow(()), TextRow((("Parts", HEAD), (suffix, QUIET))), *_describe_parts(a)]
     parent = a.name if run_name.is_changed else about.parent if about else None
     if parent:
         row = ALGORITHMS[parent] if budget is None or parent != a.name else ALGORITHMS[parent].with_max_tokens(budget)
-        lines += [(), (("Differs from ", HEAD), (parent, NAME))]
+        rows += [TextRow(()), TextRow((("Differs from ", HEAD), (parent, NAME)))]
         for column, (theirs, mine) in diff_algorithms(row, a).items():
-            lines += wrap_styled(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
+            rows.append(TextRow(((f"  {column:<12}", ""),), f"{theirs} → {mine}"))
     if about:
-        lines += [(), *wrap_styled(((f"Fixes{of}  ", HEAD),), about.addresses, width)]
-        lines += [*wrap_styled(((f"Fails{of}  ", HEAD),), about.failure_modes, width)]
-    return lines
+        rows += [TextRow(()), TextRow(((f"Fixes{of}  ", HEAD),), about.addresses)]
+        rows.append(TextRow(((f"Fails{of}  ", HEAD),), about.failure_modes))
+    return rows
 
 
-def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:
+def _describe_parts(a: Algorithm) -> Iterator[TextRow]:
     before = ""
     for key, part in a.named_parts():
         name = key.partition(".")[0]
@@ -230,11 +172,11 @@ def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:
         before = name
         text, source = summarise_docstring(part)
         source = source if type(part).__module__.startswith("policygrad.") else find_source(part)
-        yield from wrap_styled(((f"  {label:<12}", ""),), format_part(part, names=True), width, NAME)
-        yield from wrap_styled(((" " * 14, ""),), text, width)
+        yield TextRow(((f"  {label:<12}", ""),), format_part(part, names=True), NAME)
+        yield TextRow(((" " * 14, ""),), text)
         if source:
-            yield from wrap_styled(((" " * 14, ""),), source, width, QUIET)
-    yield ((f"  {'samples':<12}", ""), (f"{a.samples_per_prompt}", NAME), (" completions per prompt (G)", ""))
+            yield TextRow(((" " * 14, ""),), source, QUIET)
+    yield TextRow(((f"  {'samples':<12}", ""), (f"{a.samples_per_prompt}", NAME), (" completions per prompt (G)", "")))
 
 
 def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,8 @@ from typing import Annotated, TypedDict
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import check_writable, parse_arguments, write_text_file
+from policygrad.commands.options import check_writable, write_text_file
+from policygrad.commands.parsing import parse_arguments
 from policygrad.compare.plan import PLAN_FILE as PLAN
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import optional_arg

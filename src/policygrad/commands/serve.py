@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
+from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError, import_optional
 from policygrad.serve.config import ServeConfig
 from policygrad.utils.http_limits import ListeningSocket

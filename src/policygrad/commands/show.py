@@ -1,94 +1,48 @@
-"""`policygrad algorithms` and `policygrad show`: list algorithms and parts, and explain each."""
+"""`policygrad algorithms` and `policygrad show`: list algorithms and parts, and explain each.
+
+What they print of the package's own stands in `show.json`, which `scripts/make_docs.py` writes from `describe.py`: algorithms and
+parts are code on torch, whose import takes seconds.
+"""
 
 from __future__ import annotations
 
-import inspect
+import json
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, TypedDict
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import tyro
 
-import policygrad
-from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.catalog import CATALOG
+from policygrad.catalog import CATALOG, EQUATION
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
-from policygrad.commands.render import (
-    EQUATION,
-    EQUATION_COLUMNS,
+from policygrad.commands.parsing import parse_arguments
+from policygrad.commands.styled import (
     HEAD,
     NAME,
     QUIET,
     StyledLine,
-    build_matrix_row,
-    describe_algorithm,
-    format_part,
+    TextRow,
     get_page_width,
     print_lines,
-    read_field_docs,
-    shorten_number,
-    summarise_docstring,
+    wrap_rows,
     wrap_styled,
 )
-from policygrad.core.algorithm import Algorithm, append_link
-from policygrad.core.base import Advantage, Part
-from policygrad.core.gates import Clip
-from policygrad.core.ratios import Token
-from policygrad.core.validation import ROLES, frozen_problem
-from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.tasks.benchmarks import Benchmark, load_benchmarks
-from policygrad.trackers.glossary import MetricDoc, find_metric_doc
-from policygrad.training.config.run import optional_arg
-from policygrad.training.config.serialization import (
-    algorithm_to_dict,
-    list_parts,
-    load_algorithm,
-    load_part_class,
-    suggest_name,
-)
-from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
+from policygrad.utils.user_code import is_user_reference, relative_to_cwd
 
-FAMILIES = (
-    "one sample at a time",
-    "values of every token: a critic, or sampled",
-    "samples of one prompt compared, on-policy",
-    "samples of one prompt compared, a ratio per token, clipped",
-    "samples of one prompt compared, a ratio per token, another gate",
-    "samples of one prompt compared, a ratio per completion",
-)
-
-
-def classify_family(a: Algorithm) -> str:
-    """Return the family of an algorithm, from its parts: where it takes credit from and how it weighs old samples."""
-    single, values, group, clipped, gated, completion = FAMILIES
-    if a.critic is not None or any(link.samples_values or isinstance(link, Vine) for link in a.advantage):
-        return values
-    if not any(link.uses_group_statistics for link in a.advantage):
-        return single
-    if a.ratio is None:
-        return group
-    if not isinstance(a.ratio, Token):
-        return completion
-    return clipped if isinstance(a.gate, Clip) else gated
-
-
-def group_by_family() -> dict[str, list[str]]:
-    """Return the names of the matrix by family, without empty families."""
-    result: dict[str, list[str]] = {name: [] for name in FAMILIES}
-    for name, a in ALGORITHMS.items():
-        result[classify_family(a)].append(name)
-    return {name: members for name, members in result.items() if members}
-
+SHOWN_FILE = Path(__file__).with_name("show.json")
+DEFINITION = "{definition}"
+"""Stands in `SHOWN_FILE` for the file and line of a part's class."""
 
 _TIED = "\u00a0"  # separator of the words of one part, which stay on one line if possible
-Cells = dict[str, tuple[str, ...]]  # column -> parts in the cell
+Cells = dict[str, Sequence[str]]  # column -> parts in the cell
 
 
 def format_matrix(width: int | None) -> list[StyledLine]:
@@ -99,10 +53,8 @@ def format_matrix(width: int | None) -> list[StyledLine]:
     Args:
         width: None = one line per algorithm of any length, for grep and spreadsheets.
     """
-    grouped = group_by_family()
-    names = [name for members in grouped.values() for name in members]
-    full = {name: build_matrix_row(ALGORITHMS[name]) for name in names}
-    short = {name: build_matrix_row(ALGORITHMS[name], changed=True) for name in names}
+    matrix = load_shown()["matrix"]
+    grouped, full, short = matrix["families"], matrix["full"], matrix["short"]
     if width is None:
         return _table(_joined(full), {})
     for rows in (_joined(full), _joined(short), short):
@@ -110,7 +62,7 @@ def format_matrix(width: int | None) -> list[StyledLine]:
         if max(sum(len(text) for text, _ in line) for line in lines) <= width:
             return lines
     # Lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells.
-    lead = max(map(len, names)) + 2 if width >= 72 else 4
+    lead = max(map(len, full)) + 2 if width >= 72 else 4
 
     def tie(text: str) -> str:
         return text.replace(" ", _TIED) if len(text) <= width - lead else text
@@ -168,77 +120,8 @@ def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[Styled
     return lines
 
 
-_SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}
-
-
-def describe_part(part: Any, width: int = 80) -> list[StyledLine]:
-    """Describe a part or its class: settings, equation, docstring, location of the code, algorithms that use it."""
-    kind: type = part if isinstance(part, type) else type(part)
-    built = part
-    if isinstance(part, type):  # with its defaults, unless a setting has none
-        needed = any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(kind))
-        built = None if needed else kind()
-    lines: list[StyledLine] = [((kind.__name__ if built is None else format_part(built, names=True), NAME),)]
-    # Its role, the command-line option and the location of the code.
-    is_named = kind.__name__ in list_parts() and getattr(policygrad, kind.__name__) is kind
-    option = kind.__name__ if is_named else import_path(kind)
-    for place, role in ROLES.items():
-        if issubclass(kind, role.bases):
-            lines += wrap_styled((("  ", ""),), f"{role.noun}: --algorithm.{place} {option}", width)
-    if where := find_definition(kind):
-        lines += wrap_styled((("  ", ""),), where, width, QUIET)
-    lines.append(())
-    if fields(kind):
-        lines += [(("Settings", HEAD),), *_settings(kind, built, width), ()]
-    if built is not None and isinstance(built, Part):
-        place = next((place for place, role in ROLES.items() if isinstance(built, role.bases)), "")
-        if isinstance(built, Advantage):
-            lead, formula = "  Ψ ← ", append_link("R" if built.starts_chain else "Ψ", built)
-        else:
-            formula, symbol = built.formula, _SYMBOLS.get(place, "")
-            lead = "  " if not symbol or re.match(rf"{symbol}(_\w+)? = ", formula) else f"  {symbol} = "
-        lines += [(("Equation", HEAD),), *wrap_styled(((lead, ""),), formula, width), ()]
-    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
-        rows = paragraph.split("\n")
-        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # keep tables as they are
-            lines += [((f"  {row}", ""),) for row in rows]
-        else:
-            lines += wrap_styled((("  ", ""),), " ".join(rows), width)
-        lines.append(())
-    users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for p in a.parts())]
-    return [*lines, *wrap_styled((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]
-
-
-def list_everything(width: int = 80) -> list[StyledLine]:
-    """List every algorithm by family, and every part by its field with a summary."""
-    lines: list[StyledLine] = [(("Algorithms", HEAD), ("  policygrad show NAME", QUIET))]
-    for family, names in group_by_family().items():
-        lines += [((f"  {family}", ""),), *wrap_styled((("    ", ""),), ", ".join(names), width, NAME)]
-    lines += [(), (("Parts", HEAD), ("  policygrad show PART, policygrad train … --algorithm.FIELD PART", QUIET))]
-    longest = max(map(len, list_parts())) + 2
-    for place, role in ROLES.items():
-        symbol = EQUATION_COLUMNS.get(place, ("", place))[0]
-        lines += [((f"  {place}", HEAD), (f"  {role.noun}{', ' * bool(symbol)}{symbol}", QUIET))]
-        for name in list_parts(place):
-            text = summarise_docstring(getattr(policygrad, name))[0]
-            sentence = re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".")
-            lines += wrap_styled(((f"    {name:<{longest}}", NAME),), sentence, width)
-    hint = "user-defined parts: policygrad show mine.py:PART, or mine:PART"
-    return [*lines, (), ((hint, QUIET),)]
-
-
-def _settings(kind: type, built: Any, width: int) -> Iterator[StyledLine]:
-    docs, named = read_field_docs(kind), list[tuple[str, str]]()
-    for f in fields(kind):
-        signature = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
-        if built is not None or f.default is not MISSING:
-            value = f.default if built is None else getattr(built, f.name)
-            signature += f" = {value!r}" if isinstance(value, str) else f" = {shorten_number(value)}"
-        named.append((f.name, signature))
-    name, size = (max(len(pair[i]) for pair in named) for i in (0, 1))
-    for setting, signature in named:
-        lead: StyledLine = ((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", ""))
-        yield from wrap_styled(lead, docs.get(setting, ""), max(width, sum(len(t) for t, _ in lead) + 24))
+def _open_choice(metavar: str, default: str) -> Any:
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)
@@ -247,7 +130,7 @@ class MatrixOptions:
 
     json: bool = False
     """Print one JSON object, with every part's fields (docs/json.md)."""
-    width: Annotated[int | None, optional_arg("COLUMNS", "the terminal's; in a pipe one line per algorithm")] = None
+    width: Annotated[int | None, _open_choice("COLUMNS", "the terminal's; in a pipe one line per algorithm")] = None
     """Maximum width in columns, such as 80."""
 
     def __post_init__(self) -> None:
@@ -264,11 +147,8 @@ def algorithms(args: list[str]) -> int:
     """Run `policygrad algorithms [--json]`."""
     options = parse_arguments(MatrixOptions, args, "algorithms")
     if options.json:
-        rows = {
-            name: {**algorithm_to_dict(a), "departs": CATALOG[name].deviations if name in CATALOG else ""}
-            for name, a in ALGORITHMS.items()
-        }
-        print_json(rows)
+        rows = load_shown()["algorithms"]
+        print_json({name: {**row["parts"], "departs": CATALOG[name].deviations} for name, row in rows.items()})
         return 0
     width = options.width or (shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None)
     if width is None:
@@ -284,7 +164,7 @@ class ShowOptions:
     """Explain an algorithm (equation, parts, defaults with sources, what it fixes, how it fails), a part such as Clip (settings,
     equation, docstring, location), or a metric such as kl. Without a name, list everything."""
 
-    name: Annotated[tyro.conf.Positional[str | None], optional_arg("NAME", "lists all")] = None
+    name: Annotated[tyro.conf.Positional[str | None], _open_choice("NAME", "lists all")] = None
     """An algorithm, a part, a metric, or your own part or algorithm as mine.py:NAME or mine:NAME."""
     json: bool = False
     """Print one JSON object (docs/json.md)."""
@@ -352,112 +232,76 @@ class ShowBenchmark(TypedDict):
 def show(args: list[str]) -> int:
     """Run `policygrad show [NAME] [--json]`."""
     options = parse_arguments(ShowOptions, args, "show")
-    subject = None if options.name is None else resolve_subject(options.name)
+    subject = _look_up(options.name) or _describe_custom(str(options.name))
     if options.json:
-        print_json(subject_to_dict(subject, options.name))
+        print_json(subject.json)
     else:
-        print_lines(describe_subject(subject, options.name, get_page_width()))
+        print_lines(wrap_rows(subject.rows, get_page_width()))
     return 0
 
 
-def resolve_subject(name: str) -> Any:
-    """Return the algorithm, the part or its class, or the metric of this name. Raises ConfigError without one."""
+class Subject(NamedTuple):
+    """What `show` says of a name: as rows, and as the object of --json."""
+
+    rows: Iterable[TextRow]
+    json: dict[str, Any]
+
+
+def _look_up(name: str | None) -> Subject | None:
+    """Look up a name of the package's own, None = the list of all; None if there is no such name."""
+    shown = load_shown()
+    if name is None:
+        return _read_subject(shown["everything"])
     if is_user_reference(name):
-        custom = load_object(name, f"show {name}", (Algorithm, type))
-        if isinstance(custom, Algorithm):
-            return load_algorithm(name)
-        if not (isinstance(custom, type) or is_dataclass(custom)):
-            raise ConfigError(
-                f"show {name}: {type(custom).__name__} is neither an algorithm nor a part. An algorithm is a "
-                "policygrad.Algorithm(…); a part is a class with @dataclass(frozen=True)."
-            )
-        if problem := frozen_problem(custom if isinstance(custom, type) else type(custom)):
-            raise ConfigError(f"show {name}: {problem}")
-        return custom
-    if name in list_parts():
-        return load_part_class(name, "show", "part")
-    if name.lower().replace("-", "_") in ALGORITHMS:
-        return get_algorithm(name)
+        return None
+    if (part := shown["parts"].get(name)) is not None:
+        where = _find_class(part["file"], name)
+        rows, json = _read_subject(part)
+        return Subject([row._replace(text=where) if row.text == DEFINITION else row for row in rows], json)
+    key = name.lower().replace("-", "_")
+    if (row := shown["algorithms"].get(key)) is not None:
+        facts = {"name": key, "equation": row["equation"], "parts": row["parts"], "info": asdict(CATALOG[key])}
+        return Subject(_read_rows(row["rows"]), {"kind": "algorithm", **facts})
+    from policygrad.trackers.glossary import find_metric_doc
+
     if (metric := find_metric_doc(name)) is not None:
-        return metric
-    if name in load_benchmarks():
-        return load_benchmarks()[name]
-    hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
-    hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
-    raise ConfigError(f"there is no algorithm, part, metric or benchmark {name!r}: {hint}")
+        rows = [
+            TextRow(((name, NAME), (f"  a metric: {metric.unit}", QUIET))),
+            TextRow(()),
+            TextRow((("Is     ", HEAD),), metric.text),
+        ]
+        rows += [TextRow((("Moves  ", HEAD),), metric.interpretation)] if metric.interpretation else []
+        return Subject(rows, {"kind": "metric", **asdict(metric), "name": name})
+    benchmark = shown["benchmarks"].get(name)
+    return None if benchmark is None else _read_subject(benchmark)
 
 
-def describe_subject(subject: Any, name: str | None, width: int) -> list[StyledLine]:
-    """Describe what `resolve_subject` returned; None = list everything."""
-    if name is None:
-        return list_everything(width)
-    if isinstance(subject, Algorithm):
-        lines = describe_algorithm(subject, width)
-        if is_user_reference(name):
-            lines += [(), (("Code  ", HEAD), (find_assignment(name), QUIET))]
-        return lines
-    if isinstance(subject, MetricDoc):
-        lines = [((name, NAME), (f"  a metric: {subject.unit}", QUIET)), ()]
-        lines += wrap_styled((("Is     ", HEAD),), subject.text, width)
-        lines += wrap_styled((("Moves  ", HEAD),), subject.interpretation, width) if subject.interpretation else ()
-        return lines
-    if isinstance(subject, Benchmark):
-        return describe_benchmark(subject, width)
-    return describe_part(subject, width)
+def _describe_custom(name: str) -> Subject:
+    """Describe a user's own part or algorithm. Raises ConfigError for any other name."""
+    from policygrad.commands.describe import describe_subject, resolve_subject, subject_to_dict
+
+    subject = resolve_subject(name)
+    return Subject(describe_subject(subject, name), subject_to_dict(subject))
 
 
-def subject_to_dict(subject: Any, name: str | None) -> dict[str, Any]:
-    """Return the object that `show --json` prints."""
-    if name is None:
-        parts = {place: list(list_parts(place)) for place in ROLES}
-        return {"kind": "list", "algorithms": group_by_family(), "parts": parts}
-    if isinstance(subject, Algorithm):
-        info = CATALOG.get(subject.name)
-        return {
-            "kind": "algorithm",
-            "name": subject.name,
-            "equation": dict(subject.equation()),
-            "parts": algorithm_to_dict(subject),
-            "info": None if info is None else asdict(info),
-        }
-    if isinstance(subject, MetricDoc):
-        return {"kind": "metric", "name": name, **{k: v for k, v in asdict(subject).items() if k != "name"}}
-    if isinstance(subject, Benchmark):
-        return {"kind": "benchmark", **asdict(subject)}
-    kind = subject if isinstance(subject, type) else type(subject)
-    docs = read_field_docs(kind)
-    return {
-        "kind": "part",
-        "name": kind.__name__,
-        "places": [place for place, role in ROLES.items() if issubclass(kind, role.bases)],
-        "text": inspect.getdoc(kind) or "",
-        "settings": {f.name: docs.get(f.name, "") for f in fields(kind)},
-        "used_by": [n for n, a in ALGORITHMS.items() if any(type(p) is kind for p in a.parts())],
-    }
+@cache
+def load_shown() -> dict[str, Any]:
+    """Return the contents of `SHOWN_FILE`; `scripts/pages/commands.py` says what it holds."""
+    shown: dict[str, Any] = json.loads(SHOWN_FILE.read_text(encoding="utf-8"))
+    return shown
 
 
-def describe_benchmark(benchmark: Benchmark, width: int) -> list[StyledLine]:
-    """Describe a known benchmark: its data, settings, prompt, and where each choice comes from."""
-    s = benchmark.sampling
-    data = f"{benchmark.repository}{f' ({benchmark.config})' * bool(benchmark.config)}, split {benchmark.split}, "
-    facts = {
-        "Is": f"{benchmark.title}, {benchmark.problems:,} problems",
-        "Data": f"{data}revision {benchmark.revision}; {', '.join(benchmark.columns)}",
-        "Licence": benchmark.licence,
-        "Sampling": f"{s.samples} per problem, temperature {s.temperature:g}, top-p {s.top_p:g}, up to {s.max_tokens} tokens",
-        "Grader": ", ".join([benchmark.reward, *(metric.reward for metric in benchmark.metrics)]),
-        "Differs": benchmark.differs,
-    }
-    lines: list[StyledLine] = [((benchmark.name, NAME), ("  a benchmark", QUIET)), ()]
-    for label, text in facts.items():
-        lines += wrap_styled(((f"{label:<10}", HEAD),), text, width)
-    lines += [
-        (),
-        (("Prompt", HEAD),),
-        *(((f"  {line}", ""),) for line in benchmark.prompt.split("\n")),
-        (),
-        (("Sources", HEAD),),
-    ]
-    for name, source in benchmark.sources.items():
-        lines += wrap_styled(((f"  {name:<9}", QUIET),), source, width)
-    return lines
+def _read_subject(entry: dict[str, Any]) -> Subject:
+    return Subject(_read_rows(entry["rows"]), entry["json"])
+
+
+def _read_rows(rows: list[Any]) -> list[TextRow]:
+    return [TextRow(tuple((piece, style) for piece, style in lead), *text) for lead, *text in rows]
+
+
+def _find_class(file: str, name: str) -> str:
+    """Return the place of a class, like `find_definition`, without importing its module."""
+    path = Path(__file__).parents[1] / file
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if re.match(rf"class {name}\b", line))
+    return f"{relative_to_cwd(path)}:{number}"

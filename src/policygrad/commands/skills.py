@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
-from policygrad.commands.render import HEAD, QUIET, StyledLine, get_page_width, print_lines, wrap_styled
+from policygrad.commands.parsing import parse_arguments
+from policygrad.commands.styled import HEAD, QUIET, StyledLine, get_page_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import optional_arg
 from policygrad.utils.filesystem import open_regular, write_atomically

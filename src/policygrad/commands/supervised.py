@@ -8,18 +8,18 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from policygrad.commands.foreign_options import reject_foreign_options
+from policygrad.commands.help import list_command_flags
 from policygrad.commands.json_output import prints
 from policygrad.commands.options import (
     RUN_EVENTS,
     CommandOptions,
     drop_trust_flag,
-    list_help_flags,
     load_base,
-    parse_arguments,
     reject_cluster_flags,
     resume_in_folder,
     run_training,
 )
+from policygrad.commands.parsing import parse_arguments
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
@@ -55,7 +55,7 @@ def parse_supervised(
     reject_cluster_flags(
         args, kind.kind, "trains in several processes with --learner.world-size N or torchrun (docs/many-processes.md)"
     )
-    reject_foreign_options(args, lambda: list_supervised_flags(kind), supervised=True)
+    reject_foreign_options(args, lambda: list_command_flags(kind.kind), supervised=True)
     _, command = _parse(kind(), args, help_texts)  # to find the configuration files
     allowed = CodePermissions(tuple(code_in_argv(args)), TRUST_FLAG in args)
     base = load_base(kind(), kind.kind, command.resume, command.config, allowed)
@@ -63,11 +63,6 @@ def parse_supervised(
     if (folder := command.resume) is not None:
         config = resume_in_folder(base, config, folder, _FIXED, f"--config {folder}/{kind.kind}.toml")
     return config.resolve(), command
-
-
-def list_supervised_flags(kind: type[SupervisedConfig]) -> list[str]:
-    """Return every flag of the command."""
-    return list_help_flags(lambda: _parse(kind(), ["--help"], ()))
 
 
 def _parse(base: AnyConfig, args: list[str], help_texts: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:

@@ -15,6 +15,7 @@ import tyro
 from policygrad.algorithms import ALGORITHMS
 from policygrad.cluster.config import CLUSTER_OPTIONS, ClusterConfig
 from policygrad.commands.foreign_options import reject_foreign_options
+from policygrad.commands.help import list_flags, load_page
 from policygrad.commands.json_output import prints
 from policygrad.commands.options import (
     RUN_EVENTS,
@@ -24,10 +25,8 @@ from policygrad.commands.options import (
     build_option_type,
     choose_parts,
     drop_trust_flag,
-    list_help_flags,
     list_switches,
     load_base,
-    parse_arguments,
     pop_algorithm,
     reject_empty_values,
     reopen_lengths,
@@ -35,7 +34,9 @@ from policygrad.commands.options import (
     resume_in_folder,
     run_training,
 )
-from policygrad.commands.render import describe_algorithm, get_page_width
+from policygrad.commands.parsing import list_help_flags, parse_arguments
+from policygrad.commands.render import describe_algorithm
+from policygrad.commands.styled import get_page_width, wrap_rows
 from policygrad.compare.plan import option_values
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
@@ -49,7 +50,7 @@ HELP = (
     "Train a causal language model by policy gradient.",
     "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: "
     "mine.py:NAME, mine:NAME.",
-    "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] replaces parts: "
+    "Every field of the algorithm's parts is an option (--help algorithm). --algorithm.FIELD Part[,Part] replaces parts: "
     "--algorithm.gate ClippedImportance, --algorithm.advantage GroupMean, --algorithm.terms none. "
     "--algorithm.old-policy sampler uses the sampler's log-probabilities as π_old, even if its weights are older.",
 )
@@ -178,8 +179,8 @@ def format_configuration(run: Run) -> str:
 
     warning = [run.minibatch_warning, ""] if run.minibatch_warning else []
     run, width = run.resolve(), get_page_width() - 2
-    description = describe_algorithm(run.algorithm, width, run.sampling.max_tokens)
-    lines = ["".join(text for text, _ in line) for line in description]
+    description = describe_algorithm(run.algorithm, run.sampling.max_tokens)
+    lines = ["".join(text for text, _ in line) for line in wrap_rows(description, width)]
     for text in describe_idle_schedules(run):
         lines += ["", *textwrap.wrap(f"Note: {text}", width)]
     try:
@@ -192,6 +193,8 @@ def format_configuration(run: Run) -> str:
 
 def list_train_flags(name: str) -> list[str]:
     """Return every flag of `policygrad train ALGORITHM`."""
+    if (page := load_page("train", name)) is not None:
+        return list_flags(page)
     return list_help_flags(lambda: _parse(UncheckedRun(algorithm=load_algorithm(name)), ["--help"]))
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypedDict
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import parse_arguments
+from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.findings import FindingOutput
 from policygrad.training.config.run import Run, optional_arg

@@ -11,6 +11,8 @@ from policygrad.errors import ConfigError
 from policygrad.rewards.builtin import AnswerExtractor
 from policygrad.rollout.trajectory import EpisodeGroup, Trajectory
 
+EVAL_CHUNK = 64  # examples evaluated between two progress reports
+
 
 @dataclass(frozen=True)
 class EvalSample:

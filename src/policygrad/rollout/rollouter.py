@@ -29,7 +29,7 @@ from policygrad.rollout.dynamic_sampling import (
     sample_until_full,
 )
 from policygrad.rollout.environment import DEFAULT_TIMEOUT, SingleTurn, find_capabilities
-from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
+from policygrad.rollout.evaluation import EVAL_CHUNK, EvaluationResult, summarise_evaluation
 from policygrad.rollout.providers import (
     Collected,
     FieldProvider,
@@ -61,8 +61,6 @@ from policygrad.tasks.base import Example, encode_level_index
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
-
-EVAL_CHUNK = 64  # examples evaluated between two progress reports
 
 
 @dataclass(frozen=True, eq=False)

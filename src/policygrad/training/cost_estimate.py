@@ -2,9 +2,9 @@
 
     peak = libraries + weights + gradients + optimizer + other models + max(training, sampling)
 
-Training is what one micro-batch saves for its backward pass, counted on the architecture itself
-(`learners/local/activation_memory.py`), and the logits over the vocabulary. Sampling is the key-value cache of the rows that
-decode at once, and their logits. The estimate is for a run that samples and trains in one process, on one device.
+Training is what one micro-batch saves for its backward pass, counted on the architecture itself (`memory_probe.py`), and the
+logits over the vocabulary. Sampling is the key-value cache of the rows that decode at once, and their logits. The estimate is for
+a run that samples and trains in one process, on one device.
 
 On an accelerator it is also an upper bound: PyTorch's allocator releases its cache before it fails. The C library's allocator on
 the CPU releases little: what sampling took remains beside training, tensors of changing sizes leave holes between them
@@ -13,31 +13,24 @@ the CPU releases little: what sampling took remains beside training, tensors of 
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.updates import GradientSteps
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.learners.local.activation_memory import saved_activation_bytes
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
-from policygrad.models.adapters import add_adapters
-from policygrad.models.loading import DTYPES, auto_class, read_config, resolve_model
-from policygrad.models.lora_config import adapter_base, read_lora
+from policygrad.models.loading import DTYPES
 from policygrad.planning.cost_model import AlgorithmCost, static_bytes
-from policygrad.rewards.workers.limits import format_size, get_resident_bytes
-from policygrad.rollout.rollouter import EVAL_CHUNK
+from policygrad.rewards.workers.limits import format_size
+from policygrad.rollout.evaluation import EVAL_CHUNK
 from policygrad.tasks.benchmarks import parse_benchmarks
-from policygrad.tasks.registry import load_task
 from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.run import Run
+from policygrad.training.memory_probe import probe_model
+from policygrad.utils.devices import pick_device
 
-NUM_PROBE_PROMPTS = 64  # prompts whose mean length stands for all
 FRAGMENTATION = 1.7
 """Largest ratio of resident memory to what a micro-batch saves, under glibc: measured 1.04 to 1.08 where all weights are trained,
 1.5 to 1.7 with LoRA (SmolLM2-135M, 2,048 tokens)."""
@@ -136,60 +129,24 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     Raises:
         PolicygradError: Something cannot be loaded, or the architecture cannot be counted.
     """
-    from transformers import AutoConfig
-
-    # a plan needs none of it
-    from policygrad.training.policy_setup import load_policy_tokenizer
-    from policygrad.training.setup import load_row_options
-    from policygrad.utils.devices import pick_device
-
     run, device = resolve_config_paths(run), pick_device(run.learner.device)
     if run.learner.world_size > 1:
         raise PolicygradError("with learner.world_size > 1 memory is spread over processes; only one can be counted")
-    if not isinstance(run.model, str):
-        raise PolicygradError("the model is an object, whose memory is already in use")
-    path = resolve_model(run.model)
-    lora = run.learner.adapters or (read_lora(path) if adapter_base(path) is not None else None)
-    read_config(adapter_base(path) or path, f"the model {run.model!r}")
-    row_options = load_row_options(run.row_map, run.skip_bad_rows, run.decontaminate, fetch_images=run.fetch_images)
-    task = load_task(run.task, seed=run.seed, eval_data=run.eval_data, row_options=row_options)
-    trust = run.trust_remote_code
-    config = AutoConfig.from_pretrained(adapter_base(path) or path, trust_remote_code=trust)
-    with torch.device("meta"):
-        model: Any = auto_class(config.to_dict()).from_config(config, trust_remote_code=trust)
-        parameters = sum(p.numel() for p in model.parameters())
-        adapters = None
-        if lora is not None:
-            adapters = sum(p.numel() for p in add_adapters(model, lora).parameters() if p.requires_grad)
-    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust, run.template_options)
-    completion = run.sampling.max_tokens
-    examples = [task.train_example(i) for i in range(NUM_PROBE_PROMPTS)]
-    lengths = [len(tokenizer.encode(e.prompt, completion, tools=e.tools).ids) for e in examples]
-    prompt, libraries = round(statistics.fmean(lengths)), get_resident_bytes() if device == "cpu" else 0
-    dtype, tokens = DTYPES[run.learner.dtype], run.learner.resolve_micro_tokens(device, parameters)
-    samples = run.effective_samples_per_prompt
-    try:
-        # of a model that sees, without the vision tower's
-        saved = saved_activation_bytes(config.get_text_config(), dtype, tokens, prompt, completion, samples, lora)
-    except Exception as error:  # an architecture may fail in any way on tensors without memory
-        reason = str(error).partition("\n")[0][:200]
-        raise PolicygradError(f"memory cannot be counted on {type(model).__name__}: {reason}") from error
-    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    facts, dtype = probe_model(run, device), DTYPES[run.learner.dtype]
+    parameters, adapters = facts.parameters, facts.adapters
+    samples, completion = run.effective_samples_per_prompt, run.sampling.max_tokens
     logits = (BUFFER_CPU if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
     if "logp_old" in run.algorithm.needs or run.algorithm.terms or run.algorithm.forward_needs:  # the head runs twice
-        logits += min(MAX_CACHED, tokens * vocabulary) * 4
+        logits += min(MAX_CACHED, facts.micro_tokens * facts.vocabulary) * 4
     evaluated = run.evaluation.problems * run.evaluation.samples_per_prompt
     rows = min(run.sampling.decode_rows, max(run.prompts_per_step * samples, evaluated))
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache_bytes = int(2 * text.num_hidden_layers * heads * width) * dtype.itemsize  # of a token, in all layers
+    cache_bytes = facts.cache_numbers * dtype.itemsize  # of a token, in all layers
     # weights, gradients and Adam's moments of all trained models, the copy that undoes a failed step, and other models
     cost, weight = compute_algorithm_cost(run.algorithm), dtype.itemsize
     trained, frozen = cost.trained_models, cost.frozen_models + (run.max_staleness > 0)
     moving = parameters if adapters is None else adapters
     by_purpose = static_bytes(moving, weight, trained, frozen, adamw=run.algorithm.update_rule.uses_lr)
-    fixed = {"libraries": libraries, **{name: int(size) for name, size in by_purpose.items()}}
+    fixed = {"libraries": facts.libraries, **{name: int(size) for name, size in by_purpose.items()}}
     if adapters is not None:  # trained in float32, on weights that all models share
         four_bits = run.learner.adapters is not None and run.learner.adapters.bits is not None
         reference = run.algorithm.reference
@@ -199,21 +156,21 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         other = adapters * (frozen - full) * 4 + parameters * full * weight
         base = parameters // 2 + parameters // 16 if four_bits else parameters * weight  # NF4, with its scales
         fixed |= {"weights": base, "adapters": adapters * trained * 4, "other models": other}
-    sampled = [(rows, max(lengths) + completion)]  # rows at a time, and tokens of each
+    sampled = [(rows, facts.longest_prompt + completion)]  # rows at a time, and tokens of each
     if evaluated:
         number = min(run.evaluation.problems, EVAL_CHUNK) * run.evaluation.samples_per_prompt
         longest = run.evaluation.resolve_sampling(run.sampling).max_tokens
-        sampled.append((min(run.sampling.decode_rows, number), max(lengths) + longest))
+        sampled.append((min(run.sampling.decode_rows, number), facts.longest_prompt + longest))
     for benchmark in parse_benchmarks(run.evaluation.benchmarks):
         settings, limit = benchmark.sampling, run.evaluation.benchmark_problems or benchmark.problems
         number = min(limit, EVAL_CHUNK) * (run.evaluation.benchmark_samples or settings.samples)
-        tokens_each = max(lengths) + (run.evaluation.benchmark_max_tokens or settings.max_tokens)
-        positions = tokenizer.context_length or tokens_each
+        tokens_each = facts.longest_prompt + (run.evaluation.benchmark_max_tokens or settings.max_tokens)
+        positions = facts.context_length or tokens_each
         sampled.append((min(run.sampling.decode_rows, number), min(tokens_each, positions)))
     return MemoryEstimate(
         fixed,
-        training=saved + logits,
-        sampling=max(number * (length * cache_bytes + vocabulary * 24) for number, length in sampled),
-        micro_tokens=tokens,
+        training=facts.saved_bytes + logits,
+        sampling=max(number * (length * cache_bytes + facts.vocabulary * 24) for number, length in sampled),
+        micro_tokens=facts.micro_tokens,
         releases_memory=device != "cpu",
     )

@@ -92,7 +92,7 @@ def find_definition(thing: Any) -> str:
     except (OSError, TypeError):
         return ""
     decorators = next((i for i, row in enumerate(rows) if row.lstrip().startswith(("class ", "def "))), 0)
-    return f"{_relative(Path(file or ''))}:{line + decorators}"
+    return f"{relative_to_cwd(Path(file or ''))}:{line + decorators}"
 
 
 def find_assignment(name: str) -> str:
@@ -101,7 +101,7 @@ def find_assignment(name: str) -> str:
     file = getattr(load_module(path, name), "__file__", None)
     if not file:
         return path
-    where = str(_relative(Path(file)))
+    where = str(relative_to_cwd(Path(file)))
     for node in reversed(ast.parse(Path(file).read_text(encoding="utf-8")).body):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -110,7 +110,8 @@ def find_assignment(name: str) -> str:
     return where
 
 
-def _relative(file: Path) -> Path:
+def relative_to_cwd(file: Path) -> Path:
+    """Return the path relative to the current folder if the file is below it."""
     return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
 
 
