@@ -107,7 +107,7 @@ def _create_reward(name: str, function: RewardFunction) -> Reward:
 def _load_function(name: str) -> RewardFunction:
     kind, colon, options = name.partition(":")
     row = REWARDS.get(kind)
-    if row is not None and (row.options if colon else not row.needs_options):
+    if row is not None and (row.options or not colon):
         if row.check:
             load_object(row.check, f"reward {name!r}")()
         if row.plain and not colon:
@@ -163,7 +163,7 @@ def _find_code(name: str) -> str | None:
 
 def _is_built_in(name: str) -> bool:
     row = REWARDS.get(name.partition(":")[0])
-    return row is not None and bool(row.options if ":" in name else not row.needs_options)
+    return row is not None and bool(row.options or ":" not in name)
 
 
 def find_rubrics(name: str) -> tuple[str, ...]:
@@ -293,7 +293,8 @@ def _starts_with_reward(text: str) -> bool:
     """Return whether a text starts with a reward's name, perhaps with the weight that a gate cannot have."""
     text, _ = _strip_end(_WITHIN, _strip_end(_WEIGHT_AFTER, _WEIGHT_BEFORE.sub("", text, count=1))[0])
     text, _ = _strip_end(_WEIGHT_AFTER, text)
-    return any(_is_built_in(name) or _find_code(name) is not None for name in (text, _AND.split(text)[0]))
+    names = (text, _AND.split(text)[0])
+    return any((_is_built_in(n) and f"{n}:" not in list_rewards()) or _find_code(n) is not None for n in names)
 
 
 def _strip_end(end: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | None]:

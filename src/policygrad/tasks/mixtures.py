@@ -91,12 +91,12 @@ class RowsTask:
             if eval_parts and unmeasured:
                 warnings.warn(
                     f"{', '.join(unmeasured)}: too few rows to hold any out, so all are trained on and none evaluated",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             parts = [replace(part, rows=rows) for part, rows, _ in splits]
         if are_given or decontaminate or len(parts) > 1:  # equal prompts of a part are on the same side of its split
             excluded = EvalPrompts((row.prompt for part in eval_parts for row in part.rows), decontaminate)
-            parts = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=5)) for part in parts]
+            parts = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=6)) for part in parts]
         return cls(name, parts, eval_parts, seed=seed)
 
     @property
