@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.core.batch import SamplingMask
 from policygrad.core.precision import move, widest_dtype
-from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request, RowsCallback, SamplingParams
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache, first_positions
@@ -26,6 +26,9 @@ from policygrad.samplers.local.shared_prefix import (
 from policygrad.samplers.local.text_cache import TextCache, weights_version
 from policygrad.samplers.stop_texts import Decode, StopDetector
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
+
+if TYPE_CHECKING:
+    from policygrad.models.moe_routing import Routing
 
 
 class LocalSampler:
