@@ -17,7 +17,7 @@ from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, LoggedRewards, RewardFunction
 from policygrad.rewards.resolve import FOREIGN, split_location
 from policygrad.rewards.workers.messages import MAX_METRIC_NAME, is_metric_name, to_number
-from policygrad.rewards.workers.worker import Signature
+from policygrad.rewards.workers.signature import Signature
 from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
@@ -29,7 +29,6 @@ from policygrad.rollout.dynamic_sampling import (
     sample_until_full,
 )
 from policygrad.rollout.environment import DEFAULT_TIMEOUT, SingleTurn, find_capabilities
-from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.providers import (
     Collected,
     FieldProvider,
@@ -61,6 +60,9 @@ from policygrad.tasks.base import Example, encode_level_index
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
+
+if TYPE_CHECKING:
+    from policygrad.rollout.evaluation import EvaluationResult
 
 EVAL_CHUNK = 64  # examples evaluated between two progress reports
 
@@ -260,6 +262,8 @@ class Rollouter:
                 chunk_groups, result = self._play_and_score(specs, samples_per_prompt, sampling, report)
             groups, scoring = [*groups, *chunk_groups], scoring | result
             report(0)
+        from policygrad.rollout.evaluation import summarise_evaluation
+
         extract_answer = find_answer_extractor(self.pool.rewards if self.pool else ())
         return summarise_evaluation(groups, scoring.messages, extract_answer)
 
