@@ -9,7 +9,12 @@ MAX_MODULES = 163  # of policygrad; one more needs a reason
 ELSEWHERE = (
     *("models.adapters", "models.vision", "models.moe_routing", "models.chat_template", "models.demonstrations"),
     *("learners.local.curvature", "learners.local.auxiliary_networks", "learners.local.expert_balance"),
-    *("learners.local.score_norms", "learners.local.compilation", "learners.local.host_memory", "learners.fsdp.learner"),
+    *(
+        "learners.local.score_norms",
+        "learners.local.compilation",
+        "learners.local.host_memory",
+        "learners.fsdp.learner",
+    ),
     *("samplers.engines.base", "samplers.local.text_cache", "weight_sync.folder", "weight_sync.merging"),
     *("environments.tools", "environments.agent_program", "environments.games", "rollout.conversation_tree"),
     *("rollout.evaluation", "rewards.math", "rewards.workers.worker", "tasks.data", "tasks.sources"),
