@@ -476,13 +476,13 @@ def iter_merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # Frozen weights in four bits under adapters (Dettmers et al. 2023, QLoRA), with bitsandbytes.
 
 
-def quantization_kwargs(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
+def quantization_kwargs(lora: Lora, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for four-bit weights; {} without quantization.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
     """
-    if lora is None or lora.bits is None:
+    if lora.bits is None:
         return {}
     require_peft("learner.lora bits=4", "qlora")
     if find_spec("bitsandbytes") is None:
