@@ -19,9 +19,10 @@ from doubles.architectures import families
 from policygrad.checkpoint import read_back
 from policygrad.checkpoint.read_back import describe_difference, saved_tensors
 from policygrad.errors import ModelError
-from policygrad.models.adapters import ADAPTER_WEIGHTS, add_adapters
+from policygrad.models.adapters import add_adapters
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import ADAPTER_FILE, Lora
+from policygrad.models.traits import ADAPTER_WEIGHTS
 from policygrad.utils.memory import measure_free_memory
 from policygrad.weight_sync.base import LazyStateDict
 from policygrad.weight_sync.folder import save_lazy_model

@@ -18,9 +18,10 @@ from doubles.comparison import row as planned
 from doubles.files import write_rows
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.compare import EVAL_FRACTION, CompareOptions, build_rows, resolve_row, run_comparison
-from policygrad.compare.plan import LADDERS, OVERRIDES, ComparisonRow, merge_argv, option_names, read_plan
+from policygrad.compare.plan import LADDERS, OVERRIDES, ComparisonRow, read_plan
 from policygrad.compare.runner import ComparisonRun
 from policygrad.errors import ConfigError
+from policygrad.utils.argv import merge_argv, option_names
 
 
 def rows(

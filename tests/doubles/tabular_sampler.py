@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.models.tokenizer import EncodedText
+from policygrad.models.messages import EncodedText
 from policygrad.models.tool_calls import TAGGED_PARSER
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens

@@ -148,16 +148,22 @@ def test_a_padding_token_inside_a_text_counts_like_any_other() -> None:
     assert float((gradient[:8]).norm()) > 0  # the padding token's row of the embeddings, the first parameter
 
 
+def curvature_of(user: LocalLearner | LocalProblem) -> curvature.Curvature:
+    assert user.curvature is not None
+    return user.curvature
+
+
 def test_the_models_take_different_curvature_paths() -> None:
     """Or the test above would compare one path with itself."""
     assert learner_for(small_model()).evaluator.network.split_head
     assert learner_for(small_model()).evaluator.network.use_tree
     assert not learner_for(small_model("granite, scaled logits")).evaluator.network.split_head
     bloom = learner_for(small_model("bloom, no forward mode"))
-    part, _ = next(bloom.curvature._micro_batches(make_batch()))
+    around = curvature_of(bloom)
+    part, _ = next(around._micro_batches(make_batch()))
     tangents = {n: p.detach() for n, p in bloom.optimizer.parameters.items()}
     with pytest.raises(NotImplementedError):
-        bloom.curvature._jvp(tangents, bloom.curvature._states, part)
+        around._jvp(tangents, around._states, part)
 
 
 class Unmoved(torch.autograd.Function):
@@ -184,10 +190,10 @@ class Unmoved(torch.autograd.Function):
 
 def test_a_forward_mode_that_contradicts_reverse_mode_is_not_used() -> None:
     model, batch = small_model("gpt2"), make_batch()
-    assert learner_for(model).curvature.forward_mode
+    assert curvature_of(learner_for(model)).forward_mode
     model.get_input_embeddings().register_forward_hook(lambda module, args, out: Unmoved.apply(out))  # type: ignore[operator]
     problem = problem_for(learner_for(model), batch)
-    assert not problem.curvature.forward_mode
+    assert not curvature_of(problem).forward_mode
     F = fisher_matrix(model, batch, sampled=False)
     v = directions(len(F), 1)[0]
     assert float((problem.fisher(v, False) - F @ v).norm() / (F @ v).norm()) < 1e-12
@@ -195,11 +201,12 @@ def test_a_forward_mode_that_contradicts_reverse_mode_is_not_used() -> None:
 
 def test_forward_mode_equals_double_backward() -> None:
     learner = learner_for(small_model())
-    part, _ = next(learner.curvature._micro_batches(make_batch()))
+    around = curvature_of(learner)
+    part, _ = next(around._micro_batches(make_batch()))
     tangents = {n: torch.randn_like(p) for n, p in learner.optimizer.parameters.items()}
-    states, change = learner.curvature._jvp_states(part, tangents)
+    states, change = around._jvp_states(part, tangents)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        rerun, other = learner.curvature._jvp_by_reverse(tangents, part)
+        rerun, other = around._jvp_by_reverse(tangents, part)
     assert torch.allclose(states, rerun, atol=1e-12)
     assert torch.allclose(change, other, atol=1e-12)
 

@@ -19,10 +19,11 @@ from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models import adapters
-from policygrad.models.adapters import adapter_configs, add_adapters, is_initial_adapter, merge_adapters
+from policygrad.models.adapters import add_adapters, is_initial_adapter, merge_adapters
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora, parse_lora
 from policygrad.models.replica import clone_model, unshared_parameters
+from policygrad.models.traits import adapter_configs
 
 pytest.importorskip("peft")
 

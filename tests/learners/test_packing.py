@@ -143,6 +143,7 @@ def test_a_surrogate_over_full_groups_equals_the_updates(model: nn.Module, branc
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=None, steps=1, config=LearnerConfig(micro_tokens=1)))
     network = replace(learner.evaluator.network, use_tree=branches)
     learner.networks = replace(learner.networks, policy=replace(learner.evaluator, network=network))
+    assert learner.curvature is not None
     learner.curvature = replace(learner.curvature, networks=learner.networks)
     problem = learner.build_problem(batch, psi, algorithm)
     gradient, _ = problem.gradient()

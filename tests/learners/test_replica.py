@@ -20,9 +20,9 @@ from policygrad.errors import ModelError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.adapters import adapter_configs
 from policygrad.models.loading import disable_dropout, load_model, resolve_model
 from policygrad.models.replica import clone_model, copy_weights
+from policygrad.models.traits import adapter_configs
 
 
 @torch.no_grad()

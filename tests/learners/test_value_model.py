@@ -13,8 +13,8 @@ import policygrad as pg
 from doubles.batches import float_batch, make_batch, naive_logp
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.auxiliary_networks import ValueModel
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.networks import ValueModel
 from policygrad.learners.local.packing import pack_micro_batches
 from policygrad.models.loading import load_model
 

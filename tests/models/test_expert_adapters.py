@@ -23,7 +23,8 @@ from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.replica import clone_model
 from policygrad.weight_sync import folder as weight_folder
-from policygrad.weight_sync.base import LazyStateDict, merge_adapters_lazily
+from policygrad.weight_sync.base import LazyStateDict
+from policygrad.weight_sync.merging import merge_adapters_lazily
 
 pytest.importorskip("peft")
 

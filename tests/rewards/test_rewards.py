@@ -13,7 +13,8 @@ from policygrad.rewards.builtin import Format, exact_match, extract_final_answer
 from policygrad.rewards.math import math
 from policygrad.rewards.resolve import list_rewards, resolve_reward
 from policygrad.rewards.workers.messages import to_number
-from policygrad.rewards.workers.worker import RewardCaller, Signature
+from policygrad.rewards.workers.signature import Signature
+from policygrad.rewards.workers.worker import RewardCaller
 
 
 def one(function, completion, **columns):

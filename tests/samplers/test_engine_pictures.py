@@ -27,7 +27,8 @@ from policygrad.errors import EngineError
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.learners.local.packing import pack_micro_batches
 from policygrad.models.loading import load_model
-from policygrad.models.tokenizer import EncodedText, Tokenizer, load_tokenizer
+from policygrad.models.messages import EncodedText
+from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.models.vision import encode_picture_file
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig

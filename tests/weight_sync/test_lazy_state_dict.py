@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 
 import policygrad as pg
 from policygrad.learners.fsdp.sharding import move_to_meta
-from policygrad.models.adapters import adapter_configs, add_adapters, iter_merged_tensors
+from policygrad.models.adapters import add_adapters, iter_merged_tensors
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import load_tokenizer
+from policygrad.models.traits import adapter_configs
 from policygrad.weight_sync.base import (
     LazyStateDict,
     copy_weights_,
     iter_buckets,
-    merge_adapters_lazily,
     split_by_bytes,
     with_alias,
 )
@@ -33,6 +33,7 @@ from policygrad.weight_sync.folder import (
     save_lazy_model,
     write_safetensors,
 )
+from policygrad.weight_sync.merging import merge_adapters_lazily
 
 
 class Source:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import PEFT_PREFIX, adapter_configs, adapter_tensors, added_parameter_ids
 from policygrad.models.loading import format_names, silence_load_report
 from policygrad.models.lora_config import ADAPTER_FILE
-from policygrad.models.replica import build_plain_skeleton, replace_parameters
+from policygrad.models.traits import PEFT_PREFIX, adapter_configs
 from policygrad.utils.memory import measure_free_memory
 from policygrad.weight_sync.base import tensor_specs
 
@@ -31,7 +30,11 @@ transformers needs for that, is installed."""
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what saving a model saves: its parameters, or those of its adapter."""
-    return adapter_tensors(model) if adapter_configs(model) else dict(model.named_parameters())
+    if not adapter_configs(model):
+        return dict(model.named_parameters())
+    from policygrad.models.adapters import adapter_tensors
+
+    return adapter_tensors(model)
 
 
 def describe_difference(folder: Path, model: nn.Module, trained: Mapping[str, Tensor]) -> str:
@@ -89,6 +92,9 @@ def _read_model(folder: Path, model: Any, *, names_only: bool) -> Mapping[str, T
 def _read_adapter(folder: Path, model: nn.Module) -> Mapping[str, Tensor]:
     """Return the tensors and scales that PEFT reads from an adapter's folder."""
     from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+
+    from policygrad.models.adapters import adapter_tensors, added_parameter_ids
+    from policygrad.models.replica import build_plain_skeleton, replace_parameters
 
     adapted = build_plain_skeleton(model)
     with warnings.catch_warnings(action="ignore"), torch.device("meta"):  # shown when the adapter was made

@@ -39,11 +39,8 @@ from policygrad.compare.plan import (
     ComparisonPlan,
     ComparisonRow,
     Ladder,
-    merge_argv,
     next_comparison_folder,
     open_comparison,
-    option_names,
-    option_values,
     read_plan,
 )
 from policygrad.compare.preregistration import (
@@ -81,6 +78,7 @@ from policygrad.training.config.trust import (
     find_remote_targets,
     require_permissions,
 )
+from policygrad.utils.argv import merge_argv, option_names, option_values
 from policygrad.utils.filesystem import hold_lock, write_atomically
 
 # Rows: merge the arguments of each, check them by a dry run, and note its settings.

@@ -37,7 +37,6 @@ from policygrad.commands.options import (
 from policygrad.commands.parsing import list_help_flags, parse_arguments
 from policygrad.commands.render import describe_algorithm
 from policygrad.commands.styled import get_page_width, wrap_rows
-from policygrad.compare.plan import option_values
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
@@ -45,6 +44,7 @@ from policygrad.training.config.run import Run, RunOptions, UncheckedRun, descri
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import dump_config, load_algorithm
 from policygrad.training.config.trust import CodePermissions, code_in_argv, overridden_in_argv
+from policygrad.utils.argv import option_values
 
 HELP = (
     "Train a causal language model by policy gradient.",

@@ -8,11 +8,12 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count, zip_longest
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from policygrad.errors import RunError
+from policygrad.utils.argv import merge_argv
 from policygrad.utils.filesystem import read_json, write_atomically
 
 PLAN_FILE = "plan.json"
@@ -211,35 +212,6 @@ def next_comparison_folder(labels: Sequence[str], ladder: str | None) -> Path:
     name = f"{ladder}-ladder" if ladder else "-".join(labels) if len(labels) <= 4 else f"{len(labels)}-rows"
     folders = (Path("comparisons") / f"{name}-{number}" for number in count(1))
     return next(folder for folder in folders if not folder.exists())
-
-
-def iter_options(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield (option, its arguments, the option first); "" for arguments before the first option."""
-    starts = [i for i, word in enumerate(argv) if i == 0 or word.startswith("--")]
-    for start, end in zip_longest(starts, starts[1:]):
-        yield option_name(argv[start]), tuple(argv[start:end])
-
-
-def option_name(word: str) -> str:
-    """Return `--max-tokens` for `--max_tokens=5`; "" if it is not an option."""
-    return word.partition("=")[0].replace("_", "-") if word.startswith("--") else ""
-
-
-def option_names(argv: Sequence[str]) -> set[str]:
-    """Return all options that are set."""
-    return {option for option, _ in iter_options(argv) if option}
-
-
-def option_values(argv: Sequence[str], option: str) -> list[str]:
-    """Return all values given to an option."""
-    given = [arguments for name, arguments in iter_options(argv) if name == option]
-    return [value for x in given for value in (x[0].partition("=")[2], *x[1:]) if value]
-
-
-def merge_argv(*layers: Sequence[str]) -> tuple[str, ...]:
-    """Merge argument lists: an option keeps its first place and takes its last values."""
-    merged = {option: argv for layer in layers for option, argv in iter_options(layer)}
-    return tuple(word for argv in merged.values() for word in argv)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, Any
 
-from policygrad.compare.plan import ComparisonPlan, Job, option_names, option_values
+from policygrad.compare.plan import ComparisonPlan, Job
 from policygrad.errors import RunError
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.trackers.console import format_duration
 from policygrad.trackers.jsonl import METRICS, read_rows
 from policygrad.training.config.trust import code_in_argv
 from policygrad.training.interrupts import STOP_MESSAGE, StopController
+from policygrad.utils.argv import option_names, option_values
 from policygrad.utils.filesystem import HAS_FILE_LOCKS, hold_lock, read_json, write_atomically
 
 AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}

@@ -28,7 +28,8 @@ from policygrad.environments.games import (
     choose_random_move,
 )
 from policygrad.errors import EngineError
-from policygrad.models.tokenizer import EncodedText, Tokenizer
+from policygrad.models.messages import EncodedText
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.environment import CONTEXT, FAILED, TOKENS, Action, Observation
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.episodes import Conversation, before_picture, call_close

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,23 @@ from torch import Tensor, nn
 
 from policygrad.core.precision import widen
 from policygrad.errors import ConfigError, ModelError, install_command
-from policygrad.models.lora_config import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, Lora
-from policygrad.models.vision import is_language_module, placeholder_id
+from policygrad.models.lora_config import (
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    DEFAULT_TARGETS,
+    Lora,
+    suppress_pattern_warning,
+)
+from policygrad.models.traits import (
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    adapter_configs,
+    is_language_module,
+    placeholder_id,
+)
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # prefix of the names in an adapter's file and in a PEFT model
 EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Names of layers that PEFT takes for parts of stacked experts, in architectures that have some."""
-
-
-def adapter_configs(model: nn.Module) -> dict[str, Any]:
-    """Return PEFT's configurations by name, of a PEFT model or a transformers model with adapters; {} for any other."""
-    return dict(getattr(model, "peft_config", None) or {})
 
 
 def describe_adapters(model: nn.Module) -> str:
@@ -133,14 +136,6 @@ def add_adapters(
             "targets=q_proj+v_proj, or leave learner.lora empty to train all weights"
         ) from error
     return model
-
-
-@contextmanager
-def suppress_pattern_warning() -> Iterator[None]:
-    """Hide PEFT's warning about patterns for stacked experts, which transformers adds even if no experts are adapted."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
-        yield
 
 
 def find_unadaptable_layers(model: nn.Module) -> dict[str, str]:
@@ -363,13 +358,6 @@ def outermost_peft_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return outermost
 
 
-def shareable_parameter_ids(model: nn.Module) -> set[int]:
-    """Return ids of the parameters that a second model may share with this one: the frozen weights under adapters."""
-    if not adapter_configs(model):
-        return set()
-    return {id(p) for p in model.parameters() if not p.requires_grad} - added_parameter_ids(model)
-
-
 def added_parameter_ids(model: nn.Module) -> set[int]:
     """Return ids of the parameters that adapters have added to a model."""
     return {
@@ -488,13 +476,13 @@ def iter_merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # Frozen weights in four bits under adapters (Dettmers et al. 2023, QLoRA), with bitsandbytes.
 
 
-def quantization_kwargs(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
+def quantization_kwargs(lora: Lora, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for four-bit weights; {} without quantization.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
     """
-    if lora is None or lora.bits is None:
+    if lora.bits is None:
         return {}
     require_peft("learner.lora bits=4", "qlora")
     if find_spec("bitsandbytes") is None:

@@ -9,21 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
 from policygrad.models.bounded_templates import TemplateOverrunError, bounded_rendering
+from policygrad.models.messages import MESSAGE_WEIGHT, Message, Tools
 from policygrad.models.tool_calls import ToolCall, get_chat_template, parser_for_template, supports_tools
 from policygrad.utils.pictures import content_text, list_pictures
 
 if TYPE_CHECKING:
     from policygrad.models.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]]
-MESSAGE_WEIGHT = "weight"
-"""A message's key: 0 = fine-tuning reads the turn and does not learn it (OpenAI's format). No template reads it."""
-
-
-class HistoryRewrittenError(ModelError):
-    """The template renders earlier turns differently once there is another message."""
-
 
 # Tools for models whose chat template does not support them, or that have none.
 

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import (
-    adapter_configs,
-    reload_saved_precision,
-    require_peft,
-    saved_head_dtype,
-    train_only_adapters,
-)
+from policygrad.models.adapters import reload_saved_precision, require_peft, saved_head_dtype, train_only_adapters
 from policygrad.models.chat_template import render_ids
 from policygrad.models.loading import (
     at_least_float32,
@@ -29,6 +23,7 @@ from policygrad.models.loading import (
 )
 from policygrad.models.lora_config import adapter_base, read_adapter_config
 from policygrad.models.tokenizer import Tokenizer, load_pretrained_tokenizer
+from policygrad.models.traits import adapter_configs
 
 MICRO_BATCH_TOKENS = 8192  # tokens per forward pass, including padding
 Messages = Sequence[Mapping[str, str]]

@@ -18,17 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.adapters import (
-    ADAPTER_WEIGHTS,
-    adapter_configs,
-    add_adapters,
-    check_4bit_gradients,
-    quantization_kwargs,
-    reload_saved_precision,
-    require_peft,
-    suppress_pattern_warning,
-    train_only_adapters,
-)
 from policygrad.models.lora_config import (
     ADAPTER_FILE,
     Lora,
@@ -36,7 +25,9 @@ from policygrad.models.lora_config import (
     check_same_adapter,
     is_model_folder,
     read_lora,
+    suppress_pattern_warning,
 )
+from policygrad.models.traits import ADAPTER_WEIGHTS, adapter_configs
 from policygrad.planning.model_shapes import EMBEDDED_MODELS, check_sizes
 from policygrad.utils.filesystem import UnusableDataError, open_regular, parse_json, read_json
 
@@ -112,6 +103,8 @@ def load_model(
     if not getattr(loaded, "is_quantized", False):
         loaded = loaded.to(device)
     if lora is not None and not (isinstance(model, str) and adapter_configs(loaded)):
+        from policygrad.models.adapters import add_adapters
+
         loaded = add_adapters(loaded, lora, base=model_origin(model), seed=seed)
     leave_out_zero_padding(loaded)
     return disable_dropout(loaded).eval()
@@ -131,11 +124,17 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
         )
     base, base_config = adapter_base(path), dict[str, Any]()
     if base is not None:
+        from policygrad.models.adapters import require_peft
+
         require_peft(f"{what}, which is an adapter,")
         check_same_adapter(lora or Lora(), read_lora(path), model)
         reject_pickle_files(base, f"the model {base!r}, which {model!r} adapts,")
         base_config = read_config(base, f"the model {base!r}, which {model!r} adapts,")
-    quantization = quantization_kwargs(lora, dtype)
+    quantization = dict[str, Any]()
+    if lora is not None:
+        from policygrad.models.adapters import quantization_kwargs
+
+        quantization = quantization_kwargs(lora, dtype)
     load: Any = partial(
         auto_class(config if base is None else base_config).from_pretrained,
         dtype=dtype,
@@ -169,9 +168,13 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
         check_missing_weights(*base_info, f"{what} adapts")
     check_missing_weights(loaded, info, what)
     if quantization:
+        from policygrad.models.adapters import check_4bit_gradients
+
         check_4bit_gradients(loaded)
     if not adapter_configs(loaded):
         return loaded if quantization else loaded.requires_grad_(True)
+    from policygrad.models.adapters import reload_saved_precision, train_only_adapters
+
     train_only_adapters(loaded)
     reload_saved_precision(loaded, path)
     return loaded

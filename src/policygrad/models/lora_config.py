@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,11 @@ def check_same_adapter(option: Lora, adapter: Lora, model: str) -> None:
             f"learner.lora has {name}={value}, but {model} is an adapter with {name}={existing}, whose training continues: leave "
             f"{name} out, or begin a new adapter on the merged model, `policygrad export {model} --merge`"
         )
+
+
+@contextmanager
+def suppress_pattern_warning() -> Iterator[None]:
+    """Hide PEFT's warning about patterns for stacked experts, which transformers adds even if no experts are adapted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        yield

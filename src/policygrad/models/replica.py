@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import adapter_configs, rebuild_with_adapters, shareable_parameter_ids
 from policygrad.models.loading import Float32Head, compute_head_in_float32, disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.models.vision import picture_parameters
+from policygrad.models.traits import adapter_configs, picture_parameters
 
 ModelFactory = Callable[[], nn.Module]  # creates another instance of a model, whose weights are then replaced
 _BUILD_HINT = "pass build=, a function that creates another instance of the model (its weights are copied)"
@@ -74,15 +73,27 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def shareable_parameter_ids(model: nn.Module) -> set[int]:
+    """Return ids of the parameters that a second model may share with this one: the frozen weights under adapters."""
+    if not adapter_configs(model):
+        return set()
+    from policygrad.models.adapters import added_parameter_ids
+
+    return {id(p) for p in model.parameters() if not p.requires_grad} - added_parameter_ids(model)
+
+
 def _build_clone(model: nn.Module) -> nn.Module:
     """Build a model from the configuration on the meta device, then allocate tensors like the model's own."""
     shared = shareable_parameter_ids(model)
     if getattr(model, "is_quantized", False):  # it cannot be built from a configuration
         return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) in shared})
     with torch.device("meta"):
-        clone = (
-            rebuild_with_adapters(model, _build_from_config) if adapter_configs(model) else _build_from_config(model)
-        )
+        if adapter_configs(model):
+            from policygrad.models.adapters import rebuild_with_adapters
+
+            clone = rebuild_with_adapters(model, _build_from_config)
+        else:
+            clone = _build_from_config(model)
     memo: dict[Tensor, Tensor] = {p: p for p in model.parameters() if id(p) in shared}
     modules = dict(clone.named_modules())
     for name, module in model.named_modules():

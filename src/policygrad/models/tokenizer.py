@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 import json
-import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from policygrad.core.media import TextMedia
-from policygrad.errors import DataError, ModelError
-from policygrad.models.chat_template import (
-    HistoryRewrittenError,
-    Message,
-    Tools,
-    expand_pictures,
-    format_tools,
-    render,
-)
+from policygrad.errors import ModelError
 from policygrad.models.control_tokens import (
-    Placeholders,
     encode_escaped,
     escape_special_tokens,
-    list_special_texts,
     make_placeholder,
 )
-from policygrad.models.demonstrations import encode_demonstration
 from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
+from policygrad.models.messages import ANY_END, EncodedText, Message, Tools
 from policygrad.models.template_options import check_template_options, parse_template_options
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
-from policygrad.models.vision import PictureProcessor, load_processor, wrap_processor
-from policygrad.utils.pictures import content_text, list_pictures
+from policygrad.models.traits import placeholder_id
+from policygrad.utils.pictures import list_pictures
+
+if TYPE_CHECKING:
+    from policygrad.models.vision import PictureProcessor
 
 _THOUGHT_TOKENS = 16  # more than `<think>` and the white space after it have
-ANY_END = -1
-"""Stands for the end token of a turn whose own is not known."""
-
-
-@dataclass(frozen=True, eq=False)
-class EncodedText:
-    """A text as a model reads it."""
-
-    ids: Tensor
-    """[P] int64; of a picture, its placeholder tokens."""
-    media: TextMedia = ()
-    """The pictures."""
-    compact_ids: Tensor | None = None
-    """[P'] int64; the same text with one mark for each picture, for an engine that expands it. None = no pictures."""
-    is_content: Tensor | None = None
-    """[P] bool; the tokens of the messages' contents, without the chat template's and without pictures. None = not marked."""
 
 
 class PromptTooLongError(ModelError):
@@ -96,13 +70,19 @@ class Tokenizer:
         tools, placeholders = escape_special_tokens(self.hf, tools or (), make_placeholder(repr((prompt, tools))))
         encode = partial(encode_escaped, self.hf, placeholders=placeholders, source=source)
         if isinstance(prompt, str):
-            text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
+            text = prompt
+            if tools:
+                from policygrad.models.chat_template import format_tools
+
+                text = f"{format_tools(tools)}\n\n{prompt}"
             # with placeholders only what begins a text
             ids = list(self.hf("" if placeholders else text, add_special_tokens=True)["input_ids"])
             ids = [*(i for i in ids if i not in self.end_ids), *encode(text)] if placeholders else ids
             if len(ids) > 1 and ids[-1] in self.end_ids:  # some tokenizers close every text; a prompt stays open
                 ids.pop()
         else:
+            from policygrad.models.chat_template import expand_pictures, render
+
             rendered = render(self, prompt, generation_prompt=True, tools=tools or None, source=source)
             ids = encode(expand_pictures(self, rendered, prompt, source))
             if any(list_pictures(prompt)):
@@ -116,7 +96,7 @@ class Tokenizer:
             if not max_tokens:
                 excess = f"{described.rstrip(',')}: more than {limits}. Shorten it"
             raise PromptTooLongError(f"{source} has {len(ids)} tokens{excess}. It begins: {str(prompt)[:80]!r}")
-        return self._with_media(ids, compact, () if isinstance(prompt, str) else prompt, source)
+        return self.with_media(ids, compact, () if isinstance(prompt, str) else prompt, source)
 
     def encode_unanswered(
         self, prompt: str | Sequence[Message], source: str = "a prompt", tools: Tools | None = None
@@ -128,7 +108,7 @@ class Tokenizer:
         except PromptTooLongError:
             return EncodedText(replace(self, context_length=None).encode(prompt, 0, source, tools).ids[:1])
 
-    def _with_media(
+    def with_media(
         self, ids: Sequence[int], compact: Sequence[int] | None, messages: Sequence[Message], source: str
     ) -> EncodedText:
         """Add the pictures of some messages to the ids in which their placeholder tokens are."""
@@ -166,34 +146,9 @@ class Tokenizer:
             ModelError: See `render`; or letters that cannot be encoded without a control token.
             HistoryRewrittenError: The template renders earlier turns differently once there are more.
         """
-        if isinstance(so_far, str) != isinstance(new, str):
-            raise DataError(f"{source}: a text must be continued by text, and messages by messages")
-        prefix = make_placeholder(repr((so_far, reply, new, tools)))
-        if isinstance(so_far, str) or isinstance(new, str):
-            [text], placeholders = escape_special_tokens(self.hf, [{"content": str(new)}], prefix)
-            ids = torch.tensor(encode_escaped(self.hf, text["content"], placeholders, source), dtype=torch.int64)
-            return EncodedText(ids, is_content=torch.ones_like(ids, dtype=torch.bool) if self.marks_contents else None)
-        escaped, placeholders = escape_special_tokens(self.hf, new, prefix)
-        rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
-        before = rendered(so_far).rstrip()
-        full = rendered([*so_far, {"role": "assistant", "content": reply}, *escaped])
-        mark = make_placeholder(full)
-        head, marked, tail = rendered([*so_far, {"role": "assistant", "content": mark}, *escaped]).partition(mark)
-        rendered_reply = full[len(before) : len(full) - len(tail)]
-        appends = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
-        if not marked or not appends or rendered_reply.strip() != reply.strip():
-            raise HistoryRewrittenError(
-                f"{source}: the chat template of {self.name!r} rewrites earlier turns once there is another message (for example, "
-                "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every "
-                "turn, or use a template that only appends"
-            )
-        encoded = self._encode_after_end(tail, new, placeholders, source, end)
-        if not self.marks_contents:
-            return encoded
-        marks = [f"{mark}{number}X" for number in range(len(new))]
-        masked = [{**message, "content": word} for message, word in zip(new, marks, strict=True)]
-        template = rendered([*so_far, {"role": "assistant", "content": mark}, *masked]).partition(mark)[2]
-        return replace(encoded, is_content=self._mark_contents(encoded, new, template, marks))
+        from policygrad.models.conversations import encode_continuation
+
+        return encode_continuation(self, so_far, reply, new, source, tools, end=end)
 
     def encode_rewritten(
         self,
@@ -218,96 +173,9 @@ class Tokenizer:
         Raises:
             ModelError: See `encode_continuation`.
         """
-        prefix = make_placeholder(repr((messages, tools)))
-        given_tools = tools or ()
-        in_replies = self._find_reply_tokens(messages[:opening], source)
-        escaped, placeholders = escape_special_tokens(self.hf, [*messages[opening:], *given_tools], prefix, in_replies)
-        conversation = [*messages[:opening], *escaped[: len(messages) - opening]]
-        tools = escaped[len(messages) - opening :] or None
-        earlier, new_messages = conversation[: -1 - new], conversation[len(conversation) - new :]
-        rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
-        text = rendered(conversation)
-        mark = make_placeholder(text)
-        _, marked, tail = rendered([*earlier, {"role": "assistant", "content": mark}, *new_messages]).partition(mark)
-        if not marked:  # the template does not show the reply at all
-            tail, new_messages = "\n".join(content_text(message.get("content", "")) for message in new_messages), []
-        encode = partial(encode_escaped, self.hf, placeholders=placeholders, source=source)
-        expanded = expand_pictures(self, text, conversation, source)
-        rewritten = self._with_media(encode(expanded), encode(text), conversation, source)
-        end = self._encode_after_end(tail, new_messages, placeholders, source)
-        if self.marks_contents and new_messages:
-            marks = [f"{mark}{number}X" for number in range(len(new_messages))]
-            masked = [{**message, "content": word} for message, word in zip(new_messages, marks, strict=True)]
-            template = rendered([*earlier, {"role": "assistant", "content": mark}, *masked]).partition(mark)[2]
-            end = replace(end, is_content=self._mark_contents(end, messages[len(messages) - new :], template, marks))
-        return rewritten, end
+        from policygrad.models.conversations import encode_rewritten
 
-    def _find_reply_tokens(self, opening: Sequence[Message], source: str) -> frozenset[str]:
-        """Return the control tokens that may stand in a reply: not those that end it, or that the template writes around turns."""
-        blank = [{**message, "content": "x"} for message in opening if message.get("role") in ("system", "user")]
-        shown = render(self, blank or opening, generation_prompt=True, source=source)
-        around = re.sub(r"<think>\s*(</think>\s*)?$", "", shown)
-        return frozenset(text for text in list_special_texts(self.hf, self._unread_ids) if text not in around)
-
-    def _mark_contents(
-        self, encoded: EncodedText, messages: Sequence[Message], template: str, marks: Sequence[str]
-    ) -> Tensor:
-        """Return [P] bool, the tokens with a character of a message's content.
-
-        Args:
-            template: The messages as the chat template renders them, each content replaced by one of `marks`.
-        """
-        ids = encoded.ids
-        decode = partial(self.hf.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text, marked = str(decode(ids)), torch.zeros_like(ids, dtype=torch.bool)
-        pieces = re.split("|".join(map(re.escape, marks)), template)
-        contents = [content_text(message.get("content", "")).strip() for message in messages]
-        # without the end token, which the policy sampled, and without what the template writes before the first content
-        opening = pieces[0].rstrip()
-        shown = next((n for n in range(len(opening) + 1) if text.startswith(opening[n:])), len(opening))
-        at = len(opening) - shown
-        for content, piece in zip(contents, pieces[1:], strict=False):
-            at += len(text[at:]) - len(text[at:].lstrip())
-            # a template may change a content (to JSON, say): then it is what stands between the template's pieces
-            end = at + len(content) if text.startswith(content, at) else at
-            if piece.strip():
-                end = text.find(piece.strip(), end)
-            elif end == at:
-                end = len(text)
-            if end < 0:
-                break
-            end = at + len(text[at:end].rstrip())
-            if end > at:
-                marked[_token_at(decode, ids, text, at + 1) : _token_at(decode, ids, text, end) + 1] = True
-            at = end + len(text[end:]) - len(text[end:].lstrip()) + len(piece.strip())
-        for picture in encoded.media:
-            marked[picture.slots] = False
-        return marked
-
-    def _encode_after_end(
-        self,
-        tail: str,
-        messages: Sequence[Message],
-        placeholders: Placeholders,
-        source: str,
-        end: int | None = ANY_END,
-    ) -> EncodedText:
-        """Encode what follows a sampled turn, `messages` rendered as `tail`: after the template's end token, where the result may
-        differ. The token itself comes first unless it is the one that was sampled."""
-        encode = partial(self._encode_tail, placeholders=placeholders, source=source, sampled=end)
-        expanded = expand_pictures(self, tail, messages, source)
-        return self._with_media(encode(expanded), encode(tail), messages, source)
-
-    def _encode_tail(self, tail: str, placeholders: Placeholders, source: str, sampled: int | None) -> list[int]:
-        for end in sorted(self.end_ids):
-            text = str(self.hf.convert_ids_to_tokens(end))
-            if tail.lstrip().startswith(text):
-                tail = tail.lstrip().removeprefix(text)
-                with_end = encode_escaped(self.hf, text + tail, placeholders, source)
-                if with_end[:1] == [end]:
-                    return with_end[sampled in (end, ANY_END) :]
-                break
-        return encode_escaped(self.hf, tail, placeholders, source)
+        return encode_rewritten(self, messages, opening, new, source, tools)
 
     def encode_answer(
         self,
@@ -322,6 +190,8 @@ class Tokenizer:
         Raises:
             ModelError: See `encode_demonstration`.
         """
+        from policygrad.models.demonstrations import encode_demonstration
+
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source, tools)))
 
@@ -359,19 +229,15 @@ class Tokenizer:
         Other special tokens stay: `<think>` or `<tool_call>` may be one.
         """
         ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        kept = [token for token in ids if token not in self._unread_ids]
+        kept = [token for token in ids if token not in self.unread_ids]
         return str(self.hf.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property
-    def _unread_ids(self) -> frozenset[int]:
+    def unread_ids(self) -> frozenset[int]:
+        """Tokens that `decode` leaves out."""
         of_pictures = () if self.pictures is None else self.pictures.special_ids
         named = (getattr(self.hf, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id"))
         return self.end_ids.union(of_pictures, (token for token in named if token is not None))
-
-
-def _token_at(decode: Callable[[Tensor], str], ids: Tensor, text: str, end: int) -> int:
-    """Return the index of the first token at which the decoded text reaches `end` characters."""
-    return bisect_left(range(1, len(ids)), True, key=lambda count: decode(ids[:count])[:end] == text[:end])
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
@@ -400,10 +266,15 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
             files = "tokenizer.json and tokenizer_config.json"
             raise load_error(f"the tokenizer of {model!r}", error, files, tokenizer_path) from error
         declared = [*_read_end_ids(path), *(_read_end_ids(base) if base else ()), *declared]
-        pictures = load_processor(tokenizer_path, network, tokenizer, name, trust_remote_code)
+        if placeholder_id(network) is not None:
+            from policygrad.models.vision import load_processor
+
+            pictures = load_processor(tokenizer_path, network, tokenizer, name, trust_remote_code)
     elif hasattr(model, "image_processor") and hasattr(model, "tokenizer"):
         tokenizer = model.tokenizer
         name = str(getattr(tokenizer, "name_or_path", "") or type(model).__name__)
+        from policygrad.models.vision import wrap_processor
+
         pictures = wrap_processor(model, network, name)
     elif callable(model) and hasattr(model, "decode") and hasattr(model, "eos_token_id"):
         tokenizer, name = model, str(getattr(model, "name_or_path", "") or type(model).__name__)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from policygrad.core.media import Media, TextMedia, join_media, mark_slots
 from policygrad.errors import ModelError
+from policygrad.models.traits import base_network, placeholder_id
 from policygrad.utils.pictures import Picture
 
 CACHED_PICTURES = 64
@@ -280,38 +281,6 @@ def encode_picture_file(file: bytes) -> tuple[str, bytes]:
 
 
 # From media to a model's inputs.
-
-
-def placeholder_id(model: Any) -> int | None:
-    """Return the id of the token that stands for a part of a picture; None for a model that does not see."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "vision_config", None) is None:
-        return None
-    number = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    return None if number is None else int(number)
-
-
-def base_network(model: Any) -> Any:
-    """Return the model of transformers that an adapter may be around."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def picture_parameters(model: nn.Module) -> dict[str, bool]:
-    """Return the parameters that only pictures pass through, by name: True for those of the projector between the vision tower and
-    the language model, False for the tower's. Empty for a model that does not see."""
-    if placeholder_id(model) is None:
-        return {}
-    base = base_network(model)
-    language = {id(p) for part in (base.get_decoder(), base.get_output_embeddings()) for p in part.parameters()}
-    projector = re.compile(r"connector|projector|merger|aligner|embed_vision")
-    return {name: bool(projector.search(name)) for name, p in model.named_parameters() if id(p) not in language}
-
-
-def is_language_module(model: nn.Module, name: str) -> bool:
-    """Return whether a module is part of the language model, not of what only pictures pass through."""
-    module = model.get_submodule(name)
-    pictures, names = picture_parameters(model), {id(p): full for full, p in model.named_parameters()}
-    return not any(names[id(p)] in pictures for p in module.parameters())
 
 
 def picture_inputs(model: nn.Module, ids: Tensor, is_slot: Tensor, media: Iterable[Media]) -> dict[str, Any]:

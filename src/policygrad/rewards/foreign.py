@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, RewardFunction
 from policygrad.rewards.resolve import FOREIGN, split_location
-from policygrad.rewards.workers.worker import LOG_EXTRA, LOG_METRIC, MetricLog, Signature, log_nothing, with_logged
+from policygrad.rewards.workers.signature import LOG_EXTRA, LOG_METRIC, MetricLog, Signature, log_nothing, with_logged
 from policygrad.utils.pictures import content_text
 from policygrad.utils.user_code import FileFunction, import_function
 

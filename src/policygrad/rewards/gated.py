@@ -11,7 +11,8 @@ from typing import Any
 from policygrad.errors import ConfigError
 from policygrad.rewards.base import LoggedMetrics, Reward
 from policygrad.rewards.workers.messages import SampleResult, select_samples
-from policygrad.rewards.workers.worker import RewardCaller, Signature
+from policygrad.rewards.workers.signature import Signature
+from policygrad.rewards.workers.worker import RewardCaller
 
 
 @dataclass(frozen=True)

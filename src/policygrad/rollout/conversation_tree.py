@@ -17,8 +17,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from policygrad.models.chat_template import HistoryRewrittenError, Message
-from policygrad.models.tokenizer import EncodedText, Tokenizer
+from policygrad.models.messages import EncodedText, HistoryRewrittenError, Message
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.tool_calls import ToolCall, is_unfinished_thought
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents

@@ -20,9 +20,9 @@ from torch import Tensor
 from policygrad.checkpoint.manifest import encode_json
 from policygrad.core.media import TextMedia, distinguish_media, select_media, shift_media
 from policygrad.errors import EngineError
-from policygrad.models.chat_template import HistoryRewrittenError, Tools
 from policygrad.models.control_tokens import replace_surrogates
-from policygrad.models.tokenizer import EncodedText, PromptTooLongError, Tokenizer
+from policygrad.models.messages import EncodedText, HistoryRewrittenError, Tools
+from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import EPISODE_COLUMNS
 from policygrad.rollout.environment import (
     CONTEXT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
@@ -29,7 +29,6 @@ from policygrad.rollout.dynamic_sampling import (
     sample_until_full,
 )
 from policygrad.rollout.environment import DEFAULT_TIMEOUT, SingleTurn, find_capabilities
-from policygrad.rollout.evaluation import EVAL_CHUNK, EvaluationResult, summarise_evaluation
 from policygrad.rollout.providers import (
     Collected,
     FieldProvider,
@@ -61,6 +60,9 @@ from policygrad.tasks.base import Example, encode_level_index
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
+
+if TYPE_CHECKING:
+    from policygrad.rollout.evaluation import EvaluationResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +243,8 @@ class Rollouter:
 
         Random numbers are the same in every evaluation, so that two evaluations differ only by the weights.
         """
+        from policygrad.rollout.evaluation import EVAL_CHUNK, summarise_evaluation
+
         groups, scoring = list[EpisodeGroup](), ScoringResult()
         reported = 0
 

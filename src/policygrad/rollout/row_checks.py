@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import Reward
-from policygrad.rewards.workers.worker import Signature
+from policygrad.rewards.workers.signature import Signature
 from policygrad.rollout.environment import KnowsOpening, find_capabilities
 from policygrad.tasks.base import Example, LeavesRowsOut, Task
 

@@ -21,16 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.adapters import (
-    ADAPTER_WEIGHTS,
-    EXPERT_NAMES,
-    PEFT_PREFIX,
-    find_stacked_experts,
-    find_unadaptable_layers,
-)
+from policygrad.models.adapters import EXPERT_NAMES, find_stacked_experts, find_unadaptable_layers
 from policygrad.models.loading import at_least_float32
 from policygrad.models.lora_config import ADAPTER_FILE
-from policygrad.models.vision import picture_parameters
+from policygrad.models.traits import ADAPTER_WEIGHTS, PEFT_PREFIX, picture_parameters
 
 ALPHA = 32.0
 """α, which the Tinker API does not let clients choose: 32 at any rank (Schulman et al. 2025, LoRA Without Regret)."""

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from policygrad.errors import ConfigError, DataError, PolicygradError, RunError
-from policygrad.models.adapters import ADAPTER_WEIGHTS
+from policygrad.models.traits import ADAPTER_WEIGHTS
 from policygrad.samplers.config import LOCAL
 from policygrad.serve import wire
 from policygrad.serve.adapters import Adapter, AdapterSpec

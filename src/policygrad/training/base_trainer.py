@@ -29,7 +29,6 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker, default_tracker
 from policygrad.trackers.base import STOP_SUMMARY
 from policygrad.trackers.registry import create_trackers
-from policygrad.training.best_model import BEST, BestModel, BestStep, check_best_metric
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision
@@ -43,6 +42,7 @@ from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.spans import SpanRecorder, is_recording, span, start_recording, stop_recording
 
 if TYPE_CHECKING:
+    from policygrad.training.best_model import BestModel, BestStep
     from policygrad.training.distributed import ShardedCheckpointIO
 
 
@@ -266,6 +266,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 with self.stopping.interruptible(), paused_garbage_collection(), span("load"):
                     self.build(stack)
                 if self.config.checkpoint.keep_best is not None:
+                    from policygrad.training.best_model import check_best_metric
+
                     check_best_metric(self.config.checkpoint.keep_best, self.best_metrics)
             except StopRequested:
                 if folder.has_stash:
@@ -410,6 +412,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         metric = self.config.checkpoint.keep_best
         if metric is None:
             return
+        from policygrad.training.best_model import BestModel
+
         self.best = BestModel(self.folder, metric, self.best_metrics[metric], self._write_best, self.trackers.note)
         self.best.restore(dict(self.files.history(metric)), lambda name: dict(self.files.history(name)))
 
@@ -432,8 +436,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         write_model(folder, write, self.tokenizer, card=card)
 
     def _describe_best(self) -> dict[str, str]:
-        found = None if self.best is None else self.best.read()
-        return {} if found is None else {"best": f"{self.folder / BEST} ({found})"}
+        if self.best is None or (found := self.best.read()) is None:
+            return {}
+        return {"best": f"{self.best.path} ({found})"}
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         """Log a finished step: to the files first, so that everything shown is also on disk."""

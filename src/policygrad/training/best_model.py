@@ -69,9 +69,14 @@ class BestModel:
             stays = f"the best model stays that of step {best.step}" if best else "there is no best model yet"
             self.note(f"step {step} has the best {self.metric} so far, {new.value:.4g}, and {error}; {stays}")
 
+    @property
+    def path(self) -> Path:
+        """The folder of the best model."""
+        return self.run / BEST
+
     def read(self) -> BestStep | None:
         """Return the best model's step and evaluation; None if there is none."""
-        return _read(self.run / BEST)
+        return _read(self.path)
 
     def restore(self, history: Mapping[int, float], logged: Callable[[str], Mapping[int, float]]) -> None:
         """Return to the best model of the log, after it was cut off at the checkpoint that the run resumes from.

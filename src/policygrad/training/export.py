@@ -14,11 +14,12 @@ from policygrad.checkpoint import format as checkpoints
 from policygrad.checkpoint.export_probe import Probe, check_file, compare_probes, round_weights, take_probe
 from policygrad.checkpoint.model_export import write_model
 from policygrad.errors import ConfigError, EngineError, ModelError, RunError
-from policygrad.models.adapters import adapter_configs, merge_adapters
+from policygrad.models.adapters import merge_adapters
 from policygrad.models.classifier import load_classifier, load_classifier_tokenizer, read_num_labels
 from policygrad.models.loading import DTYPES, TRUST_FLAG, load_model, resolve_model
 from policygrad.models.lora_config import adapter_base, parse_lora
 from policygrad.models.tokenizer import load_tokenizer
+from policygrad.models.traits import adapter_configs
 from policygrad.training.config.paths import resolve_directory, with_full_paths
 from policygrad.training.config.run import OBJECT_PREFIX
 from policygrad.training.config.serialization import read_config_file

@@ -54,7 +54,8 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
         options = {"teachers": loaded} if loaded else {}
     elif loaded:
         reference = loaded[0]
-        from policygrad.models.adapters import adapter_configs, add_adapters
+        from policygrad.models.adapters import add_adapters
+        from policygrad.models.traits import adapter_configs
 
         if lora is not None and run.algorithm.reward_model is not None and not adapter_configs(reference):
             reference = add_adapters(reference, lora, seed=run.seed)  # the implicit reward model starts as a copy

@@ -22,7 +22,7 @@ import torch
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import RunError
-from policygrad.tasks.sources import digest_data
+from policygrad.tasks.registry import GENERATED
 from policygrad.training.config.serialization import algorithm_to_dict, format_option
 
 PACKAGES = ("policygrad", "torch", "transformers", "reasoning-gym", "peft")
@@ -59,11 +59,20 @@ def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = N
             if isinstance(source, str):
                 code_hashes[name] = hashlib.sha256(Path(source).read_bytes()).hexdigest()
     return {
-        "files": {name: sha for name, path in data.items() if (sha := digest_data(path, config.directory))},
+        "files": {name: sha for name, path in data.items() if (sha := _digest_data(path, config.directory))},
         "code": code_hashes,
         "settings": dict(_iter_settings(config)),
         "versions": {**versions, "device": device, "cpu": describe_cpu(), "threads": torch.get_num_threads()},
     }
+
+
+def _digest_data(name: object, directory: str | None) -> str | None:
+    """Return `digest_data` of a run's data; None for a task that generates its examples."""
+    if not isinstance(name, str) or name in GENERATED:
+        return None
+    from policygrad.tasks.sources import digest_data
+
+    return digest_data(name, directory)
 
 
 def describe_cpu() -> str:

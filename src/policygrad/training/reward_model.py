@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack, micro_batch_tokens
-from policygrad.models.adapters import adapter_configs, add_adapters
+from policygrad.models.adapters import add_adapters
 from policygrad.models.classifier import (
     encode_for_scoring,
     forward,
@@ -27,6 +27,7 @@ from policygrad.models.classifier import (
 from policygrad.models.loading import DTYPES, context_length, disable_dropout, model_origin, resolve_model
 from policygrad.models.lora_config import Lora, adapter_base, check_same_adapter, read_lora
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer, check_vocabulary
+from policygrad.models.traits import adapter_configs
 from policygrad.tasks.preferences import PreferencePair, group_by_prompt, read_preferences
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.core.media import TextMedia, select_media
 from policygrad.core.precision import widest_dtype
-from policygrad.learners.local.expert_balance import find_expert_balance, row_weights
+from policygrad.learners.local.expert_balance import find_expert_balance
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
 from policygrad.models.demonstrations import encode_demonstration_texts
@@ -141,7 +141,7 @@ def accumulate_sft_gradient(shard: LearnerShard, batch: Batch) -> dict[str, floa
             if balance is None or load is None:
                 torch.autograd.backward(pack_loss)
             else:
-                more = balance.loss(logits, row_weights(shard.evaluator, pack), load)
+                more = balance.loss_of_pack(shard.evaluator, pack, logits, load)
                 torch.autograd.backward(pack_loss + more)
                 balance_loss += float(more.detach())
         shard.optimizer.accumulate_master_grads()

@@ -21,8 +21,8 @@ from policygrad.checkpoint.shards import SavedState
 from policygrad.core.metrics import Mean
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
-from policygrad.models.adapters import adapter_configs, describe_adapters
 from policygrad.models.loading import find_zero_embeddings
+from policygrad.models.traits import adapter_configs
 from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
@@ -321,8 +321,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         batch += "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
         batch += f", sampled up to {run.max_staleness} steps ahead" if run.max_staleness else ""
         facts = {"model": describe_model(run.describe_option("model"), self.model, run.learner.dtype)}
-        if adapters := describe_adapters(self.model):
-            facts["adapters"] = adapters
+        if adapter_configs(self.model):
+            from policygrad.models.adapters import describe_adapters
+
+            facts["adapters"] = describe_adapters(self.model)
         if shares := getattr(resources.task, "shares", ""):
             facts["mix"] = shares
         facts |= {"batch": batch, "reward": ", ".join(resources.reward_names), "run": str(self.folder)}

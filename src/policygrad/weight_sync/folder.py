@@ -21,25 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
-from policygrad.models.adapters import (
-    ADAPTER_WEIGHTS,
-    PEFT_PREFIX,
-    adapter_configs,
-    find_adapted_tied_layer,
-    iter_merged_tensors,
-)
+from policygrad.models.adapters import find_adapted_tied_layer, iter_merged_tensors
 from policygrad.models.lora_config import ADAPTER_FILE
 from policygrad.models.replica import plain_parameters
+from policygrad.models.traits import ADAPTER_WEIGHTS, PEFT_PREFIX, adapter_configs
 from policygrad.utils.filesystem import apply_default_permissions, fsync_path
 from policygrad.weight_sync.base import (
     BUCKET_BYTES,
     LazyStateDict,
     PublishedWeights,
-    merge_adapters_lazily,
     split_by_bytes,
     tensor_specs,
     with_alias,
 )
+from policygrad.weight_sync.merging import merge_adapters_lazily
 
 SHARED_MEMORY = Path("/dev/shm")
 """A file system in memory, through which processes of one machine exchange files."""

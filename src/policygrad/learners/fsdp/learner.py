@@ -41,7 +41,8 @@ from policygrad.learners.local.forward import Evaluator, choose_kernels
 from policygrad.learners.local.learner import LocalLearner, is_live
 from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
 from policygrad.models.replica import ModelFactory, full_tensor
-from policygrad.models.vision import placeholder_id, read_texts
+from policygrad.models.traits import placeholder_id
+from policygrad.models.vision import read_texts
 from policygrad.weight_sync.base import PublishedWeights
 
 _SHARDS = (Shard, _StridedShard)  # before torch 2.12 the second is a subclass of the first

@@ -31,7 +31,7 @@ from policygrad.learners.local.tree_attention import disable_tree_attention, ena
 from policygrad.models.adapters import set_adapters_enabled
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import copy_weights, replace_parameters
-from policygrad.models.vision import placeholder_id
+from policygrad.models.traits import placeholder_id
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
-from policygrad.models.adapters import adapter_configs
+from policygrad.models.traits import adapter_configs
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _HINT = "set learner.tensor_parallel=1, which shards the weights too"

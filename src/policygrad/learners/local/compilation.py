@@ -77,6 +77,11 @@ class CompiledBlocks:
             undo()
         return work()
 
+    @staticmethod
+    def count_graphs() -> int:
+        """Return how many graphs this process has compiled."""
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
     @contextmanager
     def _active(self) -> Iterator[None]:
         """Call the compiled modules instead of the originals."""
@@ -93,8 +98,3 @@ def is_compiler_error(error: BaseException) -> bool:
     """Return whether torch.compile raised it, rather than the model that runs compiled."""
     kinds = (getattr(torch._dynamo.exc, "TorchDynamoException", ()),)
     return isinstance(error, kinds) or type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
-
-
-def count_compiled_graphs() -> int:
-    """Return how many graphs this process has compiled."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -25,6 +25,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.packing import Pack, WorkDivision
 from policygrad.models.loading import at_least_float32
+from policygrad.models.traits import read_balance_coefficient
 
 _ASKED = "the model's config has output_router_logits = true, which asks for the load-balancing loss of its experts"
 _REMEDY = "set output_router_logits to false in the model's config.json to train without it"
@@ -38,11 +39,8 @@ def find_expert_balance(evaluator: Evaluator, config: LearnerConfig, division: W
         ConfigError: it asks for one that cannot be computed exactly here.
     """
     model: Any = evaluator.model
-    if not hasattr(model, "config"):
-        return None
-    text = model.config.get_text_config()
-    coefficient = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
-    if not getattr(text, "output_router_logits", False) or not coefficient:
+    coefficient = read_balance_coefficient(model)
+    if not coefficient:
         return None
     if type(division) is not WorkDivision:
         raise ConfigError(f"{_ASKED}, and several processes do not compute it: set learner.world_size=1, or {_REMEDY}")
@@ -147,6 +145,10 @@ class ExpertBalance:
             frequency = (load.selections / load.rows).to(device=p.device, dtype=p.dtype)
             total = total + (weight.to(p.dtype) * (p @ frequency)).sum()
         return torch.as_tensor(total) * (self.coefficient * len(load.selections) / load.rows)
+
+    def loss_of_pack(self, evaluator: Evaluator, pack: Pack, logits: Iterable[Tensor], load: Load) -> Tensor:
+        """Return `loss` of the routers' logits that a pass over this pack gave."""
+        return self.loss(logits, row_weights(evaluator, pack), load)
 
     def report(self, loss: float) -> Metrics:
         """router_aux_loss: L without its coefficient; top-k for a perfect balance, more the less balanced."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.media import Media
 from policygrad.learners.config import AUTO, LearnerConfig
 from policygrad.learners.local.logprobs import FUSED_HEADS, fused_log_probability
 from policygrad.learners.local.packing import Pack, pack_micro_batches
@@ -23,15 +24,10 @@ from policygrad.learners.local.tree_attention import (
     enable_tree_attention,
 )
 from policygrad.models.loading import at_least_float32, attention_limits
-from policygrad.models.moe_routing import Routing
-from policygrad.models.vision import (
-    attends_both_ways,
-    base_network,
-    embedding,
-    picture_inputs,
-    picture_positions,
-    placeholder_id,
-)
+from policygrad.models.traits import base_network, placeholder_id
+
+if TYPE_CHECKING:
+    from policygrad.models.moe_routing import Routing
 
 Inputs = dict[str, Any]
 E = TypeVar("E", bound="Evaluator")
@@ -94,7 +90,7 @@ class Network:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
             inputs: Inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
             if part.slots is not None:
-                inputs |= picture_inputs(self.model, ids, part.slots[None], part.node_media)
+                inputs |= self._picture_inputs(ids, part.slots[None], part.node_media)
                 inputs["position_ids"] = self._node_positions(part)
             return part.predicting_nodes, inputs | {"tree": part.tree, "use_flex": self.use_flex}
         # A row per text. Causal attention does not see the padding behind a text; without a mask, which is all ones, some models
@@ -104,9 +100,14 @@ class Network:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
         if part.slots is not None:
             slots = part.slots[part.paths] & self._is_token(part)
-            inputs |= picture_inputs(self.model, ids, slots, chain.from_iterable(part.media))
+            inputs |= self._picture_inputs(ids, slots, chain.from_iterable(part.media))
             inputs["position_ids"] = self._text_positions(part)
         return part.predicting_positions, inputs
+
+    def _picture_inputs(self, ids: Tensor, slots: Tensor, media: Iterable[Media]) -> Inputs:
+        from policygrad.models.vision import picture_inputs
+
+        return picture_inputs(self.model, ids, slots, media)
 
     def _is_token(self, part: Pack) -> Tensor:
         """Return [S, L] bool, False at the padding of texts."""
@@ -120,6 +121,8 @@ class Network:
 
     def _text_positions(self, part: Pack) -> Tensor:
         """Return the positions of distinct texts with pictures, [S, L] or [k, S, L]."""
+        from policygrad.models.vision import picture_positions
+
         assert part.slots is not None
         ids, is_token = part.ids[part.paths], self._is_token(part)
         slots = part.slots[part.paths] & is_token
@@ -154,7 +157,12 @@ def _hidden_states(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:
 def _run(network: nn.Module, call: Inputs) -> Any:
     """Call a network with the inputs of `Network.call`."""
     inputs = dict(call)
-    with embedding(network, inputs.pop("embedded_ids", None)):
+    embedded = inputs.pop("embedded_ids", None)
+    if embedded is None:
+        return network(**inputs, use_cache=False)
+    from policygrad.models.vision import embedding
+
+    with embedding(network, embedded):
         return network(**inputs, use_cache=False)
 
 
@@ -388,7 +396,11 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
     best = split if is_exact(split) else plain
     if not enable_tree_attention(model):
         return best
-    shares = placeholder_id(model) is None or not attends_both_ways(model)
+    shares = True
+    if placeholder_id(model) is not None:
+        from policygrad.models.vision import attends_both_ways
+
+        shares = not attends_both_ways(model)
     tree = replace(best, network=replace(best.network, use_tree=True, shares_pictures=shares))
     if is_exact(tree):
         return tree

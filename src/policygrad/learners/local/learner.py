@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +18,12 @@ from policygrad.core.metrics import Metrics, Sum
 from policygrad.core.terms import ExactKLToReference
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
-from policygrad.learners.local.compilation import CompiledBlocks, count_compiled_graphs
-from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.expert_balance import ExpertBalance, find_expert_balance
 from policygrad.learners.local.forward import Evaluator, build_evaluator, choose_kernels, recompute_activations
-from policygrad.learners.local.networks import (
-    ImplicitRewardModel,
-    MovingAverage,
-    TrainedNetworks,
-    ValueModel,
-    measure_values,
-)
+from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
-from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.updates import LocalProblem
-from policygrad.models.adapters import adapter_configs, is_initial_adapter, set_adapters_enabled
 from policygrad.models.loading import Float32Head, compute_head_in_float32
-from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import (
     ModelFactory,
     clone_model,
@@ -44,7 +32,14 @@ from policygrad.models.replica import (
     trainable_parameters,
     unshared_parameters,
 )
+from policygrad.models.traits import adapter_configs, read_balance_coefficient
 from policygrad.weight_sync.base import PublishedWeights
+
+if TYPE_CHECKING:
+    from policygrad.learners.local.auxiliary_networks import ImplicitRewardModel, MovingAverage, ValueModel
+    from policygrad.learners.local.curvature import Curvature
+    from policygrad.learners.local.expert_balance import ExpertBalance
+    from policygrad.learners.local.score_norms import ScoreNorms
 
 AUXILIARY_PREFIXES = ("critic/", "reward_model/", "reference/")
 """Prefixes of a checkpoint's tensors that are not the policy's."""
@@ -93,21 +88,26 @@ class LocalLearner:
         self.evaluator = self._build_evaluator(model, spec.temperature)
         if config.routing_replay:
             check_routing_replay(algorithm)
+            from policygrad.models.moe_routing import Routing
+
             routed = replace(self.evaluator.network, routing=Routing.for_model(model))
             self.evaluator = replace(self.evaluator, network=routed)
         total = spec.steps * rule.updates
         self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, total, offload=config.offload)
-        critic = algorithm.critic
-        self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)
+        self.critic = self._build_critic(spec)
         self.reference = self._build_reference(algorithm, reference, build)
         self.teachers = self._build_teachers(algorithm, teachers or {})
         self.reads_templates = algorithm.reference is not None and bool(algorithm.reference.templates)
         self.average: MovingAverage | None = None
         if self.reference is not None and algorithm.reference is not None and algorithm.reference.ema is not None:
+            from policygrad.learners.local.auxiliary_networks import MovingAverage
+
             self.average = MovingAverage(self.reference.model, self.optimizer)
             self._on_reference_refreshed()
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
+            from policygrad.learners.local.auxiliary_networks import ImplicitRewardModel
+
             initial = self._frozen_copy(self.reference, build if reference is None else None)
             enable_gradients(initial.model, self.reference.model)
             self.reward_model = ImplicitRewardModel(initial, algorithm.reward_model, spec, self.division)
@@ -115,14 +115,20 @@ class LocalLearner:
         self.networks = TrainedNetworks(
             self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
         )
-        self.networks = replace(self.networks, balance=find_expert_balance(self.evaluator, config, self.division))
-        check_expert_balance(self.networks.balance, algorithm)
+        if read_balance_coefficient(model):
+            from policygrad.learners.local.expert_balance import find_expert_balance
+
+            balance = find_expert_balance(self.evaluator, config, self.division)
+            check_expert_balance(balance, algorithm)
+            self.networks = replace(self.networks, balance=balance)
         alphas = [term.alpha for term in algorithm.terms if isinstance(term, ExactKLToReference)]
         self.networks = replace(self.networks, alpha=alphas[0] if alphas else 1.0)
         if config.compile:
+            from policygrad.learners.local.compilation import CompiledBlocks
+
             self.networks = replace(self.networks, compiled=CompiledBlocks(model, config.gradient_checkpointing))
         self.uses_lr = rule.uses_lr
-        self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
+        self.curvature = None if self.uses_lr else self._build_curvature()
         self.norms = self._build_score_norms() if "grad_logp_sq_norm" in algorithm.needs else None
 
     # A sharded learner makes these otherwise.
@@ -130,15 +136,26 @@ class LocalLearner:
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         return choose_kernels(build_evaluator(model, temperature), self.config)
 
+    def _build_critic(self, spec: LearnerSpec) -> ValueModel | None:
+        if spec.algorithm.critic is None:
+            return None
+        from policygrad.learners.local.auxiliary_networks import ValueModel
+
+        return ValueModel(self.evaluator, spec.algorithm.critic, spec, self.build, self.division)
+
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         """Make an evaluator of a second, frozen model with the same weights."""
         network = replace(evaluator.network, model=clone_model(evaluator.model, build), routing=None)
         return replace(evaluator, network=network)
 
     def _build_curvature(self) -> Curvature:
+        from policygrad.learners.local.curvature import Curvature
+
         return Curvature(self.networks).verify()
 
     def _build_score_norms(self) -> ScoreNorms:
+        from policygrad.learners.local.score_norms import ScoreNorms
+
         return ScoreNorms.of(self.evaluator, self.config)
 
     def _build_reference(
@@ -159,8 +176,11 @@ class LocalLearner:
             )
         if given is None:
             evaluator = self._frozen_copy(self.evaluator, build)
-            if is_initial_adapter(evaluator.model):  # the initial policy is the base model alone
-                set_adapters_enabled(evaluator.model, False)
+            if adapter_configs(evaluator.model):
+                from policygrad.models.adapters import is_initial_adapter, set_adapters_enabled
+
+                if is_initial_adapter(evaluator.model):  # the initial policy is the base model alone
+                    set_adapters_enabled(evaluator.model, False)
             return evaluator
         check_vocabulary_sizes(algorithm, given, self.model)
         return self._build_frozen(given)
@@ -278,12 +298,12 @@ class LocalLearner:
                 "learner.routing_replay needs the experts that the sampler used, and this sampler does not report them "
                 "(Generation.routed_experts): use --sampler.engine local, or set learner.routing_replay=false"
             )
-        loading = self._move_optimizers(Optimizer.load)
+        loading, compiled = self._move_optimizers(Optimizer.load), self.networks.compiled
         try:
-            graphs = count_compiled_graphs() if self.config.compile else 0
+            graphs = 0 if compiled is None else compiled.count_graphs()
             metrics = algorithm.update_rule(self.build_problem(batch, psi, algorithm))
-            if self.config.compile:
-                metrics |= {"compiled_graphs": Sum(float(count_compiled_graphs() - graphs))}
+            if compiled is not None:
+                metrics |= {"compiled_graphs": Sum(float(compiled.count_graphs() - graphs))}
         finally:
             self.networks.release()
             moving = loading + self._move_optimizers(Optimizer.unload)
@@ -299,7 +319,7 @@ class LocalLearner:
             if settings.reset_optimizer:
                 self.optimizer.clear_moments()  # the schedule continues
             metrics |= {"reference/refreshed": Sum(1.0)}
-        return metrics if self.critic is None else metrics | measure_values(batch)
+        return metrics if self.critic is None else metrics | self.critic.measure(batch)
 
     def build_problem(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> LocalProblem:
         """Return what an update rule works on: this rollout, with Ψ [B, T], on the current weights."""
@@ -323,6 +343,8 @@ class LocalLearner:
         """The reference is no longer the initial policy, so checkpoints must contain it."""
         self.refreshed = True
         if self.reference is not None and adapter_configs(self.reference.model):
+            from policygrad.models.adapters import set_adapters_enabled
+
             set_adapters_enabled(self.reference.model, True)
 
     def _reference_weights(self) -> dict[str, Tensor]:

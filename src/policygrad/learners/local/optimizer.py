@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from policygrad.learners.config import OptimizerConfig
-from policygrad.learners.local.host_memory import HostMemory
 from policygrad.models.replica import full_tensor, local_tensor, redistribute_like
-from policygrad.models.vision import picture_parameters
+from policygrad.models.traits import picture_parameters
+
+if TYPE_CHECKING:
+    from policygrad.learners.local.host_memory import HostMemory
 
 
 class Optimizer:
@@ -58,7 +60,11 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=self.is_fused or None,
         )
-        self.host = HostMemory() if offload else None
+        self.host: HostMemory | None = None
+        if offload:
+            from policygrad.learners.local.host_memory import HostMemory
+
+            self.host = HostMemory()
         self.unload()
 
     def load(self) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import find_nonfinite_factors, measure_forward, surrogate, with_selected_tokens
 from policygrad.core.outputs import explain_nonfinite
 from policygrad.core.precision import move
-from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.expert_balance import Load, row_weights
 from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite
 from policygrad.learners.local.packing import Pack, find_contributing
 from policygrad.models.loading import at_least_float32
 from policygrad.utils.spans import span
+
+if TYPE_CHECKING:
+    from policygrad.learners.local.curvature import Curvature
+    from policygrad.learners.local.expert_balance import Load
 
 
 def average_objective(metrics: Metrics) -> Metrics:
@@ -132,7 +134,7 @@ class LocalGradientProblem:
                     part = part.to(networks.device)
                     with balance.observe() as logits:
                         out = networks.forward(part, needs, expected)
-                    more = balance.loss(logits, row_weights(networks.policy, part), load)
+                    more = balance.loss_of_pack(networks.policy, part, logits, load)
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef) + more)
                     balance_loss += float(more.detach())
             networks.optimizer.accumulate_master_grads()
@@ -196,7 +198,8 @@ class LocalGradientProblem:
 class LocalProblem(LocalGradientProblem):
     """Adds what dual descent and a trust region need: the current KL, the same rollout under another β, and the curvature."""
 
-    curvature: Curvature
+    curvature: Curvature | None = None
+    """None = the update rule takes gradient steps, which need none."""
 
     @torch.no_grad()
     def measure(self) -> Metrics:
@@ -227,6 +230,7 @@ class LocalProblem(LocalGradientProblem):
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
         """Return [P] F v, a mean over the sampled tokens; `Optimizer.not_finite` describes a bad one."""
+        assert self.curvature is not None
         with span("fisher product"):
             product = self.curvature.fisher(self.batch, v, sampled)
         optimizer = self.networks.optimizer
@@ -243,6 +247,7 @@ class LocalProblem(LocalGradientProblem):
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
         """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ + delta [P]."""
+        assert self.curvature is not None
         with span("line search"):
             return self.curvature.evaluate(self.batch, self.psi, self.algorithm, delta)
 

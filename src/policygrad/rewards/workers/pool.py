@@ -43,13 +43,14 @@ from policygrad.rewards.workers.messages import (
     select_samples,
 )
 from policygrad.rewards.workers.process import NO_SANDBOX, WorkerLauncher, WorkerProcess, kill_workers
-from policygrad.rewards.workers.worker import RewardCaller, Signature
+from policygrad.rewards.workers.signature import Signature
 from policygrad.utils.child_environment import check_variable_names, explain_missing_variable
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 
 if TYPE_CHECKING:
     from policygrad.rewards.config import RewardConfig
+    from policygrad.rewards.workers.worker import RewardCaller
 
 MIN_OVERLAP_SECONDS = 0.25
 """Scoring time that overlapping with sampling must hide to be worth handing completions over one by one."""
@@ -362,6 +363,8 @@ class RewardPool(RewardScorer):
             warnings.warn(f"{failure}; it runs in this process without a timeout; {remedy}", stacklevel=3)
         if (prepare := getattr(reward.function, "reward_prepare", None)) is not None:
             prepare()
+        from policygrad.rewards.workers.worker import RewardCaller
+
         self._local[number] = RewardCaller(reward.name, reward.function, reward.process_reward)
         return None
 

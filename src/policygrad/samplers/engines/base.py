@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from policygrad.core.batch import SamplingMask
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum
 from policygrad.errors import ConfigError, EngineError
-from policygrad.models.adapters import adapter_configs
 from policygrad.models.lora_config import Lora
+from policygrad.models.messages import EncodedText
 from policygrad.models.moe_routing import Routing
-from policygrad.models.tokenizer import EncodedText, Tokenizer
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.traits import adapter_configs
 from policygrad.models.vision import encode_picture_file
 from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.samplers.base import CompletionCallback, Generation, Request

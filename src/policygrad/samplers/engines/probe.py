@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from policygrad.errors import EngineError
 from policygrad.models.loading import at_least_float32
-from policygrad.models.tokenizer import EncodedText, Tokenizer
-from policygrad.models.vision import placeholder_id, read_texts
+from policygrad.models.messages import EncodedText
+from policygrad.models.tokenizer import Tokenizer
+from policygrad.models.traits import placeholder_id
+from policygrad.models.vision import read_texts
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.utils.pictures import Picture
 from policygrad.weight_sync.base import LogitFunction

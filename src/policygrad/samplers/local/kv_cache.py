@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, Protocol
 
@@ -15,7 +16,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from policygrad.core.media import TextMedia, mark_slots, shift_media
 from policygrad.errors import ModelError
-from policygrad.models.vision import embedding, next_position, picture_inputs, picture_positions
 
 GROWTH_TOKENS = 256  # tokens that memory is allocated for at a time: most completions end long before their limit
 COMPACT_FRACTION = 0.8
@@ -133,11 +133,15 @@ def prefill(
         if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):  # none is attention
             cache = {"past_key_values": CountingCache(config)}
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    embedded: AbstractContextManager[None] = nullcontext()
     if any(media):
+        from policygrad.models.vision import embedding, picture_inputs, picture_positions
+
         slots, pictures = _pad_slots(prompts, media).to(device), list(chain.from_iterable(media))
         inputs["position_ids"] = picture_positions(model, ids, slots, mask.bool(), pictures)
         inputs |= picture_inputs(model, ids, slots, pictures)
-    with embedding(model, inputs.pop("embedded_ids", None)):
+        embedded = embedding(model, inputs.pop("embedded_ids", None))
+    with embedded:
         out = model(attention_mask=mask, use_cache=True, logits_to_keep=1, return_dict=True, **inputs, **cache)
     return out, mask
 
@@ -155,6 +159,8 @@ def first_positions(model: nn.Module, prompts: Sequence[Tensor], media: Sequence
         if not pictures:
             positions.append(len(prompt))
             continue
+        from policygrad.models.vision import next_position, picture_positions
+
         slots, is_token = mark_slots(pictures, len(prompt)), torch.ones(1, len(prompt), dtype=torch.bool)
         ids, slots, is_token = (x.to(device) for x in (prompt[None], slots[None], is_token))
         positions.append(next_position(picture_positions(model, ids, slots, is_token, pictures)))

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.core.batch import SamplingMask
 from policygrad.core.precision import move, widest_dtype
-from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request, RowsCallback, SamplingParams
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache, first_positions
@@ -23,9 +23,12 @@ from policygrad.samplers.local.shared_prefix import (
     supports_padding,
     supports_shared_prefix,
 )
-from policygrad.samplers.local.text_cache import TextCache, weights_version
 from policygrad.samplers.stop_texts import Decode, StopDetector
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
+
+if TYPE_CHECKING:
+    from policygrad.models.moe_routing import Routing
+    from policygrad.samplers.local.text_cache import TextCache
 
 
 class LocalSampler:
@@ -102,12 +105,15 @@ class LocalSampler:
                 if not self._shares_prefixes:
                     self._needs_equal_lengths = not supports_padding(self.model, self.pad)
         texts, self._texts = self._texts, None
-        if texts is not None and texts.weights != weights_version(self.model):
+        if texts is not None and not texts.is_valid_for(self.model):
             texts = None
         if self._shares_prefixes and self.caches_texts and any(r.continues for r in requests):
             if self._continues is None:
                 self._continues = supports_continuing(self.model, self.pad)
-            self._texts = TextCache(self.model) if self._continues else None
+            if self._continues:
+                from policygrad.samplers.local.text_cache import TextCache
+
+                self._texts = TextCache(self.model)
         for kind in dict.fromkeys(map(_decoded_together, requests)):
             indices = [i for i, r in enumerate(requests) if _decoded_together(r) == kind]
             with recording():

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,9 @@ from policygrad.errors import ModelError
 from policygrad.models.loading import at_least_float32, attention_limits, context_length
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
-from policygrad.samplers.local.text_cache import LayerTensors, TextCache
+
+if TYPE_CHECKING:
+    from policygrad.samplers.local.text_cache import LayerTensors, TextCache
 
 _FIRST_TOKENS = 8  # tokens that memory is allocated for at first; then twice as many
 _ALIGNMENT = 32
@@ -441,6 +443,8 @@ def supports_shared_prefix(model: nn.Module, pad: int) -> bool:
 @torch.no_grad()
 def supports_continuing(model: nn.Module, pad: int) -> bool:
     """Return True if a text that continues a cached one gets the logits of the whole text, beside one that continues none."""
+    from policygrad.samplers.local.text_cache import TextCache
+
     cache, texts = SharedPrefixCache(model, pad), TextCache(model)
     tokens = torch.arange(24, device=cache.device).view(2, 12) * 5 % 7 + 1
     cache.read([tokens[0, :7], tokens[1, :4]], torch.tensor([1, 1], device=cache.device), 4)

@@ -26,7 +26,11 @@ class TextCache:
         self.texts: dict[bytes, LayerTensors] = {}
         self.lengths: set[int] = set()
         self.tails = set[tuple[int, bytes]]()  # the length and last tokens of each text, which tell most others apart
-        self.weights = weights_version(model)
+        self._weights = _weights_version(model)
+
+    def is_valid_for(self, model: nn.Module) -> bool:
+        """Return whether the weights that the texts were read with have not been changed in place."""
+        return self._weights == _weights_version(model)
 
     def add(self, ids: Tensor, layers: LayerTensors) -> None:
         """Keep a text, unless memory is short: then it is read again."""
@@ -89,7 +93,7 @@ def _tail(ids: Tensor) -> bytes:
     return ids[-4:].numpy().tobytes()
 
 
-def weights_version(model: nn.Module) -> int:
+def _weights_version(model: nn.Module) -> int:
     """Return a number that changes when the weights are changed in place, except by a fused optimizer: `LocalSampler.update` is
     called for that."""
     return sum(p._version for p in model.parameters())

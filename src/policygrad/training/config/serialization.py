@@ -29,15 +29,17 @@ from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
 from policygrad.training.config.paths import resolve_config_paths, resolve_directory, with_full_paths
 from policygrad.training.config.run import OBJECT_PREFIX, Run, UncheckedRun
-from policygrad.training.config.supervised import SupervisedConfig
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
 from policygrad.utils.filesystem import read_toml
 from policygrad.utils.plugins import find_plugin
 from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
+if typing.TYPE_CHECKING:
+    from policygrad.training.config.supervised import SupervisedConfig
+
 NONE = "none"
 C = typing.TypeVar("C", bound=Any)  # a frozen dataclass
-ConfigT = typing.TypeVar("ConfigT", bound=UncheckedRun | SupervisedConfig)
+ConfigT = typing.TypeVar("ConfigT", bound="UncheckedRun | SupervisedConfig")
 
 
 def dump_config(config: Run | SupervisedConfig) -> str:
