@@ -13,7 +13,7 @@ from policygrad.audit.recording import join_ranks, read
 from policygrad.commands.json_output import print_json
 from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 
 HELP = (
     "Read one recorded update of any trainer (mask, rewards, groups, advantages, log-probabilities, loss and its gradient) and say "

@@ -20,7 +20,7 @@ import tyro
 from policygrad.commands.json_output import print_json
 from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments
 from policygrad.errors import ConfigError
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.http_limits import is_loopback
 
 if TYPE_CHECKING:

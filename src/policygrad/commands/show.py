@@ -45,7 +45,7 @@ from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 from policygrad.tasks.benchmarks import Benchmark, load_benchmarks
 from policygrad.trackers.glossary import MetricDoc, find_metric_doc
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.training.config.serialization import (
     algorithm_to_dict,
     list_parts,
