@@ -31,7 +31,7 @@ class ExpertSource(Protocol):
 
     @property
     def returns_routed_experts(self) -> bool:
-        """Whether it reports which experts each token of a mixture used."""
+        """True if it reports which experts each token of a mixture used."""
         ...
 
 

@@ -192,7 +192,7 @@ class SamplerConfig:
 
     @property
     def returns_routed_experts(self) -> bool:
-        """Whether the sampler reports which experts each token of a mixture used."""
+        """True if the sampler reports which experts each token of a mixture used."""
         return self.engine == LOCAL or load_engine_class(self.engine).returns_routed_experts
 
     def check(self, max_staleness: int, sampling: SamplingParams) -> None:

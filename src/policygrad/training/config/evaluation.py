@@ -77,12 +77,12 @@ class EvaluationConfig:
 
     @property
     def measures_problems(self) -> bool:
-        """Whether held-out problems are measured during training."""
+        """True if held-out problems are measured during training."""
         return bool(self.every and self.problems)
 
     @property
     def measures_during_training(self) -> bool:
-        """Whether held-out problems or benchmarks are."""
+        """True if held-out problems or benchmarks are measured during training."""
         return bool(self.every and (self.problems or self.benchmarks))
 
     def check(self, algorithm: Algorithm) -> None:
