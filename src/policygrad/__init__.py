@@ -46,9 +46,10 @@ _HOME = {
     "policygrad.tasks.base": "Example",
     "policygrad.trackers": "RunInfo Tracker",
     "policygrad.training.base_trainer": "Callback",
-    "policygrad.training.config.run": (
-        "CheckpointConfig EvaluationConfig GuardConfig Run RunOptions SupervisedGuardConfig"
-    ),
+    "policygrad.training.config.checkpoint": "CheckpointConfig",
+    "policygrad.training.config.evaluation": "EvaluationConfig",
+    "policygrad.training.config.guard": "GuardConfig SupervisedGuardConfig",
+    "policygrad.training.config.run": "Run RunOptions",
     "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",
     "policygrad.training.evaluation": "collect evaluate",
     "policygrad.training.reward_model": "train_reward_model",

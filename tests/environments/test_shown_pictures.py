@@ -16,7 +16,8 @@ from doubles.vision_models import make_picture, save_family
 from policygrad.environments.tools import ToolUse
 from policygrad.models.tool_calls import ToolCall
 from policygrad.rollout.environment import Action, Observation, Step
-from policygrad.training.config.run import EvaluationConfig, Run
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
 from policygrad.utils.pictures import content_text, list_pictures, to_parts

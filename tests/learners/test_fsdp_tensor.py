@@ -21,7 +21,6 @@ from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel, resolve_tp_plan
-from policygrad.learners.fsdp.torchrun import check_fsdp_options
 
 
 def compared(
@@ -129,7 +128,7 @@ def test_layers_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(
         pg.ConfigError, match=r"learner\.tensor_parallel=2 does not divide learner\.world_size=3: choose a divisor"
     ):
-        check_fsdp_options(pg.LearnerConfig(world_size=3, tensor_parallel=2))
+        pg.LearnerConfig(world_size=3, tensor_parallel=2).check_processes()
     with pytest.raises(pg.ConfigError, match=r"learner\.tensor_parallel must be at least 1, not 0"):
         pg.LearnerConfig(tensor_parallel=0)
 

@@ -22,7 +22,8 @@ from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 from policygrad.tasks.mixtures import MixturePart, RowsTask
-from policygrad.training.config.run import EvaluationConfig, Run
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 
 RESTING = replace(pg.DR_GRPO, filters=(pg.NoPositiveResampling(0.9),))
 

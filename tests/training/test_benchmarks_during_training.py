@@ -13,7 +13,8 @@ from doubles.files import rows, write_rows
 from policygrad.report.data import read_run
 from policygrad.report.page import render_report
 from policygrad.trackers.glossary import find_metric_doc
-from policygrad.training.config.run import EvaluationConfig, Run
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import dump_config, load_config
 from policygrad.training.config.trust import CodePermissions
 

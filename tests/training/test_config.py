@@ -22,7 +22,8 @@ from policygrad.core.gates import Clip, ClippedImportance
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.config.run import MAX_LR, Run
+from policygrad.training.config.option_checks import MAX_LR
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import (
     algorithm_to_dict,
     dump_config,

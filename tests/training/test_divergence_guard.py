@@ -17,7 +17,7 @@ from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
+from policygrad.training.config.guard import GuardConfig, SupervisedGuardConfig
 from policygrad.training.divergence_guard import GuardDecision, GuardHistory, assess_step
 
 GUARD = GuardConfig(window=2)

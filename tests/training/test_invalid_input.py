@@ -19,10 +19,13 @@ from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.advantages import ConstantBaseline
 from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
+from policygrad.learners.config import LearnerConfig
 from policygrad.models.loading import locate_model, resolve_model
 from policygrad.rewards.config import RewardConfig
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, LearnerConfig, Run
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 
 REWARDS = """

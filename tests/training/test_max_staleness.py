@@ -24,7 +24,8 @@ from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutRequest
 from policygrad.samplers.local.sampler import LocalSampler
-from policygrad.training.config.run import CheckpointConfig, Run
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 from policygrad.weight_sync.base import PublishedWeights
 

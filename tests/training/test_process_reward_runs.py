@@ -12,7 +12,8 @@ from doubles.files import rows, same, untimed, weights
 from doubles.resuming import check_resume
 from doubles.trackers import Record
 from policygrad.errors import RunError
-from policygrad.training.config.run import EvaluationConfig, Run
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 
 

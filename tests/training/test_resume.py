@@ -22,7 +22,9 @@ from doubles.resuming import check_resume
 from doubles.trackers import Interrupting, Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import RunError
-from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, Run
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.trainer import Trainer, train
 

@@ -16,7 +16,7 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
 from policygrad.checkpoint.format import load_checkpoint
 from policygrad.errors import NumericsError, RunError
-from policygrad.training.config.run import SupervisedGuardConfig
+from policygrad.training.config.guard import SupervisedGuardConfig
 
 Train = Callable[..., Any]
 GUARD = SupervisedGuardConfig(window=2, loss=0)

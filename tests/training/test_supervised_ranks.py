@@ -27,7 +27,7 @@ from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.sharding import ModelSkeleton
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.training import reward_model, sft
-from policygrad.training.config.run import SupervisedGuardConfig
+from policygrad.training.config.guard import SupervisedGuardConfig
 from policygrad.training.supervised import (
     NULL_ALGORITHM,
     LearnerShard,

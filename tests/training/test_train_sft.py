@@ -23,7 +23,7 @@ from policygrad.errors import DataError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.preferences import Demonstration, read_demonstrations
-from policygrad.training.config.run import CheckpointConfig
+from policygrad.training.config.checkpoint import CheckpointConfig
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.sft import SFTObjective, tokenise_demonstration

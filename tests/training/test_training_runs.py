@@ -17,7 +17,9 @@ from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.models.loading import resolve_model
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, Run
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.trainer import train
 

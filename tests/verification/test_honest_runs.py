@@ -10,7 +10,10 @@ import pytest
 import policygrad as pg
 from policygrad.learners.config import LearnerConfig
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, GuardConfig, Run
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.guard import GuardConfig
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import load_config
 from policygrad.verification.verify import verify_run
 

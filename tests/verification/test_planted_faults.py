@@ -20,7 +20,9 @@ from policygrad.rollout import rollouter
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training import provenance
-from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, Run
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
 from policygrad.verification.verify import Verification, verify_run

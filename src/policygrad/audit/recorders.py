@@ -18,6 +18,12 @@ from torch import Tensor
 from policygrad.audit.recording import record
 from policygrad.errors import ConfigError
 
+_TRL_METHODS = (
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+)
 _TRL_SETTINGS = (
     "loss_type beta epsilon epsilon_high delta max_completion_length num_generations scale_rewards importance_sampling_level "
     "temperature gradient_accumulation_steps steps_per_generation num_iterations multi_objective_aggregation reward_weights "
@@ -136,54 +142,85 @@ def trl(trainer: Any, path: str | Path = "audit.safetensors", step: int = 1) -> 
     Raises:
         ConfigError: a trainer without the methods of GRPOTrainer.
     """
-    names = (
-        "_compute_loss",
-        "_get_per_token_logps_and_entropies",
-        "_generate_and_score_completions",
-        "_calculate_rewards",
-    )
-    missing = [name for name in names if not hasattr(trainer, name)]
+    methods = _find_trl_methods(trainer)
+    from transformers import TrainerCallback
+
+    path = Path(path)
+    if trainer.accelerator.num_processes > 1:
+        path = path.with_stem(f"{path.stem}-{int(trainer.accelerator.process_index)}")
+    recorder = Recorder(path, step)
+    recorder.settings = _read_trl_settings(trainer)
+
+    class EndOfUpdate(TrainerCallback):
+        """Tells the recorder when an optimizer update has ended."""
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            recorder.end_update()
+
+    for name, function in _TrlWrappers(trainer, recorder, methods).by_name().items():
+        setattr(trainer, name, functools.wraps(methods[name])(functools.partial(function)))
+    trainer.add_callback(EndOfUpdate)
+    return recorder
+
+
+def _find_trl_methods(trainer: Any) -> dict[str, Callable[..., Any]]:
+    """Return the methods that are wrapped, by name. Raises ConfigError for a trainer without them."""
+    missing = [name for name in _TRL_METHODS if not hasattr(trainer, name)]
     if missing:
         raise ConfigError(
             f"audit.trl records TRL's GRPOTrainer, and {type(trainer).__name__} has no {', '.join(missing)}: use "
             "policygrad.audit.record in the loop instead"
         )
-    from transformers import TrainerCallback
+    return {name: getattr(trainer, name) for name in _TRL_METHODS}
 
-    path, rank = Path(path), int(trainer.accelerator.process_index)
-    if trainer.accelerator.num_processes > 1:
-        path = path.with_stem(f"{path.stem}-{rank}")
-    recorder = Recorder(path, step)
-    args = trainer.args
-    settings = {name: getattr(args, name, None) for name in _TRL_SETTINGS.split()}
+
+def _read_trl_settings(trainer: Any) -> dict[str, Any]:
+    """Return the trainer's settings that the audit reads."""
+    settings = {name: getattr(trainer.args, name, None) for name in _TRL_SETTINGS.split()}
     settings |= {"num_processes": trainer.accelerator.num_processes, "trainer": f"trl {version('trl')}"}
     settings["epsilon_high"] = getattr(trainer, "epsilon_high", settings["epsilon_high"])  # None means epsilon
-    recorder.settings = {name: value for name, value in settings.items() if isinstance(value, int | float | str | list)}
-    rewards: dict[str, Tensor] = {}
-    current: dict[str, Tensor] = {}
-    inside = False
-    compute_loss, get_logps, generate, calculate_rewards = (getattr(trainer, name) for name in names)
+    return {name: value for name, value in settings.items() if isinstance(value, int | float | str | list)}
 
-    @functools.wraps(calculate_rewards)
-    def calculate_rewards_and_keep(*arguments: Any, **options: Any) -> Any:
-        rewards["columns"] = calculate_rewards(*arguments, **options)
-        return rewards["columns"]
 
-    @functools.wraps(generate)
-    def generate_and_keep(*arguments: Any, **options: Any) -> Any:
-        output = generate(*arguments, **options)
-        columns = rewards["columns"].detach()
-        weights = getattr(trainer, "reward_weights", torch.ones(columns.shape[1])).to(columns.device)
+class _TrlWrappers:
+    """TRL's methods, with a look at what passes through them.
+
+    Rewards are calculated while a rollout is generated, and log-probabilities while the loss is computed: each is kept until then.
+    """
+
+    def __init__(self, trainer: Any, recorder: Recorder, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self._trainer, self._recorder, self._methods = trainer, recorder, methods
+        self._rank = int(trainer.accelerator.process_index)
+        self._columns: Tensor | None = None
+        self._logp: Tensor | None = None
+        self._computes_loss = False
+
+    def by_name(self) -> dict[str, Callable[..., Any]]:
+        """Return what takes the place of each method."""
+        functions = (self.compute_loss, self.get_logps, self.generate, self.calculate_rewards)
+        return dict(zip(_TRL_METHODS, functions, strict=True))
+
+    def calculate_rewards(self, *arguments: Any, **options: Any) -> Any:
+        """Keep the rewards, a column for each function."""
+        self._columns = self._methods["_calculate_rewards"](*arguments, **options)
+        return self._columns
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        """Add the rollout to the recorder, and its rewards and groups to the batch, which TRL shuffles and splits."""
+        output = self._methods["_generate_and_score_completions"](*arguments, **options)
+        assert self._columns is not None
+        columns = self._columns.detach()
+        weights = getattr(self._trainer, "reward_weights", torch.ones(columns.shape[1])).to(columns.device)
         total = (columns * weights).nansum(1)
-        group = torch.arange(len(total), device=total.device) // trainer.num_generations
+        group = torch.arange(len(total), device=total.device) // self._trainer.num_generations
         rows = len(output["advantages"])
-        start = rank * rows
+        start = self._rank * rows
         mine = slice(start, start + rows)
         output[f"{_PREFIX}reward"], output[f"{_PREFIX}group"] = total[mine], group[mine]
         output[f"{_PREFIX}rewards"] = columns[mine]
-        generation = len(recorder.rollouts)
+        generation = len(self._recorder.rollouts)
         output[f"{_PREFIX}generation"] = torch.full_like(group[mine], generation)
-        recorder.rollouts.append(
+        self._recorder.rollouts.append(
             {
                 "reward": total.clone(),
                 "group": group.clone(),
@@ -193,47 +230,34 @@ def trl(trainer: Any, path: str | Path = "audit.safetensors", step: int = 1) -> 
         )
         return output
 
-    @functools.wraps(get_logps)
-    def get_logps_and_keep(*arguments: Any, **options: Any) -> Any:
-        result = get_logps(*arguments, **options)
-        if inside:
-            current["logp"] = result[0] if isinstance(result, tuple) else result
+    def get_logps(self, *arguments: Any, **options: Any) -> Any:
+        """Keep the log-probabilities of the loss."""
+        result = self._methods["_get_per_token_logps_and_entropies"](*arguments, **options)
+        if self._computes_loss:
+            self._logp = result[0] if isinstance(result, tuple) else result
         return result
 
-    @functools.wraps(compute_loss)
-    def compute_loss_and_record(model: Any, inputs: dict[str, Any]) -> Any:
-        nonlocal inside
-        if not (recorder.wants_update and trainer.model.training):
+    def compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Record a micro-batch of the update that is recorded."""
+        compute_loss = self._methods["_compute_loss"]
+        if not (self._recorder.wants_update and self._trainer.model.training):
             return compute_loss(model, inputs)
-        inside = True
+        self._computes_loss = True
         try:
             loss = compute_loss(model, inputs)
         finally:
-            inside = False
+            self._computes_loss = False
         part: dict[str, Tensor | None] = {ours: inputs.get(theirs) for theirs, ours in _TRL_FIELDS.items()}
         for name in ("reward", "group", "rewards", "generation"):
             part[name] = inputs.get(f"{_PREFIX}{name}")
         if inputs.get("tool_mask") is not None:
             part["mask"] = inputs["completion_mask"] * inputs["tool_mask"]
-        part["logp"] = current.pop("logp")
+        part["logp"], self._logp = self._logp, None
         part["loss"] = loss
         if isinstance(items := inputs.get("num_items_in_batch"), Tensor):
             part["generation_tokens"] = items.expand(len(inputs["advantages"]))
-        recorder.add(part)
+        self._recorder.add(part)
         return loss
-
-    class EndOfUpdate(TrainerCallback):
-        """Tells the recorder when an optimizer update has ended."""
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            recorder.end_update()
-
-    for name, function in zip(
-        names, (compute_loss_and_record, get_logps_and_keep, generate_and_keep, calculate_rewards_and_keep), strict=True
-    ):
-        setattr(trainer, name, function)
-    trainer.add_callback(EndOfUpdate)
-    return recorder
 
 
 class VerlRecorder(Recorder):

@@ -14,7 +14,7 @@ from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.findings import FindingOutput
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 
 HELP = (
     "Read one recorded update of any trainer (mask, rewards, groups, advantages, log-probabilities, loss and its gradient) and say "

@@ -70,7 +70,9 @@ from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError, RunError
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.config.run import Run, RunOptions, check_folders, optional_arg
+from policygrad.training.config.option_checks import check_folders
+from policygrad.training.config.optional_arg import optional_arg
+from policygrad.training.config.run import Run, RunOptions
 from policygrad.training.config.trust import (
     CodePermissions,
     code_in_argv,

@@ -23,7 +23,7 @@ from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.styled import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError, PolicygradError, install_command
 from policygrad.rewards.workers.limits import format_size
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.memory import read_meminfo
 from policygrad.utils.plugins import KINDS, Plugin, list_plugins
 

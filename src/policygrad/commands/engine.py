@@ -25,7 +25,7 @@ from policygrad.samplers.engines.installation import find_installation, install,
 from policygrad.samplers.engines.probe import ProbeResult
 from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
 from policygrad.samplers.engines.server_process import LaunchCommand
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 
 CHECK, INSTALL = ACTIONS = ("check", "install")
 HELP = (

@@ -36,15 +36,10 @@ from policygrad.tasks.benchmarks import (
 from policygrad.trackers.console import format_number, strip_control_chars, to_one_line
 from policygrad.trackers.jsonl import convert_write_errors
 from policygrad.training.best_model import BEST
-from policygrad.training.config.run import (
-    EvaluationConfig,
-    RunOptions,
-    UncheckedRun,
-    check_completion_count,
-    check_environment_timeout,
-    check_seed,
-    optional_arg,
-)
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.option_checks import check_completion_count, check_environment_timeout, check_seed
+from policygrad.training.config.optional_arg import optional_arg
+from policygrad.training.config.run import RunOptions, UncheckedRun
 from policygrad.training.config.serialization import EVAL_OPTIONS, load_eval_options
 from policygrad.training.config.trust import RUN_FILE, CodePermissions, code_in_argv
 from policygrad.utils.child_environment import check_variable_names

@@ -14,7 +14,7 @@ from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.models.loading import check_hub_repo, push_to_hub
 from policygrad.models.lora_config import is_model_folder
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.training.run_folder import CONFIG_FILES
 
 HELP = (

@@ -33,7 +33,8 @@ from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.lab.control.train import find_preset, with_gamma
-from policygrad.training.config.run import check_seed, optional_arg
+from policygrad.training.config.option_checks import check_seed
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import check_part_field, load_algorithm, load_part_class, parse_part
 

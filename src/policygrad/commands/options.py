@@ -25,8 +25,9 @@ from policygrad.errors import ConfigError, RunError
 from policygrad.learners.fsdp.torchrun import resolve_world_size, torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.trackers.events import Evaluation, EventTracker, Note, Phase, Started, Step
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.training.config.paths import find_changed_options, is_own_config
-from policygrad.training.config.run import UncheckedRun, optional_arg
+from policygrad.training.config.run import UncheckedRun
 from policygrad.training.config.serialization import from_dict, load_config
 from policygrad.training.config.trust import CodePermissions
 from policygrad.training.interrupts import parse_duration

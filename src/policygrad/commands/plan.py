@@ -34,7 +34,7 @@ from policygrad.planning.render import (
     plan_title,
     render_plan_page,
 )
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 
 HELP = (
     "Estimate memory, time and cost of a run from its model's shape, a device's published figures and stated assumptions, without "
@@ -173,7 +173,7 @@ def plan(args: list[str]) -> int:
 
 def make_plan(options: PlanOptions) -> CapacityPlan:
     """Make the plan of these options, with the best split of devices if they leave it open."""
-    from policygrad.training.config.run import check_completion_count
+    from policygrad.training.config.option_checks import check_completion_count
     from policygrad.training.config.serialization import load_algorithm
     from policygrad.training.cost_estimate import compute_plannable_cost
 

@@ -22,7 +22,7 @@ from policygrad.commands.options import check_at_least_1, check_writable
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.serve import ServerStopped, Serving
 from policygrad.errors import ConfigError
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.http_limits import is_loopback
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from policygrad.commands.options import check_writable, write_text_file
 from policygrad.commands.parsing import parse_arguments
 from policygrad.compare.plan import PLAN_FILE as PLAN
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 
 HELP = (
     "Write one self-contained HTML page with curves, completions and costs of runs. Runs that differ only in their seed share a "

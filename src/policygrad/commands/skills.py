@@ -17,7 +17,7 @@ from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.styled import HEAD, QUIET, StyledLine, get_page_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
-from policygrad.training.config.run import optional_arg
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.filesystem import open_regular, write_atomically
 
 DEFAULT_FOLDER = ".agents/skills"

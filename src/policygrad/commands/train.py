@@ -40,7 +40,8 @@ from policygrad.commands.styled import get_page_width, wrap_rows
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
-from policygrad.training.config.run import Run, RunOptions, UncheckedRun, describe_idle_schedules, optional_arg
+from policygrad.training.config.optional_arg import optional_arg
+from policygrad.training.config.run import Run, RunOptions, UncheckedRun, describe_idle_schedules
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import dump_config, load_algorithm
 from policygrad.training.config.trust import CodePermissions, code_in_argv, overridden_in_argv

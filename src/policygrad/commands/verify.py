@@ -15,7 +15,8 @@ from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.findings import FindingOutput
-from policygrad.training.config.run import Run, optional_arg
+from policygrad.training.config.optional_arg import optional_arg
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
 from policygrad.training.run_folder import check_resumable, open_run_folder

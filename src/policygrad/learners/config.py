@@ -5,17 +5,34 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from policygrad.errors import ConfigError
+from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, resolve_world_size
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.utils.field_types import check_field_types
+
+if TYPE_CHECKING:  # torch, which is slow
+    from policygrad.core.algorithm import Algorithm
+    from policygrad.core.base import UpdateRule
 
 SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
 VISION = (AUTO, "trained", "projector", "frozen")
 HEADS = (AUTO, "model", "fp32")
+
+
+class ExpertSource(Protocol):
+    """A sampler's options, as far as the learner's depend on them."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def returns_routed_experts(self) -> bool:
+        """True if it reports which experts each token of a mixture used."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,15 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name} must be finite, not {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas must be two numbers, at least 0 and below 1, not {self.betas}")
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Raise ConfigError for options of AdamW where the algorithm has nothing that it updates."""
+        rule = algorithm.update_rule
+        if not rule.uses_lr and algorithm.critic is None and self != OptimizerConfig():
+            raise ConfigError(
+                f"optimizer.* sets AdamW, which {type(rule).__name__} does not use, and there is no critic: "
+                f"{explain_step_size(rule)}. Leave these options out"
+            )
 
     def lr_factor(self, step: int, total: int) -> float:
         """Return the factor on the learning rate at update `step` (from 0) of `total`; no other state is needed."""
@@ -140,6 +166,63 @@ class LearnerConfig:
         if self.micro_tokens < 0:
             raise ConfigError(f"learner.micro_tokens must be at least 1, or 0 for the default, not {self.micro_tokens}")
 
+    def check(self, algorithm: Algorithm, experts: ExpertSource) -> None:
+        """Raise ConfigError for options that do not fit the algorithm, the sampler or several processes."""
+        self.check_processes()
+        if self.routing_replay and not experts.returns_routed_experts:
+            raise ConfigError(
+                f"learner.routing_replay replays the experts that the sampler used, which {experts.engine} does not report: set it "
+                "to false, or use --sampler.engine local"
+            )
+        if self.score_parameters and "grad_logp_sq_norm" not in algorithm.needs:
+            raise ConfigError(
+                f"learner.score_parameters is {self.score_parameters!r}, but no part of {algorithm.name} reads score norms: put "
+                "OptimalBaseline(norm='exact') into advantage, or leave it empty"
+            )
+        reference = algorithm.reference
+        if self.world_size > 1 and reference is not None and reference.teachers and reference.num_in_memory:
+            raise ConfigError(
+                f"learner.world_size={self.world_size} shards one reference, and Reference.teachers has "
+                f"{reference.num_in_memory} to load: serve them (NAME=http://HOST:PORT/v1), or set --learner.world-size 1"
+            )
+
+    def check_supervised(self, kind: str) -> None:
+        """Raise ConfigError for options that training on labelled data does not have, or that do not fit several processes."""
+        if self.score_parameters:
+            raise ConfigError(
+                f"learner.score_parameters is for policy gradients; {kind} does not use it: leave it empty"
+            )
+        if self.routing_replay:
+            raise ConfigError(
+                f"learner.routing_replay replays a sampler's experts, and {kind} samples nothing: leave it out"
+            )
+        if self.compile or self.offload or self.head == "fp32":
+            raise ConfigError(
+                f"learner.compile, learner.offload and learner.head are for policygrad train, not {kind}: leave them out"
+            )
+        if self.tensor_parallel > 1:
+            raise ConfigError(
+                f"learner.tensor_parallel is for policygrad train; {kind} uses learner.world_size: leave it out"
+            )
+        self.check_processes()
+
+    def check_processes(self) -> None:
+        """Raise ConfigError for the first option that several processes do not support."""
+        if (size := resolve_world_size(self.world_size)) % self.tensor_parallel:
+            raise ConfigError(
+                f"learner.tensor_parallel={self.tensor_parallel} does not divide learner.world_size={size}: choose a divisor"
+            )
+        if self.world_size == 1:
+            return
+        unsupported = {
+            "learner.lora with bits=4": self.adapters is not None and self.adapters.bits is not None,
+            f"learner.device={self.device}, one GPU for all ranks,": self.device.startswith("cuda:"),
+        }
+        for option in (option for option, is_set in unsupported.items() if is_set):
+            raise ConfigError(
+                f"{option} does not work with learner.world_size={self.world_size}: omit it, or {ONE_PROCESS_HINT}"
+            )
+
     def resolve(self, head: str = "model") -> Self:
         """Return the options with `dtype` and `head` chosen, the second as the algorithm has it.
 
@@ -170,3 +253,12 @@ class LearnerConfig:
         """
         on_cpu = 2048 if parameters < SMALL_MODEL_PARAMETERS or self.dtype == "bf16" else 1024
         return self.micro_tokens or (on_cpu if str(device).startswith("cpu") else 16384)
+
+
+def explain_step_size(rule: UpdateRule) -> str:
+    """Return what sets the size of the steps of an update rule without a learning rate."""
+    from policygrad.core.trust_region import TrustRegion
+
+    if isinstance(rule, TrustRegion):
+        return "algorithm.update_rule.delta, in nats per token, sets the size of its steps"
+    return "it has no such setting"

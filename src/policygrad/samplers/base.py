@@ -10,9 +10,11 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import SamplingMask
 from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
+from policygrad.core.validation import check_sampling
 from policygrad.errors import ConfigError
 from policygrad.utils.field_types import check_field_types
 from policygrad.weight_sync.base import PublishedWeights
@@ -49,6 +51,23 @@ class SamplingParams:
             raise ConfigError(f"sampling.stop must be texts with at least one character each, not {self.stop!r}")
         if self.decode_rows < 1:
             raise ConfigError(f"decode_rows must be at least 1, not {self.decode_rows}")
+
+    def check(self, algorithm: Algorithm, samples_per_prompt: int) -> None:
+        """Raise ConfigError for samples that the algorithm cannot learn from."""
+        check_sampling(algorithm, samples_per_prompt, self.temperature)
+        if self.temperature == 0:
+            raise ConfigError("temperature=0 makes all samples of a prompt equal: set --temperature above 0")
+        if not self.is_truncated:
+            return
+        unsupported = {
+            type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
+            "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
+        }
+        for name in (name for name, is_used in unsupported.items() if is_used):
+            raise ConfigError(
+                f"{name} evaluates the policy over the whole vocabulary, and top_p or top_k leave a part of it: leave top_p = 1 "
+                "and top_k = 0, or choose an algorithm without it, such as grpo"
+            )
 
     @property
     def is_truncated(self) -> bool:

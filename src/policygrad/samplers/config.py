@@ -9,7 +9,9 @@ from typing import Annotated
 
 import tyro
 
+from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.engines.registry import ENGINES, is_engine, list_engine_names, list_engines, load_engine_class
 from policygrad.utils.field_types import check_field_types
 
@@ -89,20 +91,20 @@ class SamplerConfig:
         for name, choices in {"lora_sync": LORA_SYNCS, "weight_transport": WEIGHT_TRANSPORTS}.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"sampler.{name} must be {_join(choices, 'or')}, not {value!r}")
+        self._check_numbers()
+        self._check_urls()
+        if self.engine == LOCAL:
+            self._check_local()
+        else:
+            self._check_engine()
+
+    def _check_numbers(self) -> None:
         if self.servers < 1:
             raise ConfigError(f"sampler.servers must be at least 1, not {self.servers}")
         if not 0 <= self.gpu_memory < 1:
             raise ConfigError(f"sampler.gpu_memory must be at least 0 and below 1, not {self.gpu_memory:g}")
         if min(self.gpus, default=0) < 0:
             raise ConfigError(f"sampler.gpus must be numbers of GPUs, from 0, not {min(self.gpus)}")
-        of_started = {"servers": self.servers > 1, "python": self.python is not None, "gpus": bool(self.gpus)}
-        of_started |= {"gpu_memory": self.gpu_memory > 0, "colocate": self.colocate}
-        if self.urls and any(of_started.values()):
-            option = next(name for name, is_set in of_started.items() if is_set)
-            raise ConfigError(
-                f"sampler.{option} is for servers that the run starts, and sampler.urls names some that run already: leave one of "
-                "them out"
-            )
         if min(self.max_concurrency, self.chunk_tokens, self.context_length, self.threads) < 0:
             raise ConfigError(
                 "sampler.max_concurrency, sampler.chunk_tokens, sampler.context_length and sampler.threads must be at least 0"
@@ -114,28 +116,45 @@ class SamplerConfig:
                 "sampler.timeout, sampler.recovery_timeout and sampler.start_timeout must be above 0, sampler.logprob_tolerance "
                 "and sampler.heartbeat at least 0, and all finite"
             )
+
+    def _check_urls(self) -> None:
+        """Refuse what is no address, and servers that are there already together with options for starting some."""
+        if self.urls and (options := self._list_start_options()):
+            raise ConfigError(
+                f"sampler.{options[0]} is for servers that the run starts, and sampler.urls names some that run already: leave "
+                "one of them out"
+            )
         if invalid := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"sampler.urls must be addresses such as http://127.0.0.1:8080, not {invalid[0]!r}")
         if len(set(self.urls)) != len(self.urls):
             raise ConfigError(
                 "sampler.urls names a server twice. Name it once; --sampler.max-concurrency gives it more requests"
             )
-        if self.engine == LOCAL:
-            options = {
-                "urls": bool(self.urls),
-                **of_started,
-                "weight_transport": self.weight_transport != FOLDER,
-                "lora_sync": self.lora_sync != AUTO,
-                "max_concurrency": self.max_concurrency == 0,
-                "chunk_tokens": self.chunk_tokens > 0,
-            }
-            for name, is_set in options.items():
-                if is_set:
-                    raise ConfigError(
-                        f"sampler.{name} is an option of servers, and sampler.engine is local. Choose --sampler.engine "
-                        f"{'|'.join(ENGINES)}, or leave it out."
-                    )
-            return
+
+    def _list_start_options(self) -> list[str]:
+        """Return the options for servers that are started here that have another value than the default."""
+        is_set = {"servers": self.servers > 1, "python": self.python is not None, "gpus": bool(self.gpus)}
+        is_set |= {"gpu_memory": self.gpu_memory > 0, "colocate": self.colocate}
+        return [name for name, value in is_set.items() if value]
+
+    def _check_local(self) -> None:
+        """Refuse options of servers."""
+        is_set = {
+            "urls": bool(self.urls),
+            **dict.fromkeys(self._list_start_options(), True),
+            "weight_transport": self.weight_transport != FOLDER,
+            "lora_sync": self.lora_sync != AUTO,
+            "max_concurrency": self.max_concurrency == 0,
+            "chunk_tokens": self.chunk_tokens > 0,
+        }
+        for name in (name for name, value in is_set.items() if value):
+            raise ConfigError(
+                f"sampler.{name} is an option of servers, and sampler.engine is local. Choose --sampler.engine "
+                f"{'|'.join(ENGINES)}, or leave it out."
+            )
+
+    def _check_engine(self) -> None:
+        """Refuse what the engine does not support."""
         if not self.cuda_graphs:
             raise ConfigError(
                 f"sampler.cuda_graphs is for sampling in this process, and sampler.engine is {self.engine}: leave it out, or see "
@@ -169,6 +188,24 @@ class SamplerConfig:
             supported = _join(list_engines(lambda e: e.gauges is not None), "and")
             raise ConfigError(
                 f"sampler.max_concurrency=0 follows the load that {supported} report; {name} reports none. Give it a number."
+            )
+
+    @property
+    def returns_routed_experts(self) -> bool:
+        """True if the sampler reports which experts each token of a mixture used."""
+        return self.engine == LOCAL or load_engine_class(self.engine).returns_routed_experts
+
+    def check(self, max_staleness: int, sampling: SamplingParams) -> None:
+        """Raise ConfigError for an engine that cannot sample like this."""
+        if self.colocate and max_staleness:
+            raise ConfigError(
+                f"sampler.colocate lets servers sleep while the learner learns, and with max_staleness={max_staleness} they sample "
+                "then: leave one of them out"
+            )
+        if sampling.is_truncated and self.engine != LOCAL and not load_engine_class(self.engine).returns_sampling_masks:
+            raise ConfigError(
+                f"training with top_p < 1 or top_k > 0 needs to know which tokens they left, which {self.engine} does not tell: "
+                "use --sampler.engine local or vllm, or leave top_p = 1 and top_k = 0 (eval accepts both)"
             )
 
     def resolve_context_length(self, max_positions: int | None, max_tokens: int = 0) -> int:
@@ -211,6 +248,28 @@ class TeacherServerConfig:
             raise ConfigError(
                 f"teacher_server.api_key is the *name* of an environment variable, such as {TEACHER_KEY}, not a key: set that "
                 "variable to the key"
+            )
+
+    def check(self, algorithm: Algorithm, sampling: SamplingParams) -> None:
+        """Raise ConfigError for options without such a teacher, and for samples that it cannot score."""
+        servers = () if algorithm.reference is None else algorithm.reference.servers
+        if not servers:
+            if self != TeacherServerConfig():
+                raise ConfigError(
+                    "teacher_server.* are options for a teacher at http://HOST:PORT/v1, and this run has none: leave them out, or "
+                    "set --teacher to the server's address"
+                )
+            return
+        if sampling.temperature != 1:
+            raise ConfigError(
+                f"temperature={sampling.temperature:g}: the teacher at {servers[0]} tells log-probabilities at temperature 1, and "
+                "they must be at the sampling temperature. Set --temperature 1, or let the run load the teacher from a folder"
+            )
+        if sampling.is_truncated:
+            raise ConfigError(
+                f"top_p and top_k: the teacher at {servers[0]} tells log-probabilities over its full vocabulary, and they must be "
+                "over the tokens that top_p and top_k leave. Leave top_p = 1 and top_k = 0, or let the run load the teacher from a "
+                "folder"
             )
 
 

@@ -355,79 +355,90 @@ def build_app(config: ServeConfig, service: Service) -> Starlette:
         yield
         service.stop()
 
-    def route(
-        method: str, path: str, handler: Callable[[Request], Awaitable[Response]], *, is_open: bool = False
-    ) -> Route:
-        """Return a route whose errors become answers. `is_open`: no API key is needed."""
+    return Starlette(routes=_list_routes(api), lifespan=lifespan)
 
-        async def answer(request: Request) -> Response:
-            try:
-                request.state.user = "" if is_open else api.authenticate(request)
-                return await handler(request)
-            except HttpRefusal as error:
-                return _error(error.status, str(error))
-            except UnknownIdError as error:
-                return _error(404, str(error))
-            except LostRequestError as error:
-                return _error(410, str(error))
-            except BusyError as error:
-                return _error(429, str(error))
-            except ClientDisconnect:  # nobody reads an answer
-                return Response(status_code=400)
-            except PolicygradError as error:
-                return _error(400, str(error))
-            except OSError as error:
-                service.note(f"{path}: {error}")
-                if is_disk_full(error):
-                    return _error(
-                        507, f"the disk of the server's folder is full ({error.strerror}): try again when there is room"
-                    )
-                return _error(500, f"the server cannot read or write its folder: {error}")
-            except Exception as error:  # the client and the log get it, and the server goes on
-                service.note(f"{path}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-                return _error(500, f"{type(error).__name__}: {error} (a bug of the server)")
 
-        return Route(path, answer, methods=[method], name=handler.__name__)
-
+def _list_routes(api: Api) -> list[Route]:
     run = f"{API}/training_runs/{{model_id}}"
     saved = f"{run}/checkpoints/{{kind}}/{{name}}"
-    routes = [  # the first that fits is taken, so that what is asked for most is first
-        route("POST", f"{API}/asample", api.sample),
-        route("POST", f"{API}/retrieve_future", api.retrieve_future),
-        route("GET", "/", api.page),
-        route("GET", f"{API}/healthz", api.healthz, is_open=True),
-        route("GET", f"{API}/get_server_capabilities", api.capabilities),
-        route("POST", f"{API}/client/config", api.client_config),
-        route("POST", f"{API}/client/dynamic_config", api.dynamic_config),
-        route("POST", f"{API}/telemetry", api.telemetry),
-        route("POST", f"{API}/create_session", api.create_session),
-        route("POST", f"{API}/session_heartbeat", api.heartbeat),
-        route("GET", f"{API}/sessions", api.list_sessions),
-        route("GET", f"{API}/sessions/{{session_id}}", api.get_session),
-        route("POST", f"{API}/sessions/{{session_id}}/finish", api.finish_session),
-        route("POST", f"{API}/create_model", api.create_model),
-        route("POST", f"{API}/load_weights", api.load_weights),
-        route("POST", f"{API}/forward_backward", api.forward_backward),
-        route("POST", f"{API}/forward", api.forward),
-        *(route("POST", f"{API}/{kind}", api.train) for kind in TRAINING),
-        route("POST", f"{API}/unload_model", api.unload_model),
-        route("POST", f"{API}/get_info", api.get_info),
-        route("POST", f"{API}/create_sampling_session", api.create_sampling_session),
-        route("POST", f"{API}/join_sampling_session", api.join_sampling_session),
-        route("GET", f"{API}/samplers/{{sampler_id}}", api.get_sampler),
-        route("POST", f"{API}/cancel_future", api.cancel_future),
-        route("GET", f"{API}/training_runs", api.list_training_runs),
-        route("GET", run, api.get_training_run),
-        route("GET", f"{run}/checkpoints", api.list_checkpoints),
-        route("GET", f"{API}/checkpoints", api.list_all_checkpoints),
-        route("DELETE", saved, api.delete_checkpoint),
-        route("PUT", f"{saved}/ttl", api.set_ttl),
-        route("GET", f"{saved}/external_weights_urls", api.external_urls),
-        route("GET", "/files/{token}/{name}", api.download, is_open=True),
-        route("POST", f"{API}/weights_info", api.weights_info),
-        *(route(method, "/api/{rest:path}", api.not_here) for method in ("GET", "POST", "PUT", "DELETE")),
+    return [  # the first that fits is taken, so that what is asked for most is first
+        _route(api, "POST", f"{API}/asample", api.sample),
+        _route(api, "POST", f"{API}/retrieve_future", api.retrieve_future),
+        _route(api, "GET", "/", api.page),
+        _route(api, "GET", f"{API}/healthz", api.healthz, is_open=True),
+        _route(api, "GET", f"{API}/get_server_capabilities", api.capabilities),
+        _route(api, "POST", f"{API}/client/config", api.client_config),
+        _route(api, "POST", f"{API}/client/dynamic_config", api.dynamic_config),
+        _route(api, "POST", f"{API}/telemetry", api.telemetry),
+        _route(api, "POST", f"{API}/create_session", api.create_session),
+        _route(api, "POST", f"{API}/session_heartbeat", api.heartbeat),
+        _route(api, "GET", f"{API}/sessions", api.list_sessions),
+        _route(api, "GET", f"{API}/sessions/{{session_id}}", api.get_session),
+        _route(api, "POST", f"{API}/sessions/{{session_id}}/finish", api.finish_session),
+        _route(api, "POST", f"{API}/create_model", api.create_model),
+        _route(api, "POST", f"{API}/load_weights", api.load_weights),
+        _route(api, "POST", f"{API}/forward_backward", api.forward_backward),
+        _route(api, "POST", f"{API}/forward", api.forward),
+        *(_route(api, "POST", f"{API}/{kind}", api.train) for kind in TRAINING),
+        _route(api, "POST", f"{API}/unload_model", api.unload_model),
+        _route(api, "POST", f"{API}/get_info", api.get_info),
+        _route(api, "POST", f"{API}/create_sampling_session", api.create_sampling_session),
+        _route(api, "POST", f"{API}/join_sampling_session", api.join_sampling_session),
+        _route(api, "GET", f"{API}/samplers/{{sampler_id}}", api.get_sampler),
+        _route(api, "POST", f"{API}/cancel_future", api.cancel_future),
+        _route(api, "GET", f"{API}/training_runs", api.list_training_runs),
+        _route(api, "GET", run, api.get_training_run),
+        _route(api, "GET", f"{run}/checkpoints", api.list_checkpoints),
+        _route(api, "GET", f"{API}/checkpoints", api.list_all_checkpoints),
+        _route(api, "DELETE", saved, api.delete_checkpoint),
+        _route(api, "PUT", f"{saved}/ttl", api.set_ttl),
+        _route(api, "GET", f"{saved}/external_weights_urls", api.external_urls),
+        _route(api, "GET", "/files/{token}/{name}", api.download, is_open=True),
+        _route(api, "POST", f"{API}/weights_info", api.weights_info),
+        *(_route(api, method, "/api/{rest:path}", api.not_here) for method in ("GET", "POST", "PUT", "DELETE")),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def _route(
+    api: Api, method: str, path: str, handler: Callable[[Request], Awaitable[Response]], *, is_open: bool = False
+) -> Route:
+    """Return a route whose errors become answers. `is_open`: no API key is needed."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            request.state.user = "" if is_open else api.authenticate(request)
+            return await handler(request)
+        except Exception as error:  # the client gets it, and the server goes on
+            return _answer_error(error, path, api.service.note)
+
+    return Route(path, answer, methods=[method], name=handler.__name__)
+
+
+def _answer_error(error: Exception, path: str, note: Callable[[str], object]) -> Response:
+    """Return the answer to a request that failed; `note` gets what the server's owner has to know."""
+    match error:
+        case HttpRefusal():
+            return _error(error.status, str(error))
+        case UnknownIdError():
+            return _error(404, str(error))
+        case LostRequestError():
+            return _error(410, str(error))
+        case BusyError():
+            return _error(429, str(error))
+        case ClientDisconnect():  # nobody reads an answer
+            return Response(status_code=400)
+        case PolicygradError():
+            return _error(400, str(error))
+        case OSError():
+            note(f"{path}: {error}")
+            if is_disk_full(error):
+                return _error(
+                    507, f"the disk of the server's folder is full ({error.strerror}): try again when there is room"
+                )
+            return _error(500, f"the server cannot read or write its folder: {error}")
+        case _:
+            note(f"{path}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            return _error(500, f"{type(error).__name__}: {error} (a bug of the server)")
 
 
 def make_server(config: ServeConfig, app: Any, log_level: str = "warning") -> uvicorn.Server:

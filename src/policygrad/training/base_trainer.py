@@ -305,23 +305,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 stack.push(lambda kind, *_: learner.run_on_all(gather_spans) if kind is None else None)
 
     def _train(self, resumed: bool, stop_after: int | None) -> TrainingResult[M | None]:
-        sharded: ShardedState[P] | None = None
-        if (io := self.sharded_io) is not None:
-            sharded = ShardedState(lambda p: self.pack(p, {}, self.learner.state_values), io.start_save, io.is_sharded)
-        self.checkpointer = Checkpointer(
-            self.folder / "checkpoints",
-            every=self.config.checkpoint.every,
-            keep=self.config.checkpoint.keep,
-            pack=lambda progress: self.pack(progress, *self.learner.state()),
-            version=lambda: self.learner.version,
-            sync=self.files.sync,
-            note=self.trackers.note,
-            resume_command=self.resume_command,
-            max_snapshot_bytes=self.max_snapshot_bytes,
-            check=self.check_checkpoint,
-            sharded=sharded,
-            before_save=self.before_save,
-        )
+        self.checkpointer = self._make_checkpointer()
         saved = self.checkpointer.restore() if resumed else None
         self.progress = self.start(saved)
         if self.progress.step > self.steps:
@@ -358,6 +342,35 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             after = self.evaluate_at("after training", self.progress.step) if self.has_eval else None
         except StopRequested:
             return self._stopped()
+        model = self._finish(after)
+        return TrainingResult(self.folder, self.progress.step, self.before, after, model)
+
+    def _make_checkpointer(self) -> Checkpointer[P]:
+        """Return what saves and restores this run."""
+        sharded: ShardedState[P] | None = None
+        if (io := self.sharded_io) is not None:
+            sharded = ShardedState(lambda p: self.pack(p, {}, self.learner.state_values), io.start_save, io.is_sharded)
+        return Checkpointer(
+            self.folder / "checkpoints",
+            every=self.config.checkpoint.every,
+            keep=self.config.checkpoint.keep,
+            pack=lambda progress: self.pack(progress, *self.learner.state()),
+            version=lambda: self.learner.version,
+            sync=self.files.sync,
+            note=self.trackers.note,
+            resume_command=self.resume_command,
+            max_snapshot_bytes=self.max_snapshot_bytes,
+            check=self.check_checkpoint,
+            sharded=sharded,
+            before_save=self.before_save,
+        )
+
+    def _finish(self, after: M | None) -> Path:
+        """Write the model and the results of a run that is complete, and return the model's folder.
+
+        Raises:
+            ModelError: The model that was written is another than the one that was trained.
+        """
         values, summary = dict(self.result_values(self.progress, after)), self.summarise(after)
         if self.best is not None and (best := self.best.read()) is not None:
             values["best"] = asdict(best)
@@ -385,7 +398,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 f"last checkpoint has the trained weights too: {self.resume_command} writes the model again. Please report which "
                 "model this is"
             )
-        return TrainingResult(self.folder, self.progress.step, self.before, after, model)
+        return model
 
     def evaluate_at(self, when: str, step: int, *, interruptible: bool = True) -> M | None:
         """Evaluate after `step` steps, unless the log already holds the result.

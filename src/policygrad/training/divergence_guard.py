@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
+from policygrad.training.config.guard import GuardConfig, SupervisedGuardConfig
 from policygrad.training.loop import StepResult
 
 METRIC_OPTIONS = {"grad_norm": "grad_norm", "kl": "kl", "kl_old": "kl", "entropy": "entropy", "loss": "loss"}

@@ -14,7 +14,8 @@ from policygrad.rollout.runners import EnvironmentKind
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
-from policygrad.training.config.run import Run, RunOptions, check_environment_timeout
+from policygrad.training.config.option_checks import check_environment_timeout
+from policygrad.training.config.run import Run, RunOptions
 from policygrad.training.placement import SamplerFactory
 from policygrad.training.setup import Resources, load_resources
 from policygrad.utils.progress import ProgressCallback, ignore_progress

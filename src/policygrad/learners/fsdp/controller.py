@@ -27,7 +27,7 @@ from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, check_devices
 from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
-from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, check_fsdp_options
+from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT
 from policygrad.learners.fsdp.watchdog import ControlStore
 from policygrad.learners.local.learner import check_vocabulary_sizes, is_live, is_scored_elsewhere
 from policygrad.models.adapters import is_initial_adapter
@@ -87,7 +87,7 @@ class FsdpController:
             ConfigError: For what several processes do not support.
         """
         algorithm, config = spec.algorithm, spec.config
-        check_fsdp_options(config)
+        config.check_processes()
         check_shardable(model)
         check_tensor_parallel(model, config.tensor_parallel, algorithm)
         if config.routing_replay:
@@ -262,7 +262,7 @@ def start_fsdp_learner(
 
     `launcher` starts the ranks (None = on this machine); `options` are those of `FsdpController`.
     """
-    check_fsdp_options(spec.config)
+    spec.config.check_processes()
     if launcher is None:
         check_devices(next(model.parameters()).device.type, spec.config.world_size)
     workers = WorkerGroup.start(spec.config.world_size, launcher)

@@ -1,14 +1,10 @@
-"""The number of learning processes, torchrun's or the option's, and what several do not support. Imports no torch."""
+"""The number of learning processes, torchrun's or the option's. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from policygrad.errors import ConfigError
-
-if TYPE_CHECKING:
-    from policygrad.learners.config import LearnerConfig
 
 ONE_PROCESS_HINT = "train in one process (learner.world_size=1)"
 
@@ -46,22 +42,4 @@ def check_not_torchrun(world_size: int) -> None:
         raise ConfigError(
             f"torchrun has started {launched[1]} processes, and each would train the full run: let torchrun start "
             "`-m policygrad train …`, or start one process and set learner.world_size, which starts the others"
-        )
-
-
-def check_fsdp_options(config: LearnerConfig) -> None:
-    """Raise ConfigError for the first option that several processes do not support."""
-    if (size := resolve_world_size(config.world_size)) % config.tensor_parallel:
-        raise ConfigError(
-            f"learner.tensor_parallel={config.tensor_parallel} does not divide learner.world_size={size}: choose a divisor"
-        )
-    if config.world_size == 1:
-        return
-    unsupported = {
-        "learner.lora with bits=4": config.adapters is not None and config.adapters.bits is not None,
-        f"learner.device={config.device}, one GPU for all ranks,": config.device.startswith("cuda:"),
-    }
-    for option in (option for option, is_set in unsupported.items() if is_set):
-        raise ConfigError(
-            f"{option} does not work with learner.world_size={config.world_size}: omit it, or {ONE_PROCESS_HINT}"
         )

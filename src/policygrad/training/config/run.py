@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import Annotated, Any
@@ -13,11 +11,9 @@ import tyro
 from policygrad.algorithms import DAPO
 from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.trust_region import TrustRegion
-from policygrad.core.validation import check_rollout, check_sampling, frozen_problem
+from policygrad.core.validation import check_rollout, frozen_problem
 from policygrad.errors import ConfigError
-from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.torchrun import check_fsdp_options
+from policygrad.learners.config import LearnerConfig, OptimizerConfig, explain_step_size
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_shapes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
@@ -26,14 +22,21 @@ from policygrad.rewards.config import VARIABLE_NAMES, RewardConfig
 from policygrad.rollout.environment import DEFAULT_TIMEOUT
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
-from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.evaluation import EvaluationConfig
+from policygrad.training.config.guard import GuardConfig
+from policygrad.training.config.option_checks import (
+    check_completion_count,
+    check_environment_timeout,
+    check_folders,
+    check_lr,
+    check_seed,
+)
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.child_environment import check_variable_names
 from policygrad.utils.field_types import check_field_types
 
-MAX_LR = 1e6  # beyond any useful rate; float32 overflows above 3e38, which torch does not explain
-MAX_COMPLETIONS = 2**24
-"""Per rollout or evaluation: hundreds of times what anybody samples, and few enough to list in memory."""
 LEARNER_FIELDS = {
     "logp_old",
     "logp_learner",
@@ -46,158 +49,10 @@ LEARNER_FIELDS = {
     "implicit_reward",
 }
 """Batch fields that a learner fills."""
-GUARD_ACTIONS = ("warn", "skip", "rollback", "stop")
 OBJECT_PREFIX = "object:"  # marks, in a file, an option that was given as a Python object
 TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-6
 """Default learning rates: of the embedded model with 0.7M parameters, divided by √K for K updates per rollout, and of models of
 the size that is usually post-trained."""
-
-
-def optional_arg(metavar: str, default_text: str = "", kind: Any = None) -> Any:
-    """Describe an option that may be left open; the help shows `default_text` as its default.
-
-    `kind` is its type on the command line, where Python may give an object.
-    """
-
-    def hint(default: str) -> str:
-        name = default.strip("[]'")
-        return f"(default: {default_text if name in ('None', '') else name})"
-
-    return tyro.conf.arg(metavar=metavar, constructor=kind, help_behavior_hint=hint)
-
-
-@dataclass(frozen=True)
-class _GuardOptions:
-    action: str = "warn"
-    """On a spike: warn; skip (undo the step); rollback (to the last checkpoint, at a lower learning rate); stop, resumably."""
-    window: int = 8
-    """Number of steps that a step is compared with; before that many are done, nothing is a spike."""
-    grad_norm: float = 10.0
-    """Spike: a gradient norm above this many times the median, and above 1. 0 = never."""
-    lr_factor: float = 0.5
-    """A rollback multiplies the learning rate by this."""
-    max_consecutive_alarms: int = 8
-    """Stop after this many consecutive steps with a spike or with constant rewards, unless action is warn. 0 = never."""
-
-    def __post_init__(self) -> None:
-        check_field_types(self, "guard")
-        if self.action not in GUARD_ACTIONS:
-            raise ConfigError(f"guard.action must be one of {', '.join(GUARD_ACTIONS)}, not {self.action!r}")
-        if self.window < 2 or self.max_consecutive_alarms < 0:
-            raise ConfigError(
-                "guard.window must be at least 2 and guard.max_consecutive_alarms at least 0 (0 = never), not "
-                f"{self.window}, {self.max_consecutive_alarms}"
-            )
-        for name in ("grad_norm", "kl", "entropy", "loss"):
-            value = getattr(self, name, 0)
-            if not (value == 0 or value > 1):
-                raise ConfigError(f"guard.{name} must be above 1, or 0 to ignore it, not {value}")
-        if not 0 < self.lr_factor < 1:
-            raise ConfigError(f"guard.lr_factor must be above 0 and below 1, not {self.lr_factor}")
-
-
-@dataclass(frozen=True)
-class GuardConfig(_GuardOptions):
-    """Compare each step's entropy, KL and gradient norm with the median of the steps before it."""
-
-    kl: float = 10.0
-    """Spike: a KL to the reference or to the old policy above this many times the median, and above 0.1 nats. 0 = never."""
-    entropy: float = 3.0
-    """Spike: an entropy this many times above the median (and above 1 nat) or below it (from 0.3 nats). 0 = never."""
-
-
-@dataclass(frozen=True)
-class SupervisedGuardConfig(_GuardOptions):
-    """Compare each step's loss and gradient norm with the median of the steps before it."""
-
-    loss: float = 3.0
-    """Spike: a loss above this many times the median, and above 1 nat. 0 = never."""
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Evaluation on held-out problems, and on known benchmarks, each with its own sampling."""
-
-    problems: int = 256
-    """Number of held-out problems; 0 = no evaluation."""
-    samples_per_prompt: int = 8
-    """Completions per problem."""
-    every: int = 0
-    """Also evaluate every this many steps; 0 = only before and after training."""
-    temperature: Annotated[float | None, optional_arg("FLOAT", "that of training")] = None
-    """Temperature for held-out problems; 0 = greedy, with one completion per problem."""
-    top_p: Annotated[float | None, optional_arg("FLOAT", "that of training")] = None
-    """Nucleus for held-out problems."""
-    top_k: Annotated[int | None, optional_arg("INT", "that of training")] = None
-    """Number of most probable tokens for held-out problems; 0 = all."""
-    max_tokens: Annotated[int | None, optional_arg("INT", "that of training")] = None
-    """Maximum sampled tokens per completion of a held-out problem."""
-    benchmarks: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
-    """Known benchmarks to measure at the same points: gsm8k,math500,aime24.
-    policygrad eval --benchmark list shows all of them."""
-    benchmark_data: Annotated[str | None, optional_arg("DIR", "the hub")] = None
-    """Folder with the benchmarks' data, NAME.jsonl or .parquet."""
-    benchmark_problems: int = 0
-    """Number of problems of each benchmark, spread over its data; 0 = all."""
-    benchmark_samples: Annotated[int | None, optional_arg("INT", "the benchmark's own")] = None
-    """Completions for each problem of a benchmark."""
-    benchmark_max_tokens: Annotated[int | None, optional_arg("INT", "the benchmark's own")] = None
-    """Maximum sampled tokens per completion of a benchmark."""
-
-    def __post_init__(self) -> None:
-        check_field_types(self, "evaluation")
-        if self.problems < 0 or self.every < 0 or self.samples_per_prompt < 1:
-            raise ConfigError(
-                "evaluation.problems and evaluation.every must be at least 0 and evaluation.samples_per_prompt at least 1, not "
-                f"{self.problems}, {self.every}, {self.samples_per_prompt}"
-            )
-        counts = (self.benchmark_samples, self.benchmark_max_tokens)
-        if self.benchmark_problems < 0 or any(count is not None and count < 1 for count in counts):
-            raise ConfigError(
-                "evaluation.benchmark_problems must be at least 0, and evaluation.benchmark_samples and "
-                "evaluation.benchmark_max_tokens at least 1"
-            )
-        try:
-            self.resolve_sampling(SamplingParams())
-        except ConfigError as error:
-            raise ConfigError(f"evaluation: {error}") from error
-        if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ConfigError(
-                f"evaluation.temperature=0 makes all {self.samples_per_prompt} samples of a problem equal: set "
-                "evaluation.samples_per_prompt to 1, or a temperature above 0"
-            )
-        if self.benchmarks:
-            from policygrad.tasks.benchmarks import parse_benchmarks
-
-            parse_benchmarks(self.benchmarks)
-
-    def resolve_sampling(self, training: SamplingParams) -> SamplingParams:
-        """Return how completions of held-out problems are sampled: as in training, but for what is set here."""
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
-        return replace(training, **{name: value for name, value in own.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When a run's state is saved."""
-
-    every: int = 25
-    """Steps between checkpoints; one is always written at the end and at --stop-after."""
-    keep: int = 2
-    """Number of checkpoints kept on disk; those written by a stop are deleted first."""
-    keep_best: Annotated[str | None, optional_arg("METRIC", "none")] = None
-    """Keep the model with the best value of this evaluation metric, such as eval/reward, in RUN/best."""
-
-    def __post_init__(self) -> None:
-        check_field_types(self, "checkpoint")
-        if self.every < 1 or self.keep < 1:
-            raise ConfigError(
-                f"checkpoint.every and checkpoint.keep must be at least 1, not {self.every} and {self.keep}"
-            )
-        if self.keep_best is not None and not self.keep_best.startswith("eval/"):
-            raise ConfigError(
-                f"checkpoint.keep_best names a metric of evaluations, such as eval/reward, not {self.keep_best!r}"
-            )
 
 
 @dataclass(frozen=True)
@@ -441,6 +296,32 @@ class Run(UncheckedRun):
 
 def check_run(run: Run) -> None:
     """Raise ConfigError for the first option that is wrong, alone or together with others."""
+    _check_types(run)
+    _check_prompts(run)
+    _check_length(run)
+    algorithm, samples = run.algorithm, run.effective_samples_per_prompt
+    check_environment_timeout(run.environment_timeout)
+    check_variable_names(run.environment_env, "environment.env")
+    check_seed(run.seed)
+    check_folders(run.output, run.directory)
+    check_tracking(run.track, run.trace_mib, run.metrics_port)
+    run.sampling.check(algorithm, samples)
+    check_rollout(algorithm)
+    _check_step_size(run, samples)
+    _check_max_staleness(run)
+    _check_lr(run)
+    _check_step_end(run)
+    run.sampler.check(run.max_staleness, run.sampling)
+    run.learner.check(algorithm, run.sampler)
+    run.optimizer.check(algorithm)
+    run.guard.check(algorithm)
+    run.teacher_server.check(algorithm, run.sampling)
+    run.evaluation.check(algorithm)
+    run.checkpoint.check(run.evaluation)
+
+
+def _check_types(run: Run) -> None:
+    """Refuse values that are not of an option's kind, the algorithm first of all, which the other checks read."""
     if not isinstance(run.algorithm, Algorithm):
         example = f"pg.get_algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
         raise ConfigError(f"algorithm must be an Algorithm, such as {example}, not {run.algorithm!r}")
@@ -450,20 +331,42 @@ def check_run(run: Run) -> None:
     if isinstance(run.reward, str):
         raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
     check_field_types(run)
+
+
+def _check_prompts(run: Run) -> None:
+    """Refuse wrong options of the prompts' data and template."""
     parse_template_options(run.template_options)  # for its errors
+    if run.decontaminate < 0:
+        raise ConfigError(
+            f"task.decontaminate is a number of words, at least 0 (0 = identical prompts only), not {run.decontaminate}"
+        )
+
+
+def _check_length(run: Run) -> None:
+    """Refuse numbers of steps, prompts or tokens that are too small."""
     for name in ("steps", "prompts_per_step"):
         if getattr(run, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
     if run.verify < 0:
         raise ConfigError(f"verify is a number of steps, at least 0 (0 = keep nothing), not {run.verify}")
-    if run.decontaminate < 0:
-        raise ConfigError(
-            f"task.decontaminate is a number of words, at least 0 (0 = identical prompts only), not {run.decontaminate}"
-        )
     if run.tokens is not None and run.tokens < 1:
         raise ConfigError(f"tokens must be at least 1, not {run.tokens}; leave it out for no budget")
-    check_environment_timeout(run.environment_timeout)
-    check_variable_names(run.environment_env, "environment.env")
+
+
+def _check_step_size(run: Run, samples: int) -> None:
+    """Refuse a rollout without completions, with too many, or with too few prompts for the update rule's minibatches."""
+    if samples < 1:
+        raise ConfigError(f"samples_per_prompt must be at least 1, not {samples}")
+    check_completion_count("prompts_per_step", run.prompts_per_step, "samples_per_prompt", samples)
+    rule = run.algorithm.update_rule
+    if run.minibatch_warning and "minibatches" not in {f.name for f in fields(rule)}:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{rule.minibatches} minibatches of whole groups need as many prompts per step, not {run.prompts_per_step}"
+        )
+
+
+def _check_max_staleness(run: Run) -> None:
+    """Refuse rollouts ahead of the updates for a filter that needs the learner meanwhile."""
     if run.max_staleness < 0:
         raise ConfigError(f"max_staleness must be at least 0, not {run.max_staleness}")
     learner_fields = run.algorithm.filter_needs & LEARNER_FIELDS
@@ -472,188 +375,34 @@ def check_run(run: Run) -> None:
             f"a filter of {run.algorithm.name} reads {min(learner_fields)}, which the learner computes during a rollout, but with "
             f"max_staleness={run.max_staleness} it is updating then: set max_staleness to 0, or drop the filter"
         )
-    engine = run.sampler.engine
-    if run.learner.routing_replay and engine != LOCAL and not load_engine_class(engine).returns_routed_experts:
-        raise ConfigError(
-            f"learner.routing_replay replays the experts that the sampler used, which {engine} does not report: set it "
-            "to false, or use --sampler.engine local"
-        )
-    if run.sampler.colocate and run.max_staleness:
-        raise ConfigError(
-            f"sampler.colocate lets servers sleep while the learner learns, and with max_staleness={run.max_staleness} they sample "
-            "then: leave one of them out"
-        )
-    check_fsdp_options(run.learner)
+
+
+def _check_lr(run: Run) -> None:
+    """Refuse a learning rate that is no rate, or that the update rule does not use."""
     check_lr(run.lr)
-    check_seed(run.seed)
-    check_folders(run.output, run.directory)
-    check_tracking(run.track, run.trace_mib, run.metrics_port)
-    check_sampling(run.algorithm, run.effective_samples_per_prompt, run.sampling.temperature)
-    check_rollout(run.algorithm)
-    samples, evaluation = run.effective_samples_per_prompt, run.evaluation
-    if samples < 1:
-        raise ConfigError(f"samples_per_prompt must be at least 1, not {samples}")
-    check_completion_count("prompts_per_step", run.prompts_per_step, "samples_per_prompt", samples)
-    check_completion_count(
-        "evaluation.problems", evaluation.problems, "evaluation.samples_per_prompt", evaluation.samples_per_prompt
-    )
-    if run.sampling.temperature == 0:
-        raise ConfigError("temperature=0 makes all samples of a prompt equal: set --temperature above 0")
-    if run.sampling.is_truncated:
-        check_truncated_sampling(run.algorithm, run.sampler.engine)
-    if run.learner.score_parameters and "grad_logp_sq_norm" not in run.algorithm.needs:
-        raise ConfigError(
-            f"learner.score_parameters is {run.learner.score_parameters!r}, but no part of {run.algorithm.name} reads score "
-            "norms: put OptimalBaseline(norm='exact') into advantage, or leave it empty"
-        )
-    _check_lr_options(run)
-    if run.checkpoint.keep_best and not (evaluation.every and (evaluation.problems or evaluation.benchmarks)):
-        raise ConfigError(
-            f"checkpoint.keep_best={run.checkpoint.keep_best!r} compares evaluations during training, and this run has none: set "
-            "evaluation.every (and evaluation.problems or benchmarks) above 0, or leave it out"
-        )
-    if run.step_end is not None:
-        check_step_pattern(run.step_end)
-        if "step_end" not in run.algorithm.all_needs:
-            raise ConfigError(
-                f"step_end is {run.step_end!r}, but no part of {run.algorithm.name} uses reasoning steps: leave it out"
-            )
-        if "token_reward" in run.algorithm.all_needs:
-            raise ConfigError(
-                f"step_end={run.step_end!r} marks where steps end, but {run.algorithm.name} also needs a reward for each: name a "
-                "process reward instead, --reward exact_match mine.py:f with @reward(process=True)"
-            )
-    _check_teachers(run)
-    reference = run.algorithm.reference
-    if reference is not None and reference.refresh_after_stall and not (evaluation.every and evaluation.problems):
-        raise ConfigError(
-            f"Reference.refresh_after_stall = {reference.refresh_after_stall} counts periodic evaluations without improvement, "
-            "and this run has none: set evaluation.every (and evaluation.problems) above 0, or refresh_after_stall to 0"
-        )
     rule = run.algorithm.update_rule
-    if run.minibatch_warning and "minibatches" not in {f.name for f in fields(rule)}:  # type: ignore[arg-type]
+    if run.lr is not None and not rule.uses_lr:
+        critic_lr = "; the critic's learning rate is algorithm.critic.lr" if run.algorithm.critic is not None else ""
         raise ConfigError(
-            f"{rule.minibatches} minibatches of whole groups need as many prompts per step, not {run.prompts_per_step}"
+            f"lr is {run.lr:g}, but {type(rule).__name__} has no learning rate: {explain_step_size(rule)}{critic_lr}. Leave lr out "
+            "(--lr None)"
         )
 
 
-def check_truncated_sampling(algorithm: Algorithm, engine: str) -> None:
-    """Raise ConfigError for training with top-p or top-k where the learner could not compare under the same mask."""
-    if engine != LOCAL and not load_engine_class(engine).returns_sampling_masks:
-        raise ConfigError(
-            f"training with top_p < 1 or top_k > 0 needs to know which tokens they left, which {engine} does not tell: use "
-            "--sampler.engine local or vllm, or leave top_p = 1 and top_k = 0 (eval accepts both)"
-        )
-    unsupported = {
-        type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
-        "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
-    }
-    for name in (name for name, is_used in unsupported.items() if is_used):
-        raise ConfigError(
-            f"{name} evaluates the policy over the whole vocabulary, and top_p or top_k leave a part of it: leave top_p = 1 and "
-            "top_k = 0, or choose an algorithm without it, such as grpo"
-        )
-
-
-def _check_teachers(run: Run) -> None:
-    """Refuse what teachers behind servers, or several teachers, cannot score."""
-    reference = run.algorithm.reference
-    servers = () if reference is None else reference.servers
-    if not servers and run.teacher_server != TeacherServerConfig():
-        raise ConfigError(
-            "teacher_server.* are options for a teacher at http://HOST:PORT/v1, and this run has none: leave them out, or set "
-            "--teacher to the server's address"
-        )
-    if servers and run.sampling.temperature != 1:
-        raise ConfigError(
-            f"temperature={run.sampling.temperature:g}: the teacher at {servers[0]} tells log-probabilities at temperature 1, and "
-            "they must be at the sampling temperature. Set --temperature 1, or let the run load the teacher from a folder"
-        )
-    if servers and run.sampling.is_truncated:
-        raise ConfigError(
-            f"top_p and top_k: the teacher at {servers[0]} tells log-probabilities over its full vocabulary, and they must be over "
-            "the tokens that top_p and top_k leave. Leave top_p = 1 and top_k = 0, or let the run load the teacher from a folder"
-        )
-    if reference is not None and reference.teachers and reference.num_in_memory and run.learner.world_size > 1:
-        raise ConfigError(
-            f"learner.world_size={run.learner.world_size} shards one reference, and Reference.teachers has "
-            f"{reference.num_in_memory} to load: serve them (NAME=http://HOST:PORT/v1), or set --learner.world-size 1"
-        )
-
-
-def _check_lr_options(run: Run) -> None:
-    """Refuse options of gradient steps for an update rule that takes none."""
-    rule, critic = run.algorithm.update_rule, run.algorithm.critic
-    kind = type(rule).__name__
-    if rule.uses_lr:
+def _check_step_end(run: Run) -> None:
+    """Refuse a pattern of reasoning steps that is none, or that the algorithm does not read."""
+    if run.step_end is None:
         return
-    if run.guard.action == "rollback":
+    check_step_pattern(run.step_end)
+    if "step_end" not in run.algorithm.all_needs:
         raise ConfigError(
-            f"guard.action=rollback lowers the learning rate, and {kind} has none: use skip, stop or warn"
+            f"step_end is {run.step_end!r}, but no part of {run.algorithm.name} uses reasoning steps: leave it out"
         )
-    remedy = (
-        "algorithm.update_rule.delta, in nats per token, sets the size of its steps"
-        if isinstance(rule, TrustRegion)
-        else "it has no such setting"
-    )
-    if run.lr is not None:
-        critic_lr = "; the critic's learning rate is algorithm.critic.lr" if critic is not None else ""
+    if "token_reward" in run.algorithm.all_needs:
         raise ConfigError(
-            f"lr is {run.lr:g}, but {kind} has no learning rate: {remedy}{critic_lr}. Leave lr out (--lr None)"
+            f"step_end={run.step_end!r} marks where steps end, but {run.algorithm.name} also needs a reward for each: name a "
+            "process reward instead, --reward exact_match mine.py:f with @reward(process=True)"
         )
-    if critic is None and run.optimizer != OptimizerConfig():
-        raise ConfigError(
-            f"optimizer.* sets AdamW, which {kind} does not use, and there is no critic: {remedy}. Leave these options out"
-        )
-
-
-def check_environment_timeout(seconds: float) -> None:
-    """Raise ConfigError for a limit that is not positive and finite."""
-    if not 0 < seconds < math.inf:
-        raise ConfigError(
-            f"environment.timeout must be above 0 seconds and finite, not {seconds:g}; a long limit is 86400, a day"
-        )
-
-
-def check_lr(lr: float | None) -> None:
-    """Raise ConfigError for a learning rate that is negative, not finite, or so large that it overflows in the optimizer."""
-    if lr is None:
-        return
-    if not 0 <= lr < math.inf:
-        raise ConfigError(f"lr must be at least 0 and finite, not {lr}")
-    if lr > MAX_LR:
-        raise ConfigError(f"lr must be at most {MAX_LR:g}, not {lr:g}")
-
-
-def check_completion_count(prompts_option: str, prompts: int, samples_option: str, samples: int) -> None:
-    """Raise ConfigError for more than `MAX_COMPLETIONS` at once, naming the two options."""
-    if prompts * samples > MAX_COMPLETIONS:
-        raise ConfigError(
-            f"{prompts_option} {prompts} times {samples_option} {samples} must be at most {MAX_COMPLETIONS:,} completions: lower "
-            "one of them"
-        )
-
-
-def check_folders(output: str | None, directory: str | None = None) -> None:
-    """Raise ConfigError for a name that no file system accepts, and for an empty output: an unset variable would otherwise write
-    into the current folder."""
-    if output is not None and not str(output).strip():
-        raise ConfigError(
-            f"output must name a folder, not {output!r}: leave it out for the next free one, or use . for the current one"
-        )
-    for option, name in (("output", output), ("directory", directory)):
-        try:
-            valid = name is None or b"\0" not in os.fsencode(str(name))
-        except UnicodeError:  # half a surrogate pair
-            valid = False
-        if not valid:
-            raise ConfigError(f"{option} must name a folder, not {name!r}, which no file system accepts")
-
-
-def check_seed(seed: int) -> None:
-    """Raise ConfigError for a seed that torch or a counter-based generator does not accept."""
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be at least 0 and below 2**63, not {seed}")
 
 
 def describe_idle_schedules(run: Run) -> tuple[str, ...]:

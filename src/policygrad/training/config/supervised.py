@@ -9,19 +9,14 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.torchrun import check_fsdp_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_shapes import EMBEDDED_MODELS
 from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking
-from policygrad.training.config.run import (
-    CheckpointConfig,
-    SupervisedGuardConfig,
-    check_folders,
-    check_lr,
-    check_seed,
-    optional_arg,
-)
+from policygrad.training.config.checkpoint import CheckpointConfig
+from policygrad.training.config.guard import SupervisedGuardConfig
+from policygrad.training.config.option_checks import check_folders, check_lr, check_seed
+from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.field_types import check_field_types
 
 MAX_EPOCHS = 10**9  # more than any run has, and few enough for exact step numbers
@@ -109,23 +104,7 @@ class SupervisedConfig:
                 f"checkpoint.keep_best compares evaluations during training, and {self.kind} evaluates only before and after: "
                 "leave it out"
             )
-        if self.learner.score_parameters:
-            raise ConfigError(
-                f"learner.score_parameters is for policy gradients; {self.kind} does not use it: leave it empty"
-            )
-        if self.learner.routing_replay:
-            raise ConfigError(
-                f"learner.routing_replay replays a sampler's experts, and {self.kind} samples nothing: leave it out"
-            )
-        if self.learner.compile or self.learner.offload or self.learner.head == "fp32":
-            raise ConfigError(
-                f"learner.compile, learner.offload and learner.head are for policygrad train, not {self.kind}: leave them out"
-            )
-        if self.learner.tensor_parallel > 1:
-            raise ConfigError(
-                f"learner.tensor_parallel is for policygrad train; {self.kind} uses learner.world_size: leave it out"
-            )
-        check_fsdp_options(self.learner)
+        self.learner.check_supervised(self.kind)
 
     def resolve(self) -> Self:
         """Fill in every open choice. Raises ConfigError if there is no data."""
