@@ -111,7 +111,7 @@ class StepReplayer:
 
 
 def _ignore_note(text: str, kind: str | None = None) -> None:
-    """What a run would note is compared instead."""
+    """Do nothing: a note is for who watches a run."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,11 +111,8 @@ class _Verifier:
         if steps is None:
             after_checkpoints = [1, *(saved.step + 1 for saved in self.files.checkpoints)]
             steps = recorded or sorted({step for step in after_checkpoints if step <= self.files.steps})
-        if objects := self.run.object_options:
-            names = " and ".join(objects)
-            yield not_checked(
-                "steps", f"{names} was given to the run as an object in Python, and a file cannot hold it"
-            )
+        if objects := _describe_objects(self.run.object_options):
+            yield not_checked("steps", objects)
             return
         with ExitStack() as stack:
             self.progress("loading the model", 0, 0)
@@ -164,7 +161,7 @@ class _Verifier:
         yield from inputs
         if any(finding.subject == "settings" for finding in inputs):
             return
-        if objects := _describe_objects(record.values_after):
+        if objects := _describe_objects(record.values_after.get("python_arguments", ())):
             yield not_checked("steps", objects, step)
             return
         saved, reason = self._load_state(step)
@@ -258,7 +255,8 @@ class _Verifier:
         yield from inputs
         if any(finding.subject == "settings" for finding in inputs):
             return
-        if self.files.checkpoints and (objects := _describe_objects(self.files.checkpoints[0].state)):
+        state = self.files.checkpoints[0].state if self.files.checkpoints else {}
+        if objects := _describe_objects(state.get("python_arguments", ())):
             yield not_checked("steps", objects, step)
             return
         states = {saved.step: saved.path for saved in (*self.files.states_before, *self.files.checkpoints)}
@@ -274,9 +272,9 @@ class _Verifier:
         return self.replayer.fingerprint
 
 
-def _describe_objects(values: Mapping[str, Any]) -> str:
-    """Say what a run, whose state this is, was given from Python and no file can hold; "" = nothing that steps depend on."""
-    given = [name for name in values.get("python_arguments", ()) if name != "sampler"]
+def _describe_objects(names: Sequence[str]) -> str:
+    """Say which of these options a file cannot hold; "" = none that the repetition of a step depends on."""
+    given = [name for name in names if name != "sampler"]
     return (
         f"{' and '.join(given)} was given to the run as an object in Python, and a file cannot hold it" if given else ""
     )
