@@ -26,7 +26,7 @@ from policygrad.serve.losses import Datum
 from policygrad.serve.models import AdamParams, ClientModel, load_network
 from policygrad.serve.sampling import LocalAnswers, SampleQuery
 from policygrad.tasks import load_task
-from policygrad.training.trainer import limit_torch_threads
+from policygrad.training.learner_setup import limit_torch_threads
 from stress_serve import Server, report_result
 
 

@@ -14,7 +14,7 @@ from doubles.rollouts import empty
 from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
-from policygrad.training.trainer import limit_torch_threads
+from policygrad.training.learner_setup import limit_torch_threads
 from policygrad.utils.async_runner import AsyncRunner
 
 

@@ -10,6 +10,7 @@ import pytest
 import policygrad as pg
 from policygrad.learners.config import LearnerConfig
 from policygrad.samplers.base import SamplingParams
+from policygrad.tasks.base import Example
 from policygrad.training.config.checkpoint import CheckpointConfig
 from policygrad.training.config.evaluation import EvaluationConfig
 from policygrad.training.config.guard import GuardConfig
@@ -77,3 +78,35 @@ def test_an_honest_run_holds(case: str, tmp_path: Path) -> None:
     }
     assert repeated >= {"batch", "advantages", "metrics"}, [str(finding) for finding in result.findings]
     assert "weights" in repeated or options.get("guard") or options["learner"].world_size == 2
+
+
+class CountCharacters:
+    """An environment that only Python can give to a run."""
+
+    def __init__(self, example: Example) -> None:
+        self.prompt = example.prompt
+
+    async def reset(self) -> pg.Observation:
+        return pg.Observation(self.prompt)
+
+    async def step(self, action: pg.Action) -> pg.Step:
+        return pg.Step(reward=float(len(action.text)))
+
+
+def test_steps_in_an_environment_from_python_are_not_checked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = Run(
+        output=str(folder),
+        steps=2,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        verify=0,
+        sampling=SamplingParams(max_tokens=4),
+        evaluation=EvaluationConfig(problems=0),
+        checkpoint=CheckpointConfig(every=1),
+    )
+    pg.train(run, environment=CountCharacters, display=False)
+    result = verify_run(folder, load_config(folder / "run.toml", Run()), [2])
+    assert not result.failures, result.failures
+    [finding] = [finding for finding in result.findings if finding.step == 2 and finding.status == "not checked"]
+    assert "environment was given to the run" in finding.message

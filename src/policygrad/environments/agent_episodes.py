@@ -20,7 +20,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
 from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
 from policygrad.rollout.environment import CONTEXT, DEFAULT_TIMEOUT, FAILED, TOKENS
-from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, common_length
 from policygrad.samplers.base import (
     CachesTexts,
     Generation,
@@ -485,9 +485,6 @@ def _make_group(spec: EpisodeSpec, episodes: Sequence[_Episode], encoder: Tokeni
     if not texts:
         prompt = encoder.encode_unanswered(spec.example.prompt, spec.location).ids
         return EpisodeGroup(spec, prompt, tuple(episode.trajectory(len(prompt)) for episode in episodes))
-    length = min(map(len, texts))
-    for text in texts[1:]:
-        differs = (text[:length] != texts[0][:length]).nonzero()
-        length = int(differs[0]) if len(differs) else length
+    length = common_length(texts)
     prompt = texts[0][: max(length, 1)]
     return EpisodeGroup(spec, prompt, tuple(episode.trajectory(length) for episode in episodes))

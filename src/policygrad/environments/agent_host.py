@@ -44,7 +44,6 @@ _UTILS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 _SANDBOX = os.path.join(os.path.dirname(_UTILS), "sandbox")
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
@@ -57,7 +56,7 @@ def main() -> None:
     jobs, reports = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the file prints while it is imported
-    load_file("process_guard", _UTILS)  # before an agent's folder can bring in a shutil.py of its own
+    processes = load_file("processes", _UTILS)  # before an agent's folder can bring in a shutil.py of its own
     load_file("landlock", _SANDBOX)
     try:
         function = load_function(sys.argv[2]) if len(sys.argv) > 2 else None
@@ -65,10 +64,8 @@ def main() -> None:
         lines = traceback.format_exception_only(type(error), error)
         send(reports, {"error": "".join(lines).strip()})
         return
-    call_prctl(_PR_SET_CHILD_SUBREAPER, 1)  # for what a keeper leaves that somebody has killed
-    own = set(
-        load_file("process_guard", _UTILS).list_descendants(os.getpid())
-    )  # what the file has started at its import
+    processes.adopt_orphans()  # for what a keeper leaves that somebody has killed
+    own = set(processes.list_descendants(os.getpid()))  # what the file has started at its import
     isolation = find_isolation()
     send(reports, {"ready": True, "isolation": isolation})
     wake, wakes = os.pipe()
@@ -146,7 +143,7 @@ def iter_ended() -> Any:
 def end_strays(others: Collection[int]) -> None:
     """Kill what keepers have left that were killed: all below this process but the others. Only Linux knows them."""
     if sys.platform.startswith("linux"):
-        load_file("process_guard", _UTILS).kill_descendants(except_for=others)
+        load_file("processes", _UTILS).kill_descendants(except_for=others)
 
 
 def remove_in_fork(folder: str) -> int:
@@ -248,13 +245,13 @@ class Keeper:
 
 def keep(job: dict[str, Any], function: Any, isolation: str, alive: int, report: int) -> dict[str, Any]:
     """In a keeper: run the program until it ends, exceeds a limit, or `alive` is closed, and then end all that is left of it."""
-    guard, limits = load_file("process_guard", _UTILS), job["limits"]
+    processes, limits = load_file("processes", _UTILS), job["limits"]
     os.setsid()  # a signal to the host's group is none for the program
     wake, wakes = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
-    call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    processes.adopt_orphans()
     has_namespaces = isolation == NAMESPACES
     if has_namespaces:
         enter_namespaces()
@@ -268,7 +265,7 @@ def keep(job: dict[str, Any], function: Any, isolation: str, alive: int, report:
     os.close(printed)
     os.close(ended)
     os.set_blocking(log, False)
-    tail, length, exceeded, code, is_unwanted = b"", 0, "", None, False
+    output, exceeded, code, is_unwanted = processes.Tail(4 * LOG_TAIL), "", None, False
     written_before = measure_disk(job["folder"], ())
     next_count, next_measurement = 0.0, time.monotonic() + DISK_SECONDS
     watched = [log, alive, wake]
@@ -278,8 +275,8 @@ def keep(job: dict[str, Any], function: Any, isolation: str, alive: int, report:
             piece = read_available(log)
             if not piece:
                 watched.remove(log)
-            tail, length = (tail + piece)[-4 * LOG_TAIL :], length + len(piece)
-            exceeded = "output" if length > limits["output"] else exceeded
+            output.add(piece)
+            exceeded = "output" if output.length > limits["output"] else exceeded
         if wake in readable:
             read_available(wake)
             for pid, value in iter_ended():
@@ -287,11 +284,11 @@ def keep(job: dict[str, Any], function: Any, isolation: str, alive: int, report:
         is_unwanted = alive in readable
         now = time.monotonic()
         if now >= next_count and not exceeded:
-            processes = guard.list_descendants(os.getpid())
-            if len(processes) - has_namespaces > limits["processes"]:
+            running = processes.list_descendants(os.getpid())
+            if len(running) - has_namespaces > limits["processes"]:
                 exceeded = "processes"
             if now >= next_measurement and not exceeded:
-                if measure_disk(job["folder"], processes) - written_before > limits["disk"]:
+                if measure_disk(job["folder"], running) - written_before > limits["disk"]:
                     exceeded = "disk"
                 next_measurement = time.monotonic() + max(DISK_SECONDS, (time.monotonic() - now) / MAX_LOAD)
             next_count = time.monotonic() + max(POLL_SECONDS, (time.monotonic() - now) / MAX_LOAD)
@@ -300,19 +297,18 @@ def keep(job: dict[str, Any], function: Any, isolation: str, alive: int, report:
     if has_namespaces:
         code = int(read_available(status) or 0) if code == 0 else code
     else:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(main_process, signal.SIGKILL)  # its session; elsewhere than on Linux no others are known
-    guard.kill_descendants()
+        processes.kill_group(main_process)  # its session; elsewhere than on Linux no others are known
+    processes.kill_descendants()
     if code is not None and measure_disk(job["folder"], ()) - written_before > limits["disk"]:
         exceeded = exceeded or "disk"
     if code == -getattr(signal, "SIGXFSZ", 0):  # one file alone was too large
         exceeded = exceeded or "disk"
     with contextlib.suppress(BlockingIOError):
         while log in watched and (piece := os.read(log, 1 << 16)):
-            tail, length = (tail + piece)[-4 * LOG_TAIL :], length + len(piece)
-    if length > limits["output"]:
+            output.add(piece)
+    if output.length > limits["output"]:
         exceeded = exceeded or "output"
-    text = " ".join(tail.decode("utf-8", "replace").split())[-LOG_TAIL:]
+    text = " ".join(output.data.decode("utf-8", "replace").split())[-LOG_TAIL:]
     return {"code": -int(signal.SIGKILL) if code is None else code, "output": text, "exceeded": exceeded}
 
 
@@ -332,7 +328,7 @@ def start(job: dict[str, Any], function: Any, isolation: str, log: int, ended: i
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        load_file("processes", _UTILS).die_with_parent()
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -469,11 +465,6 @@ def check(result: int) -> None:
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def call_prctl(option: int, value: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 # Folders that a program has written.

@@ -36,7 +36,7 @@ from policygrad.tasks.base import Example
 from policygrad.utils.child_environment import check_variable_names, explain_missing_variable, filter_environment
 from policygrad.utils.filesystem import parse_json, read_untrusted
 from policygrad.utils.pictures import to_plain
-from policygrad.utils.process_guard import list_descendants
+from policygrad.utils.processes import list_descendants
 
 if TYPE_CHECKING:
     from policygrad.rollout.runners import EpisodeContext, EpisodeRunner

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from policygrad.core.media import TextMedia, select_media
 from policygrad.environments.games import (
@@ -33,7 +32,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.environment import CONTEXT, FAILED, TOKENS, Action, Observation
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
 from policygrad.rollout.episodes import Conversation, before_picture, call_close
-from policygrad.rollout.trajectory import EVALUATE, EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.rollout.trajectory import EVALUATE, EpisodeGroup, EpisodeSpec, Segment, Trajectory, common_length
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
@@ -417,18 +416,9 @@ def _make_group(spec: EpisodeSpec, tables: Sequence[_Table], encoder: Tokenizer)
     if not texts:  # no player has read anything
         prompt, length, media = encoder.encode_unanswered(spec.example.prompt, spec.location).ids, 0, TextMedia()
     else:
-        length = _common_length([ids for ids, _ in texts])
+        length = common_length([ids for ids, _ in texts])
         for _, shown in texts:
             length = min(length, before_picture(length, shown))
         prompt, media = texts[0][0][: max(length, 1)], select_media(texts[0][1], 0, length)
     rows = tuple(table.trajectory(seat, length, encoder) for table, seat in seats)
     return EpisodeGroup(spec, prompt, rows, media=media)
-
-
-def _common_length(texts: Sequence[Tensor]) -> int:
-    """Return the number of tokens that all texts begin with."""
-    length = min(map(len, texts))
-    for text in texts[1:]:
-        differs = (text[:length] != texts[0][:length]).nonzero()
-        length = int(differs[0]) if len(differs) else length
-    return length

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shlex
-import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.utils.async_runner import background_loop, run_on_background_loop
 from policygrad.utils.child_environment import filter_environment
 from policygrad.utils.pictures import Picture
-from policygrad.utils.process_guard import guard_command
+from policygrad.utils.processes import Tail, guard_command, kill_group, last_lines
 
 MAX_MESSAGE_BYTES = 16 << 20  # of one message on a program's standard output
 MAX_STRAY_LINES = 1000  # lines on a program's standard output that are no messages, after which it is ended
@@ -39,7 +38,7 @@ STOP_SECONDS = 10.0  # time for a connection to end, before its task is cancelle
 MAX_PAGES = 100  # pages of a server's list of tools
 _START_SLOTS = asyncio.Semaphore(os.cpu_count() or 1)
 """Of the background loop. If all servers started at once, all would exceed their time."""
-_TAIL_BYTES, _TAIL_LINES = 4096, 6  # end of what a program prints, for error messages
+_TAIL_BYTES, _TAIL_LINES, _LINE_WIDTH = 4096, 6, 300  # end of what a program prints, for error messages
 _BOM = b"\xef\xbb\xbf"  # which some programs write before their first line, or before each
 _HANDSHAKES = ("legacy", "auto")
 """Modes of mcp.Client, in the order in which they are tried. Sessions, in which a server at an address can keep an episode's state,
@@ -445,7 +444,8 @@ class _Program:
     def __init__(self, config: McpTools) -> None:
         self.config = config
         self.process: asyncio.subprocess.Process | None = None
-        self.printed = b""  # the last bytes on its standard error
+        self.printed = Tail(_TAIL_BYTES)
+        """The end of its standard error."""
         self.stray_lines = 0  # lines on its standard output that are no messages
         self.stray_line = ""  # the first of them
         self.violation = ""  # why it was ended
@@ -471,8 +471,7 @@ class _Program:
     @property
     def last_lines(self) -> list[str]:
         """The last lines on its standard error."""
-        lines = [line.strip() for line in self.printed.decode(errors="replace").splitlines()]
-        return [replace_control_characters(line[:300]) for line in lines if line][-_TAIL_LINES:]
+        return [*map(replace_control_characters, last_lines(self.printed.data, _TAIL_LINES, _LINE_WIDTH))]
 
     def describe_end(self) -> str:
         """Describe, after `the server …`, how it ended and the last of what it printed."""
@@ -585,13 +584,13 @@ class _Program:
     async def _read_errors(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while data := await process.stderr.read(1 << 16):
-            self.printed = (self.printed + data)[-_TAIL_BYTES:]
+            self.printed.add(data)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """End the program: by the end of its input, by SIGTERM to the guard, which kills what is left, and by SIGKILL to both."""
         assert process.stdin is not None
         process.stdin.close()
-        for stop in (None, process.terminate, partial(os.killpg, process.pid, signal.SIGKILL)):
+        for stop in (None, process.terminate, partial(kill_group, process.pid)):
             if stop is not None:
                 with suppress(ProcessLookupError):
                     stop()

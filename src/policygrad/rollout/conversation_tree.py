@@ -21,7 +21,7 @@ from policygrad.models.messages import EncodedText, HistoryRewrittenError, Messa
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.tool_calls import ToolCall, is_unfinished_thought
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
-from policygrad.rollout.trajectory import Segment, align_contents
+from policygrad.rollout.trajectory import Segment, align_contents, common_length
 from policygrad.samplers.base import Generation
 from policygrad.samplers.stop_texts import cut_at_stop
 
@@ -239,10 +239,7 @@ class ConversationTree:
         stack = list(self.roots)
         while stack:
             run = stack.pop()
-            tokens = run.segment.tokens
-            length = min(len(tokens), len(ids) - run.start)
-            differs = (tokens[:length] != ids[run.start : run.start + length]).nonzero()
-            reached = run.start + (int(differs[0]) if len(differs) else length)
+            reached = run.start + common_length([run.segment.tokens, ids[run.start :]])
             if reached > shared:
                 best, shared = run, reached
             stack += [child for child in run.children if child.start <= reached]

@@ -38,7 +38,15 @@ from policygrad.rollout.environment import (
     find_capabilities,
 )
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
-from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory, align_contents
+from policygrad.rollout.trajectory import (
+    TRAIN,
+    EpisodeGroup,
+    EpisodeSpec,
+    Segment,
+    Trajectory,
+    align_contents,
+    common_length,
+)
 from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, SamplingParams
 from policygrad.samplers.stop_texts import cut_at_stop
 from policygrad.tasks.base import Prompt
@@ -202,10 +210,9 @@ class Conversation:
             rendered, end = encoder.encode_rewritten(
                 self.conversation, self.num_opening_messages, len(content), self.spec.location, self.tools
             )
-            shared = min(len(so_far), len(rendered.ids) - 1)
-            earlier = distinguish_media(so_far, self.context_media)[:shared]
-            differs = (earlier != distinguish_media(rendered.ids, rendered.media)[:shared]).nonzero()
-            prefix_length = before_picture(int(differs[0]) if len(differs) else shared, rendered.media)
+            earlier = distinguish_media(so_far, self.context_media)
+            shared = common_length([earlier, distinguish_media(rendered.ids, rendered.media)[:-1]])
+            prefix_length = before_picture(shared, rendered.media)
             media = select_media(rendered.media, prefix_length, len(rendered.ids))
             tokens = rendered.ids[prefix_length:]
             segment = Segment(tokens, media=media, observation=align_contents(tokens, end))

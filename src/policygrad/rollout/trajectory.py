@@ -284,6 +284,15 @@ def align_contents(tokens: Tensor, end: EncodedText) -> Tensor | None:
     return marked
 
 
+def common_length(texts: Sequence[Tensor]) -> int:
+    """Return the number of tokens that all texts begin with."""
+    length = min(map(len, texts))
+    for text in texts[1:]:
+        differs = (text[:length] != texts[0][:length]).nonzero()
+        length = int(differs[0]) if len(differs) else length
+    return length
+
+
 def _concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

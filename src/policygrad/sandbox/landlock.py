@@ -6,7 +6,6 @@ Numbers and structures: include/uapi/linux/landlock.h; what each version (ABI) a
 import ctypes
 import os
 import resource
-import signal
 import struct
 from collections.abc import Sequence
 
@@ -112,7 +111,7 @@ def _check(result: int, failure: str) -> int:
 
 # Privileges and resources that a sandboxed process gives up before it runs a program.
 
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 24, 38, 47
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 24, 38, 47
 _CLEAR_ALL = 4
 _VERSION_3 = 0x20080522  # of capset's structures: two 32-bit halves of three sets
 _NUM_CAPABILITIES = 64
@@ -148,11 +147,6 @@ def drop_capabilities(dropped: Sequence[int] = range(_NUM_CAPABILITIES)) -> None
     )
     if libc.capset(struct.pack("Ii", _VERSION_3, 0), remaining) != 0:
         raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
-
-
-def set_parent_death_signal() -> None:
-    """Have this process killed when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def set_limits(*, memory: int | None, seconds: float, file_size: int) -> None:

@@ -9,7 +9,6 @@ import os
 import select
 import selectors
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from typing import IO, Any
 
 from policygrad.sandbox import function_tests, landlock, seccomp
 from policygrad.sandbox.backends import PACKAGES, Limits, SandboxBackend, find_backend, list_interpreter_paths
+from policygrad.utils.child_environment import ONE_THREAD
+from policygrad.utils.processes import die_with_parent, kill_group
 
 START_TIMEOUT = 60.0  # seconds until the sandbox is set up; not part of a program's time
 _POLL_SECONDS = 0.02  # between looks at what it has written
@@ -34,7 +35,7 @@ _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    **ONE_THREAD,
     **dict.fromkeys(("PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE", "PYTHONUTF8", "PYTHONSAFEPATH"), "1"),
 }
 
@@ -252,9 +253,8 @@ class SandboxedProcess(contextlib.AbstractContextManager["SandboxedProcess"]):
 
     def end(self) -> int:
         """Kill it, if it still runs, and delete all that it left. Returns its exit code, -9 for killed."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            kill_group(self.process.pid)
         code = self.process.wait()
         self._resources.close()
         return code
@@ -356,7 +356,7 @@ def apply_restrictions(restrictions: dict[str, Any], limits: dict[str, Any] | No
     """Apply what the backend leaves to the process itself. It cannot be undone. Raises OSError."""
     landlock.drop_capabilities()
     if restrictions["alone"]:
-        landlock.set_parent_death_signal()
+        die_with_parent()
     if limits is not None:
         landlock.set_limits(**limits)
     rules = restrictions["landlock"]

@@ -28,7 +28,7 @@ from policygrad.serve.store import SEQUENCE, LoggedRequest, SavedPath, Store
 from policygrad.serve.training import WEIGHTS_INFO, Training
 from policygrad.serve.wire import Answer
 from policygrad.trackers.console import format_duration
-from policygrad.training.trainer import limit_torch_threads
+from policygrad.training.learner_setup import limit_torch_threads
 from policygrad.utils.filesystem import hold_lock
 
 SAMPLING = "sampling"

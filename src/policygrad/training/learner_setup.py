@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from policygrad.core.auxiliary import is_server
+from policygrad.errors import ConfigError
 from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Task
+from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.run import Run
-from policygrad.training.placement import LOCAL_PLACEMENT, Placement
-from policygrad.training.policy_setup import PROBE_EXAMPLES, load_policy_tokenizer
+from policygrad.training.placement import LOCAL_PLACEMENT, LearnerFactory, Placement
+from policygrad.training.policy_setup import PROBE_EXAMPLES, call_factory, load_policy_tokenizer
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback
 
@@ -79,6 +84,17 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
     return make(model, spec, reference=reference, **options)
 
 
+def make_learner(factory: LearnerFactory | Learner, model: nn.Module, run: Run) -> Learner:
+    """Return the learner that `factory` makes of the model. Raises ConfigError if it is none."""
+    learner = call_factory(factory, Learner, model, resolve_config_paths(run))
+    if not isinstance(learner, Learner):
+        raise ConfigError(
+            f"learner is {learner!r}: pass a function of (model, run) that returns what policygrad.Learner describes "
+            "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
+        )
+    return learner
+
+
 def connect_teachers(
     stack: ExitStack, run: Run, task: Task, tokenizer: Tokenizer, run_async: AsyncRunner, phase: ProgressCallback
 ) -> ServedTeachers | None:
@@ -121,3 +137,21 @@ def connect_teachers(
 
 def _run_closing(run_async: AsyncRunner, server: TeacherServer) -> None:
     run_async(server.close())
+
+
+@contextmanager
+def limit_torch_threads(model: nn.Module) -> Iterator[None]:
+    """Compute with one thread for a small model on the CPU, unless OMP_NUM_THREADS is set; restore the number afterwards.
+
+    On two cores the default run trains in 21 seconds with one thread and in 30 with two, which get in each other's way and in
+    that of the reward workers.
+    """
+    before = torch.get_num_threads()
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    is_small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL_PARAMETERS
+    if on_cpu and is_small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

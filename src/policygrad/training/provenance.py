@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import RunError
+from policygrad.rewards.resolve import find_rubrics
 from policygrad.tasks.registry import GENERATED
+from policygrad.training.config.paths import resolve_config_paths
+from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import algorithm_to_dict, format_option
+from policygrad.training.config.trust import find_code_references
 
 PACKAGES = ("policygrad", "torch", "transformers", "reasoning-gym", "peft")
 EXCLUDED_OPTIONS = {
@@ -64,6 +69,26 @@ def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = N
         "settings": dict(_iter_settings(config)),
         "versions": {**versions, "device": device, "cpu": describe_cpu(), "threads": torch.get_num_threads()},
     }
+
+
+def fingerprint_inputs(run: Run, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return `fingerprint_run` of reinforcement learning: its code is that of custom parts, rewards and rubrics."""
+    resolved = resolve_config_paths(run)
+    code = dict(zip(_list_code(run), _list_code(resolved), strict=True))
+    return fingerprint_run(resolved, next(model.parameters()).device.type, code)
+
+
+def code_options(run: Run) -> dict[str, Any]:
+    """Return the options that may name custom code."""
+    single = {"row_map": run.row_map, "environment": run.environment}
+    names = {option: name for option, name in single.items() if isinstance(name, str)}
+    return {"algorithm": algorithm_to_dict(run.algorithm), "reward": list(run.reward), **names}
+
+
+def _list_code(run: Run) -> list[str]:
+    """Return a run's modules and files of custom code, and its judges' rubrics."""
+    rubrics = (file for name in run.reward if isinstance(name, str) for file in find_rubrics(name))
+    return [*find_code_references(code_options(run)), *rubrics]
 
 
 def _digest_data(name: object, directory: str | None) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -26,7 +27,7 @@ from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Task
 from policygrad.tasks.registry import load_task
 from policygrad.training.config.paths import resolve_config_paths, resolve_rewards
-from policygrad.training.config.run import RunOptions
+from policygrad.training.config.run import Run, RunOptions
 from policygrad.training.placement import LOCAL_PLACEMENT, Placement, SamplerFactory
 from policygrad.training.policy_setup import PROBE_EXAMPLES, load_opponent, load_policy, make_sampler
 from policygrad.training.reward_setup import choose_rewards, describe_reward
@@ -34,6 +35,7 @@ from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.devices import pick_device
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.spans import span
 from policygrad.utils.user_code import load_object
 
 if TYPE_CHECKING:
@@ -110,6 +112,37 @@ def load_resources(
     )
     names = rewards.describe(None if algorithm is None else algorithm.all_needs)
     return Resources(task, names, policy.model, policy.tokenizer, rollouter, rewards.has_rewards)
+
+
+def add_optimal_values(
+    run: Run, resources: Resources, folder: Path, *, is_initial: bool, phase: ProgressCallback = ignore_progress
+) -> tuple[Resources, tuple[str, ...]]:
+    """Estimate the values that an algorithm needs of its training prompts, or read those in the run's folder.
+
+    Args:
+        is_initial: True if the sampler has the initial policy.
+
+    Returns:
+        The resources with a rollouter that has the values, and messages of failed rewards.
+    """
+    part = run.optimal_value
+    if part is None:
+        return resources, ()
+    from policygrad.rollout.optimal_values import OPTIMAL_VALUES, with_optimal_values
+
+    text = "estimating optimal values"
+    with span("optimal values"):
+        rollouter, messages = with_optimal_values(
+            resources.rollouter,
+            part,
+            run.count_valued_prompts(part, len(resources.task.rows)),
+            run.sampling,
+            folder / OPTIMAL_VALUES,
+            is_initial=is_initial,
+            progress=lambda done, total: phase(text, done, total),
+        )
+    phase("", 0, 0)
+    return replace(resources, rollouter=rollouter), messages
 
 
 def choose_device(options: RunOptions, algorithm: Algorithm | None) -> str:

@@ -41,10 +41,11 @@ from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.supervised import SupervisedConfig
 from policygrad.training.config.trust import find_code_references
+from policygrad.training.learner_setup import limit_torch_threads
 from policygrad.training.provenance import fingerprint_run
 from policygrad.training.run_folder import check_resumable, config_file
 from policygrad.training.setup import load_row_options
-from policygrad.training.trainer import describe_model, limit_torch_threads
+from policygrad.training.trainer import describe_model
 from policygrad.utils.spans import span
 from policygrad.weight_sync.base import copy_weights_
 

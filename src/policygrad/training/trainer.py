@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,6 @@ from policygrad.errors import CheckpointError, ConfigError, RewardError, RunErro
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.models.loading import find_zero_embeddings
 from policygrad.models.traits import adapter_configs
-from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
-from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
@@ -38,16 +35,16 @@ from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.run import Run, describe_idle_schedules
 from policygrad.training.config.run_name import RunName, name_run
 from policygrad.training.config.serialization import algorithm_to_dict, load_config
-from policygrad.training.config.trust import CodePermissions, find_code_references, missing_permissions
+from policygrad.training.config.trust import CodePermissions, missing_permissions
 from policygrad.training.divergence_guard import has_constant_rewards
 from policygrad.training.interrupts import StopRequested
-from policygrad.training.learner_setup import connect_teachers, make_local_learner
+from policygrad.training.learner_setup import connect_teachers, limit_torch_threads, make_learner, make_local_learner
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
 from policygrad.training.placement import LOCAL_PLACEMENT, LearnerFactory, Placement, SamplerFactory
-from policygrad.training.policy_setup import call_factory
-from policygrad.training.provenance import fingerprint_run
+from policygrad.training.provenance import code_options, fingerprint_inputs
 from policygrad.training.run_folder import check_resumable
-from policygrad.training.setup import Resources, load_resources
+from policygrad.training.run_state import pack_progress, publish_weights, restore_progress
+from policygrad.training.setup import Resources, add_optimal_values, load_resources
 from policygrad.training.step_log import (
     build_completion_rows,
     build_step_notes,
@@ -157,7 +154,6 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._failed_steps = FailedStepTracker(run.rewards.max_failed_fraction, run.rewards.max_failed_steps)
         self._reward_error: str | None = None  # why failing rewards end the run
         self._version_before = 0  # version of the weights at the beginning of the step
-        self._num_valued = 0  # training prompts whose optimal values are estimated
 
     @property
     def name(self) -> str:
@@ -185,24 +181,17 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         )
         self.model, self.tokenizer = resources.model, resources.tokenizer
         self._zero_embeddings = find_zero_embeddings(self.model)
-        if run.optimal_value is not None:
-            self._num_valued = run.count_valued_prompts(run.optimal_value, len(resources.task.rows))
         stack.enter_context(limit_torch_threads(resources.model))
-        resolved, device = resolve_config_paths(run), next(resources.model.parameters()).device.type
-        learner = call_factory(self._learner, Learner, resources.model, resolved)
-        if not isinstance(learner, Learner):
-            raise ConfigError(
-                f"learner is {learner!r}: pass a function of (model, run) that returns what policygrad.Learner describes "
-                "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
-            )
+        if run.optimal_value is not None:  # refused before the learner is made
+            run.count_valued_prompts(run.optimal_value, len(resources.task.rows))
+        learner = make_learner(self._learner, resources.model, run)
         self.attach_learner(learner, stack)
         if run.learner.world_size > 1:
             from policygrad.training.distributed import distribute_sampling
 
             self.resources = distribute_sampling(resources, self.learner)
-        self.connect_teachers(stack)
-        code = dict(zip(_list_code(run), _list_code(resolved), strict=True))
-        self.fingerprint = fingerprint_run(resolved, device, code)
+        self._connect_teachers(stack)
+        self.fingerprint = fingerprint_inputs(run, resources.model)
         if run.guard.action == "rollback" and getattr(learner, "lr", None) is None:
             raise ConfigError(
                 f"guard.action=rollback lowers the learning rate, and {type(learner).__name__} has no `lr` to set: use skip or stop"
@@ -216,7 +205,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if benchmarks:
             self.benchmarks = [prepare_benchmark(*benchmark, resources.tokenizer) for benchmark in benchmarks]
 
-    def connect_teachers(self, stack: ExitStack) -> None:
+    def _connect_teachers(self, stack: ExitStack) -> None:
         """Let the teachers that are behind servers score each rollout."""
         rollouter = self.resources.rollouter
         task, tokenizer = self.resources.task, self.resources.tokenizer
@@ -224,13 +213,6 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if teachers is not None:
             rollouter = replace(rollouter, providers=(*rollouter.providers, teachers))
         self.resources = replace(self.resources, rollouter=rollouter)
-
-    def _publish(self) -> None:
-        """Publish the learner's weights to the sampler and to the saved model, of which a custom learner may have a copy."""
-        published = self.learner.publish()
-        self.resources.rollouter.update_weights(published)
-        if not isinstance(published.tensors, LazyStateDict):
-            copy_weights_(published.tensors, self.model)
 
     @property
     def steps(self) -> int:
@@ -240,15 +222,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         return self.config.is_finished(progress.step, progress.tokens)
 
     def pack(self, progress: Progress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
-        rollout_tensors, rollouts = serialization.pack_rollouts(progress.leftover_groups, progress.queued_rollouts)
-        return tensors | rollout_tensors, {
-            "learner": values,
-            "parts": progress.state,
-            "algorithm": algorithm_to_dict(self.config.algorithm),
-            "position": progress.position,
-            "tokens": progress.tokens,
-            "seconds": progress.seconds,
-            **rollouts,
+        packed, state = pack_progress(progress, self.config.algorithm, tensors, values)
+        return packed, {
+            **state,
             "before": self.before,
             "measured": self.measured,
             "eval_is_binary": self.eval_is_binary,
@@ -268,12 +244,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             self.learner.check_state(saved.tensors, state["learner"])
 
     def start(self, saved: Checkpoint | None) -> Progress:
-        run, algorithm = self.config, self.config.algorithm
+        run, resources, learner = self.config, self.resources, self.learner
         if saved is None:
-            self._publish()
-            return Progress(algorithm.init_state())
+            publish_weights(learner, resources)
+            return Progress(run.algorithm.init_state())
         state = saved.state
-        rollout_tensors, tensors = serialization.split_tensors(saved.tensors)
         if ("environment" in state["python_arguments"]) is not ("environment" in self._python_arguments):
             had = "was given an environment" if "environment" in state["python_arguments"] else "had no environment"
             raise RunError(
@@ -281,30 +256,16 @@ class Trainer(BaseTrainer[Run, Progress, float]):
                 f"pg.train(run, resume={str(self.folder)!r}, environment=…) or without environment"
             )
         self.compare_with_checkpoint(saved)
-        restore = self.learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
-        try:
-            restore(tensors, state["learner"])
-        except KeyError as error:
-            raise RunError(
-                f"{saved.path} has no {error}, which {algorithm.name} needs: resume with the algorithm that the run started with, "
-                f"or start a new run from its model, --model {self.folder}"
-            ) from error
-        except RuntimeError as error:
-            raise RunError(f"{saved.path} does not fit the model {run.describe_option('model')!r}: {error}") from error
+        restore = learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
+        progress = restore_progress(saved, run, resources, learner, restore, self.trackers.note)
         self.before, self.measured = state["before"], state["measured"]
         self.eval_is_binary = state["eval_is_binary"]
-        parts = state["parts"]
-        groups, rollouts = serialization.unpack_rollouts(rollout_tensors, state, self.resources.task.train_example)
-        if state["algorithm"] != algorithm_to_dict(algorithm):
-            self.trackers.note("the algorithm differs from the checkpoint's: its parts start without their state")
-            parts, groups, rollouts = algorithm.init_state(), (), ()
-        self.guard.restore(state.get("guard"), self.learner)
-        self._publish()
-        return Progress(parts, saved.step, state["position"], state["tokens"], state["seconds"], groups, rollouts)
+        self.guard.restore(state.get("guard"), learner)
+        return progress
 
     def load_learner_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.learner.restore(serialization.split_tensors(tensors)[1], state["learner"])
-        self._publish()
+        publish_weights(self.learner, self.resources)
 
     def make_run_info(self, progress: Progress) -> RunInfo:
         run, resources = self.config, self.resources
@@ -340,9 +301,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             memory = f"{size / 1e6:.2f}M parameters" if size else "behind a server"
             facts["reference"] = f"{reference.model or ', '.join(reference.teachers)} ({memory})"
         if (part := run.optimal_value) is not None:
-            facts["prompts"] = (
-                f"{self._num_valued:,}, each valued by {part.samples} completions before the first update"
-            )
+            number = run.count_valued_prompts(part, len(resources.task.rows))
+            facts["prompts"] = f"{number:,}, each valued by {part.samples} completions before the first update"
         if not resources.has_rewards:
             facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
         elif self.eval_examples and resources.task.eval_on_train:
@@ -370,7 +330,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if self._is_eval_due(progress.step):  # the run may have been stopped before it
             self.evaluate_at(f"at step {progress.step}", progress.step)
         with self.stopping.interruptible():
-            self.estimate_optimal_values(is_initial=progress.step == 0)
+            self.resources, messages = add_optimal_values(
+                self.config, self.resources, self.folder, is_initial=progress.step == 0, phase=self.trackers.phase
+            )
+        for text in messages:
+            self.note(text, text.partition(" (completion ")[0])
         progress = run_loop(
             self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.interruptible
         )
@@ -378,33 +342,6 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if not isinstance(tensors, LazyStateDict):
             copy_weights_(tensors, self.model)
         return progress
-
-    def estimate_optimal_values(self, *, is_initial: bool) -> None:
-        """Estimate the values that an algorithm needs of its training prompts, or read those in the run's folder.
-
-        Args:
-            is_initial: True if the sampler has the initial policy.
-        """
-        run, resources, part = self.config, self.resources, self.config.optimal_value
-        if part is None:
-            return
-        from policygrad.rollout.optimal_values import OPTIMAL_VALUES, with_optimal_values
-
-        phase = "estimating optimal values"
-        with span("optimal values"):
-            rollouter, messages = with_optimal_values(
-                resources.rollouter,
-                part,
-                self._num_valued,
-                run.sampling,
-                self.folder / OPTIMAL_VALUES,
-                is_initial=is_initial,
-                progress=lambda done, total: self.trackers.phase(phase, done, total),
-            )
-        self.trackers.phase("")
-        for text in messages:
-            self.note(text, text.partition(" (completion ")[0])
-        self.resources = replace(resources, rollouter=rollouter)
 
     def write_weights(self, folder: Path) -> None:
         tensors = self.learner.publish().tensors
@@ -575,47 +512,16 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if self.config.object_options or self._python_arguments:
             return f"pg.train(run, resume={str(self.folder)!r})"
         sampler = {name: getattr(self.config.sampler, name) for name in ("urls", "folder", "python")}
-        options = {**_code_options(resolve_config_paths(self.config)), "sampler": sampler}
+        options = {**code_options(resolve_config_paths(self.config)), "sampler": sampler}
         missing = missing_permissions(options, self.folder / self.file, new_process=True)
         allow = f" --allow-code {shlex.join(missing)}" if missing else ""
         return " ".join(filter(None, (super().resume_command + allow, self._placement.cli_flags)))
-
-
-def _code_options(run: Run) -> dict[str, Any]:
-    """Return the options that may name custom code."""
-    single = {"row_map": run.row_map, "environment": run.environment}
-    names = {option: name for option, name in single.items() if isinstance(name, str)}
-    return {"algorithm": algorithm_to_dict(run.algorithm), "reward": list(run.reward), **names}
-
-
-def _list_code(run: Run) -> list[str]:
-    """Return a run's modules and files of custom code, and its judges' rubrics."""
-    rubrics = (file for name in run.reward if isinstance(name, str) for file in find_rubrics(name))
-    return [*find_code_references(_code_options(run)), *rubrics]
 
 
 def describe_model(name: str, model: nn.Module, dtype: str) -> str:
     """Return a model's name, size, precision and device."""
     parameters = list(model.parameters())
     return f"{name} ({sum(p.numel() for p in parameters) / 1e6:.2f}M parameters, {dtype} on {parameters[0].device})"
-
-
-@contextmanager
-def limit_torch_threads(model: nn.Module) -> Iterator[None]:
-    """Compute with one thread for a small model on the CPU, unless OMP_NUM_THREADS is set; restore the number afterwards.
-
-    On two cores the default run trains in 21 seconds with one thread and in 30 with two, which get in each other's way and in
-    that of the reward workers.
-    """
-    before = torch.get_num_threads()
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    is_small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL_PARAMETERS
-    if on_cpu and is_small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def measure_peak_memory() -> dict[str, float]:

@@ -24,6 +24,7 @@ from policygrad.core.staleness import resolve_old_policy
 from policygrad.core.updates import GradientProblem, GradientSteps, require_problem
 from policygrad.errors import CheckpointError, ConfigError
 from policygrad.findings import EXACT, Difference, Finding, Tolerance, differs, explain_difference, holds, not_checked
+from policygrad.learners.base import CloseableLearner, Learner
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.papers.objectives import describe_departure, paper_objective
 from policygrad.rollout.batching import batch_groups
@@ -33,14 +34,17 @@ from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest, reward_inputs
 from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.samplers.engines import probe
-from policygrad.trackers.base import CompositeTracker
 from policygrad.trackers.jsonl import format_row
 from policygrad.training.config.paths import check_files_exist
 from policygrad.training.config.run import Run
+from policygrad.training.divergence_guard import DivergenceGuard
+from policygrad.training.learner_setup import limit_torch_threads, make_learner, make_local_learner
 from policygrad.training.loop import Progress, StepOutcome, StepResult, TrainedRollout, run_loop, train_on_rollout
+from policygrad.training.provenance import Fingerprint, fingerprint_inputs
+from policygrad.training.run_state import pack_progress, restore_progress
+from policygrad.training.setup import Resources, add_optimal_values, load_resources
 from policygrad.training.step_log import build_completion_rows, explain_mismatch
 from policygrad.training.step_records import StepRecord, TensorDigest, digest_tensor, digest_weights
-from policygrad.training.trainer import Trainer
 from policygrad.utils.garbage import paused_garbage_collection
 
 GRADIENT_TOLERANCE = 1e-4
@@ -58,42 +62,56 @@ UNREPEATABLE_METRICS = ("time/", "tokens_per_second", "rewards/failed_timeout", 
 """Metrics that depend on the machine and on how busy it is, and what reward functions log, which may be a time."""
 
 
-class StepReplayer(Trainer):
-    """Loads a run once, and repeats steps of it."""
+@dataclass(frozen=True, eq=False)
+class StepReplayer:
+    """A run, loaded to repeat steps of it."""
 
+    run: Run
+    config: Run
+    """The run as it is repeated: resolved, with one learner, whose weights sample too. An engine's samples cannot be repeated, and
+    the rest of a step does not need it; several learners compute what one does."""
+    resources: Resources
+    learner: Learner
+    fingerprint: Fingerprint
     initial: Checkpoint
     """The state at the beginning of the run."""
 
-    def __init__(self, run: Run, folder: Path) -> None:
-        # An engine's samples cannot be repeated, and the rest of a step does not need it; several learners compute what one does.
+    @classmethod
+    def load(cls, run: Run, folder: Path, stack: ExitStack) -> StepReplayer:
+        """Load task, rewards, model and learner, as at the beginning of the run.
+
+        Teachers that are behind servers are not connected: what they said is in the record, and need not be the same bits again.
+        """
         local = run if run.sampler.engine == LOCAL else replace(run, sampler=SamplerConfig())
-        local = replace(local, learner=replace(local.learner, world_size=1, tensor_parallel=1))
-        super().__init__(replace(local, track=(), output=str(folder)), display=False)
-        self.run, self.folder = run, folder
-
-    def load(self, stack: ExitStack) -> None:
-        """Load task, rewards, model and learner, as at the beginning of the run."""
-        self.trackers = CompositeTracker([])
-        torch.manual_seed(self.config.seed)
-        check_files_exist(self.config)
+        learner_config = replace(local.learner, world_size=1, tensor_parallel=1)
+        config = replace(local, learner=learner_config, track=(), output=str(folder)).resolve()
+        torch.manual_seed(config.seed)
+        check_files_exist(config)
         with paused_garbage_collection():
-            self.build(stack)
-        self.estimate_optimal_values(is_initial=False)
-        tensors, values = self.pack(Progress(self.config.algorithm.init_state()), *self.learner.state())
+            resources = load_resources(stack, config, config.algorithm)
+            stack.enter_context(limit_torch_threads(resources.model))
+            learner = make_learner(make_local_learner, resources.model, config)
+        if isinstance(learner, CloseableLearner):
+            stack.callback(learner.close)
+        resources, _ = add_optimal_values(config, resources, folder, is_initial=False)
+        tensors, values = pack_progress(Progress(config.algorithm.init_state()), config.algorithm, *learner.state())
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        self.initial = Checkpoint(0, copies | {"rng/torch": torch.get_rng_state()}, deepcopy(values), self.folder)
-
-    def connect_teachers(self, stack: ExitStack) -> None:
-        """Nothing: what a server said is in the record, and a server's numbers need not be the same bits again."""
-
-    def compare_with_checkpoint(self, saved: Checkpoint) -> None:
-        """Nothing: what changed since is a finding of its own."""
+        initial = Checkpoint(0, copies | {"rng/torch": torch.get_rng_state()}, deepcopy(values), folder)
+        return cls(run, config, resources, learner, fingerprint_inputs(config, resources.model), initial)
 
     def restore(self, saved: Checkpoint) -> Progress:
-        """Return to the state of a checkpoint."""
+        """Return to the state of a checkpoint. What changed since in the run's inputs is a finding of its own."""
         tensors = dict(saved.tensors)
         torch.set_rng_state(tensors.pop("rng/torch"))
-        return self.start(replace(saved, tensors=tensors))
+        saved = replace(saved, tensors=tensors)
+        learner, note = self.learner, _ignore_note
+        progress = restore_progress(saved, self.config, self.resources, learner, learner.restore, note)
+        DivergenceGuard(self.config.guard, note).restore(saved.state.get("guard"), learner)
+        return progress
+
+
+def _ignore_note(text: str, kind: str | None = None) -> None:
+    """Do nothing: a note is for who watches a run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +237,7 @@ def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> I
 
     first = sample()
     if not find_capabilities(rollouter.environment).is_repeatable:
-        bound = probe.TOLERANCE[next(replayer.model.parameters()).dtype]
+        bound = probe.TOLERANCE[next(replayer.resources.model.parameters()).dtype]
         findings = list(_compare_rollouts(first, rollout, step, "the step repeated", Tolerance(atol=bound)))
         if any(finding.status == "differs" for finding in findings):
             reason = "the programs asked something else, or were sampled for in other batches, which round differently"
@@ -405,7 +423,10 @@ def check_sampler_weights(replay: Replay, algorithm: Algorithm) -> Finding:
     current = batch.policy_tokens & (batch.version == record.version_before)
     if not bool(current.any()):
         return not_checked("sampler's weights", "every token was sampled by older weights", step)
-    bound = replay.run.sampler.logprob_tolerance or probe.TOLERANCE[next(replay.replayer.model.parameters()).dtype]
+    bound = (
+        replay.run.sampler.logprob_tolerance
+        or probe.TOLERANCE[next(replay.replayer.resources.model.parameters()).dtype]
+    )
 
     def scored() -> Batch:
         return learner.evaluate(replace(batch, logp_old=None), frozenset({"logp_old"}))

@@ -111,21 +111,16 @@ class _Verifier:
         if steps is None:
             after_checkpoints = [1, *(saved.step + 1 for saved in self.files.checkpoints)]
             steps = recorded or sorted({step for step in after_checkpoints if step <= self.files.steps})
-        if objects := self.run.object_options:
-            names = " and ".join(objects)
-            yield not_checked(
-                "steps", f"{names} was given to the run as an object in Python, and a file cannot hold it"
-            )
+        if objects := _describe_objects(self.run.object_options):
+            yield not_checked("steps", objects)
             return
         with ExitStack() as stack:
             self.progress("loading the model", 0, 0)
             try:
-                replayer = StepReplayer(self.run, self.folder)
-                replayer.load(stack)
+                self.replayer = StepReplayer.load(self.run, self.folder, stack)
             except PolicygradError as error:
                 yield differs("steps", f"the run cannot be loaded again: {error}")
                 return
-            self.replayer = replayer
             for number, step in enumerate(steps):
                 self.progress("repeating steps", number, len(steps))
                 yield from self._check_step(step, is_recorded=step in recorded)
@@ -166,10 +161,8 @@ class _Verifier:
         yield from inputs
         if any(finding.subject == "settings" for finding in inputs):
             return
-        given = [name for name in record.values_after.get("python_arguments", ()) if name != "sampler"]
-        if given:
-            text = f"{' and '.join(given)} was given to the run as an object in Python, and a file cannot hold it"
-            yield not_checked("steps", text, step)
+        if objects := _describe_objects(record.values_after.get("python_arguments", ())):
+            yield not_checked("steps", objects, step)
             return
         saved, reason = self._load_state(step)
         if saved is None:
@@ -262,6 +255,10 @@ class _Verifier:
         yield from inputs
         if any(finding.subject == "settings" for finding in inputs):
             return
+        state = self.files.checkpoints[0].state if self.files.checkpoints else {}
+        if objects := _describe_objects(state.get("python_arguments", ())):
+            yield not_checked("steps", objects, step)
+            return
         states = {saved.step: saved.path for saved in (*self.files.states_before, *self.files.checkpoints)}
         first = max((number for number in states if number < step), default=0)
         logged = LoggedSteps(self.replayer, step, self.files.completions, self.files.metrics, states)
@@ -273,3 +270,11 @@ class _Verifier:
             fingerprint: Mapping[str, Any] = self.files.checkpoints[0].state["fingerprint"]
             return fingerprint
         return self.replayer.fingerprint
+
+
+def _describe_objects(names: Sequence[str]) -> str:
+    """Say which of these options a file cannot hold; "" = none that the repetition of a step depends on."""
+    given = [name for name in names if name != "sampler"]
+    return (
+        f"{' and '.join(given)} was given to the run as an object in Python, and a file cannot hold it" if given else ""
+    )

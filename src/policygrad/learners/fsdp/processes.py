@@ -6,7 +6,6 @@ timeout of 30 days, since the others wait as long as a rollout takes; tensors go
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import subprocess
@@ -27,6 +26,7 @@ from torch import Tensor
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.fsdp.torchrun import is_on_one_machine, torchrun_rank
 from policygrad.learners.fsdp.watchdog import ControlStore, Watchdog
+from policygrad.utils.processes import python_command
 from policygrad.utils.rendezvous import (
     ANY_ADDRESS,
     LOCALHOST,
@@ -43,10 +43,7 @@ START_TIMEOUT = timedelta(minutes=5)  # torch's default: how long a process wait
 EXIT_TIMEOUT = 10.0  # seconds that workers have to exit by themselves
 MAX_LOCAL_PROCESSES = 16  # processes that any machine may start; more need as many processors
 POLL_SECONDS = 0.05  # seconds between checks on workers that are starting
-_WORKER_SCRIPT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.learners.fsdp.worker import main; "
-    "main(*map(int, sys.argv[2:]))"
-)
+_WORKER_SCRIPT = "from policygrad.learners.fsdp.worker import main; main(*map(int, sys.argv[1:]))"
 
 
 class WorkerProcess(Protocol):
@@ -63,13 +60,13 @@ class WorkerProcess(Protocol):
 
 
 class LocalWorker(subprocess.Popen[bytes]):
-    """A fresh interpreter on this machine with this one's import path (-P adds no folder to it).
+    """A fresh interpreter on this machine with this one's import path .
 
     Its standard input is a pipe that nothing is written to: see `exit_with_parent`.
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
-        command = [sys.executable, "-P", "-c", _WORKER_SCRIPT, json.dumps(sys.path), *map(str, (port, rank, size))]
+        command = python_command(_WORKER_SCRIPT, *map(str, (port, rank, size)))
         super().__init__(command, stdin=subprocess.PIPE, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
 
     def wait(self, timeout: float | None = None) -> int:

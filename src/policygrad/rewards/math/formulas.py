@@ -16,6 +16,7 @@ from typing import Any
 from policygrad.errors import ConfigError, install_command
 from policygrad.rewards.workers.limits import raise_oom_score
 from policygrad.utils.child_environment import filter_environment
+from policygrad.utils.processes import python_command
 
 PARSE_TIMEOUT = 3  # seconds, an integer; with the comparison's it stays within a pool's default timeout of 10 s
 COMPARISON_TIMEOUT = 10.0  # seconds of a comparison in a process of its own, where the alarms did not get through
@@ -84,10 +85,7 @@ def _parse_formula(text: str) -> tuple[Any, ...]:
 
 # A process that compares for the threads of this one: a line of JSON with two formulas in, a line with true or false out.
 
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from policygrad.rewards.math.formulas import serve_comparisons; serve_comparisons()"
-)
+_BOOT = "from policygrad.rewards.math.formulas import serve_comparisons; serve_comparisons()"
 
 
 def serve_comparisons() -> None:
@@ -128,7 +126,7 @@ class _Comparer:
     def _start(self) -> None:
         self._owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
+            python_command(_BOOT),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

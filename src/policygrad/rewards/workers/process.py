@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +28,19 @@ from policygrad.rewards.config import SandboxChoice
 from policygrad.rewards.workers.limits import raise_oom_score
 from policygrad.rewards.workers.messages import NONCE_BYTES, Chunk, ReplyParser, WorkerStart, replace_control_characters
 from policygrad.utils.child_environment import ONE_THREAD, filter_environment
+from policygrad.utils.processes import (
+    Tail,
+    adopt_orphans,
+    die_with_parent,
+    kill_group,
+    last_lines,
+    python_command,
+    send_signal,
+)
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.rewards.workers.process import enter_sandbox; "
-    "enter_sandbox(sys.argv[3]); from policygrad.rewards.workers.worker import main; main(int(sys.argv[2]))"
+    "from policygrad.rewards.workers.process import enter_sandbox; enter_sandbox(sys.argv[2]); "
+    "from policygrad.rewards.workers.worker import main; main(int(sys.argv[1]))"
 )
 _READ_BYTES = 1 << 20  # per read
 
@@ -160,19 +169,18 @@ class OutputTail:
     def __init__(self, pipe: int) -> None:
         os.set_blocking(pipe, False)
         self._pipe, self._lock, self._open = pipe, threading.Lock(), True
-        self._bytes = b""
+        self._tail = Tail(_MAX_TAIL)
         threading.Thread(target=self._read_until_closed, daemon=True, name="reward output").start()
 
     def last_lines(self) -> str:
         """Return the last printed lines, joined into one; "" where nothing was printed."""
         self._read()
-        lines = (line.strip() for line in self._bytes.decode(errors="replace").splitlines())
-        return replace_control_characters(" / ".join([line[:_MAX_WIDTH] for line in lines if line][-_MAX_LINES:]))
+        return replace_control_characters(" / ".join(last_lines(self._tail.data, _MAX_LINES, _MAX_WIDTH)))
 
     def clear(self) -> None:
         """Drop what has been printed so far."""
         self._read()
-        self._bytes = b""
+        self._tail = Tail(_MAX_TAIL)
 
     def _read_until_closed(self) -> None:
         poll = select.poll()
@@ -190,7 +198,7 @@ class OutputTail:
                 data = os.read(self._pipe, _READ_BYTES)
             except BlockingIOError:
                 return
-            self._bytes = (self._bytes + data)[-_MAX_TAIL:]
+            self._tail.add(data)
             self._open = bool(data)
 
 
@@ -205,7 +213,6 @@ class OutputTail:
 # every call, and there is no one search for several workers' trees and tokens.
 
 TOKEN_VARIABLE = "POLICYGRAD_WORKER"  # in the environment of a worker's descendants; its value is the worker's token
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_ROUNDS = 50  # searches for new processes: trees that fork faster than that are left
 _MAX_ZOMBIES = 64  # ended children that were not waited for, each of which holds a process id
 
@@ -215,12 +222,8 @@ def adopt_descendants(parent: int) -> None:
 
     Elsewhere than on Linux a worker whose parent is killed ends at its next message.
     """
-    if sys.platform == "linux":
-        import ctypes
-
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent()
+    adopt_orphans()
     if os.getppid() != parent:
         os._exit(0)
 
@@ -249,9 +252,9 @@ def kill_workers(workers: Sequence[WorkerProcess]) -> list[str]:
     running = [worker.pid for worker in workers if worker.alive()]
     for worker in workers:
         if worker.pid not in running:
-            _signal(os.killpg, worker.pid, signal.SIGKILL)  # at once, before its id can be reused
+            kill_group(worker.pid)  # at once, before its id can be reused
         elif sys.platform == "linux":
-            _signal(os.kill, worker.pid, signal.SIGSTOP)  # it forks no more, and adopts until its descendants are gone
+            send_signal([worker.pid], signal.SIGSTOP)  # it forks no more, and adopts until its descendants are gone
     if sys.platform == "linux":
         killed = {os.getpid(), *(worker.pid for worker in workers)}
         tokens = {worker.token.encode() for worker in workers}
@@ -259,11 +262,10 @@ def kill_workers(workers: Sequence[WorkerProcess]) -> list[str]:
             descendants = _find_descendants(running, tokens) - killed
             if not descendants:
                 break
-            for pid in descendants:
-                _signal(os.kill, pid, signal.SIGKILL)
+            send_signal(descendants, signal.SIGKILL)
             killed |= descendants
     for pid in running:
-        _signal(os.killpg, pid, signal.SIGKILL)
+        kill_group(pid)
     return [worker.collect() for worker in workers]
 
 
@@ -292,11 +294,6 @@ def _read_stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-
-
-def _signal(send: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(pid, number)
 
 
 # A worker in a sandbox (`--rewards.sandbox`): no network, no files to write except in its own folder, few to read.
@@ -330,9 +327,8 @@ def check_sandbox(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
 def build_command(sandbox: str, environment: dict[str, str]) -> tuple[list[str], str | None]:
     """Build a worker's command, whose arguments are its import path, its parent's process id and restrictions for
     `enter_sandbox`; and create its temporary folder, which is added to the environment. None: the sandbox makes its own."""
-    inner = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)]
     if sandbox == NO_SANDBOX:
-        return [*inner, str(os.getpid()), ""], None
+        return python_command(_BOOT, str(os.getpid()), ""), None
     from policygrad.sandbox.backends import find_backend, list_interpreter_paths, writable_folder
 
     backend = find_backend(sandbox)
@@ -342,7 +338,7 @@ def build_command(sandbox: str, environment: dict[str, str]) -> tuple[list[str],
     environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder or writable_folder(readable))
     restrictions = backend.restrictions(readable, folder or "", alone=False)
     parent = os.getpid() if folder else _BUBBLEWRAP_PID
-    inner += [str(parent), json.dumps(restrictions)]
+    inner = python_command(_BOOT, str(parent), json.dumps(restrictions))
     return backend.command(inner, readable, _MAX_FOLDER_BYTES), folder
 
 

@@ -1,20 +1,18 @@
 """Servers on this machine that are started here, restarted when they die, and gone when this process is, whatever ends it.
 
-Each runs below a guard, `utils/process_guard.py`.
+Each runs below a guard, `utils/processes.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from policygrad.utils.process_guard import guard_command
+from policygrad.utils.processes import guard_command, kill_group, last_lines
 
 _EXIT_SECONDS = 10.0  # seconds that a server has to exit after SIGTERM, before it is killed
 _LOG_LINES, _LINE_WIDTH = 12, 300  # lines of the log, and characters of each, in an error message
@@ -67,7 +65,7 @@ class ServerProcess:
 
     def read_log_end(self) -> str:
         """Return the last lines of its log since it was started, below the log's name, for an error message."""
-        lines = self._read_lines()[-_LOG_LINES:]
+        lines = last_lines(self._read_output(), _LOG_LINES, _LINE_WIDTH)
         if not lines:
             return f"It printed nothing ({self.log})."
         return "\n  ".join([f"The end of {self.log}:", *lines])
@@ -107,19 +105,17 @@ class ServerProcess:
     def _kill_remains(self) -> None:
         """Kill what is left of the guard's process group: nothing, unless the guard itself was killed."""
         if self.guard is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.guard.pid, signal.SIGKILL)
+            kill_group(self.guard.pid)
             self.guard = None
 
-    def _read_lines(self) -> list[str]:
+    def _read_output(self) -> bytes:
+        """Return the end of its log since it was started."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 2 * _LOG_LINES * _LINE_WIDTH))
-                text = log.read().decode(errors="replace")
+                return log.read()
         except OSError:
-            return []
-        lines = (line.rpartition("\r")[2].strip() for line in text.splitlines())
-        return [line[:_LINE_WIDTH] for line in lines if line]
+            return b""
 
 
 def find_free_port() -> int:

@@ -1,11 +1,13 @@
-"""A guard: a program that runs a command, and ends it with everything that it started.
+"""Processes that this one starts: their start, their end with it, the end of all that they started, the end of what they print.
 
-It stands between this process and a server. Servers start processes of their own, which outlive them when they are killed: vLLM's
-engine core keeps its GPU memory, and `npx` is only the parent of the program that it runs. The guard ends all of them when the
-command ends, when it is told to (SIGTERM), or when the process that started it is gone, whatever ended that. It is run with the
-standard library alone; standard input and output are the command's.
+It needs the standard library alone, since it is also loaded into Pythons without policygrad, and is itself a program, the guard:
 
-    python process_guard.py PARENT SECONDS FOLDER COMMAND...
+    python processes.py PARENT SECONDS FOLDER COMMAND...
+
+The guard runs a command, and ends it with everything that it started. It stands between this process and a server. Servers
+start processes of their own, which outlive them when they are killed: vLLM's engine core keeps its GPU memory, and `npx` is only
+the parent of the program that it runs. The guard ends all of them when the command ends, when it is told to (SIGTERM), or when
+the process that started it is gone, whatever ended that. Standard input and output are the command's.
 
 PARENT is the process id of who starts it. SECONDS is how long the command has to exit after SIGTERM, before it is killed. FOLDER
 holds files in shared memory, which the guard removes if its parent can no longer do it; "" = none.
@@ -14,6 +16,7 @@ holds files in shared memory, which the guard removes if its parent can no longe
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -21,12 +24,45 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from types import FrameType
 
 _POLL_SECONDS = 0.1  # seconds between the guard's looks at the command and at its parent
 _MAX_ROUNDS = 200  # searches for processes that were forked while others were being stopped or killed
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
+
+# Start, and end with the parent
+
+
+def python_command(code: str, *arguments: str) -> list[str]:
+    """Return the command line of a fresh interpreter with this one's import path (-P adds no folder to it), which runs `code`.
+
+    The arguments are its sys.argv[1:].
+    """
+    return [sys.executable, "-P", "-c", f"{_SET_IMPORT_PATH}; {code}", json.dumps(sys.path), *arguments]
+
+
+_SET_IMPORT_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1))"
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the thread that started it ends (Linux)."""
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent has ended (Linux)."""
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _call_prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+# The guard
 
 
 def guard_command(argv: Sequence[str], exit_seconds: float, shared_folder: str = "") -> list[str]:
@@ -52,11 +88,9 @@ def guard(parent: int, exit_seconds: float, shared_folder: str, argv: Sequence[s
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become the guard's children
-    # runs in the command's process before its program starts
-    die_with_guard = partial(_call_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        command = subprocess.Popen(argv, preexec_fn=die_with_guard if sys.platform == "linux" else None)
+    adopt_orphans()
+    try:  # preexec_fn runs in the command's process before its program starts
+        command = subprocess.Popen(argv, preexec_fn=die_with_parent if sys.platform == "linux" else None)
     except OSError as error:
         print(f"{argv[0]} cannot be started: {error}", file=sys.stderr, flush=True)
         return 127  # a shell's exit code for it
@@ -91,6 +125,22 @@ def _reap(command: int) -> int | None:
     return code
 
 
+# The end of all that a process started
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, named by the process that began it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def send_signal(processes: Iterable[int], number: signal.Signals) -> None:
+    """Signal those of the processes that are there and this one's."""
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
 def kill_descendants(except_for: Collection[int] = ()) -> None:
     """Kill all descendants of this process, but for some and theirs; elsewhere than on Linux, all others of its group.
 
@@ -106,11 +156,11 @@ def kill_descendants(except_for: Collection[int] = ()) -> None:
             running = set(list_descendants(os.getpid(), except_for)) - stopped
             if not running:
                 break
-            _signal(running, signal.SIGSTOP)
+            send_signal(running, signal.SIGSTOP)
             stopped |= running
         if not stopped:
             return
-        _signal(stopped, signal.SIGKILL)
+        send_signal(stopped, signal.SIGKILL)
         time.sleep(_POLL_SECONDS / 100)
         with contextlib.suppress(ChildProcessError):
             for pid in [child for child in list_descendants(os.getpid(), except_for) if child in stopped]:
@@ -132,17 +182,25 @@ def list_descendants(pid: int, except_for: Collection[int] = ()) -> list[int]:
     return descendants
 
 
-def _signal(processes: Iterable[int], number: signal.Signals) -> None:
-    for pid in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+# The end of what a process prints
 
 
-def _call_prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
+class Tail:
+    """The last bytes of an output, and the length of all of it."""
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.data, self.length = b"", 0
+
+    def add(self, piece: bytes) -> None:
+        self.data = (self.data + piece)[-self._max_bytes :]
+        self.length += len(piece)
+
+
+def last_lines(output: bytes, number: int, width: int) -> list[str]:
+    """Return the last lines that are not blank, without white space around them and cut to a width."""
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
+    return [line[:width] for line in lines if line][-number:]
 
 
 if __name__ == "__main__":
