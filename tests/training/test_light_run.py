@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MAX_MODULES = 163  # of policygrad; one more needs a reason
+MAX_MODULES = 175  # of policygrad; one more needs a reason
 ELSEWHERE = (
     *("models.adapters", "models.vision", "models.moe_routing", "models.chat_template", "models.demonstrations"),
     *("learners.local.curvature", "learners.local.auxiliary_networks", "learners.local.expert_balance"),
