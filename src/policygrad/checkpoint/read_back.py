@@ -7,7 +7,6 @@ device, as nothing is computed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from policygrad.errors import ModelError
 from policygrad.models.loading import format_names, silence_load_report
 from policygrad.models.lora_config import ADAPTER_FILE
-from policygrad.models.traits import PEFT_PREFIX, adapter_configs
+from policygrad.models.traits import adapter_configs
 from policygrad.utils.memory import measure_free_memory
 from policygrad.weight_sync.base import tensor_specs
 
@@ -91,19 +90,7 @@ def _read_model(folder: Path, model: Any, *, names_only: bool) -> Mapping[str, T
 
 def _read_adapter(folder: Path, model: nn.Module) -> Mapping[str, Tensor]:
     """Return the tensors and scales that PEFT reads from an adapter's folder."""
-    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+    from policygrad.models.adapters import read_adapter_tensors
+    from policygrad.models.replica import build_plain_skeleton
 
-    from policygrad.models.adapters import adapter_tensors, added_parameter_ids
-    from policygrad.models.replica import build_plain_skeleton, replace_parameters
-
-    adapted = build_plain_skeleton(model)
-    with warnings.catch_warnings(action="ignore"), torch.device("meta"):  # shown when the adapter was made
-        inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), adapted)
-    added = added_parameter_ids(adapted)
-    replace_parameters(adapted.modules(), lambda p: torch.empty_like(p, device="cpu") if id(p) in added else p)
-    weights = load_peft_weights(str(folder), device="cpu")
-    loaded: Any = set_peft_model_state_dict(adapted, {n.removeprefix(PEFT_PREFIX): x for n, x in weights.items()})
-    missing = {*loaded.missing_keys}
-    unread = {id(p) for name, p in adapted.named_parameters() if name in missing}
-    replace_parameters(adapted.modules(), lambda p: p.to("meta") if id(p) in unread else p)
-    return {name: x for name, x in adapter_tensors(adapted).items() if not x.is_meta}
+    return read_adapter_tensors(folder, build_plain_skeleton(model))

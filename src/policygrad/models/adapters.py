@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -376,6 +377,24 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
         if (scale := getattr(module, "scaling", {}).get(adapter[1:])) is not None:
             tensors[f"{name}.scaling"] = torch.tensor(float(scale))
     return {name.removeprefix(PEFT_PREFIX).replace(adapter, ""): x for name, x in tensors.items()}
+
+
+def read_adapter_tensors(folder: Path, network: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors and scales that PEFT reads from an adapter's folder. network: Without weights; it is changed."""
+    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+
+    from policygrad.models.replica import replace_parameters
+
+    with warnings.catch_warnings(action="ignore"), torch.device("meta"):  # shown when the adapter was made
+        inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), network)
+    added = added_parameter_ids(network)
+    replace_parameters(network.modules(), lambda p: torch.empty_like(p, device="cpu") if id(p) in added else p)
+    weights = load_peft_weights(str(folder), device="cpu")
+    loaded: Any = set_peft_model_state_dict(network, {n.removeprefix(PEFT_PREFIX): x for n, x in weights.items()})
+    missing = {*loaded.missing_keys}
+    unread = {id(p) for name, p in network.named_parameters() if name in missing}
+    replace_parameters(network.modules(), lambda p: p.to("meta") if id(p) in unread else p)
+    return {name: x for name, x in adapter_tensors(network).items() if not x.is_meta}
 
 
 # Merging: W + (α/r)·B·A in place of W, for code that does not support adapters.
