@@ -16,7 +16,7 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 Message = MutableMapping[str, Any]
@@ -99,89 +99,94 @@ def make_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
     except ImportError:
         from uvicorn.protocols.http.h11_impl import H11Protocol as base
+    return type("LimitedProtocol", (LimitedConnection, base), {"limits": limits})
 
-    class LimitedProtocol(base):  # type: ignore[misc]
-        """Ends connections that are too many, send no request in time, or send more than a request may have."""
 
-        started: asyncio.TimerHandle | None = None
-        """Ends the connection if the headers of a request are not there in time."""
-        num_bytes = 0
-        """Received since the last answer."""
+class LimitedConnection(asyncio.Protocol):
+    """Ends connections that are too many, send no request in time, or send more than a request may have: in front of one of
+    uvicorn's protocols, whose attributes it reads."""
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                others = [x for x in self.connections if x is not self and not x.transport.is_closing()]
-                idle = [x for x in others if not x.is_busy]
-                if idle and len(others) >= limits.connections:
-                    min(
-                        idle, key=lambda x: x.cycle is not None
-                    ).transport.close()  # best one that never asked for anything
-                elif len(others) >= limits.connections:
-                    self.refuse(503, f"{limits.connections} connections are open: try again")
-                    return
+    limits: ClassVar[HttpLimits]
+    transport: Any
+    connections: Any
+    cycle: Any
+    loop: Any
+
+    started: asyncio.TimerHandle | None = None
+    """Ends the connection if the headers of a request are not there in time."""
+    num_bytes = 0
+    """Received since the last answer."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            open_connections = [x for x in self.connections if x is not self and not x.transport.is_closing()]
+            idle = [x for x in open_connections if not x.is_busy]
+            if idle and len(open_connections) >= self.limits.connections:
+                min(idle, key=lambda x: x.cycle is not None).transport.close()  # best one that never asked for anything
+            elif len(open_connections) >= self.limits.connections:
+                self.refuse(503, f"{self.limits.connections} connections are open: try again")
+                return
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self.num_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self.is_busy:
+            self._stop_timer()
+            if self.num_bytes > self.limits.body_bytes + 2 * self.limits.header_bytes:
+                # whoever reads the body has refused it by now; this is for what follows, and for trailers
+                self.transport.close()
+        elif self.num_bytes > self.limits.header_bytes and not self.is_drained:
+            self.refuse(431, f"the headers are larger than {self.limits.header_bytes} bytes")
+        elif self.started is None:
             self._expect_request()
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            self.num_bytes += len(data)
-            super().data_received(data)
-            if self.transport.is_closing():
-                return
-            if self.is_busy:
-                self._stop_timer()
-                if self.num_bytes > limits.body_bytes + 2 * limits.header_bytes:
-                    # whoever reads the body has refused it by now; this is for what follows, and for trailers
-                    self.transport.close()
-            elif self.num_bytes > limits.header_bytes and not self.is_drained:
-                self.refuse(431, f"the headers are larger than {limits.header_bytes} bytes")
-            elif self.started is None:
-                self._expect_request()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
+    def on_response_complete(self) -> None:
+        self.num_bytes = 0
+        super().on_response_complete()  # type: ignore[misc]  # of uvicorn's
 
-        def on_response_complete(self) -> None:
-            self.num_bytes = 0
-            super().on_response_complete()
+    @property
+    def is_busy(self) -> bool:
+        """True while a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
 
-        @property
-        def is_busy(self) -> bool:
-            """Whether a request is being answered."""
-            return self.cycle is not None and not self.cycle.response_complete
+    @property
+    def is_drained(self) -> bool:
+        """True while the rest of a request follows that was answered already, such as a body that is too large."""
+        return self.cycle is not None and self.cycle.more_body
 
-        @property
-        def is_drained(self) -> bool:
-            """Whether the rest of a request follows that was answered already, such as a body that is too large."""
-            return self.cycle is not None and self.cycle.more_body
+    def refuse(self, status: int, text: str) -> None:
+        """Answer on the bare connection, and close it."""
+        body = json.dumps({"error": text}).encode()
+        head = f"HTTP/1.1 {status} Refused\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
 
-        def refuse(self, status: int, text: str) -> None:
-            """Answer on the bare connection, and close it."""
-            body = json.dumps({"error": text}).encode()
-            head = f"HTTP/1.1 {status} Refused\r\nconnection: close\r\ncontent-type: application/json\r\n"
-            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    def _expect_request(self) -> None:
+        self.started = self.loop.call_later(self.limits.header_seconds, self._expire)
+
+    def _expire(self) -> None:
+        self.started = None
+        if self.is_busy or self.transport.is_closing():
+            return
+        if self.num_bytes and not self.is_drained:
+            self.refuse(408, f"no request within {self.limits.header_seconds:g} seconds")
+        else:
             self.transport.close()
 
-        def _expect_request(self) -> None:
-            self.started = self.loop.call_later(limits.header_seconds, self._expire)
-
-        def _expire(self) -> None:
+    def _stop_timer(self) -> None:
+        if self.started is not None:
+            self.started.cancel()
             self.started = None
-            if self.is_busy or self.transport.is_closing():
-                return
-            if self.num_bytes and not self.is_drained:
-                self.refuse(408, f"no request within {limits.header_seconds:g} seconds")
-            else:
-                self.transport.close()
-
-        def _stop_timer(self) -> None:
-            if self.started is not None:
-                self.started.cancel()
-                self.started = None
-
-    return LimitedProtocol
 
 
 def limit_app(app: Any, limits: HttpLimits, hosts: Collection[str] | None) -> AsgiApp:
