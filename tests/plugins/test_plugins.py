@@ -83,6 +83,15 @@ def test_doctor_lists_it_without_importing_it() -> None:
     ]
 
 
+def test_show_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show"]) == 0
+    assert "algorithm  corridor_reinforce" in capsys.readouterr().out
+    assert cli.main(["show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plugins"]["tracker"] == ["corridor_log"]
+    assert cli.main(["show", "corridor_reinforce", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "corridor_reinforce"
+
+
 def test_a_name_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = tmp_path / "other_corridor-2.0.dist-info"
     second.mkdir()

@@ -37,6 +37,7 @@ from policygrad.training.config.serialization import (
     load_algorithm,
     suggest_name,
 )
+from policygrad.utils.plugins import list_plugin_names
 from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
 
@@ -54,7 +55,7 @@ def resolve_subject(name: str) -> Any:
         if problem := frozen_problem(custom if isinstance(custom, type) else type(custom)):
             raise ConfigError(f"show {name}: {problem}")
         return custom
-    hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
+    hint = suggest_name(name, [*ALGORITHMS, *list_plugin_names("algorithm"), *list_parts()])
     hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
     raise ConfigError(f"there is no algorithm, part, metric or benchmark {name!r}: {hint}")
 

@@ -35,6 +35,7 @@ from policygrad.commands.styled import (
     wrap_styled,
 )
 from policygrad.errors import ConfigError
+from policygrad.utils.plugins import KINDS, find_plugin, list_plugin_names
 from policygrad.utils.user_code import is_user_reference, relative_to_cwd
 
 SHOWN_FILE = Path(__file__).with_name("show.json")
@@ -178,6 +179,8 @@ class ShowList(TypedDict):
     """Family -> names."""
     parts: Mapping[str, list[str]]
     """Field of an algorithm -> names."""
+    plugins: Mapping[str, list[str]]
+    """Kind (algorithm, engine, environment, tracker) -> names that other installed packages add."""
 
 
 class ShowAlgorithm(TypedDict):
@@ -251,7 +254,7 @@ def _look_up(name: str | None) -> Subject | None:
     """Look up a name of the package's own, None = the list of all; None if there is no such name."""
     shown = load_shown()
     if name is None:
-        return _read_subject(shown["everything"])
+        return _with_plugins(_read_subject(shown["everything"]))
     if is_user_reference(name):
         return None
     if (part := shown["parts"].get(name)) is not None:
@@ -276,10 +279,22 @@ def _look_up(name: str | None) -> Subject | None:
     return None if benchmark is None else _read_subject(benchmark)
 
 
+def _with_plugins(everything: Subject) -> Subject:
+    """Return the list with what other packages add, which differs from machine to machine."""
+    names = {kind: list_plugin_names(kind) for kind in KINDS}
+    rows = [*everything.rows]
+    if any(names.values()):
+        rows += [TextRow(()), TextRow((("Of other packages", HEAD), ("  policygrad doctor", QUIET)))]
+        rows += [TextRow(((f"  {kind}  ", ""),), ", ".join(given), NAME) for kind, given in names.items() if given]
+    return Subject(rows, everything.json | {"plugins": names})
+
+
 def _describe_custom(name: str) -> Subject:
-    """Describe a user's own part or algorithm. Raises ConfigError for any other name."""
+    """Describe a user's own part or algorithm, or another package's algorithm. Raises ConfigError for any other name."""
     from policygrad.commands.describe import describe_subject, resolve_subject, subject_to_dict
 
+    if (plugin := find_plugin("algorithm", name)) is not None:
+        name = plugin.target
     subject = resolve_subject(name)
     return Subject(describe_subject(subject, name), subject_to_dict(subject))
 
