@@ -85,6 +85,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
         "tasks",
         "tiny",
         "trackers",
+        "training",
         "web",
     }
 

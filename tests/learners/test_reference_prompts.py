@@ -103,7 +103,7 @@ def test_exact_divergence_has_the_gradient_of_its_definition(model: nn.Module, a
     largest = max(float(g.abs().max()) for g in result)
     assert largest > 1e-4
     for g, p in zip(result, model.parameters(), strict=True):
-        assert float((g - p.grad).abs().max()) < 1e-7 * largest
+        assert float((g - p.grad).abs().max()) < 2e-7 * largest
 
 
 def test_what_the_reference_reads_stays_within_the_micro_batch(model: nn.Module) -> None:

@@ -17,14 +17,14 @@ from policygrad.training.config.serialization import load_algorithm
 from policygrad.training.config.trust import CodePermissions, missing_permissions
 from policygrad.utils.plugins import find_plugin, list_plugins
 
-HERE = Path(__file__).parent
+PACKAGE = Path(__file__).parent / "package"
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package, as `pip install` would leave it."""
     list_plugins.cache_clear()
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(PACKAGE))
     yield
     list_plugins.cache_clear()
 

@@ -21,7 +21,7 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import LendsMemory, Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines import registry
+from policygrad.samplers.engines import factory
 from policygrad.samplers.engines.colocation import CACHE, WEIGHTS, ColocatedServer, Memory, memory_share
 from policygrad.samplers.engines.factory import assign_gpus
 from policygrad.samplers.engines.http import ServerUnavailableError
@@ -279,7 +279,7 @@ class Order(Callback):
 
 @pytest.mark.slow
 def test_run_lends_the_memory_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "assign_gpus", with_a_gpu)
+    monkeypatch.setattr(factory, "assign_gpus", with_a_gpu)
     environment, order = make_environment(tmp_path / "venv"), Order()
     run = pg.Run(
         algorithm=pg.get_algorithm("grpo"),

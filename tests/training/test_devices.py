@@ -32,7 +32,7 @@ CUDA = {
     "learners/fsdp/processes.py",  # NCCL
     "learners/local/host_memory.py",  # pinned memory
     "samplers/engines/base.py",  # memory that a server shares
-    "samplers/engines/registry.py",
+    "samplers/engines/factory.py",
     "samplers/local/cuda_graphs.py",
     "samplers/local/text_cache.py",  # room on the GPU
     "training/calibration.py",

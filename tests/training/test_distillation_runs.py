@@ -63,7 +63,8 @@ def test_an_implicit_reward_model_is_trained(small: Run, tmp_path: Path) -> None
     results = rows(result.output / "metrics.jsonl")
     assert results[0]["reward_model/reward"] == 0
     assert results[0]["reward_model/accuracy"] == 0.5
-    assert all(abs(row["reward_model/reward"]) > 1e-4 and row["reward_model/accuracy"] != 0.5 for row in results[1:])
+    assert all(abs(row["reward_model/reward"]) > 1e-4 for row in results[1:])
+    assert any(row["reward_model/accuracy"] != 0.5 for row in results[1:])
     assert all({"reward_model/loss", "reward_model/grad_norm"} <= row.keys() for row in results)
 
 

@@ -101,13 +101,24 @@ def load_model(
                 "learner.lora bits=4 loads the weights in four bits, but the model is an object: leave bits out"
             )
     if not getattr(loaded, "is_quantized", False):
-        loaded = loaded.to(device)
+        move_model(loaded, device)
     if lora is not None and not (isinstance(model, str) and adapter_configs(loaded)):
         from policygrad.models.adapters import add_adapters
 
         loaded = add_adapters(loaded, lora, base=model_origin(model), seed=seed)
     leave_out_zero_padding(loaded)
     return disable_dropout(loaded).eval()
+
+
+def move_model(model: nn.Module, device: str) -> None:
+    """Move a model, whose tied parameters stay tied: torch makes new ones where a device's tensors are of another kind."""
+    before = list(model.named_parameters(remove_duplicate=False))
+    model.to(device)
+    first = dict[int, nn.Parameter]()
+    for name, parameter in before:
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, last, first.setdefault(id(parameter), getattr(module, last)))
 
 
 def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora | None) -> nn.Module:

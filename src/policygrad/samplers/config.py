@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
-from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.engines.registry import ENGINES, is_engine, list_engine_names, list_engines, load_engine_class
 from policygrad.utils.field_types import check_field_types
+
+if TYPE_CHECKING:  # the options are read without importing torch
+    from policygrad.core.algorithm import Algorithm
+    from policygrad.samplers.base import SamplingParams
 
 LOCAL = "local"  # the engine name of the sampler in this process
 FOLDER, NCCL = WEIGHT_TRANSPORTS = ("folder", "nccl")
