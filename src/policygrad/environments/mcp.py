@@ -531,23 +531,23 @@ class _Program:
         from mcp.shared.message import SessionMessage
 
         assert process.stdout is not None
-        begun = b""  # of a message that is written on several lines
+        message_start = b""  # of a message that is written on several lines
         with sender:
             try:
                 while line := await process.stdout.readline():
                     message = _parse_message(line)
                     if message is None and line.removeprefix(_BOM).rstrip() == b"{":
-                        begun = line
-                    elif message is None and begun and len(begun) + len(line) <= MAX_MESSAGE_BYTES:
-                        begun += line
-                        message = _parse_message(begun) if line.rstrip() == b"}" else None
+                        message_start = line
+                    elif message is None and message_start and len(message_start) + len(line) <= MAX_MESSAGE_BYTES:
+                        message_start += line
+                        message = _parse_message(message_start) if line.rstrip() == b"}" else None
                     elif message is None:
-                        begun = b""
+                        message_start = b""
                         self._count_stray(line)
                         if self.violation:
                             break
                     if message is not None:
-                        begun = b""
+                        message_start = b""
                         await sender.send(SessionMessage(message))
             except ValueError:  # of readline: a line beyond the limit
                 self.violation = f"it wrote a line of more than {MAX_MESSAGE_BYTES >> 20} MiB to its standard output"

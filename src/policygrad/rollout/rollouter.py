@@ -179,8 +179,8 @@ class Rollouter:
         """
         needs = algorithm.all_needs
         # the run's rewards decide whether completions have steps, whoever reads them
-        wanted = needs - {"step_end"} if self.score_steps is None else needs | {"step_end"}
-        providers = choose_providers(algorithm, wanted, self.providers)
+        filled = needs - {"step_end"} if self.score_steps is None else needs | {"step_end"}
+        providers = choose_providers(algorithm, filled, self.providers)
         tokenizer = self.tokenizer
         for provider in providers:
             provider.check(is_single_answer=self.is_single_answer)

@@ -45,9 +45,9 @@ def check_trackers(names: Sequence[str]) -> None:
         if "," in name:
             raise ConfigError(f"track: separate names by spaces, not commas: {name.replace(',', ' ')}")
         if name not in TRACKERS and find_plugin("tracker", name) is None:
-            known = ", ".join((*TRACKERS, *list_plugin_names("tracker")))
+            choices = ", ".join((*TRACKERS, *list_plugin_names("tracker")))
             raise ConfigError(
-                f"track: {name!r} is unknown, use {known}. Python code can pass any tracker: pg.train(run, trackers=[…])"
+                f"track: {name!r} is unknown, use {choices}. Python code can pass any tracker: pg.train(run, trackers=[…])"
             )
     if len({*names}) < len(names):
         raise ConfigError(f"track has a name twice: {', '.join(names)}")

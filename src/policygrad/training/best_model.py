@@ -56,8 +56,8 @@ class BestModel:
         value, the best one stays, and a note says why."""
         value = values.get(self.metric)
         if value is None or not math.isfinite(value):
-            found = "missing" if value is None else str(value)
-            self.note(f"step {step}: {self.metric} is {found}, so this model is not compared with the best one")
+            shown = "missing" if value is None else str(value)
+            self.note(f"step {step}: {self.metric} is {shown}, so this model is not compared with the best one")
             return
         best, new = self.read(), BestStep(step, self.metric, float(value))
         if best is not None and not self._rank(new) > self._rank(best):
@@ -88,9 +88,9 @@ class BestModel:
         for path in (self.run / EARLIER).glob(".tmp-*"):  # a kill while it was written or deleted
             shutil.rmtree(path)
         valid = list[BestStep]()
-        for path, found in list(self._candidates()):
-            if logged(found.metric).get(found.step) == found.value and found.step in history:
-                valid.append(BestStep(found.step, self.metric, history[found.step]))
+        for path, candidate in list(self._candidates()):
+            if logged(candidate.metric).get(candidate.step) == candidate.value and candidate.step in history:
+                valid.append(BestStep(candidate.step, self.metric, history[candidate.step]))
             else:  # of a step that is taken again, or without a value of this metric
                 self._delete(path)
         if not valid:
@@ -103,14 +103,14 @@ class BestModel:
 
     def prune(self, checkpoints: Sequence[int]) -> None:
         """Delete the models that were the best ones, except those that a run resumed from one of these checkpoints would need."""
-        earlier = [found for _, found in self._candidates()]
+        earlier = [candidate for _, candidate in self._candidates()]
         if len(earlier) < 2:
             return
         needed = {
-            max(known, key=self._rank).step for c in checkpoints if (known := [x for x in earlier if x.step <= c])
+            max(before, key=self._rank).step for c in checkpoints if (before := [x for x in earlier if x.step <= c])
         }
-        for path, found in list(self._candidates()):
-            if path.name != BEST and found.step not in needed:
+        for path, candidate in list(self._candidates()):
+            if path.name != BEST and candidate.step not in needed:
                 with contextlib.suppress(OSError):  # at the next step
                     self._delete(path)
 
@@ -122,8 +122,8 @@ class BestModel:
 
     def _candidates(self) -> Iterator[tuple[Path, BestStep]]:
         for path in (self.run / BEST, *sorted((self.run / EARLIER).glob("step-*"))):
-            if (found := _read(path)) is not None:
-                yield path, found
+            if (candidate := _read(path)) is not None:
+                yield path, candidate
 
     def _promote(self, new: BestStep) -> None:
         """Move the model of this step to RUN/best, and the one that is there to its own place. A kill in between leaves both in

@@ -24,7 +24,7 @@ PROBE_EXAMPLES = 64  # examples of a generated task that are searched for a colu
 
 
 @dataclass(frozen=True, eq=False)
-class Policy:
+class LoadedPolicy:
     """The model that is trained or evaluated."""
 
     model: nn.Module
@@ -32,7 +32,7 @@ class Policy:
     device: str
 
 
-def load_policy(options: RunOptions, algorithm: Algorithm | None, device: str) -> Policy:
+def load_policy(options: RunOptions, algorithm: Algorithm | None, device: str) -> LoadedPolicy:
     """Load model and tokenizer. algorithm: None = an evaluation."""
     model = load_model(
         options.model,
@@ -47,7 +47,7 @@ def load_policy(options: RunOptions, algorithm: Algorithm | None, device: str) -
     tokenizer = load_policy_tokenizer(
         options.model, options.tokenizer, model, options.trust_remote_code, options.template_options
     )
-    return Policy(model, tokenizer, device)
+    return LoadedPolicy(model, tokenizer, device)
 
 
 def load_policy_tokenizer(
@@ -71,7 +71,7 @@ def load_policy_tokenizer(
 
 def make_sampler(
     stack: ExitStack,
-    policy: Policy,
+    policy: LoadedPolicy,
     factory: Any,
     options: RunOptions,
     algorithm: Algorithm | None,
@@ -111,7 +111,7 @@ def make_sampler(
     return loaded
 
 
-def load_opponent(name: str, options: RunOptions, policy: Policy) -> EpisodeContext:
+def load_opponent(name: str, options: RunOptions, policy: LoadedPolicy) -> EpisodeContext:
     """Load a model that takes part in the policy's episodes: the run's own before training, or another one by name.
 
     Raises:

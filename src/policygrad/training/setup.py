@@ -78,7 +78,7 @@ def load_resources(
         PolicygradError: Something is missing or does not fit; the message says what to change.
     """
     requested, options = resolve_rewards(options), resolve_config_paths(options)
-    device = choose_device(options, algorithm)
+    device = resolve_device(options, algorithm)
     engine = None
     if options.sampler.engine != LOCAL:
         from policygrad.training.engine_setup import make_run_engine
@@ -145,7 +145,7 @@ def add_optimal_values(
     return replace(resources, rollouter=rollouter), messages
 
 
-def choose_device(options: RunOptions, algorithm: Algorithm | None) -> str:
+def resolve_device(options: RunOptions, algorithm: Algorithm | None) -> str:
     """Return the learner's device. Raises ConfigError if it has no memory to take the optimizer's state out of."""
     device = pick_device(options.learner.device)
     if algorithm is not None and options.learner.offload and not device.startswith("cuda"):

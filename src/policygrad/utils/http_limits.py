@@ -71,10 +71,10 @@ class HttpLimits:
     def for_this_machine(cls, **options: Any) -> HttpLimits:
         """Return limits with as many connections as there may be descriptors, whose soft limit is raised to the hard one."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 16384 if hard == resource.RLIM_INFINITY else min(hard, 16384)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+        limit = 16384 if hard == resource.RLIM_INFINITY else min(hard, 16384)
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
         free = 16384 if soft == resource.RLIM_INFINITY else min(soft, 16384)
         free -= min(SPARE_DESCRIPTORS, free // 2)
         # asyncio accepts as many at once as may wait, and again while those of three turns before are not looked at, or not closed
@@ -195,10 +195,10 @@ def limit_app(app: Any, limits: HttpLimits, hosts: Collection[str] | None) -> As
     Args:
         hosts: Names by which clients may call the server, in lower case and without a port; None = any, where clients need keys.
     """
-    held = 0
+    total = 0
 
     async def limited(scope: Message, receive: Receive, send: Send) -> None:
-        nonlocal held
+        nonlocal total
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
@@ -220,15 +220,15 @@ def limit_app(app: Any, limits: HttpLimits, hosts: Collection[str] | None) -> As
             return message
 
         def hold(count: int) -> None:
-            nonlocal held, size
+            nonlocal total, size
             if size + count > limits.body_bytes:
                 raise HttpRefusal(413, f"the request is larger than {limits.body_bytes:,} bytes: send less at a time")
-            if held + count > limits.total_body_bytes:
+            if total + count > limits.total_body_bytes:
                 raise HttpRefusal(
                     503,
-                    f"requests of {held:,} bytes are being read, and {limits.total_body_bytes:,} are the most: try again",
+                    f"requests of {total:,} bytes are being read, and {limits.total_body_bytes:,} are the most: try again",
                 )
-            held, size = held + count, size + count
+            total, size = total + count, size + count
 
         async def send_noted(message: Message) -> None:
             nonlocal has_started
@@ -241,7 +241,7 @@ def limit_app(app: Any, limits: HttpLimits, hosts: Collection[str] | None) -> As
             if not has_started:
                 await _answer(send, error.status, str(error))
         finally:
-            held -= size
+            total -= size
 
     return limited
 
@@ -289,5 +289,5 @@ def is_loopback(host: str) -> bool:
 
 def host_names(host: str) -> frozenset[str]:
     """Return the names by which clients of this machine call a server that listens at an address of it."""
-    own = f"[{host}]" if ":" in host else host
-    return frozenset({*LOOPBACK_NAMES, own.lower()})
+    name = f"[{host}]" if ":" in host else host
+    return frozenset({*LOOPBACK_NAMES, name.lower()})

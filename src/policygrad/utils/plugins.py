@@ -43,12 +43,12 @@ class Plugin:
 @cache
 def list_plugins() -> tuple[Plugin, ...]:
     """Return what the installed packages add, in the order of kinds and names."""
-    found = []
+    plugins = []
     for entry in entry_points(group=GROUP):
         kind, _, name = entry.name.partition(".")
         package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "?"
-        found.append(Plugin(kind, name, entry.value, package))
-    return tuple(sorted(found, key=lambda plugin: (plugin.kind, plugin.name, plugin.package)))
+        plugins.append(Plugin(kind, name, entry.value, package))
+    return tuple(sorted(plugins, key=lambda plugin: (plugin.kind, plugin.name, plugin.package)))
 
 
 def find_plugin(kind: str, name: str) -> Plugin | None:
@@ -57,11 +57,11 @@ def find_plugin(kind: str, name: str) -> Plugin | None:
     Raises:
         ConfigError: Two packages use the name.
     """
-    found = [plugin for plugin in list_plugins() if (plugin.kind, plugin.name) == (kind, name)]
-    if len(found) > 1:
-        packages = " and ".join(plugin.package for plugin in found)
+    plugins = [plugin for plugin in list_plugins() if (plugin.kind, plugin.name) == (kind, name)]
+    if len(plugins) > 1:
+        packages = " and ".join(plugin.package for plugin in plugins)
         raise ConfigError(f"{kind} {name!r} is added by two installed packages, {packages}: uninstall one of them")
-    return found[0] if found else None
+    return plugins[0] if plugins else None
 
 
 def list_plugin_names(kind: str) -> list[str]:
