@@ -17,12 +17,14 @@ from policygrad.core.base import Part
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.errors import ConfigError, RewardError, RunError
-from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext
+from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext, RunPlan
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import OPTIMAL, EpisodeGroup, EpisodeSpec
 from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 from policygrad.utils.filesystem import read_json, write_atomically
+from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.spans import span
 
 if TYPE_CHECKING:
     from policygrad.rollout.rollouter import Rollouter
@@ -51,6 +53,38 @@ class OptimalValues(FieldProvider):
             "Rollouter those of policygrad.rollout.optimal_values.with_optimal_values"
         )
 
+    @classmethod
+    def describe_run(cls, part: OptimalValue, plan: RunPlan) -> str:
+        """Describe the estimate, for the run's description. Raises ConfigError as `count_valued_prompts` does."""
+        number = count_valued_prompts(part, plan)
+        return f"{number:,} prompts, each valued by {part.samples} completions before the first update"
+
+    @classmethod
+    def prepare_run(
+        cls,
+        part: OptimalValue,
+        plan: RunPlan,
+        rollouter: Rollouter,
+        folder: Path,
+        *,
+        is_initial: bool,
+        progress: ProgressCallback = ignore_progress,
+    ) -> tuple[Rollouter, tuple[str, ...]]:
+        """Estimate the values of a run's training prompts, or read those in its folder; see `with_optimal_values`."""
+        text, number = "estimating optimal values", count_valued_prompts(part, plan)
+        with span("optimal values"):
+            prepared = with_optimal_values(
+                rollouter,
+                part,
+                number,
+                plan.sampling,
+                folder / OPTIMAL_VALUES,
+                is_initial=is_initial,
+                progress=lambda done, total: progress(text, done, total),
+            )
+        progress("", 0, 0)
+        return prepared
+
     def provide(self, collected: Collected, context: ProviderContext) -> Collected:
         batch = self.add_to(collected.batch, collected.groups)
         return collected.with_result(batch, ScoringResult(self.metrics(context.step)))
@@ -71,6 +105,28 @@ class OptimalValues(FieldProvider):
         metrics: Metrics = {name: Sum(float(self.num_sampled_tokens)) for name in ("tokens/values", "tokens/sampled")}
         metrics["time/optimal_values"] = Sum(self.seconds)
         return metrics | list_means({"reward/optimal_value": [v for v in self.values if v == v]})
+
+
+def count_valued_prompts(part: OptimalValue, plan: RunPlan) -> int:
+    """Return how many prompts are valued before the first update, and trained on.
+
+    Raises:
+        ConfigError: They are fewer than a step takes, or their samples alone exceed the token budget.
+    """
+    option, per_step = "--algorithm.advantage.optimal-value.prompts", plan.prompts_per_step
+    if part.prompts is not None and part.prompts < per_step:
+        raise ConfigError(
+            f"{option} {part.prompts} is less than --prompts-per-step {per_step}, and a step would have prompts twice: set "
+            f"it to {per_step} or more"
+        )
+    visited = plan.steps * per_step
+    count = part.prompts or max(per_step, min(plan.num_rows or visited, visited))
+    if plan.tokens is not None and count * part.samples >= plan.tokens:
+        raise ConfigError(
+            f"{plan.algorithm.name} samples {part.samples} completions of {count:,} prompts before its first update, and "
+            f"--tokens {plan.tokens:,} would be used up by then: set {option} to fewer prompts, or fewer --steps"
+        )
+    return count
 
 
 def with_optimal_values(

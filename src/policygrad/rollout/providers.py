@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import Part
@@ -21,6 +22,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.scoring import ScoreGroups, ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec
 from policygrad.samplers.base import SamplingParams
+from policygrad.utils.progress import ProgressCallback
 from policygrad.utils.user_code import load_object
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -128,6 +130,59 @@ class FieldProvider(ABC):
         """Fill the fields."""
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """What is known of a run before it begins."""
+
+    algorithm: Algorithm
+    steps: int
+    prompts_per_step: int
+    sampling: SamplingParams
+    num_rows: int
+    """Rows of the task's data; 0 for a task without end."""
+    tokens: int | None
+    """The run's token budget."""
+
+
+@runtime_checkable
+class PreparesRun(Protocol):
+    """A class of providers that are made once, before the first update, from what the initial policy samples."""
+
+    def describe_run(self, part: Any, plan: RunPlan) -> str:
+        """Return what is made, for the run's description. Raises ConfigError if it does not fit the run."""
+
+    def prepare_run(
+        self,
+        part: Any,
+        plan: RunPlan,
+        rollouter: Any,
+        folder: Path,
+        *,
+        is_initial: bool,
+        progress: ProgressCallback,
+    ) -> tuple[Any, tuple[str, ...]]:
+        """Make it, or read what the run's folder has of it.
+
+        Args:
+            rollouter: A `policygrad.rollout.rollouter.Rollouter`.
+            is_initial: True if the current policy is the initial one.
+
+        Returns:
+            The rollouter with its provider, and messages of failed rewards.
+        """
+
+
+def find_preparations(algorithm: Algorithm) -> list[tuple[Part, PreparesRun]]:
+    """Return the parts whose providers are made before the first update, with what makes them."""
+    named = ((part, load_provider(part, name)) for part in algorithm.parts() for name in part.providers)
+    return [(part, kind) for part, kind in named if isinstance(kind, PreparesRun)]
+
+
+def load_provider(part: Part, named: str | type) -> Any:
+    """Return the class of a part's provider, which is given or named."""
+    return load_object(named, f"providers of {type(part).__name__}") if isinstance(named, str) else named
+
+
 def choose_providers(algorithm: Algorithm, needs: Iterable[str], given: Sequence[FieldProvider]) -> list[FieldProvider]:
     """Return the providers that a step needs, in the order in which they act.
 
@@ -138,8 +193,7 @@ def choose_providers(algorithm: Algorithm, needs: Iterable[str], given: Sequence
     chosen = list(given)
     for part in algorithm.parts():
         for named in part.providers:
-            where = f"providers of {type(part).__name__}"
-            kind: Any = load_object(named, where) if isinstance(named, str) else named
+            kind = load_provider(part, named)
             if not any(isinstance(provider, kind) for provider in given):
                 chosen.append(kind.for_part(part))
     filled = frozenset[str]().union(*(provider.fields for provider in chosen))

@@ -18,6 +18,7 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
 from policygrad.rollout.environment import SingleTurn, find_capabilities
+from policygrad.rollout.providers import RunPlan, find_preparations
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.row_checks import check_reward_columns, check_rows
 from policygrad.rollout.runners import EnvironmentKind, RunsEpisodes, UsesModels
@@ -35,7 +36,6 @@ from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.devices import pick_device
 from policygrad.utils.garbage import paused_garbage_collection
 from policygrad.utils.progress import ProgressCallback, ignore_progress
-from policygrad.utils.spans import span
 from policygrad.utils.user_code import load_object
 
 if TYPE_CHECKING:
@@ -114,35 +114,28 @@ def load_resources(
     return Resources(task, names, policy.model, policy.tokenizer, rollouter, rewards.has_rewards)
 
 
-def add_optimal_values(
+def plan_run(run: Run, resources: Resources) -> RunPlan:
+    """Return what providers that are made before the first update must know of the run."""
+    num_rows = len(resources.task.rows)
+    return RunPlan(run.algorithm, run.steps, run.prompts_per_step, run.sampling, num_rows, run.tokens)
+
+
+def prepare_run(
     run: Run, resources: Resources, folder: Path, *, is_initial: bool, phase: ProgressCallback = ignore_progress
 ) -> tuple[Resources, tuple[str, ...]]:
-    """Estimate the values that an algorithm needs of its training prompts, or read those in the run's folder.
+    """Make what the algorithm's parts need before the first update, or read it in the run's folder.
 
     Args:
         is_initial: True if the sampler has the initial policy.
 
     Returns:
-        The resources with a rollouter that has the values, and messages of failed rewards.
+        The resources with a rollouter that has it, and messages of failed rewards.
     """
-    part = run.optimal_value
-    if part is None:
-        return resources, ()
-    from policygrad.rollout.optimal_values import OPTIMAL_VALUES, with_optimal_values
-
-    text = "estimating optimal values"
-    with span("optimal values"):
-        rollouter, messages = with_optimal_values(
-            resources.rollouter,
-            part,
-            run.count_valued_prompts(part, len(resources.task.rows)),
-            run.sampling,
-            folder / OPTIMAL_VALUES,
-            is_initial=is_initial,
-            progress=lambda done, total: phase(text, done, total),
-        )
-    phase("", 0, 0)
-    return replace(resources, rollouter=rollouter), messages
+    rollouter, messages, plan = resources.rollouter, list[str](), plan_run(run, resources)
+    for part, kind in find_preparations(run.algorithm):
+        rollouter, said = kind.prepare_run(part, plan, rollouter, folder, is_initial=is_initial, progress=phase)
+        messages += said
+    return replace(resources, rollouter=rollouter), tuple(messages)
 
 
 def resolve_device(options: RunOptions, algorithm: Algorithm | None) -> str:

@@ -25,6 +25,7 @@ from policygrad.models.traits import adapter_configs
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout import serialization
+from policygrad.rollout.providers import find_preparations
 from policygrad.rollout.runners import EnvironmentKind
 from policygrad.samplers.base import Sampler, SamplingParams
 from policygrad.samplers.config import LOCAL
@@ -44,7 +45,7 @@ from policygrad.training.placement import LOCAL_PLACEMENT, LearnerFactory, Place
 from policygrad.training.provenance import code_options, fingerprint_inputs
 from policygrad.training.run_folder import check_resumable
 from policygrad.training.run_state import pack_progress, publish_weights, restore_progress
-from policygrad.training.setup import Resources, add_optimal_values, load_resources
+from policygrad.training.setup import Resources, load_resources, plan_run, prepare_run
 from policygrad.training.step_log import (
     build_completion_rows,
     build_step_notes,
@@ -130,6 +131,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     """Known benchmarks that are measured beside the held-out problems."""
     eval_is_binary = True
     """Whether every score so far is 0 or 1."""
+    facts: Mapping[str, str]
+    """What is made before the first update, for the run's description."""
     recorder: StepRecorder
 
     def __init__(
@@ -182,8 +185,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self.model, self.tokenizer = resources.model, resources.tokenizer
         self._zero_embeddings = find_zero_embeddings(self.model)
         stack.enter_context(limit_torch_threads(resources.model))
-        if run.optimal_value is not None:  # refused before the learner is made
-            run.count_valued_prompts(run.optimal_value, len(resources.task.rows))
+        prepared = [
+            kind.describe_run(part, plan_run(run, resources)) for part, kind in find_preparations(run.algorithm)
+        ]
+        self.facts = {"prepared": "; ".join(prepared)} if prepared else {}  # refused before the learner is made
         learner = make_learner(self._learner, resources.model, run)
         self.attach_learner(learner, stack)
         if run.learner.world_size > 1:
@@ -300,9 +305,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             size = self.learner.reference_parameters
             memory = f"{size / 1e6:.2f}M parameters" if size else "behind a server"
             facts["reference"] = f"{reference.model or ', '.join(reference.teachers)} ({memory})"
-        if (part := run.optimal_value) is not None:
-            number = run.count_valued_prompts(part, len(resources.task.rows))
-            facts["prompts"] = f"{number:,}, each valued by {part.samples} completions before the first update"
+        facts |= self.facts
         if not resources.has_rewards:
             facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
         elif self.eval_examples and resources.task.eval_on_train:
@@ -330,7 +333,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if self._is_eval_due(progress.step):  # the run may have been stopped before it
             self.evaluate_at(f"at step {progress.step}", progress.step)
         with self.stopping.interruptible():
-            self.resources, messages = add_optimal_values(
+            self.resources, messages = prepare_run(
                 self.config, self.resources, self.folder, is_initial=progress.step == 0, phase=self.trackers.phase
             )
         for text in messages:

@@ -42,7 +42,7 @@ from policygrad.training.learner_setup import limit_torch_threads, make_learner,
 from policygrad.training.loop import Progress, StepOutcome, StepResult, TrainedRollout, run_loop, train_on_rollout
 from policygrad.training.provenance import Fingerprint, fingerprint_inputs
 from policygrad.training.run_state import pack_progress, restore_progress
-from policygrad.training.setup import Resources, add_optimal_values, load_resources
+from policygrad.training.setup import Resources, load_resources, prepare_run
 from policygrad.training.step_log import build_completion_rows, explain_mismatch
 from policygrad.training.step_records import StepRecord, TensorDigest, digest_tensor, digest_weights
 from policygrad.utils.garbage import paused_garbage_collection
@@ -93,7 +93,7 @@ class StepReplayer:
             learner = make_learner(make_local_learner, resources.model, config)
         if isinstance(learner, CloseableLearner):
             stack.callback(learner.close)
-        resources, _ = add_optimal_values(config, resources, folder, is_initial=False)
+        resources, _ = prepare_run(config, resources, folder, is_initial=False)
         tensors, values = pack_progress(Progress(config.algorithm.init_state()), config.algorithm, *learner.state())
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         initial = Checkpoint(0, copies | {"rng/torch": torch.get_rng_state()}, deepcopy(values), folder)

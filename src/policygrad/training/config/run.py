@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.algorithms import DAPO
-from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import check_rollout, frozen_problem
 from policygrad.errors import ConfigError
@@ -241,35 +240,6 @@ class Run(UncheckedRun):
     def rollouts_ahead(self, step: int) -> int:
         """Return how many rollouts are sampled before `step` starts."""
         return max(0, min(self.max_staleness, self.steps - step + 1))
-
-    @property
-    def optimal_value(self) -> OptimalValue | None:
-        """The algorithm's part whose values are estimated before the first update."""
-        return next((part for part in self.algorithm.advantage if isinstance(part, OptimalValue)), None)
-
-    def count_valued_prompts(self, part: OptimalValue, num_rows: int) -> int:
-        """Return how many prompts are valued before the first update, and trained on.
-
-        Args:
-            num_rows: Rows of the task's data; 0 for a task without end.
-
-        Raises:
-            ConfigError: They are fewer than a step takes, or their samples alone exceed the token budget.
-        """
-        option, per_step = "--algorithm.advantage.optimal-value.prompts", self.prompts_per_step
-        if part.prompts is not None and part.prompts < per_step:
-            raise ConfigError(
-                f"{option} {part.prompts} is less than --prompts-per-step {per_step}, and a step would have prompts twice: set "
-                f"it to {per_step} or more"
-            )
-        visited = self.steps * per_step
-        count = part.prompts or max(per_step, min(num_rows or visited, visited))
-        if self.tokens is not None and count * part.samples >= self.tokens:
-            raise ConfigError(
-                f"{self.algorithm.name} samples {part.samples} completions of {count:,} prompts before its first update, and "
-                f"--tokens {self.tokens:,} would be used up by then: set {option} to fewer prompts, or fewer --steps"
-            )
-        return count
 
     def is_finished(self, step: int, tokens: int) -> bool:
         """Return whether the run ends after `step` steps and `tokens` sampled tokens."""
