@@ -37,11 +37,11 @@ def updating(learner: FsdpLearner, rank: int, how: str, *args: Any) -> Any:
     return FsdpLearner.update(learner, *args)
 
 
-def drawing(learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int) -> None:
+def drawing(learner: FsdpLearner, requests: Sequence[Request], version: int, *args: Any) -> None:
     """Of a process above rank 0."""
     if version >= AFTER:
         for_ever()
-    sample_shard(learner, requests, version, end, pad)
+    sample_shard(learner, requests, version, *args)
 
 
 def hang(where: str, rank: int) -> None:
