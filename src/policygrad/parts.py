@@ -1,7 +1,6 @@
 """The parts of the equation, and the algorithms composed of them: `from policygrad.parts import Clip, GRPO`."""
 
-from importlib import import_module
-from typing import Any
+from policygrad.utils.lazy_exports import export_lazily
 
 _HOME = {
     "policygrad.algorithms": (
@@ -40,19 +39,5 @@ _HOME = {
     "policygrad.core.updates": "AdaptiveProblem CurvatureProblem DualDescent GradientSteps GradientProblem",
     "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
 }
-_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 
-__all__ = sorted(_WHERE)
-
-
-def __getattr__(name: str) -> Any:
-    """Import names on first use (PEP 562)."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'policygrad.parts' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = export_lazily(__name__, _HOME)

@@ -24,7 +24,7 @@ class Observations(FieldProvider):
         if is_single_answer:
             raise ConfigError(SINGLE_TURN_OBSERVATIONS)
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer if tokenizer.marks_contents else replace(tokenizer, marks_contents=True)
 
     def provide(self, collected: Collected, context: ProviderContext) -> Collected:

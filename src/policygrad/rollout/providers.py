@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -50,8 +49,8 @@ class Stage(IntEnum):
     """Other rows in place of these."""
     READINGS = 5
     """What other models read of the rows that are trained on. From here on another thread may sample."""
-    SAYINGS = 6
-    """What other models say of them."""
+    TEACHING = 6
+    """What teachers say of them."""
 
 
 PlayEpisodes = Callable[[list[EpisodeSpec], int], list[EpisodeGroup]]
@@ -71,14 +70,9 @@ class ProviderContext:
     """Plays episodes with another sampling than the step's."""
     score: ScoreGroups
 
-    @property
-    def play(self) -> PlayEpisodes:
-        """Plays episodes with the step's sampling."""
-        return partial(_play, self)
-
-
-def _play(context: ProviderContext, specs: list[EpisodeSpec], samples_per_prompt: int) -> list[EpisodeGroup]:
-    return context.play_with(specs, samples_per_prompt, context.sampling)
+    def play(self, specs: list[EpisodeSpec], samples_per_prompt: int) -> list[EpisodeGroup]:
+        """Play episodes with the step's sampling."""
+        return self.play_with(specs, samples_per_prompt, self.sampling)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +115,7 @@ class FieldProvider(ABC):
                 f"{reason}, which an environment's episodes do not allow: use a task of prompts and answers, or {alternative}"
             )
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer for the step's episodes."""
         return tokenizer
 

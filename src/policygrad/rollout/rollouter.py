@@ -184,7 +184,7 @@ class Rollouter:
         tokenizer = self.tokenizer
         for provider in providers:
             provider.check(is_single_answer=self.is_single_answer)
-            tokenizer = provider.prepare(tokenizer)
+            tokenizer = provider.prepare_tokenizer(tokenizer)
         if tokenizer is not self.tokenizer:
             return replace(self, tokenizer=tokenizer).collect(algorithm, config, request, evaluate)
         refilling = next((part for part in algorithm.filters if part.refills), None)
@@ -221,7 +221,7 @@ class Rollouter:
             batch = fill_required_fields(collected.batch, algorithm.filter_needs, evaluate)
             collected = replace(collected, batch=algorithm.apply_filters(batch, refilled=True))
             collected = run_providers(providers, collected, context, Stage.SCORES, Stage.ROWS)
-        collected = run_providers(providers, collected, context, Stage.READINGS, Stage.SAYINGS)
+        collected = run_providers(providers, collected, context, Stage.READINGS, Stage.TEACHING)
         batch, scoring = collected.batch, collected.scoring
         metrics = merge(
             measure_rollout([(r.groups, r.batch) for r in step.rounds]),

@@ -53,7 +53,7 @@ class ServedTeachers(FieldProvider):
     servers: Mapping[int, TokenScorer]
     """By position in `Reference.teachers`; the only one of `Reference.model` has position 0."""
     run_async: AsyncRunner
-    stage: ClassVar[Stage] = Stage.SAYINGS
+    stage: ClassVar[Stage] = Stage.TEACHING
 
     def provide(self, collected: Collected, context: ProviderContext) -> Collected:
         with span("score by teachers"):
