@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,24 @@ from policygrad.serve.adapters import AdapterSpec
 from policygrad.serve.losses import Datum
 from policygrad.serve.models import ClientModel, ServedNetwork, load_network
 
-pytest.importorskip("tinker", reason="the extra `serve`")
+tinker = pytest.importorskip("tinker", reason="the extra `serve`")
+
+
+@pytest.fixture(autouse=True)
+def ended_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End the signs of life of the SDK's sessions with their test: a thread sends them, and complains, until the process ends."""
+    holder = tinker.lib.internal_client_holder.InternalClientHolder
+    initialise, made = holder.__init__, []
+
+    def remember(self: Any, *args: Any, **options: Any) -> None:
+        made.append(self)
+        initialise(self, *args, **options)
+
+    monkeypatch.setattr(holder, "__init__", remember)
+    yield
+    for connection in made:
+        if (task := connection._session_heartbeat_task) is not None:
+            connection.get_loop().call_soon_threadsafe(task.cancel)
 
 
 @pytest.fixture(scope="session", autouse=True)
