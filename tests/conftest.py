@@ -22,6 +22,7 @@ from doubles.files import write_rows
 from doubles.forked import Forked, forking
 from policygrad import cli
 
+pytest_plugins = ["test_costs"]  # in scripts/
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if find_spec("hypothesis") is not None:  # a busy machine is no failure; others' environments do without it
     from hypothesis import settings
