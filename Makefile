@@ -2,18 +2,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The versions that are installed; constraints-oldest.txt has the oldest torch and transformers that are supported.
+CONSTRAINTS ?= constraints.txt
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-ray test-extras test-long test-vllm lint format fast control base-model shapes-model constraints clean help
+.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-ray test-extras test-full test-vllm lint format fast control base-model shapes-model constraints dist test-dist clean help
 help:
-	@echo "make train | test | test-long (what takes half a minute each) | fast (tests without the slow ones) | test-vllm (against a real one) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
+	@echo "make train | test | test-full (what it leaves out) | fast (tests without the slow ones) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
 # Training needs torch, transformers and what they need; the tests, the documentation and the extras that they try come on top.
 # pip is not quiet: it downloads for a minute or more, and every package is a line.
-$(TRAINS): pyproject.toml constraints.txt
+$(TRAINS): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing policygrad and what training needs into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
@@ -32,10 +34,10 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint suite
 
 suite: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full" $(ARGS)
 
-test-long: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m long $(ARGS)
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m full $(ARGS)
 
 fast: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
@@ -142,6 +144,22 @@ shapes-model: $(STAMP)
 
 constraints: $(STAMP)
 	@(head -2 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable) > .constraints.new && mv .constraints.new constraints.txt
+
+# A release: make test-dist builds and tries it; a tag vX.Y.Z publishes it (.github/workflows/release.yml).
+RELEASE := .environments/release
+$(RELEASE)/.installed: Makefile
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
+	@touch $@
+
+dist: $(RELEASE)/.installed
+	rm -rf build/dist
+	$(RELEASE)/bin/python -m build --outdir build/dist .
+	$(RELEASE)/bin/twine check --strict build/dist/*
+
+PYTHONS ?= $(PYTHON)
+test-dist: dist
+	$(RELEASE)/bin/python scripts/check_wheel.py build/dist --python $(PYTHONS) --constraints $(CONSTRAINTS) $(if $(TAG),--tag $(TAG))
 
 clean:
 	rm -rf $(VENV) $(OTHERS) .extras build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,11 +1,11 @@
 """What each test costs in CPU seconds, its processes included: a pytest plugin, and the table of rooms and dearest tests.
 
-    make costs                                 # the fast tier, then this table
+    make suite ARGS='--costs FILE'             # the fast tier; writes FILE
     python -m pytest --costs FILE tests/core   # writes FILE
     python scripts/test_costs.py FILE          # prints it
 
-CPU seconds and not seconds, since the machine may be busy. A process counts for the test during which it is waited for, so one that a
-module's tests share counts for the last of them, and what it does when it is never waited for counts for none.
+CPU seconds and not seconds, since the machine may be busy. A process counts for the test during which it is waited for, so one that
+a module's tests share counts for the last of them, and what it does when it is never waited for counts for none.
 """
 
 from __future__ import annotations
@@ -105,7 +105,11 @@ def format_costs(costs: Mapping[str, float]) -> str:
         files[file] += seconds
     lines = [f"{sum(costs.values()):8.0f}  CPU seconds of {len(costs)} tests"]
     for title, counter, count in (("room", rooms, None), ("file", files, DEAREST), ("test", Counter(costs), DEAREST)):
-        lines += ["", f"{'':8}  by {title}", *(f"{seconds:8.1f}  {name}" for name, seconds in counter.most_common(count))]
+        lines += [
+            "",
+            f"{'':8}  by {title}",
+            *(f"{seconds:8.1f}  {name}" for name, seconds in counter.most_common(count)),
+        ]
     return "\n".join(lines)
 
 

@@ -51,7 +51,7 @@ def _row(family: Mapping[str, Any]) -> tuple[str, ...]:
         f"no: {refused}" if refused else "in full, with LoRA",
         "yes" if family.get("shares") else "no",
         ", ".join(f"`{name}`" for name in family.get("left_out", ())),
-        "`make test`" if family.get("short") else "`make test-long`",
+        "`make test`" if family.get("short") else "`make test-full`",
     )
 
 

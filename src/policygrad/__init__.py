@@ -7,7 +7,7 @@ Here is what a run, a part of your own, an environment and an engine need. The p
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.1.0rc1"
 
 _HOME = {
     "policygrad.algorithms": "ALGORITHMS get_algorithm",

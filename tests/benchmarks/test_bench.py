@@ -388,7 +388,7 @@ def test_a_small_work_is_measured_whole(name: str, tmp_path: Path) -> None:
     assert found["facts"]["updates"] == work.steps + 1
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_component_runs_in_small(tmp_path: Path) -> None:
     """With the names that the library has now. Run on a copy: results are written beside the scripts."""

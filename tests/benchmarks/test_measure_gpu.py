@@ -31,7 +31,7 @@ def test_some_parts(tmp_path: Path) -> None:
     assert all("result" in part for part in parts.values())
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_all_parts(tmp_path: Path) -> None:
     code, output, parts = run(tmp_path / "gpu.json")

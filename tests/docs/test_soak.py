@@ -248,7 +248,7 @@ def test_what_a_process_holds_and_has_started() -> None:
     assert child.pid not in watched.below(os.getpid())
 
 
-@pytest.mark.long
+@pytest.mark.full
 @linux
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_compiled_blocks_take_the_same_steps(
     check(random_model, gradient_checkpointing=recompute)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_compiled_blocks_take_the_same_steps_by_inductor(random_model: Path) -> None:
     check(random_model)

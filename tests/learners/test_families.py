@@ -29,7 +29,7 @@ from policygrad.samplers.local.sampler import LocalSampler
 LENGTHS = (2, 75)
 """Of the prompts: padded on the left where they are read together, the longer one beyond every limit of the configurations
 (windows, chunks, top-k, compressed blocks), and of the delta rule's blocks of 64."""
-FAMILIES = [pytest.param(f, id=f.name, marks=() if f.short else pytest.mark.long) for f in families()]
+FAMILIES = [pytest.param(f, id=f.name, marks=() if f.short else pytest.mark.full) for f in families()]
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def failures(cases: dict[str, Any]) -> dict[str, str]:
     return result
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_two_processes_equal_one_for_every_algorithm(size: int) -> None:
@@ -106,7 +106,7 @@ def test_two_processes_equal_one_for_references_that_read_other_prompts() -> Non
             compared(ranks, live)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_equal_one_for_branching_episodes() -> None:
     names = ("grpo", "gspo", "ppo", "prime", "trpo", "exact norms", "exact KL to the reference")
@@ -115,7 +115,7 @@ def test_two_processes_equal_one_for_branching_episodes() -> None:
         assert failures(cases) == {}
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_equal_one_in_float32_for_some_algorithms() -> None:
     """Not those of many updates, or with a conjugate gradient: in one process, too, they depend on the micro-batches by more."""
@@ -151,7 +151,7 @@ def close(ranks: WorkerGroup, algorithm: pg.Algorithm, tolerance: float) -> None
     assert float((result - expected).norm()) <= tolerance * float(expected.norm())
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_gradient_in_float32(size: int) -> None:
@@ -195,7 +195,7 @@ LORA = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_processes_equal_one_with_adapters(size: int) -> None:

@@ -74,7 +74,7 @@ TABLE = {name: runnable(name) for name in ALGORITHMS} | {"kl_cov": replace(pg.KL
 """Of the sign of log r see `test_fsdp_matrix.py`."""
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_equals_one_process_for_every_gradient_algorithm(size: int) -> None:
@@ -95,7 +95,7 @@ def test_tensor_parallel_equals_one_process_for_every_gradient_algorithm(size: i
         assert wrong == {}
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_tensor_parallel_with_branching_episodes_float32_rows_and_recomputed_activations() -> None:
     with started(4) as ranks:

@@ -113,7 +113,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         load_calibration(tmp_path / "c.json")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_command_measures_this_machine_and_plans_with_it(tmp_path: Path) -> None:
     """In about a minute; and a plan of the made-up model's own work is near to what was measured."""

@@ -130,7 +130,7 @@ class Writing(LocalSampler):
         self.written.append(self.versions.publish(weights).path)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_two_process_learner_publishes_its_adapter(staleness: int, small: pg.Run, tmp_path: Path) -> None:

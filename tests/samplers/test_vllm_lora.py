@@ -31,7 +31,7 @@ pytest.importorskip("peft")
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM"),
 ]
 RANK = 6

@@ -59,7 +59,7 @@ LEFT_OUT = {"trpo", "natural", "trpo_vine", "distill"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
-    [*USUAL, *(pytest.param(n, marks=pytest.mark.long) for n in SINGLE_TURN if n not in {*USUAL, *LEFT_OUT})],
+    [*USUAL, *(pytest.param(n, marks=pytest.mark.full) for n in SINGLE_TURN if n not in {*USUAL, *LEFT_OUT})],
 )
 def test_run_on_a_device_without_float64_equals_the_cpus(algorithm: str, tmp_path: Path) -> None:
     """Every tensor is where it belongs, as the device refuses those of the CPU; and the same tokens are sampled."""

@@ -35,10 +35,10 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
 
 SOME = ("dapo", "ppo", "prime", "trpo_vine", "reinforce")
 """With rollouts that are drawn ahead too: with groups that wait, a critic, a reward model, a trust region, a baseline's state. The
-others with them are `make test-long`."""
+others with them are `make test-full`."""
 CASES = [
     *((name, 0) for name in SINGLE_TURN),
-    *(pytest.param(name, 1, marks=[] if name in SOME else pytest.mark.long) for name in SINGLE_TURN),
+    *(pytest.param(name, 1, marks=[] if name in SOME else pytest.mark.full) for name in SINGLE_TURN),
 ]
 
 

@@ -93,7 +93,7 @@ def test_the_upper_bound_counts_unreleased_memory() -> None:
     assert "at most" not in str(on_gpu)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_the_estimate_is_within_a_fifth_of_the_measured_memory(tmp_path: Path, tokens: int) -> None:

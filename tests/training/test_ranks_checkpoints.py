@@ -57,7 +57,7 @@ def gathers(learner: FsdpController) -> None:
     raise AssertionError("no process is to hold the whole state")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
     run: pg.Run, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +109,7 @@ def with_wrong(rank: int, how: str, at: int) -> Callable[[nn.Module, pg.Run], An
     return make
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "left"), [("before", 1), ("midst", 1), ("after", 1)])
 def test_a_process_that_is_killed_while_it_saves_leaves_a_run_that_resumes(
@@ -143,7 +143,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_rank_0_that_is_killed_before_it_seals_leaves_a_run_that_resumes(
     run: pg.Run, unbroken: Path, tmp_path: Path

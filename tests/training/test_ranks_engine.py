@@ -32,7 +32,7 @@ class Bare(pg.Callback):
         self.seen += all(p.is_meta for p in trainer.model.parameters())
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", ["", "rank=4"])
 def test_a_run_with_an_engine_is_that_of_one_process(
@@ -69,7 +69,7 @@ def test_a_run_with_an_engine_is_that_of_one_process(
     assert second.steps == 3
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while the server is silent", "while a tensor is gathered"])
 def test_a_signal_during_the_transfer_of_weights_stops_resumably(

@@ -73,7 +73,7 @@ def check_named(done: subprocess.CompletedProcess[str], folder: Path, message: s
     assert newest_step(folder / "run" / "checkpoints") == 1
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "what"), [("update", "updating"), ("draw", "drawing")])
 def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: Path, where: str, what: str) -> None:
@@ -86,7 +86,7 @@ def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: P
         assert pg.train(left, resume=tmp_path / where / "run", display=False).steps == 3
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["stop", "hold"])
 def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, tmp_path: Path, where: str) -> None:
@@ -97,7 +97,7 @@ def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, t
     assert ("wrong_ranks.py" in done.stderr and " in updating\n" in done.stderr) == (where == "hold")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_rank_0_that_hangs_ends_with_the_resumable_exit_code(run: pg.Run, tmp_path: Path) -> None:
     done = hung(run, tmp_path / "zero", "update", 0, [])
@@ -105,7 +105,7 @@ def test_rank_0_that_hangs_ends_with_the_resumable_exit_code(run: pg.Run, tmp_pa
     check_named(done, tmp_path / "zero", "rank 0 hung in for_ever (", "in updating\n")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hang_under_torchrun(run: pg.Run, tmp_path: Path) -> None:
     done = hung(run, tmp_path / "torchrun", "update", 1, [*TORCHRUN, "localhost:0"])

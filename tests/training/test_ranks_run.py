@@ -81,7 +81,7 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
     check_alike(alone, folder)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_path: Path) -> None:
     pytest.importorskip("peft")
@@ -96,7 +96,7 @@ def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_p
     assert resumed.steps == 4
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump_config(run))

@@ -15,7 +15,7 @@ LOOSE = 2e-4
 """Sums are taken in another order."""
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "then"), [(2, 1), (4, 3)])
 def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, then: int) -> None:

@@ -145,7 +145,7 @@ def check_bf16(ranks: WorkerGroup, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
-    [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))],
+    [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))],
 )
 def test_several_processes_equal_one(size: int) -> None:
     """In float64, to 12 digits. One start for all, since it takes seconds."""
@@ -204,7 +204,7 @@ class Killing(pg.Callback):
             other.kill()
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_path: Path, kind: str) -> None:
@@ -272,7 +272,7 @@ def _spoil(share: LearnerShard) -> None:
     optimizer.step = spoilt  # type: ignore[method-assign]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_adapters_are_trained_by_two_processes(random_model: Path, tmp_path: Path, kind: str) -> None:
@@ -298,7 +298,7 @@ def test_a_model_without_padding_needs_one_process(
         reward_model.PreferenceObjective(config.resolve())
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.slow
 def test_torchrun_starts_fine_tuning(random_model: Path, tmp_path: Path) -> None:
     alone = pg.train_sft(configured("sft", random_model, tmp_path, 1, "one"), display=False)

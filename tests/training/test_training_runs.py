@@ -84,11 +84,11 @@ def test_the_saved_model_has_the_same_logprobs_in_transformers(small: Run, tmp_p
 
 FEW = ("dapo", "kl_cov", "prorl", "trpo", "vapo", "vineppo")
 """What trains the base model in every test run; the others, which `test_every_algorithm_resumes` trains on a random model, do in
-`make test-long`."""
+`make test-full`."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in SINGLE_TURN])
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in SINGLE_TURN])
 def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> None:
     """One row of the matrix, two steps, on the real path; the metrics are finite and the weights have moved."""
     record = Record()
