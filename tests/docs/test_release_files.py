@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+import public_surface
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -68,7 +71,7 @@ def test_hooks_run_the_programs_of_the_development_environment() -> None:
     for hook in hooks:
         program = hook["entry"].split()[0]
         assert program.startswith(".venv/bin/"), hook["id"]
-        assert shutil.which(Path(program).name, path=str(Path(shutil.sys.executable).parent)), hook["id"]
+        assert shutil.which(Path(program).name, path=str(Path(sys.executable).parent)), hook["id"]
 
 
 def test_the_oldest_constraints_are_those_that_the_package_asks_for() -> None:
@@ -76,3 +79,12 @@ def test_the_oldest_constraints_are_those_that_the_package_asks_for() -> None:
     bounds = dict(re.findall(r'"(torch|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
     pinned = dict(re.findall(r"^(torch|transformers)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.M))
     assert {name: version.removesuffix(".0") for name, version in pinned.items()} == bounds
+
+
+def test_the_public_surface_is_the_committed_one() -> None:
+    """A name, an option, a field of JSON or a file of a run that comes or goes is a change that users notice."""
+    found, committed = public_surface.list_surface(), public_surface.PATH.read_text().splitlines()
+    gone, new = sorted({*committed} - {*found}), sorted({*found} - {*committed})
+    assert (gone, new) == ([], []), (
+        "if that is meant: python scripts/public_surface.py --write, and a line in CHANGELOG.md"
+    )
