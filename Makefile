@@ -32,6 +32,7 @@ train: $(TRAINS)
 # Side by side: the type checker is one process, and much of the suite waits for processes of its own.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint suite
+	@echo "Passed. make test-full adds kills at random moments, every algorithm and architecture in every kind of run, and engines' faults."
 
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full" $(ARGS)
