@@ -14,13 +14,12 @@ from typing import Any
 import policygrad
 from policygrad.algorithms import ALGORITHMS
 from policygrad.catalog import CATALOG
+from policygrad.commands.docstrings import read_field_docs, summarise_docstring
 from policygrad.commands.render import (
     EQUATION_COLUMNS,
     describe_algorithm,
     format_part,
-    read_field_docs,
     shorten_number,
-    summarise_docstring,
 )
 from policygrad.commands.styled import HEAD, NAME, QUIET, TextRow
 from policygrad.core.algorithm import Algorithm, append_link
