@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, resolve_world_size
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
-from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_sizes import SMALL_MODEL_PARAMETERS
 from policygrad.utils.field_types import check_field_types
 
 if TYPE_CHECKING:  # torch, which is slow
