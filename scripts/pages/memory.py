@@ -12,7 +12,7 @@ from pages.commands import format_json
 from policygrad.algorithms import ALGORITHMS
 from policygrad.learners.local.activation_memory import saved_activation_bytes
 from policygrad.models.loading import DTYPES, resolve_model
-from policygrad.planning.model_shapes import EMBEDDED_MODEL
+from policygrad.planning.model_sizes import EMBEDDED_MODEL
 from policygrad.tasks import EMBEDDED
 from policygrad.training.memory_probe import count_model, name_case
 

@@ -14,7 +14,8 @@ import policygrad
 from pages.markdown import block, page, table
 from policygrad import parts
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.render import format_part, read_field_docs, shorten_number
+from policygrad.commands.docstrings import read_field_docs
+from policygrad.commands.render import format_part, shorten_number
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import Part
 from policygrad.core.validation import ROLES

@@ -21,11 +21,10 @@ from safetensors.torch import load_file
 
 from doubles.checkpoints import Stages, in_child, names, silent
 from policygrad.checkpoint.format import CheckpointWriter, load_checkpoint, load_latest, open_tensors, save_checkpoint
-from policygrad.checkpoint.manager import Checkpointer
+from policygrad.checkpoint.manager import Checkpointer, ShardedState
 from policygrad.checkpoint.manifest import dump_json, seal, shard_name
 from policygrad.checkpoint.shards import (
     DTYPES,
-    ShardedState,
     ShardFile,
     TensorShard,
     build_shard_index,

@@ -14,7 +14,8 @@ import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.describe import FAMILIES, classify_family, group_by_family
-from policygrad.commands.render import build_matrix_row, read_field_docs
+from policygrad.commands.docstrings import read_field_docs
+from policygrad.commands.render import build_matrix_row
 from policygrad.commands.show import format_matrix
 from policygrad.core.validation import ROLES
 from policygrad.training.config.serialization import list_parts

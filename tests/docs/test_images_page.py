@@ -11,7 +11,7 @@ import pytest
 from doubles.vision_models import FAMILIES, make_picture
 from policygrad.cli import main
 from policygrad.tasks import load_task
-from policygrad.utils.pictures import content_text, list_pictures
+from policygrad.utils.message_parts import content_text, list_pictures
 
 PAGE = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
 

@@ -30,7 +30,8 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, code_in_argv, missing_permissions
 from policygrad.utils.child_environment import filter_environment
-from policygrad.utils.pictures import Picture, list_pictures
+from policygrad.utils.message_parts import list_pictures
+from policygrad.utils.pictures import Picture
 from policygrad.verification.verify import verify_run
 
 TESTS = Path(__file__).parents[1]

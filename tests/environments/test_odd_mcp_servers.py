@@ -21,7 +21,7 @@ from policygrad.environments.tools import Tool
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.models.tool_calls import ToolCall
-from policygrad.utils.pictures import UNSEEN_PICTURE
+from policygrad.utils.message_parts import UNSEEN_PICTURE
 
 QUESTION = pg.Example(({"role": "user", "content": "Look."},), {})
 ODD = (sys.executable, odd_mcp_server.__file__)

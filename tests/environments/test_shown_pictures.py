@@ -20,7 +20,8 @@ from policygrad.training.config.evaluation import EvaluationConfig
 from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import CodePermissions
-from policygrad.utils.pictures import content_text, list_pictures, to_parts
+from policygrad.utils.message_parts import content_text, list_pictures
+from policygrad.utils.pictures import to_parts
 from policygrad.verification.verify import verify_run
 
 QUESTION = [{"prompt": [{"role": "user", "content": "<image>what?"}], "images": ["0.png"], "answer": "a"}]

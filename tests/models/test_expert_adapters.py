@@ -24,7 +24,7 @@ from policygrad.models.lora_config import Lora
 from policygrad.models.replica import clone_model
 from policygrad.weight_sync import folder as weight_folder
 from policygrad.weight_sync.base import LazyStateDict
-from policygrad.weight_sync.merging import merge_adapters_lazily
+from policygrad.weight_sync.folder import merge_adapters_lazily
 
 pytest.importorskip("peft")
 

@@ -27,7 +27,7 @@ from policygrad.tasks.benchmarks import (
     load_reported,
     parse_benchmarks,
 )
-from policygrad.utils.pictures import content_text
+from policygrad.utils.message_parts import content_text
 
 KNOWN = load_benchmarks()
 CASES = [{"input": "2\n", "output": "4\n", "testtype": "stdin"}]

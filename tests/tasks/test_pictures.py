@@ -31,7 +31,8 @@ from policygrad.tasks.preferences import read_demonstrations, read_preferences
 from policygrad.tasks.rows import RowOptions, load_examples, open_rows
 from policygrad.tasks.sources import digest_data
 from policygrad.utils import pictures
-from policygrad.utils.pictures import Picture, content_text, from_pil, list_pictures, make_thumbnail, to_plain
+from policygrad.utils.message_parts import content_text, list_pictures, to_plain
+from policygrad.utils.pictures import Picture, from_pil
 
 RED = make_picture(32, 24, 1).data
 BLUE = make_picture(16, 16, 2).data
@@ -480,7 +481,7 @@ def test_a_file_that_claims_too_much_or_ends_early_is_refused(data: bytes, messa
 
 
 def test_a_thumbnail_is_small() -> None:
-    thumbnail = Picture(data=make_thumbnail(make_picture(600, 300, 3)))
+    thumbnail = Picture(data=make_picture(600, 300, 3).make_thumbnail())
     assert thumbnail.size == (128, 64)
     assert pictures.THUMBNAIL_SIDE == 128
 

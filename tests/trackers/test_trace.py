@@ -24,7 +24,8 @@ from policygrad.samplers.base import Generation
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.trackers import RunInfo
 from policygrad.trackers.trace import TraceFile, read_events, trace_files
-from policygrad.utils.spans import SpanRecorder, span, start_recording, stop_recording
+from policygrad.utils.span_recorder import SpanRecorder
+from policygrad.utils.spans import span, start_recording, stop_recording
 
 SPAN_KEYS = {"name", "cat", "ph", "ts", "dur", "pid", "tid"}
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from doubles.rollouts import empty
-from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_sizes import SMALL_MODEL_PARAMETERS
 from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
 from policygrad.training.learner_setup import limit_torch_threads

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from policygrad.utils import spans
-from policygrad.utils.spans import MAX_LANES, SpanRecord, SpanRecorder, span, start_recording, stop_recording
+from policygrad.utils.span_recorder import MAX_LANES, SpanRecord, SpanRecorder
+from policygrad.utils.spans import span, start_recording, stop_recording
 
 
 class Ticking:
@@ -137,7 +138,7 @@ def test_without_a_recorder_a_span_measures_and_leaves_nothing(monkeypatch: pyte
         pass
     assert measured.seconds == 0.001
     assert not spans.is_recording()
-    assert spans._current.get() is None
+    assert spans.current_span() is None
 
 
 def test_a_sink_gets_everything_once_and_its_failure_waits_for_the_run(recorder: SpanRecorder) -> None:

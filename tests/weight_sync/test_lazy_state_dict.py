@@ -30,10 +30,10 @@ from policygrad.weight_sync.folder import (
     INDEX,
     make_adapter_writer,
     make_safetensors_writer,
+    merge_adapters_lazily,
     save_lazy_model,
     write_safetensors,
 )
-from policygrad.weight_sync.merging import merge_adapters_lazily
 
 
 class Source:

@@ -323,7 +323,7 @@ def _gates(
     k = [recording.setting(f"vespo_{name}") for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")]
     if all(x is not None for x in k):
         gates.append(GammaKernel(*(x for x in k if x is not None)))
-    if isinstance(level, Token):
+    if level.per_token:
         configured = recording.setting("epsilon_low", "epsilon", "clip_ratio_low", "clip_ratio")
         gates += [
             GeometricMean(),
@@ -343,7 +343,7 @@ def _gates(
             continue
         seen.add(name)
         selected = batch
-        if isinstance(other, SecondMomentFilter):
+        if "selected" in other.needs:
             assert recording.logp is not None
             selected = replace(batch, selected=other.select_tokens(Forward(recording.logp), batch, psi))
         yield name, other, other.weight(ratio, psi, selected), ""
@@ -493,7 +493,7 @@ def _weights(
 
 
 def _value(gate: Gate, ratio: Tensor, psi: Tensor, batch: Batch, recording: AuditBatch) -> Tensor:
-    if isinstance(gate, SecondMomentFilter):
+    if "selected" in gate.needs:
         assert recording.logp is not None
         batch = replace(batch, selected=gate.select_tokens(Forward(recording.logp), batch, psi))
     return gate.value(ratio, psi, batch)

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from policygrad.checkpoint.manifest import (
+    TENSORS_FILE,
     check_manifest,
     decode_json,
     dump_json,
@@ -34,9 +35,11 @@ from policygrad.checkpoint.manifest import (
     storage_key,
     verify_files,
 )
-from policygrad.checkpoint.shards import TENSORS_FILE, ShardedTensors, ShardFile, build_shard_index
 from policygrad.errors import CheckpointError
 from policygrad.utils.filesystem import apply_default_permissions, explain_write_error, install_folder
+
+if TYPE_CHECKING:
+    from policygrad.checkpoint.shards import ShardedTensors, ShardFile
 
 STATE = "state.json"
 FILES = (STATE, TENSORS_FILE)  # files of every checkpoint besides its manifest
@@ -139,6 +142,8 @@ class CheckpointWriter:
             files = wait_for_shards()
             entries = {shard_name(number): file.entry for number, file in enumerate(files)}
             if files:
+                from policygrad.checkpoint.shards import build_shard_index
+
                 self._text = dump_json(self._record | {"shards": build_shard_index(files)})
             try:
                 save_file(self._arrays, self.folder / TENSORS_FILE)
@@ -220,7 +225,7 @@ def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda nam
     files = verify_files(path, FILES)
     try:
         record = json.loads((path / STATE).read_bytes())
-        with ShardedTensors(path, record, len(files) - len(FILES)) as stored:
+        with _open_stored(path, record, len(files)) as stored:
             if unknown := set(record.get("tensors", stored.unsharded)) ^ stored.unsharded:
                 raise CheckpointError(f"{path / TENSORS_FILE} does not match {STATE}: {min(unknown)!r} is only in one")
             tensors = {n: stored.spec(n) if keep_on_meta(n) else stored.read(n) for n in stored.names}
@@ -236,10 +241,16 @@ def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda nam
 def open_tensors(path: Path) -> ShardedTensors:
     """Open the tensors of a checkpoint that `load_checkpoint` has verified. Raises CheckpointError if they cannot be read."""
     try:
-        num_files = len(check_manifest(path, FILES)) - len(FILES)
-        return ShardedTensors(path, json.loads((path / STATE).read_bytes()), num_files)
+        num_files = len(check_manifest(path, FILES))
+        return _open_stored(path, json.loads((path / STATE).read_bytes()), num_files)
     except _READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+
+def _open_stored(path: Path, record: Mapping[str, Any], num_files: int) -> ShardedTensors:
+    from policygrad.checkpoint.shards import ShardedTensors  # a run that starts reads none
+
+    return ShardedTensors(path, record, num_files - len(FILES))
 
 
 # The checkpoints in a folder: listing, recovery after a kill, deletion of old ones.

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from policygrad.checkpoint import format as checkpoints
-from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import CheckpointError, NumericsError
 from policygrad.utils.async_runner import start_thread
 from policygrad.utils.spans import span
+
+if TYPE_CHECKING:
+    from policygrad.checkpoint.shards import ShardFile
+
+SavedState = tuple[dict[str, Tensor], dict[str, Any]]  # tensors by name, and JSON values
 
 
 class HasStep(Protocol):
@@ -31,6 +35,17 @@ class HasStep(Protocol):
 
 P = TypeVar("P", bound=HasStep)
 MAX_SNAPSHOT_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class ShardedState(Generic[P]):
+    """How to save a state that is sharded over processes, in the background and without gathering it."""
+
+    pack: Callable[[P], SavedState]  # returns what is not sharded
+    start_save: Callable[[Path], Callable[[], Sequence[ShardFile]]]
+    """Makes every process copy its shard and write the copy into the folder. The result waits until all have, and raises OSError
+    or CheckpointError if one could not."""
+    is_sharded: Callable[[str], bool]  # whether the processes read a checkpoint's tensor, by its name
 
 
 @dataclass(eq=False)

@@ -21,6 +21,9 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**20  # more than any manifest has
 
 
+TENSORS_FILE = "tensors.safetensors"  # tensors that one process has written completely
+
+
 def shard_name(number: int) -> str:
     """Return the file name of one of several processes, counted from 0."""
     return f"shard-{number:05d}.safetensors"

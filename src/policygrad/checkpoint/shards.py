@@ -13,23 +13,22 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from policygrad.checkpoint.manifest import shard_name
+from policygrad.checkpoint.manifest import TENSORS_FILE, shard_name
 from policygrad.errors import CheckpointError
 
-TENSORS_FILE = "tensors.safetensors"  # tensors that one process has written completely
 # By their names in safetensors.
 DTYPES = {
     "F64": torch.float64,
@@ -45,8 +44,6 @@ DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Box = tuple[Sequence[int], Sequence[int]]  # (offset, size) of a part of a tensor
-SavedState = tuple[dict[str, Tensor], dict[str, Any]]  # tensors by name, and JSON values
-P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -218,14 +215,3 @@ def _intersect(box: Box, shard: Box) -> tuple[tuple[slice, ...], tuple[slice, ..
         in_shard.append(slice(low - b, high - b))
         in_box.append(slice(low - a, high - a))
     return tuple(in_shard), tuple(in_box)
-
-
-@dataclass(frozen=True)
-class ShardedState(Generic[P]):
-    """How to save a state that is sharded over processes, in the background and without gathering it."""
-
-    pack: Callable[[P], SavedState]  # returns what is not sharded
-    start_save: Callable[[Path], Callable[[], Sequence[ShardFile]]]
-    """Makes every process copy its shard and write the copy into the folder. The result waits until all have, and raises OSError
-    or CheckpointError if one could not."""
-    is_sharded: Callable[[str], bool]  # whether the processes read a checkpoint's tensor, by its name

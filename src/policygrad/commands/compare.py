@@ -66,7 +66,6 @@ from policygrad.compare.report import (
     too_few_seeds,
 )
 from policygrad.compare.runner import AXES, ComparisonRun, SubprocessRunner
-from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError, RunError
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.samplers.base import SamplingParams
@@ -170,10 +169,10 @@ def _row(
     steps = max(MIN_STEPS, tokens // answers + 1)  # tokens end a run, not steps
     argv = merge_argv(argv[:1], ("--evaluation.every", str(every), "--steps", str(steps)), argv[1:])
     # Tune the learning rate, or the radius of a trust region, unless the row sets it.
-    lr, delta = TUNABLE_OPTIONS
     rule = run.algorithm.update_rule
-    knob = lr if rule.uses_lr else delta if isinstance(rule, TrustRegion) else ""
-    knob = "" if knob in option_names(argv) else knob
+    setting, _ = rule.step_size or ("", "")
+    size = "--lr" if rule.uses_lr else f"--algorithm.update-rule.{setting}"
+    knob = size if size in grids and size not in option_names(argv) else ""
     grid = grids.get(knob, ())
     tried = resolve_row(request.label, (*argv, knob, f"{grid[0]:g}") if grid else argv)
     measure = {
@@ -199,7 +198,7 @@ def _row(
         tuned_option=knob,
         grid=grid,
         measure=measure,
-        settings=settings if grid and knob == lr else {**settings, "lr": tried.lr},
+        settings=settings if grid and rule.uses_lr else {**settings, "lr": tried.lr},
         change=request.change,
         reason=reason,
     )

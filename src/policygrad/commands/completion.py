@@ -23,7 +23,7 @@ from policygrad.compare.plan import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.report import EXPERIMENTS
 from policygrad.planning.hardware import DEVICES
-from policygrad.planning.model_shapes import EMBEDDED_MODELS, VISION_MODEL
+from policygrad.planning.model_sizes import EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.resolve import list_rewards
 from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
 from policygrad.samplers.engines.registry import ENGINES

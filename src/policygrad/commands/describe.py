@@ -14,21 +14,18 @@ from typing import Any
 import policygrad
 from policygrad.algorithms import ALGORITHMS
 from policygrad.catalog import CATALOG
+from policygrad.commands.docstrings import read_field_docs, summarise_docstring
 from policygrad.commands.render import (
     EQUATION_COLUMNS,
     describe_algorithm,
     format_part,
-    read_field_docs,
     shorten_number,
-    summarise_docstring,
 )
 from policygrad.commands.styled import HEAD, NAME, QUIET, TextRow
 from policygrad.core.algorithm import Algorithm, append_link
 from policygrad.core.base import Advantage, Part
 from policygrad.core.gates import Clip
-from policygrad.core.ratios import Token
 from policygrad.core.validation import ROLES, frozen_problem
-from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 from policygrad.tasks.benchmarks import Benchmark
 from policygrad.training.config.serialization import (
@@ -103,13 +100,13 @@ FAMILIES = (
 def classify_family(a: Algorithm) -> str:
     """Return the family of an algorithm, from its parts: where it takes credit from and how it weighs old samples."""
     single, values, group, clipped, gated, completion = FAMILIES
-    if a.critic is not None or any(link.samples_values or isinstance(link, Vine) for link in a.advantage):
+    if a.critic is not None or a.replaces_rows or any(link.samples_values for link in a.advantage):
         return values
     if not any(link.uses_group_statistics for link in a.advantage):
         return single
     if a.ratio is None:
         return group
-    if not isinstance(a.ratio, Token):
+    if not a.ratio.per_token:
         return completion
     return clipped if isinstance(a.gate, Clip) else gated
 

@@ -43,7 +43,7 @@ from policygrad.training.config.run import RunOptions, UncheckedRun
 from policygrad.training.config.serialization import EVAL_OPTIONS, load_eval_options
 from policygrad.training.config.trust import RUN_FILE, CodePermissions, code_in_argv
 from policygrad.utils.child_environment import check_variable_names
-from policygrad.utils.pictures import content_text
+from policygrad.utils.message_parts import content_text
 
 if TYPE_CHECKING:
     from policygrad.training.benchmarks import BenchmarkResult

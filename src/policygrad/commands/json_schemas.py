@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from policygrad.commands import COMMANDS
+from policygrad.commands.docstrings import read_field_docs
 from policygrad.commands.json_output import OUTPUTS, Error
-from policygrad.commands.render import read_field_docs
 from policygrad.errors import ConfigError
 
 Schema = dict[str, Any]

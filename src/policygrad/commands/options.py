@@ -17,8 +17,8 @@ import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import STOPPED
+from policygrad.commands.docstrings import summarise_docstring
 from policygrad.commands.json_output import print_json
-from policygrad.commands.render import summarise_docstring
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import ObjectiveTerm, Part
 from policygrad.errors import ConfigError, RunError

@@ -35,7 +35,6 @@ from policygrad.commands.options import (
     run_training,
 )
 from policygrad.commands.parsing import list_help_flags, parse_arguments
-from policygrad.commands.render import describe_algorithm
 from policygrad.commands.styled import get_page_width, wrap_rows
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
@@ -176,6 +175,7 @@ def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
 
 def format_configuration(run: Run) -> str:
     """Return the configuration as TOML for --config; comments above it show the equation, and below it the memory needed."""
+    from policygrad.commands.render import describe_algorithm
     from policygrad.training.cost_estimate import estimate_memory
 
     warning = [run.minibatch_warning, ""] if run.minibatch_warning else []

@@ -482,6 +482,13 @@ class OptimalValue(Advantage):
     def formula(self) -> str:
         return f"R − V*,  V* = {self.beta:g}·log mean_j exp(r_j/{self.beta:g}) over {self.samples} completions of π_ref"
 
+    @property
+    def extra_samples(self) -> str:
+        return f"{self.samples} completions of every training prompt, before the first update"
+
+    def value_prompts(self, logp_ref: Tensor, reward: Tensor) -> Tensor:
+        return self.beta * (logp_ref + reward / self.beta).logsumexp(1)
+
     def estimate_value(self, rewards: Sequence[float]) -> float:
         """Return V* of a prompt, given the rewards of its completions; NaN without any."""
         if not rewards:
@@ -742,6 +749,10 @@ class TeacherLogRatio(Advantage):
                 "Python reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing, "
                 "unless it reads more than the policy (Reference.templates; algorithm sdft)"
             )
+
+    @property
+    def reference_penalty(self) -> float:
+        return self.coefficient
 
     @property
     def is_zero(self) -> bool:

@@ -113,6 +113,11 @@ class Algorithm:
         return filled | ({"logp_old"} if self.update_rule.updates > 1 else frozenset())
 
     @property
+    def replaces_rows(self) -> bool:
+        """True if the rows of a batch are no completions but what a provider puts in their place."""
+        return any(link.replaces_rows for link in self.advantage)
+
+    @property
     def filter_needs(self) -> frozenset[str]:
         """The `Batch` fields that must be filled before `apply_filters`."""
         return frozenset[str]().union(*(part.needs for part in self.filters))

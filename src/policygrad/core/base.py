@@ -50,6 +50,16 @@ class Part:
         """One line for the printed equation."""
         return type(self).__name__
 
+    @property
+    def extra_samples(self) -> str:
+        """What a run samples for the part beside the completions that it trains on, in words; empty for nothing."""
+        return "a greedy completion of every prompt" if "baseline" in self.needs else ""
+
+    @property
+    def reference_penalty(self) -> float:
+        """β, if a term or an advantage adds −β·KL(π_θ‖π_ref) to the objective, estimated or exact."""
+        return 0.0
+
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         """Yield why the part does not fit the other parts, each with a remedy. `Algorithm` asks when it is built.
 
@@ -117,6 +127,26 @@ class Advantage(Part):
     samples_values: ClassVar[bool] = False
     """True if the rollout must estimate `Batch.values` from `samples` fresh completions of each step's prefix."""
     samples: int = 0
+    replaces_rows: ClassVar[bool] = False
+    """True if a provider puts other rows in place of the completions, such as single tokens tried in one state."""
+
+    @property
+    def extra_samples(self) -> str:
+        if self.samples_values or self.replaces_rows:
+            return "completions sampled from within others, to estimate values"
+        return super().extra_samples
+
+    def value_prompts(self, logp_ref: Tensor, reward: Tensor) -> Tensor | None:
+        """Return the exact `Batch.baseline` of prompts whose completions are all known; None for the greedy completion's reward.
+
+        Args:
+            logp_ref: [P, N] log-probabilities of all completions under π_ref.
+            reward: [P, N].
+
+        Returns:
+            [P].
+        """
+        return None
 
     @property
     def is_zero(self) -> bool:
@@ -235,6 +265,11 @@ class ObjectiveTerm(Part):
     """μ in a mixture (1 − μ)·J + μ·term; the policy term keeps 1 minus the sum of these. 0: the term is simply added."""
 
     @property
+    def kl_alpha(self) -> float:
+        """Which divergence from π_ref `Forward.kl_ref` holds, for a term that reads it: see `ExactKLToReference.alpha`."""
+        return 1.0
+
+    @property
     def final_mixture_weight(self) -> float:
         """μ at the end of its schedule, for a term that has one."""
         return self.mixture_weight
@@ -328,6 +363,8 @@ class UpdateRule(Part):
 
     uses_lr: ClassVar[bool] = True
     """True if the policy's learning rate has an effect."""
+    step_size: ClassVar[tuple[str, str] | None] = None
+    """The setting that sets the size of the steps without a learning rate, and its unit."""
     minibatches: int = 1
     """Number of minibatches, each of full groups, that a rollout is split into."""
 

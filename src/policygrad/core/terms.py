@@ -87,6 +87,10 @@ class KLToReference(AdaptiveBeta, Term):
     """token: u of each token; sequence: the completion's Σ u at every token, for form k2."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
+    @property
+    def reference_penalty(self) -> float:
+        return self.beta
+
     def __post_init__(self) -> None:
         if str(self.form) == "k1":
             raise ConfigError(
@@ -373,13 +377,21 @@ class ExactKLToReference(LossTerm):
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
 
     @property
+    def reference_penalty(self) -> float:
+        return self.beta
+
+    @property
+    def kl_alpha(self) -> float:
+        return self.alpha
+
+    @property
     def formula(self) -> str:
         named = {1.0: "KL(π_θ‖π_ref)", 0.0: "KL(π_ref‖π_θ)"}
         return f"−{self.beta:g}·∇{named.get(self.alpha, f'JSD_{self.alpha:g}(π_ref, π_θ)')} over the vocabulary"
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         yield from _find_uncorrected(self, algorithm)
-        if len({term.alpha for term in algorithm.terms if isinstance(term, ExactKLToReference)}) > 1:
+        if len({term.kl_alpha for term in algorithm.terms if "kl_ref" in term.forward_needs}) > 1:
             yield "several ExactKLToReference have different alphas, and a pass computes one divergence: give all the same alpha"
 
     def token_mask(self, batch: Batch) -> Tensor | None:

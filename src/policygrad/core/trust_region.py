@@ -99,6 +99,7 @@ class TrustRegion(UpdateRule):
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     uses_lr: ClassVar[bool] = False
     """δ sets the length of the step."""
+    step_size: ClassVar[tuple[str, str]] = ("delta", "in nats per token")
 
     def __post_init__(self) -> None:
         super().__post_init__()

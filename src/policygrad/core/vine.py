@@ -63,6 +63,7 @@ class Vine(Advantage):
     samples: int = setting(1, "at least 1", "completion per action")
     distinct: bool = True
     starts_chain: ClassVar[bool] = True
+    replaces_rows: ClassVar[bool] = True
     providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.vine:VineRows",)
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:

@@ -35,7 +35,7 @@ from policygrad.sandbox.backends import find_bwrap, list_interpreter_paths
 from policygrad.tasks.base import Example
 from policygrad.utils.child_environment import check_variable_names, explain_missing_variable, filter_environment
 from policygrad.utils.filesystem import parse_json, read_untrusted
-from policygrad.utils.pictures import to_plain
+from policygrad.utils.message_parts import to_plain
 from policygrad.utils.processes import list_descendants
 
 if TYPE_CHECKING:

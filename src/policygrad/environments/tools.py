@@ -20,7 +20,8 @@ from policygrad.rollout.environment import Action, Capabilities, Environment, Ob
 from policygrad.sandbox.python_tool import truncate_middle
 from policygrad.tasks.base import Example, Prompt
 from policygrad.utils.async_runner import OverdueError, await_with_timeout, run_in_daemon_thread
-from policygrad.utils.pictures import content_text, to_parts
+from policygrad.utils.message_parts import content_text
+from policygrad.utils.pictures import to_parts
 
 MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS = "malformed", "unknown", "arguments", "raised", "slow", "excess"
 FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS)

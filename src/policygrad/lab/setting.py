@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.advantages import OptimalValue, RunningMean, TeacherLogRatio, reward_to_go, total_rewards
+from policygrad.core.advantages import RunningMean, reward_to_go, total_rewards
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.shaping import KLInReward
-from policygrad.core.terms import ExactKLToReference, KLToReference
 from policygrad.core.validation import check_sampling
-from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 from policygrad.lab.sequences import World, derivative, sample_normal
 
@@ -24,7 +22,7 @@ STEP_TOKENS = 2  # tokens per step of an answer, for parts that read step ends; 
 
 def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
     """Return why the lab cannot measure an algorithm with groups of this size; None = it can."""
-    if any(isinstance(link, Vine) for link in algorithm.advantage):
+    if algorithm.replaces_rows:
         return (
             f"{algorithm.name} trains on single tokens sampled within answers (Vine), but the lab's steps are groups of complete "
             "completions: use trpo, its single-path variant"
@@ -39,7 +37,7 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
             f"{algorithm.name} has a reference that reads other prompts (Reference.templates), which the lab's worlds do not have: "
             "use distill"
         )
-    if any(isinstance(term, ExactKLToReference) and term.alpha != 1 for term in algorithm.terms):
+    if any(term.kl_alpha != 1 for term in algorithm.terms):
         return f"{algorithm.name} has a divergence that is no expectation of a reward: set ExactKLToReference.alpha=1"
     try:
         check_sampling(algorithm, group_size, 1.0)
@@ -123,8 +121,8 @@ class LabSetting:
         if "baseline" in needs:  # the greedy completion's reward, at each completion of its prompt
             baseline = (world.reward * world.greedy(self.sampling_theta)).sum(1)
             for part in algorithm.advantage:
-                if isinstance(part, OptimalValue):  # V*, exactly: of all completions under π_ref
-                    baseline = part.beta * (world.logp(reference) + world.reward / part.beta).logsumexp(1)
+                if (exact := part.value_prompts(world.logp(reference), world.reward)) is not None:
+                    baseline = exact
             filled["baseline"] = baseline.repeat_interleave(world.tree.size)
         if "example_id" in needs:
             filled["example_id"] = batch.group
@@ -179,9 +177,8 @@ class LabSetting:
         if not algorithm.reads_reward:
             batch = replace(batch, reward=torch.zeros_like(batch.reward), token_reward=None)
         for part in (*algorithm.terms, *algorithm.advantage):
-            if isinstance(part, KLToReference | ExactKLToReference | TeacherLogRatio):
-                scale = part.coefficient if isinstance(part, TeacherLogRatio) else part.beta
-                batch = KLInReward(scale)(batch)
+            if part.reference_penalty:
+                batch = KLInReward(part.reference_penalty)(batch)
         reward = total_rewards(batch).reshape(self.world.prompts, -1)
         if prompt is None:
             return self.world.gradient(self.theta, reward)

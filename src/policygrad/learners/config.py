@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, resolve_world_size
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
-from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_sizes import SMALL_MODEL_PARAMETERS
 from policygrad.utils.field_types import check_field_types
 
 if TYPE_CHECKING:  # torch, which is slow
@@ -257,8 +257,7 @@ class LearnerConfig:
 
 def explain_step_size(rule: UpdateRule) -> str:
     """Return what sets the size of the steps of an update rule without a learning rate."""
-    from policygrad.core.trust_region import TrustRegion
-
-    if isinstance(rule, TrustRegion):
-        return "algorithm.update_rule.delta, in nats per token, sets the size of its steps"
-    return "it has no such setting"
+    if rule.step_size is None:
+        return "it has no such setting"
+    setting, unit = rule.step_size
+    return f"algorithm.update_rule.{setting}, {unit}, sets the size of its steps"

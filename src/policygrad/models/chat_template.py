@@ -11,7 +11,7 @@ from policygrad.errors import ModelError
 from policygrad.models.bounded_templates import TemplateOverrunError, bounded_rendering
 from policygrad.models.messages import MESSAGE_WEIGHT, Message, Tools
 from policygrad.models.tool_calls import ToolCall, get_chat_template, parser_for_template, supports_tools
-from policygrad.utils.pictures import content_text, list_pictures
+from policygrad.utils.message_parts import content_text, list_pictures
 
 if TYPE_CHECKING:
     from policygrad.models.tokenizer import Tokenizer

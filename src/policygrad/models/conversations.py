@@ -22,7 +22,7 @@ from policygrad.models.control_tokens import (
     make_placeholder,
 )
 from policygrad.models.messages import ANY_END, EncodedText, HistoryRewrittenError, Message, Tools
-from policygrad.utils.pictures import content_text
+from policygrad.utils.message_parts import content_text
 
 if TYPE_CHECKING:
     from policygrad.models.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from policygrad.models.lora_config import (
     suppress_pattern_warning,
 )
 from policygrad.models.traits import ADAPTER_WEIGHTS, adapter_configs
-from policygrad.planning.model_shapes import EMBEDDED_MODELS, check_sizes
+from policygrad.planning.model_sizes import EMBEDDED_MODELS, check_sizes
 from policygrad.utils.filesystem import UnusableDataError, open_regular, parse_json, read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

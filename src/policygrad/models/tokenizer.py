@@ -26,7 +26,7 @@ from policygrad.models.messages import ANY_END, EncodedText, Message, Tools
 from policygrad.models.template_options import check_template_options, parse_template_options
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 from policygrad.models.traits import placeholder_id
-from policygrad.utils.pictures import list_pictures
+from policygrad.utils.message_parts import list_pictures
 
 if TYPE_CHECKING:
     from policygrad.models.vision import PictureProcessor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,21 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.errors import ConfigError
+from policygrad.planning.model_sizes import EMBEDDED_MODELS, MAX_SIZES, shorten_value
 from policygrad.utils.filesystem import read_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Architectures whose weights can be counted, by `model_type`."""
-SMALL_MODEL_PARAMETERS = 5_000_000  # below, a matrix product is finished before a second thread has woken up
-EMBEDDED_MODEL = "tiny"
-VISION_MODEL = "shapes"
-EMBEDDED_MODELS = (EMBEDDED_MODEL, VISION_MODEL)
-"""The models inside the package: one of text, one that also sees."""
 LANGUAGE_MODELS = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """The language models inside models that see, and the text models of the same shape."""
-MAX_SIZES = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1_000) | dict.fromkeys(
-    ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), 2**24
-)
-"""Upper limits of the numbers in a config.json, several times those of any real model; larger ones would take hours to build."""
 VARIANT_SUFFIXES = ("-instruct-2507", "-thinking-2507", "-instruct", "-base")
 """Suffixes of hub names that mean further training of the same shape."""
 
@@ -190,22 +181,10 @@ def read_shape(file: Path, name: str) -> ModelShape:
         raise ConfigError(f"--model {name}: {file}: {error}. Correct it, or download the file again.") from error
 
 
-def check_sizes(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a number in a config.json beyond `MAX_SIZES`; nothing else is checked."""
-    for key, most in MAX_SIZES.items():
-        if isinstance(value := config.get(key), int) and value > most:
-            raise ValueError(f"{key} must be at most {most:,}, not {_truncate(value)}")
-
-
 def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return an integer from 1 to its limit in `MAX_SIZES`. Raises KeyError if it is missing, ValueError if it is invalid."""
     value = config[key] if default is None else config.get(key)
     value = default if value is None and default is not None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZES[key]:
-        raise ValueError(f"{key} must be an integer from 1 to {MAX_SIZES[key]:,}, not {_truncate(value)}")
+        raise ValueError(f"{key} must be an integer from 1 to {MAX_SIZES[key]:,}, not {shorten_value(value)}")
     return value
-
-
-def _truncate(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -13,9 +13,10 @@ from typing import IO, Any
 
 from policygrad.errors import RunError
 from policygrad.report.data import read_json_rows
+from policygrad.trackers.jsonl import THUMBNAILS
 from policygrad.trackers.jsonl import parse_row as parsed
 from policygrad.utils.filesystem import UnusableDataError, iter_lines, open_regular
-from policygrad.utils.pictures import THUMBNAILS, content_text
+from policygrad.utils.message_parts import content_text
 
 MAX_PAGE_CHARS = 3_000_000  # maximum characters of a page, over all its runs; the page says how much is left out
 BYTES_PER_CHAR = 8

@@ -20,7 +20,7 @@ from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.limits import parse_size
 from policygrad.sandbox.backends import Limits, find_backend
 from policygrad.sandbox.program_tests import FunctionTests, StdioTests, run_function_tests, run_stdio_tests
-from policygrad.utils.pictures import content_text
+from policygrad.utils.message_parts import content_text
 
 _START_ALLOWANCE = 120.0  # seconds that a call may take beyond its program's: three interpreters have to start
 _MAX_PROGRAM = 200_000  # characters

@@ -17,7 +17,7 @@ from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, RewardFunction
 from policygrad.rewards.resolve import FOREIGN, split_location
 from policygrad.rewards.workers.signature import LOG_EXTRA, LOG_METRIC, MetricLog, Signature, log_nothing, with_logged
-from policygrad.utils.pictures import content_text
+from policygrad.utils.message_parts import content_text
 from policygrad.utils.user_code import FileFunction, import_function
 
 

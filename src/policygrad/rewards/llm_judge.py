@@ -24,7 +24,7 @@ from policygrad.errors import ConfigError, RewardError, install_command
 from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.messages import quote
 from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
-from policygrad.utils.pictures import to_plain
+from policygrad.utils.message_parts import to_plain
 
 if TYPE_CHECKING:
     import httpx

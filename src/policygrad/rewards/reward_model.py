@@ -24,7 +24,7 @@ from policygrad.models.classifier import (
 )
 from policygrad.models.loading import context_length, locate_model
 from policygrad.models.tokenizer import check_vocabulary
-from policygrad.planning.model_shapes import EMBEDDED_MODELS
+from policygrad.planning.model_sizes import EMBEDDED_MODELS
 from policygrad.utils.devices import choose_device
 
 SCORING_TIMEOUT = 600.0  # seconds for one batch of completions

@@ -51,7 +51,7 @@ from policygrad.samplers.base import CachesTexts, Generation, Request, Sampler, 
 from policygrad.samplers.stop_texts import cut_at_stop
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout, gather_or_cancel
-from policygrad.utils.pictures import describe_pictures, list_pictures, to_plain
+from policygrad.utils.message_parts import describe_pictures, list_pictures, to_plain
 from policygrad.utils.spans import is_recording, span
 
 T = TypeVar("T")

@@ -98,12 +98,14 @@ class OptimalValues(FieldProvider):
         by_group = [self.values[group.spec.key[3]] for group in groups]
         return replace(batch, baseline=torch.tensor(by_group, dtype=batch.reward.dtype)[batch.group])
 
+    def time_before(self, step: int) -> Metrics:
+        return {"time/optimal_values": Sum(self.seconds)} if step == 1 else {}
+
     def metrics(self, step: int) -> Metrics:
         """Return the metrics of the first step; none of later ones."""
         if step != 1:
             return {}
         metrics: Metrics = {name: Sum(float(self.num_sampled_tokens)) for name in ("tokens/values", "tokens/sampled")}
-        metrics["time/optimal_values"] = Sum(self.seconds)
         return metrics | list_means({"reward/optimal_value": [v for v in self.values if v == v]})
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import Part
 from policygrad.core.batch import Batch
+from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.scoring import ScoreGroups, ScoringResult
@@ -118,6 +119,10 @@ class FieldProvider(ABC):
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer for the step's episodes."""
         return tokenizer
+
+    def time_before(self, step: int) -> Metrics:
+        """Return the seconds that it took for a step before the step's rollout, under the name that the log has for them."""
+        return {}
 
     @abstractmethod
     def provide(self, collected: Collected, context: ProviderContext) -> Collected:

@@ -19,7 +19,7 @@ from policygrad.rollout.providers import Collected, FieldProvider, ProviderConte
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup, Trajectory
 from policygrad.tasks.base import Example, Prompt
-from policygrad.utils.pictures import content_text, list_pictures
+from policygrad.utils.message_parts import content_text, list_pictures
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,10 @@ class Rollouter:
         """True if `update_weights` may be called while another thread collects; sampling then continues with the new weights."""
         return isinstance(self.sampler, SupportsInFlightUpdates) and self.sampler.in_flight
 
+    def time_before(self, step: int) -> Metrics:
+        """Return the seconds that providers took for a step before its rollout, which are logged with it."""
+        return merge(*(provider.time_before(step) for provider in self.providers))
+
     def cancel(self) -> None:
         """Abort the sampling of other threads, which raises an error there."""
         self.run_async.cancel()

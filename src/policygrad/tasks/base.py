@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol, runtime_checkable
 
-from policygrad.utils.pictures import to_plain
+from policygrad.utils.message_parts import to_plain
 
 Message = Mapping[str, Any]
 """`role` and `content`, text, `tool_calls` and what else its template reads. A content with pictures is a tuple of parts:

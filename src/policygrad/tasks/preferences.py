@@ -12,7 +12,7 @@ from policygrad.tasks.base import Message, Prompt, prompt_key
 from policygrad.tasks.messages import check_encodable, parse_message, parse_prompt, parse_tools
 from policygrad.tasks.rows import HasPrompt, RowOptions, open_rows, parse_rows, split_indices
 from policygrad.tasks.sources import Row, open_source
-from policygrad.utils.pictures import content_text
+from policygrad.utils.message_parts import content_text
 
 PREFERENCE_EXAMPLE = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
 DEMONSTRATION_EXAMPLE = (

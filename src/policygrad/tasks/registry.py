@@ -54,7 +54,7 @@ def load_task(
     """
     if isinstance(name, str) and name in GENERATED and eval_data is None and row_options is None:
         return _load_generated_task(name, seed, None)
-    from policygrad.tasks.data import load_data_task  # rows, files, pictures, hubs
+    from policygrad.tasks.mixtures import load_data_task  # rows, files, pictures, hubs
 
     task = load_data_task(name, seed, eval_data, row_options)
     return _load_generated_task(name, seed, eval_data) if task is None else task

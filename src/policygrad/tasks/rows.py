@@ -18,7 +18,7 @@ from policygrad.tasks.base import Example, Prompt, is_eval_prompt, prompt_key
 from policygrad.tasks.messages import parse_prompt, parse_tools
 from policygrad.tasks.pictures import PictureOptions, place_pictures
 from policygrad.tasks.sources import Row, SeveralSources, Source, is_dataset, is_source, open_dataset, open_source
-from policygrad.utils.pictures import list_pictures
+from policygrad.utils.message_parts import list_pictures
 
 MIN_ROWS_TO_SPLIT = 32  # with fewer rows, training uses them all and evaluation repeats them
 TEMPLATE_SHARE = 0.1

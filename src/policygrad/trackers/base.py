@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from policygrad.errors import ConfigError
-from policygrad.utils.pictures import content_text
+from policygrad.utils.message_parts import content_text
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from policygrad.utils.filesystem import (
 )
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+THUMBNAILS = "pictures"  # folder of small copies of the prompts' pictures, by digest
 
 
 class JsonlTracker(Tracker):

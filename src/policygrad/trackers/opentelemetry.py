@@ -13,7 +13,7 @@ from typing import Any
 from policygrad.errors import ConfigError, import_optional
 from policygrad.trackers.base import RunInfo
 from policygrad.trackers.trace import SpanTracker
-from policygrad.utils.spans import SpanRecord
+from policygrad.utils.span_recorder import SpanRecord
 
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 

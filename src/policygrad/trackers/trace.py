@@ -21,7 +21,8 @@ from policygrad.errors import RunError
 from policygrad.trackers.base import RunInfo, Tracker
 from policygrad.trackers.registry import DEFAULT_TRACE_MIB
 from policygrad.utils.filesystem import parse_json, read_lines
-from policygrad.utils.spans import MAX_LANES, SpanRecord, SpanRecorder, current_recorder
+from policygrad.utils.span_recorder import MAX_LANES, SpanRecord, SpanRecorder
+from policygrad.utils.spans import current_recorder
 
 TRACE_FILE = "trace.json"
 NUM_PARTS = 4

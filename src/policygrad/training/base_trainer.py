@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_latest, newest_step, parse_step
-from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasStep
+from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasStep, SavedState, ShardedState
 from policygrad.checkpoint.model_export import save_model, write_model
 from policygrad.checkpoint.read_back import describe_difference, saved_tensors
-from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.base import CloseableLearner, DistributedLearner, SnapshotLearner
 from policygrad.models.loading import TRUST_FLAG
@@ -39,7 +38,7 @@ from policygrad.training.provenance import Fingerprint, compare_fingerprints, li
 from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.garbage import paused_garbage_collection
-from policygrad.utils.spans import SpanRecorder, is_recording, span, start_recording, stop_recording
+from policygrad.utils.spans import is_recording, span, start_recording, stop_recording
 
 if TYPE_CHECKING:
     from policygrad.training.best_model import BestModel, BestStep
@@ -246,6 +245,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 trackers.append(stack.enter_context(PrometheusMetrics(self.config.metrics_port)))
             self.trackers = CompositeTracker(trackers)
             if any(tracker.records_spans for tracker in trackers):
+                from policygrad.utils.span_recorder import SpanRecorder
+
                 start_recording(SpanRecorder())
                 stack.callback(stop_recording)
             stack.enter_context(self.stopping)

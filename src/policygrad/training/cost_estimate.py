@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policygrad.core.advantages import OptimalValue
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.updates import GradientSteps
-from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
 from policygrad.models.loading import DTYPES
@@ -55,13 +53,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     uncounted = list[str]()
     if any(part.refills for part in algorithm.filters):
         uncounted.append("further prompts, sampled in place of those that a filter drops")
-    for part in algorithm.advantage:
-        if isinstance(part, OptimalValue):
-            uncounted.append(f"{part.samples} completions of every training prompt, before the first update")
-        elif "baseline" in part.needs:
-            uncounted.append("a greedy completion of every prompt")
-    if any(link.samples_values or isinstance(link, Vine) for link in algorithm.advantage):
-        uncounted.append("completions sampled from within others, to estimate values")
+    uncounted += dict.fromkeys(part.extra_samples for part in algorithm.parts() if part.extra_samples)
     if "grad_logp_sq_norm" in needs:
         uncounted.append("norms of every completion's gradient")
     return AlgorithmCost(

@@ -33,7 +33,8 @@ from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.setup import Resources
 from policygrad.utils.signals import defer_signals
-from policygrad.utils.spans import SpanRecorder, current_recorder, span, start_recording
+from policygrad.utils.span_recorder import SpanRecorder
+from policygrad.utils.spans import current_recorder, span, start_recording
 from policygrad.weight_sync.base import PublishedWeights
 
 POLL_SECONDS = 0.02  # seconds between checks whether all processes have written their shards

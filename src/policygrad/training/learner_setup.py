@@ -17,7 +17,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_sizes import SMALL_MODEL_PARAMETERS
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Task
 from policygrad.training.config.paths import resolve_config_paths

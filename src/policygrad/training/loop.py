@@ -140,11 +140,10 @@ def run_step(
         except StopRequested:  # the checkpoint that follows ends the run
             published = {}
     # the wait for the next rollout to finish included, and in the first step what was sampled before it
-    rollout_seconds = taking.seconds + lending.seconds + waiting.seconds
-    if (before := rollout.metrics.get("time/optimal_values")) is not None:
-        rollout_seconds += before.value
+    before = rollouter.time_before(step)
+    rollout_seconds = taking.seconds + lending.seconds + waiting.seconds + sum(m.value for m in before.values())
     update_seconds = learning.seconds + publishing.seconds
-    clock: Metrics = {"time/rollout": Sum(rollout_seconds), "time/update": Sum(update_seconds)}
+    clock = before | {"time/rollout": Sum(rollout_seconds), "time/update": Sum(update_seconds)}
     if run.max_staleness:
         clock["time/sampler_idle"] = Sum(max(0.0, rollout_seconds + update_seconds - (producer.busy_seconds - busy)))
     sampled = drop_unmeasured(rollout.metrics)

@@ -18,7 +18,7 @@ import torch
 from policygrad.errors import PolicygradError
 from policygrad.models.loading import DTYPES, auto_class, read_config, resolve_model
 from policygrad.models.lora_config import adapter_base, read_lora
-from policygrad.planning.model_shapes import EMBEDDED_MODEL
+from policygrad.planning.model_sizes import EMBEDDED_MODEL
 from policygrad.rewards.workers.limits import get_resident_bytes
 from policygrad.training.config.run import Run, RunOptions
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.shards import SavedState
+from policygrad.checkpoint.manager import SavedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import RunError
 from policygrad.learners.base import Learner

@@ -38,7 +38,7 @@ from policygrad.training.supervised import (
     read_rows,
 )
 from policygrad.utils.devices import pick_device
-from policygrad.utils.pictures import list_pictures
+from policygrad.utils.message_parts import list_pictures
 
 EVAL_CHUNK = 64  # rows evaluated at a time, so that progress shows
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from policygrad.core.batch import Batch
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.trajectory import EpisodeGroup, is_multi_turn
+from policygrad.trackers.jsonl import THUMBNAILS
 from policygrad.training.loop import StepResult
 from policygrad.utils.filesystem import write_atomically
-from policygrad.utils.pictures import THUMBNAILS, list_pictures, make_thumbnail, to_plain
+from policygrad.utils.message_parts import list_pictures, to_plain
 
 MAX_LOGP_MISMATCH = 1.0
 """Nats. bfloat16 rounding stays below; a model that decodes differently from how it is trained does not."""
@@ -88,7 +89,7 @@ def write_thumbnails(folder: Path, groups: Sequence[EpisodeGroup]) -> None:
             file = folder / THUMBNAILS / f"{picture.digest}.png"
             if not file.exists():
                 file.parent.mkdir(exist_ok=True)
-                write_atomically(file, make_thumbnail(picture))
+                write_atomically(file, picture.make_thumbnail())
 
 
 def explain_mismatch(batch: Batch, bound: float) -> str:

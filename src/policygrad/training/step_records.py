@@ -23,7 +23,7 @@ from policygrad.checkpoint.format import (
     remove_checkpoint,
     save_checkpoint,
 )
-from policygrad.checkpoint.shards import SavedState
+from policygrad.checkpoint.manager import SavedState
 from policygrad.core.batch import Batch
 from policygrad.errors import CheckpointError
 from policygrad.rollout.rollouter import Rollout

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.shards import SavedState
+from policygrad.checkpoint.manager import SavedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, DataError, PolicygradError, RunError
 from policygrad.learners.base import Learner, LearnerSpec

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.shards import SavedState
+from policygrad.checkpoint.manager import SavedState
 from policygrad.core.metrics import Mean
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner

@@ -1,9 +1,9 @@
-"""Pictures in prompts: parts of chat messages, decoded when a model reads them."""
+"""Pictures in prompts: files or their contents, decoded when a model reads them."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -16,9 +16,7 @@ MAX_PIXELS = 2**25
 """Pixels of the largest picture that is decoded (33 million, 100 MB): a small file may claim more than a machine's memory."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")  # modes of PIL that PNG can hold
-UNSEEN_PICTURE = "[a picture, which cannot be shown here]"
 THUMBNAIL_SIDE = 128  # pixels
-THUMBNAILS = "pictures"  # folder of small copies in a run's folder, by digest
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,13 @@ class Picture:
             except (OSError, ValueError, SyntaxError) as error:
                 raise self._undecodable(error) from error
 
+    def make_thumbnail(self) -> bytes:
+        """Return the picture with at most `THUMBNAIL_SIDE` pixels a side, as PNG."""
+        image, out = self.decode(), io.BytesIO()
+        image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+        image.quantize(64).save(out, "PNG", optimize=True)
+        return out.getvalue()
+
     @property
     def name(self) -> str:
         """How messages name it."""
@@ -99,36 +104,6 @@ class Picture:
     def _undecodable(self, error: Exception) -> DataError:
         reason = type(error).__name__ if "object at 0x" in str(error) else str(error)  # PIL names its own buffer
         return DataError(f"{self.source}: {self.name} cannot be decoded as {', '.join(FORMATS)}: {reason}")
-
-
-def describe_pictures(messages: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return messages with a text in the place of each picture, for a model that reads text alone."""
-
-    def describe(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"type": "text", "text": UNSEEN_PICTURE} if part["type"] == "image" else part
-
-    contents = [message.get("content") for message in messages]
-    return tuple(
-        {**m, "content": content_text(map(describe, c))} if isinstance(c, list | tuple) else m
-        for m, c in zip(messages, contents, strict=True)
-    )
-
-
-def list_pictures(prompt: str | Iterable[Mapping[str, Any]]) -> Iterator[Picture]:
-    """Yield the pictures of a prompt in order."""
-    messages: Iterable[Mapping[str, Any]] = () if isinstance(prompt, str) else prompt
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, (list, tuple)) else ():
-            if part["type"] == "image":
-                yield part["image"]
-
-
-def content_text(content: str | Iterable[Mapping[str, Any]]) -> str:
-    """Return a message's content as text, each picture as `[image]`."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] if part["type"] == "text" else "[image]" for part in content)
 
 
 def to_parts(value: Any) -> tuple[Mapping[str, Any], ...] | None:
@@ -185,27 +160,3 @@ def from_pil(image: Any, source: str = "") -> Picture:
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{source}: the image of PIL cannot be read: {error}; is its file truncated?") from error
     return Picture(data=file.getvalue(), source=source)
-
-
-def to_plain(prompt: Any) -> Any:
-    """Return a prompt as JSON can hold it: each picture as `{"type": "image", "sha256": ...}`."""
-    if isinstance(prompt, str):
-        return prompt
-    return [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [_plain_part(part) for part in message["content"]]}
-        for message in prompt
-    ]
-
-
-def _plain_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    return part if part["type"] == "text" else {"type": "image", "sha256": part["image"].digest}
-
-
-def make_thumbnail(picture: Picture) -> bytes:
-    """Return a picture of at most `THUMBNAIL_SIDE` pixels a side, as PNG."""
-    image, out = picture.decode(), io.BytesIO()
-    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    image.quantize(64).save(out, "PNG", optimize=True)
-    return out.getvalue()

@@ -13,8 +13,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint, open_tensors
-from policygrad.core.algorithm import Algorithm
-from policygrad.core.vine import Vine
 from policygrad.errors import CheckpointError, RunError
 from policygrad.findings import Finding, differs, holds, not_checked
 from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
@@ -104,17 +102,6 @@ def check_files(files: RunFiles) -> Iterator[Finding]:
     yield _check_probes(files)
 
 
-def has_vine(algorithm: Algorithm) -> bool:
-    """Return whether an algorithm makes its groups from the branches of other completions."""
-    return any(isinstance(part, Vine) for part in algorithm.advantage)
-
-
-def samples_extra(algorithm: Algorithm) -> bool:
-    """Return whether an algorithm samples completions that it does not train on: greedy ones, continuations of prefixes."""
-    extra = any(part.samples_values for part in algorithm.advantage)
-    return extra or has_vine(algorithm) or "baseline" in algorithm.all_needs
-
-
 def _check_steps(files: RunFiles) -> Finding:
     steps = sorted(step for step, row in files.metrics.items() if "tokens/sampled" in row)
     missing = sorted(set(range(1, files.steps + 1)) - set(steps))
@@ -142,7 +129,7 @@ def _list_steps(steps: Sequence[int]) -> str:
 def _check_groups(files: RunFiles) -> Iterator[Finding]:
     """Check that every step has all its groups, each with all its completions."""
     run = files.run
-    if has_vine(run.algorithm):
+    if run.algorithm.replaces_rows:
         yield not_checked("groups", "a vine's groups have any number of completions")
         return
     if not files.completions:
@@ -171,7 +158,7 @@ def _check_groups(files: RunFiles) -> Iterator[Finding]:
 
 def _check_sums(files: RunFiles) -> Finding:
     """Check that a step's metrics are those of its completions, where everything sampled was trained on."""
-    compared, has_extra_samples = 0, samples_extra(files.run.algorithm)
+    compared, has_extra_samples = 0, any(part.extra_samples for part in files.run.algorithm.parts())
     for step, rows in files.completions.items():
         logged = files.metrics.get(step, {})
         complete = logged.get("completions/sampled") == len(rows) and not logged.get("dynamic/leftover")

@@ -21,7 +21,7 @@ from policygrad.training.provenance import NON_LEARNING_PREFIXES, fingerprint_ru
 from policygrad.training.step_log import build_completion_rows
 from policygrad.training.step_records import BEFORE, FOLDER, MAX_STATE_BYTES, list_records, read_record, state_before
 from policygrad.utils.progress import ProgressCallback, ignore_progress
-from policygrad.verification.folder import RunFiles, check_files, has_vine, read_files
+from policygrad.verification.folder import RunFiles, check_files, read_files
 from policygrad.verification.replay import (
     LoggedSteps,
     Replay,
@@ -153,7 +153,7 @@ class _Verifier:
         result = StepResult(step, algorithm, rollout, record.batch, record.psi, {})
         rows = build_completion_rows(result, replayer.resources.tokenizer.decode, replayer.resources.has_rewards)
         yield compare_rows(step, rows, self.files.completions.get(step, ()))
-        if len(rollout.groups) != self.run.prompts_per_step and not has_vine(algorithm):
+        if len(rollout.groups) != self.run.prompts_per_step and not algorithm.replaces_rows:
             prompts, number = self.run.prompts_per_step, len(rollout.groups)
             text = f"it trained on {number} groups, and the run has {prompts} prompts per step"
             yield differs("groups", text, step)

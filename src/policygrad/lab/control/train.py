@@ -28,7 +28,6 @@ from policygrad.core.terms import ExactEntropy
 from policygrad.core.trust_region import TrustRegion
 from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import check_sampling
-from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 from policygrad.lab.control.environments import Collector, Experience, Spaces, VectorEnvironments, environment_seeds
 from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution, Normaliser, OptimisedNetwork
@@ -300,7 +299,7 @@ def check_control_algorithm(algorithm: Algorithm) -> None:
         problem = (
             "old_policy='sampler' reads an engine's log-probabilities, but here the policy itself acts: use 'learner'"
         )
-    elif any(isinstance(link, Vine) for link in algorithm.advantage) or algorithm.gate.requires_full_groups:
+    elif algorithm.replaces_rows or algorithm.gate.requires_full_groups:
         problem = (
             "a vine tries several actions in one state, and these environments cannot be set back to one: use trpo, its "
             "single-path variant"

@@ -15,7 +15,6 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import is_server
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.core.terms import ExactKLToReference
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.forward import Evaluator, build_evaluator, choose_kernels, recompute_activations
@@ -121,8 +120,8 @@ class LocalLearner:
             balance = find_expert_balance(self.evaluator, config, self.division)
             check_expert_balance(balance, algorithm)
             self.networks = replace(self.networks, balance=balance)
-        alphas = [term.alpha for term in algorithm.terms if isinstance(term, ExactKLToReference)]
-        self.networks = replace(self.networks, alpha=alphas[0] if alphas else 1.0)
+        alpha = next((term.kl_alpha for term in algorithm.terms if "kl_ref" in term.forward_needs), 1.0)
+        self.networks = replace(self.networks, alpha=alpha)
         if config.compile:
             from policygrad.learners.local.compilation import CompiledBlocks
 

@@ -34,7 +34,7 @@ from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.traits import adapter_configs
 from policygrad.models.vision import encode_picture_file
-from policygrad.planning.model_shapes import SMALL_MODEL_PARAMETERS
+from policygrad.planning.model_sizes import SMALL_MODEL_PARAMETERS
 from policygrad.samplers.base import CompletionCallback, Generation, Request
 from policygrad.samplers.config import ADAPTER, FOLDER, MERGED, NCCL, SamplerConfig
 from policygrad.samplers.engines import probe, server_pool

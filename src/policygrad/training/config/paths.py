@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from policygrad.environments.registry import code_references
 from policygrad.errors import ConfigError, RunError
-from policygrad.planning.model_shapes import EMBEDDED_MODELS
+from policygrad.planning.model_sizes import EMBEDDED_MODELS
 from policygrad.rewards.resolve import find_code, resolve_with_paths
 from policygrad.rewards.resolve import resolve_paths as resolve_reward_paths
 

@@ -15,7 +15,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig, explain_step_size
 from policygrad.models.lora_config import LORA_LR_FACTOR
 from policygrad.models.template_options import parse_template_options
-from policygrad.planning.model_shapes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
+from policygrad.planning.model_sizes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import VARIABLE_NAMES, RewardConfig
 from policygrad.rollout.environment import DEFAULT_TIMEOUT
