@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import select
@@ -90,20 +91,16 @@ _BOOT = "from policygrad.rewards.math.formulas import serve_comparisons; serve_c
 
 def serve_comparisons() -> None:
     """Answer the process that started this one, until it closes standard input."""
-    import logging
-
     raise_oom_score()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     for line in sys.stdin:
-        reference, given = json.loads(line)
         try:
-            equal = compare_here(reference, given)
+            equal = compare_here(*json.loads(line))
         except Exception:  # as a reward worker would report it, without its text
             equal = None
-        answers.write(json.dumps(equal) + "\n")
-        answers.flush()
+        print(json.dumps(equal), file=answers, flush=True)
 
 
 class _Comparer:
@@ -111,52 +108,48 @@ class _Comparer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._owner = 0  # id of the process that started it: a fork has a copy of the handle
 
     def __call__(self, reference: str, given: str) -> bool:
         with self._lock:
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-                self._start()
-            answer = self._ask(reference, given, COMPARISON_TIMEOUT)
+                self._owner, self._process = os.getpid(), _start_process()
+                self._ask(self._process, "1", "1", _START_TIMEOUT)
+            answer = self._ask(self._process, reference, given, COMPARISON_TIMEOUT)
         if not isinstance(answer, bool):
             raise ValueError(f"math-verify failed on {given[:100]!r} against {reference[:100]!r}")
         return answer
 
-    def _start(self) -> None:
-        self._owner = os.getpid()
-        self._process = subprocess.Popen(
-            python_command(_BOOT),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the trainer
-            env=filter_environment(os.environ, ()),
-        )
-        self._ask("1", "1", _START_TIMEOUT)
-
-    def _ask(self, reference: str, given: str, timeout: float) -> Any:
-        process = self._process
-        assert process is not None
+    def _ask(self, process: subprocess.Popen[str], reference: str, given: str, timeout: float) -> Any:
+        """Return its answer. Without one it is killed, and the next comparison starts another."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps([reference, given]).encode() + b"\n")
-            process.stdin.flush()
+            print(json.dumps([reference, given]), file=process.stdin, flush=True)
             if select.select([process.stdout], [], [], timeout)[0]:
                 return json.loads(process.stdout.readline())
-        except (OSError, ValueError) as error:
-            self._stop()
-            raise RuntimeError(f"the process that compares formulas ended while it compared {given[:100]!r}") from error
-        self._stop()
-        raise TimeoutError(f"comparing {given[:100]!r} with {reference[:100]!r} took more than {timeout:g} seconds")
+            error: Exception = TimeoutError(
+                f"comparing {given[:100]!r} with {reference[:100]!r} took more than {timeout:g} seconds"
+            )
+        except (OSError, ValueError):
+            error = RuntimeError(f"the process that compares formulas ended while it compared {given[:100]!r}")
+        self._process = None
+        process.kill()
+        process.communicate()  # waits for it and closes its pipes
+        raise error
 
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            with process:  # waits for it and closes its pipes
-                pass
+
+def _start_process() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        python_command(_BOOT),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the trainer
+        env=filter_environment(os.environ, ()),
+    )
 
 
 _COMPARER = _Comparer()
