@@ -22,9 +22,11 @@ from policygrad.utils.processes import python_command
 PARSE_TIMEOUT = 3  # seconds, an integer; with the comparison's it stays within a pool's default timeout of 10 s
 COMPARISON_TIMEOUT = 10.0  # seconds of a comparison in a process of its own, where the alarms did not get through
 _START_TIMEOUT = 120.0  # seconds until that process has imported math-verify
-_TOWER = re.compile(r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)")
-_HUGE = re.compile(r"(?:\^|\*\*)[\s{(]*[-+]?\d{5,}")
-_FACTORIAL = re.compile(r"\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!")
+# Parsing these computes what fills the machine: a tower of powers, a huge exponent or factorial. Anything else that takes long is
+# stopped by math-verify's alarm or, where that does not get through, by the pool's timeout.
+_COSTLY = re.compile(
+    r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[-+]?\d{5,}|\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!"
+)
 
 
 def compare_formulas(reference: str, given: str) -> bool:
@@ -36,20 +38,11 @@ def compare_formulas(reference: str, given: str) -> bool:
     Raises:
         TimeoutError: That process took longer than COMPARISON_TIMEOUT.
     """
-    if is_costly(given):
+    if _COSTLY.search(given):
         return False
     if threading.current_thread() is threading.main_thread():
         return compare_here(reference, given)
     return _COMPARER(reference, given)
-
-
-def is_costly(text: str) -> bool:
-    """Return whether parsing could compute what fills the machine: a tower of powers, a huge exponent or factorial.
-
-    Only what is known to do harm is refused here. Anything else that takes long is stopped by math-verify's alarm or, where that
-    does not get through, by the pool's timeout.
-    """
-    return any(pattern.search(text) for pattern in (_TOWER, _HUGE, _FACTORIAL))
 
 
 def check_math_verify_installed() -> None:
