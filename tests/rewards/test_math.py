@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.math import Gsm8k, Math, formulas, grading, gsm8k, math
+from policygrad.rewards.math import Gsm8k, Math, formulas, gsm8k, latex, math
 from policygrad.rewards.math.extraction import POLICIES, extract
 from policygrad.rewards.math.numbers import parse_quantity, parse_unit
 from policygrad.rewards.resolve import find_code, resolve_reward
@@ -138,7 +138,7 @@ def test_arbitrary_text_is_handled(text):
     assert gsm8k.score("5", text) in (0.0, 1.0, None)
     for policy in POLICIES:
         assert extract(text, [policy]) is None or isinstance(extract(text, [policy]), str)
-    assert isinstance(grading.write_as_intervals(text), str)
+    assert isinstance(latex.write_as_intervals(text), str)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +236,8 @@ WRITTEN = [  # reference, completion, reward
     (r"(-\infty,3)\cup(3,\infty)", r"\boxed{x < 3 \cup x > 3}", 1.0),
     (r"1 < x \le 2", r"\boxed{(1,2)}", 0.0),
     (r"x < y", r"\boxed{y < x}", 0.0),
+    ("listen", r"\boxed{silent}", 0.0),  # not the product of the same letters
+    ("1 or 2", r"\boxed{2 \mathrm{ or } 1}", 1.0),
 ]
 
 

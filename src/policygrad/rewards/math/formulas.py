@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import select
@@ -21,9 +22,11 @@ from policygrad.utils.processes import python_command
 PARSE_TIMEOUT = 3  # seconds, an integer; with the comparison's it stays within a pool's default timeout of 10 s
 COMPARISON_TIMEOUT = 10.0  # seconds of a comparison in a process of its own, where the alarms did not get through
 _START_TIMEOUT = 120.0  # seconds until that process has imported math-verify
-_TOWER = re.compile(r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)")
-_HUGE = re.compile(r"(?:\^|\*\*)[\s{(]*[-+]?\d{5,}")
-_FACTORIAL = re.compile(r"\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!")
+# Parsing these computes what fills the machine: a tower of powers, a huge exponent or factorial. Anything else that takes long is
+# stopped by math-verify's alarm or, where that does not get through, by the pool's timeout.
+_COSTLY = re.compile(
+    r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[-+]?\d{5,}|\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!"
+)
 
 
 def compare_formulas(reference: str, given: str) -> bool:
@@ -35,20 +38,11 @@ def compare_formulas(reference: str, given: str) -> bool:
     Raises:
         TimeoutError: That process took longer than COMPARISON_TIMEOUT.
     """
-    if is_costly(given):
+    if _COSTLY.search(given):
         return False
     if threading.current_thread() is threading.main_thread():
         return compare_here(reference, given)
     return _COMPARER(reference, given)
-
-
-def is_costly(text: str) -> bool:
-    """Return whether parsing could compute what fills the machine: a tower of powers, a huge exponent or factorial.
-
-    Only what is known to do harm is refused here. Anything else that takes long is stopped by math-verify's alarm or, where that
-    does not get through, by the pool's timeout.
-    """
-    return any(pattern.search(text) for pattern in (_TOWER, _HUGE, _FACTORIAL))
 
 
 def check_math_verify_installed() -> None:
@@ -90,20 +84,16 @@ _BOOT = "from policygrad.rewards.math.formulas import serve_comparisons; serve_c
 
 def serve_comparisons() -> None:
     """Answer the process that started this one, until it closes standard input."""
-    import logging
-
     raise_oom_score()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     for line in sys.stdin:
-        reference, given = json.loads(line)
         try:
-            equal = compare_here(reference, given)
+            equal = compare_here(*json.loads(line))
         except Exception:  # as a reward worker would report it, without its text
             equal = None
-        answers.write(json.dumps(equal) + "\n")
-        answers.flush()
+        print(json.dumps(equal), file=answers, flush=True)
 
 
 class _Comparer:
@@ -111,52 +101,48 @@ class _Comparer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._owner = 0  # id of the process that started it: a fork has a copy of the handle
 
     def __call__(self, reference: str, given: str) -> bool:
         with self._lock:
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-                self._start()
-            answer = self._ask(reference, given, COMPARISON_TIMEOUT)
+                self._owner, self._process = os.getpid(), _start_process()
+                self._ask(self._process, "1", "1", _START_TIMEOUT)
+            answer = self._ask(self._process, reference, given, COMPARISON_TIMEOUT)
         if not isinstance(answer, bool):
             raise ValueError(f"math-verify failed on {given[:100]!r} against {reference[:100]!r}")
         return answer
 
-    def _start(self) -> None:
-        self._owner = os.getpid()
-        self._process = subprocess.Popen(
-            python_command(_BOOT),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the trainer
-            env=filter_environment(os.environ, ()),
-        )
-        self._ask("1", "1", _START_TIMEOUT)
-
-    def _ask(self, reference: str, given: str, timeout: float) -> Any:
-        process = self._process
-        assert process is not None
+    def _ask(self, process: subprocess.Popen[str], reference: str, given: str, timeout: float) -> Any:
+        """Return its answer. Without one it is killed, and the next comparison starts another."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps([reference, given]).encode() + b"\n")
-            process.stdin.flush()
+            print(json.dumps([reference, given]), file=process.stdin, flush=True)
             if select.select([process.stdout], [], [], timeout)[0]:
                 return json.loads(process.stdout.readline())
-        except (OSError, ValueError) as error:
-            self._stop()
-            raise RuntimeError(f"the process that compares formulas ended while it compared {given[:100]!r}") from error
-        self._stop()
-        raise TimeoutError(f"comparing {given[:100]!r} with {reference[:100]!r} took more than {timeout:g} seconds")
+            error: Exception = TimeoutError(
+                f"comparing {given[:100]!r} with {reference[:100]!r} took more than {timeout:g} seconds"
+            )
+        except (OSError, ValueError):
+            error = RuntimeError(f"the process that compares formulas ended while it compared {given[:100]!r}")
+        self._process = None
+        process.kill()
+        process.communicate()  # waits for it and closes its pipes
+        raise error
 
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            with process:  # waits for it and closes its pipes
-                pass
+
+def _start_process() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        python_command(_BOOT),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the trainer
+        env=filter_environment(os.environ, ()),
+    )
 
 
 _COMPARER = _Comparer()

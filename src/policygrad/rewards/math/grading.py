@@ -18,15 +18,8 @@ from policygrad.rewards.math.extraction import (
     parse_references,
 )
 from policygrad.rewards.math.formulas import check_math_verify_installed, compare_formulas
-from policygrad.rewards.math.numbers import (
-    Quantity,
-    find_first_number,
-    find_last_number,
-    normalise_latex,
-    parse_based_number,
-    parse_clock_time,
-    parse_quantity,
-)
+from policygrad.rewards.math.latex import drop_name, format_formula, normalise_latex, unwrap_text
+from policygrad.rewards.math.numbers import Quantity, find_first_number, find_last_number, parse_quantity
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ class Math(AnswerReward):
         given = self._extract(completion)
         if given is None:
             return None
-        plain, _ = _normalise(given)
+        plain = _normalise(given)
         quantity = parse_quantity(plain)
         return quantity.key if quantity is not None else _squeeze(plain) or None
 
@@ -131,12 +124,7 @@ class Gsm8k(AnswerReward):
 
 gsm8k = Gsm8k()
 _FORMULA = re.compile(r"[\\^_*+{}]|\d\s*[-/]\s*[\d(a-z]|\d[a-z]\b|[(\[]\s*[-\d.]+\s*,")
-_SEVERAL = re.compile(r"\s*(?:,\s*)?(?:\bor\b|\band\b|\\(?:text|mathrm)\{\s*(?:or|and)\s*\})\s*")
-_NAMED = re.compile(r"\A\s*[a-zA-Z]\s*=\s*(?=[^=]+\Z)(?!\s*[a-zA-Z]\s*\Z)")  # not x = y
-_NAMED_LAST = re.compile(r"\A(?!\s*[a-zA-Z]\s*=)([^=]*[^=\s<>!:])\s*=\s*[a-zA-Z]\s*\Z")
-_WORD = re.compile(r"(?!sin|cos|tan|log|sqrt|inf)[A-Za-z][a-z]{3,}")  # Evelyn, not abc
-_NUMERAL = re.compile(r"\d[\d.,]*")
-_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{\s*\(?([^{}()]*)\)?\s*\}\Z|\(([A-Za-z])\)\Z")
+_LONG_WORD = re.compile(r"(?!sin|cos|tan|log|sqrt|inf)[A-Za-z][a-z]{3,}")  # Evelyn, not abc
 
 
 def strip_wrappers(text: str) -> str:
@@ -146,48 +134,30 @@ def strip_wrappers(text: str) -> str:
     normalised = normalise_latex(text)
     if "$" in normalised.replace(r"\$", "") and (formula := extract_last_formula(text)) is not None:
         return formula
-    if parse_quantity(text) is None and is_prose(normalised) and "\\" not in normalised:
-        figures = _NUMERAL.findall(normalised)
-        if len(figures) == 1 and (figure := find_last_number(normalised)) is not None:
-            return figure
+    has_one_number = len(re.findall(r"\d[\d.,]*", normalised)) == 1
+    if has_one_number and parse_quantity(text) is None and is_prose(normalised) and "\\" not in normalised:
+        return find_last_number(normalised) or text
     return text
 
 
 def compare_answers(reference: str, given: str) -> bool:
     """Return whether an answer equals a reference in value. Both are LaTeX or plain, with or without delimiters."""
-    (reference, is_word), (given, given_is_word) = _normalise(reference), _normalise(given)
+    reference, given = _normalise(reference), _normalise(given)
     if not given:
         return False
     if reference == given or _squeeze(reference) == _squeeze(given):
         return True
-    if is_word or given_is_word:
+    if _LONG_WORD.fullmatch(reference) or _LONG_WORD.fullmatch(given):
         return False
-    # numbers with bases, 4343_9: by digits and, where both have one, base
-    mine, theirs = parse_based_number(reference), parse_based_number(given)
-    if (mine and mine[1]) or (theirs and theirs[1]):
-        if mine and theirs:
-            return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
-        if "_" in reference and "_" in given:
-            return False
-    # times of day, where one has a.m. or p.m.
-    time, given_time = parse_clock_time(reference), parse_clock_time(given)
-    if (time and time[1]) or (given_time and given_time[1]):
-        return time is not None and given_time is not None and not time[0].isdisjoint(given_time[0])
-    quantity, given_quantity = parse_quantity(reference), parse_quantity(given)
-    if quantity is not None and given_quantity is not None:
-        return quantity.equals(given_quantity)
-    return compare_formulas(_format_formula(reference), _format_formula(given))
+    for compare in (_compare_in_bases, _compare_clock_times, _compare_quantities):
+        if (is_equal := compare(reference, given)) is not None:
+            return is_equal
+    return compare_formulas(format_formula(reference), format_formula(given))
 
 
 @lru_cache(maxsize=4096)
-def _normalise(text: str) -> tuple[str, bool]:
-    """Normalise, and drop the name of the unknown: x = 5 and 5 = x are 5, \\text{(B)} is B. Also returns whether it is a word."""
-    text = _NAMED.sub("", normalise_latex(text))
-    text = _NAMED_LAST.sub(r"\1", text)
-    match = _TEXT.match(text)
-    if match:
-        text = (match[1] or match[2] or "").strip()
-    return text, bool(_WORD.fullmatch(text))
+def _normalise(text: str) -> str:
+    return drop_name(normalise_latex(text))
 
 
 def _squeeze(text: str) -> str:
@@ -196,42 +166,53 @@ def _squeeze(text: str) -> str:
     return short.casefold() if len(short) > 2 and short.isalpha() else short
 
 
-def _format_formula(text: str) -> str:
-    """Format for math-verify: commas between several answers, intervals for inequalities, percent signs escaped."""
-    return re.sub(r"(?<!\\)%", r"\\%", write_as_intervals(_SEVERAL.sub(", ", text))).replace("$", "")
+def _compare_quantities(reference: str, given: str) -> bool | None:
+    mine, theirs = parse_quantity(reference), parse_quantity(given)
+    return mine.equals(theirs) if mine and theirs else None
 
 
-# An inequality in one variable is an interval, as which math-verify compares it: x ≥ 5 is [5, ∞), and 1 < x ≤ 3 is (1, 3].
-
-_UNION = re.compile(r"\\cup\b|∪")
-_SIGNS = (
-    (re.compile(r"\\leqslant\b|\\leq\b|\\le\b|<="), "≤"),
-    (re.compile(r"\\geqslant\b|\\geq\b|\\ge\b|>="), "≥"),
-    (re.compile(r"\\lt\b|&lt;"), "<"),
-    (re.compile(r"\\gt\b|&gt;"), ">"),
-)
-_SIGN = re.compile(r"\s*([<>≤≥])\s*")
-_FLIPPED = str.maketrans("<>≤≥", "><≥≤")
-_VARIABLE = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu)")
+_BASED = re.compile(r"(-?(?=[a-z]*\d)[\da-z]{1,60})(?:_\s*\{?\s*(\w+)\s*\}?)?", re.IGNORECASE | re.ASCII)
+_BASE_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASES = {str(base): base for base in range(2, 37)} | {word: base for base, word in enumerate(_BASE_WORDS, 2)}
 
 
-def write_as_intervals(text: str) -> str:
-    """Rewrite inequalities in one variable, and unions of them, as intervals; return any other text as it is."""
-    return r" \cup ".join(map(_write_as_interval, _UNION.split(text)))
+def _compare_in_bases(reference: str, given: str) -> bool | None:
+    """Compare numbers such as 4343_9 by digits and, where both have one, base; None = neither has one."""
+    mine, theirs = _parse_based(reference), _parse_based(given)
+    if not (mine and mine[1]) and not (theirs and theirs[1]):
+        return None
+    if mine is None or theirs is None:
+        return False
+    return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
 
 
-def _write_as_interval(text: str) -> str:
-    signed = text
-    for pattern, sign in _SIGNS:
-        signed = pattern.sub(sign, signed)
-    parts = _SIGN.split(signed.strip())
-    if {*parts[1::2]} <= {">", "≥"}:
-        parts = [part.translate(_FLIPPED) for part in reversed(parts)]
-    if len(parts) == 3:  # x < 5 is -∞ < x < 5, and 5 < x is 5 < x < ∞
-        parts = [r"-\infty", "<", *parts] if _VARIABLE.fullmatch(parts[0]) else [*parts, "<", r"\infty"]
-    if len(parts) != 5 or not {*parts[1::2]} <= {"<", "≤"}:
-        return text
-    low, left, variable, right, high = parts
-    if [bool(_VARIABLE.fullmatch(part)) for part in (low, variable, high)] != [False, True, False]:
-        return text
-    return f"{'(' if left == '<' else '['}{low}, {high}{')' if right == '<' else ']'}"
+def _parse_based(text: str) -> tuple[int, int] | None:
+    """Return the digits, as a number in base 36, and the base, 0 where it has none; None = something else, such as x_1."""
+    match = _BASED.fullmatch(unwrap_text(text))
+    if match is None:
+        return None
+    digits, name = match.groups()
+    base = _BASES.get(name.lower()) if name else 0
+    if base is None or (base and int(max(digits.upper()), 36) >= base):
+        return None
+    return int(digits, 36), base
+
+
+_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE | re.ASCII)
+
+
+def _compare_clock_times(reference: str, given: str) -> bool | None:
+    """Compare times of day such as 10:30 p.m.; None = neither has a.m. or p.m."""
+    times = [_CLOCK.fullmatch(unwrap_text(text)) for text in (reference, given)]
+    if not any(time and time[3] for time in times):
+        return None
+    mine, theirs = ([] if time is None else _list_minutes(time) for time in times)
+    return any(minute in theirs for minute in mine)
+
+
+def _list_minutes(time: re.Match[str]) -> list[int]:
+    """Return the minutes of the day that a time may mean: without a.m. or p.m. an hour from 1 to 12 is in either half."""
+    hour, minute, half = int(time[1]), int(time[2] or 0), (time[3] or "").lower()
+    if 1 <= hour <= 12:
+        return [60 * (hour % 12 + 12 * (each == "p")) + minute for each in half or "ap"]
+    return [60 * hour + minute] if hour <= 24 and not half else []

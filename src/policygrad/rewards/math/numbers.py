@@ -1,54 +1,18 @@
-"""Numbers in answers: fractions, separators, exponents, mixed numbers, percent, currency, units.
+"""Numbers in answers, as exact fractions: separators, exponents, mixed numbers, percent, currency, units.
 
 Nothing is evaluated, only parsed: a number has at most MAX_DIGITS digits and an exponent of at most ±MAX_EXPONENT.
 """
 
 import re
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-# What follows a number: units that convert into each other, exactly, and words for what was counted.
+from policygrad.rewards.math.latex import normalise_latex, unwrap_text
 
-_INCH = Fraction(254, 10_000)  # metres
-_POUND = Fraction(45_359_237, 100_000_000)  # kilograms
-
-_UNITS = (  # names, dimension, factor to its base unit
-    (("m", "meter", "metre"), "length", Fraction(1)),
-    (("km", "kilometer", "kilometre"), "length", Fraction(1000)),
-    (("cm", "centimeter", "centimetre"), "length", Fraction(1, 100)),
-    (("mm", "millimeter", "millimetre"), "length", Fraction(1, 1000)),
-    (("inch", "inches", "in"), "length", _INCH),
-    (("ft", "foot", "feet"), "length", 12 * _INCH),
-    (("yd", "yard"), "length", 36 * _INCH),
-    (("mi", "mile"), "length", 63_360 * _INCH),
-    (("kg", "kilogram"), "mass", Fraction(1)),
-    (("g", "gram"), "mass", Fraction(1, 1000)),
-    (("mg", "milligram"), "mass", Fraction(1, 1_000_000)),
-    (("lb", "lbs"), "mass", _POUND),
-    (("oz", "ounce"), "mass", _POUND / 16),
-    (("s", "sec", "second"), "time", Fraction(1)),
-    (("min", "minute"), "time", Fraction(60)),
-    (("h", "hr", "hour"), "time", Fraction(3600)),
-    (("day",), "time", Fraction(86_400)),
-    (("week",), "time", Fraction(604_800)),
-)
-_NAMES = {name: (dimension, factor) for names, dimension, factor in _UNITS for name in names}
-_NAMES |= {f"{name}s": unit for name, unit in list(_NAMES.items()) if len(name) > 2}
-_COMPOUND = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour", "kmph": "km/hour", "mps": "m/s"}
-_POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3}
-_SUFFIX = re.compile(
-    r"(?P<name>[A-Za-z.]+?)\.?\s*(?:\^?\s*\{?(?P<power>[23])\}?|\^\s*\{?\s*(?P<high>\d{1,2})\s*\}?|(?P<glyph>[²³]))?"
-)
-_WORD = re.compile(r"[A-Za-z][A-Za-z'’.-]{2,}")
-# Words that continue a formula or name another answer.
-_OPERATOR = re.compile(
-    r"(?:and|base|choose|cos|cot|csc|div|equals|exp|from|gcd|infinity|infty|lcm|log|max|minus|mod|not|over|plus|root|sin|"
-    r"sqrt|tan|the|times)",
-    re.IGNORECASE,
-)
-_SMALL_WORDS = ("of", "a", "an", "in", "to")
-_MAX_UNIT_LENGTH = 80  # characters
+MAX_DIGITS = 300
+MAX_EXPONENT = 300
+ROUNDED_DECIMALS = 6  # from which on a rounded number equals the exact one, as math-verify's float_rounding
 
 
 @dataclass(frozen=True)
@@ -56,122 +20,7 @@ class MeasureUnit:
     """A product of base units (metre, kilogram, second), with a factor."""
 
     factor: Fraction
-    dimensions: tuple[tuple[str, int], ...]  # (dimension, power)
-
-
-def parse_unit(text: str, *, glued: bool = False) -> tuple[bool, MeasureUnit | None]:
-    """Return whether the text after a number is a unit or what was counted, and the unit where it is one that converts.
-
-    glued: no blank separates number and text, so that a single letter is a variable, with or without a power.
-    """
-    text = text.strip().rstrip(".")
-    if len(text) > _MAX_UNIT_LENGTH or (glued and len(text.rstrip("^{} 0123456789²³")) == 1):
-        return False, None
-    spelled_out = _COMPOUND.get(text.lower(), text)
-    above, _, below = re.sub(r"\s+(?:per|an|a)\s+", "/", spelled_out).partition("/")
-    unit = _parse_quotient(above, below)
-    if unit is not None:
-        return True, unit
-    counted = [word for word in re.split(r"[\s/]+", text) if word]
-    plain = all(
-        (_WORD.fullmatch(word) or word.lower() in _SMALL_WORDS) and not _OPERATOR.fullmatch(word) for word in counted
-    )
-    return bool(counted) and plain, None
-
-
-def _parse_quotient(above: str, below: str) -> MeasureUnit | None:
-    """Parse `cm^2` or `square feet` above, and where there is one, a unit below."""
-    factor, dimensions = Fraction(1), dict[str, int]()
-    for text, sign in [(above, 1), *([(below, -1)] if below else [])]:
-        parts, power = text.split(), sign
-        if len(parts) == 2 and parts[0].lower() in _POWERS:
-            parts, power = parts[1:], sign * _POWERS[parts[0].lower()]
-        match = _SUFFIX.fullmatch(" ".join(parts))
-        if match is None or (match["high"] and len(match["name"]) == 1):  # s^4 is a variable's power
-            return None
-        # a single letter is a unit only in lower case: M may be millions
-        unit = _NAMES.get(match["name"] if len(match["name"]) == 1 else match["name"].lower())
-        if unit is None:
-            return None
-        dimension, base = unit
-        power *= int(match["power"] or match["high"] or {"²": 2, "³": 3}.get(match["glyph"] or "", 1))
-        factor *= base**power
-        dimensions[dimension] = dimensions.get(dimension, 0) + power
-    return MeasureUnit(factor, tuple(sorted(dimensions.items())))
-
-
-# LaTeX and typography of an answer in one form, as text: nothing is parsed as mathematics here.
-
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-_GLYPHS = {"½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅛": (1, 8)}
-_GLYPH = re.compile("[" + "".join(_GLYPHS) + "]")
-_TEXT_COMMAND = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_MARKS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "~": " ", "∞": r"\infty "})
-_SPACING = re.compile(r"(?<!\\)\\(?:[!,;: ]|(?:left|right|displaystyle)(?![A-Za-z]))")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\}\\?!?|,\\!|\u2009|\u202f)(?=\d{3}(?!\d))")
-_SHORT_FRACTIONS = (
-    (re.compile(r"\\frac(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),  # \frac{1}2
-    (re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)"), r"\\frac{\1}{\2}"),  # \frac12
-    (re.compile(r"\\frac\s*(\d)\s*(?=\{)"), r"\\frac{\1}"),  # \frac1{2}
-)
-_FORMULA = r"(?:(?<!\\)\$[^$]{1,300}(?<!\\)\$|\\\((?:[^\\]|\\[^)]){1,300}\\\))"
-_FORMULA_LIST = re.compile(rf"{_FORMULA}(?:\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*{_FORMULA}){{1,50}}")
-_SEPARATOR = re.compile(r"(?:(?<=\$)|(?<=\\\)))\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*(?=\$|\\\()")
-
-
-def normalise_latex(text: str) -> str:
-    """Remove what has no meaning in an answer: delimiters, bold, spacing commands, the final full stop."""
-    text = text.translate(_MARKS).strip().strip("*_`").strip()
-    if _FORMULA_LIST.fullmatch(formulas := text.rstrip(".,;: ")):  # $69$, $84$
-        text = re.sub(r"(?<!\\)\$|\\[()]", "", _SEPARATOR.sub(", ", formulas))
-    for left, right in _DELIMITERS:
-        inner = text[len(left) : len(text) - len(right)]
-        bare = left not in inner.replace(r"\$", "")
-        if inner and bare and text.startswith(left) and text.endswith(right):
-            text = inner
-    text = _THOUSANDS.sub(lambda match: ",", text)
-    text = _SPACING.sub(" ", text)
-    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\cfrac", r"\frac")
-    text = text.replace(r"\$", "$").replace(r"\%", "%").replace(r"^{\circ}", " degrees").replace(r"^\circ", " degrees")
-    text = text.replace("°", " degrees")
-    for pattern, complete in _SHORT_FRACTIONS:
-        text = pattern.sub(complete, text)
-    text = _GLYPH.sub(lambda match: " " + "/".join(map(str, _GLYPHS[match[0]])), text)
-    return " ".join(text.split()).rstrip(".,;: ").strip("*_` ")
-
-
-def unwrap_text(text: str) -> str:
-    """Replace \\text{…} and similar commands in a normalised text by their contents."""
-    return _TEXT_COMMAND.sub(r" \1", text).strip()
-
-
-MAX_DIGITS = 300
-MAX_EXPONENT = 300
-ROUNDED_DECIMALS = 6  # from which on a rounded number equals the exact one, as math-verify's float_rounding
-
-_PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_SIGN = r"(?:(?<![\w)\].])(?:[-−][$€£]?|[$€£][-−]))?"  # after a digit or a bracket it is a subtraction
-_FIGURE = re.compile(
-    rf"{_SIGN}(?:\d{{0,9}}\\[dt]?frac\{{-?\d+\}}\{{\d+\}}|\d{{1,9}}\s\d+/\d+|(?:{_PLAIN})(?:[eE][-+]?\d{{1,4}}(?!\w)|\s?/\s?\d+)?)"
-)
-_PERCENT = re.compile(r"\s?\\?%")
-_TEN = r"\s*(?:\\times|\\cdot|[x×*])\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<ten>[-+]?\d{1,4})\s*\}?"
-_NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s*[$€£]?\s*(?P<sign2>[-+]?)\s*"
-    rf"(?:(?P<whole>\d{{1,9}})?\s*\\frac\{{\s*(?P<num>[-+]?\d+)\s*\}}\{{\s*(?P<den>\d+)\s*\}}"
-    rf"|(?P<mixed>\d{{1,9}})\s+(?P<mnum>\d+)\s*/\s*(?P<mden>\d+)"
-    rf"|(?P<over>{_PLAIN})\s*/\s*(?P<under>\d+(?:\.\d+)?)"
-    rf"|(?P<plain>{_PLAIN})\.?(?:[eE](?P<exp>[-+]?\d{{1,4}})|{_TEN})?)"
-    r"(?P<suffix>.*)",
-    re.DOTALL,
-)
-_BASED = re.compile(
-    r"(?P<sign>-?)\s*(?P<digits>[0-9A-Za-z]{1,60})(?:_\s*(?:\{\s*(?P<braced>\w+)\s*\}|(?P<bare>\d+|[a-z]+)))?"
-)
-_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_CLOCK = re.compile(r"(?P<hour>\d{1,2})(?::(?P<minute>\d{2}))?\s*(?:(?P<half>[ap])\.?\s?m\.?)?", re.IGNORECASE)
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_CURRENCY = ("dollars", "dollar", "usd", "euros", "euro", "eur", "pounds", "gbp", "cents", "cent")
+    dimensions: frozenset[tuple[str, int]]  # (dimension, power)
 
 
 @dataclass(frozen=True)
@@ -188,10 +37,6 @@ class Quantity:
     unit: MeasureUnit | None = None
 
     @property
-    def scaled(self) -> bool:
-        return self.value != self.bare
-
-    @property
     def key(self) -> str:
         """The value, as the same text for 0.5, 1/2 and 50 %."""
         return str(self.value)
@@ -204,95 +49,132 @@ class Quantity:
                 return False
             mine, theirs = mine * self.unit.factor, theirs * other.unit.factor
         pairs = [(mine, theirs)]
-        if self.scaled != other.scaled:  # one has a percent sign or a scale word that the other lacks
+        if (self.value != self.bare) != (other.value != other.bare):  # only one has a percent sign or a scale word
             pairs.append((self.bare, other.bare))
         rounded = self.rounded or other.rounded
         return any(a == b or (rounded and round(a, ROUNDED_DECIMALS) == round(b, ROUNDED_DECIMALS)) for a, b in pairs)
 
 
+_PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_FRACTION = re.compile(r"\\frac\{\s*([-+]?\d+)\s*\}\{\s*(\d+)\s*\}(?!\.?\d)")
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)\s*[$€£]?\s*(?P<sign2>[-+]?)\s*"
+    rf"(?:(?:(?P<whole>\d{{1,9}})\s+)?(?P<over>{_PLAIN})\s*/\s*(?P<under>\d+(?:\.\d+)?)"
+    rf"|(?P<plain>{_PLAIN})\.?(?:e(?P<exponent>[-+]?\d{{1,4}})"
+    rf"|\s*(?:\\times|\\cdot|[x×*])\s*10\s*(?:\^|\*\*)\s*\{{?\s*(?P<ten>[-+]?\d{{1,4}})\s*\}}?)?)"
+    r"(?P<blank>\s*)(?P<percent>%|percent(?:age)?(?![a-z]))?\s*(?:(?P<scale>thousand|million|billion|trillion)(?!\S))?\s*(?P<unit>.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+
 def parse_quantity(text: str) -> Quantity | None:
     """Parse all of a text as one quantity; None = something else."""
-    match = _NUMBER.fullmatch(unwrap_text(normalise_latex(text))) if len(text) <= MAX_DIGITS else None
-    if match is None or (match["sign"] and match["sign2"]):
+    if len(text) > MAX_DIGITS:
         return None
-    try:
-        if match["num"]:
-            value = int(match["whole"] or 0) + Fraction(int(match["num"]), int(match["den"]))
-        elif match["mixed"]:
-            value = int(match["mixed"]) + Fraction(int(match["mnum"]), int(match["mden"]))
-        elif match["over"]:
-            value = Fraction(match["over"].replace(",", "")) / Fraction(match["under"])
-        elif abs(exponent := int(match["exp"] or match["ten"] or 0)) <= MAX_EXPONENT:
-            value = Fraction(match["plain"].replace(",", "")) * Fraction(10) ** exponent
-        else:
-            return None
-    except ZeroDivisionError:
+    match = _NUMBER.fullmatch(_FRACTION.sub(r" \1/\2", unwrap_text(normalise_latex(text))).strip())
+    exponent = int(match["exponent"] or match["ten"] or 0) if match else 0
+    if match is None or (match["sign"] and match["sign2"]) or abs(exponent) > MAX_EXPONENT:
+        return None
+    if match["plain"]:
+        value = Fraction(match["plain"].replace(",", "")) * Fraction(10) ** exponent
+    elif under := Fraction(match["under"]):
+        value = int(match["whole"] or 0) + Fraction(match["over"].replace(",", "")) / under
+    else:
         return None
     if "-" in (match["sign"], match["sign2"]):
         value = -value
-    decimals = (match["plain"] or "").partition(".")[2]
-    # what follows: a percent sign, a scale word, then a unit; anything else continues a formula
-    text, factor = match["suffix"].strip(), Fraction(1)
-    unit: MeasureUnit | None = None
-    if text.startswith("%") or text.lower().startswith("percent"):
-        text, factor = text[1 if text.startswith("%") else len("percent") :].strip(), Fraction(1, 100)
-    head, _, tail = text.partition(" ")
-    if head.lower() in _SCALES:
-        text, factor = tail.strip(), factor * _SCALES[head.lower()]
-    if text and text.lower() not in _CURRENCY:
-        is_unit, unit = parse_unit(text, glued=match["suffix"][:1].isalpha())  # 5x is a product, 5 cm is not
-        if not is_unit:
-            return None
-    return Quantity(value * factor, value, len(decimals) >= ROUNDED_DECIMALS, unit)
+    factor = Fraction(1, 100 if match["percent"] else 1) * _SCALES.get((match["scale"] or "").lower(), 1)
+    is_glued = not match["blank"] and not match["percent"] and not match["scale"]  # 5x is a product, 5 cm is not
+    is_unit, unit = parse_unit(match["unit"], glued=is_glued) if match["unit"] else (True, None)
+    has_decimals = len((match["plain"] or "").partition(".")[2]) >= ROUNDED_DECIMALS
+    return Quantity(value * factor, value, has_decimals, unit) if is_unit else None
 
 
-def parse_based_number(text: str) -> tuple[str, str] | None:
-    """Return the digits and the base of a number such as 4343_9, "" where it has no base; None = something else."""
-    match = _BASED.fullmatch(unwrap_text(normalise_latex(text))) if "_" in text or text.strip().isalnum() else None
-    if match is None:
-        return None
-    base = (match["braced"] or match["bare"] or "").lower()
-    base = str(_BASES.index(base) + 2) if base in _BASES else base
-    digits = match["digits"]
-    if "_" in text:
-        has_figures = any(digit.isdigit() for digit in digits)  # a_{12} is a variable
-        valid_base = base.isdigit() and 2 <= int(base) <= 36
-        if not has_figures or not valid_base or any(int(digit, 36) >= int(base) for digit in digits):
-            return None
-    return match["sign"] + digits.upper().lstrip("0"), base
+# What follows a number: units that convert into each other, exactly, and words for what was counted.
+
+_UNITS = {  # names and factor to the base unit
+    "length": {"m meter metre": "1", "km kilometer kilometre": "1000", "cm centimeter centimetre": "0.01"}
+    | {"mm millimeter millimetre": "0.001", "in inch inches": "0.0254", "ft foot feet": "0.3048", "yd yard": "0.9144"}
+    | {"mi mile": "1609.344"},
+    "mass": {"kg kilogram": "1", "g gram": "0.001", "mg milligram": "0.000001", "lb lbs": "0.45359237"}
+    | {"oz ounce": "0.028349523125"},
+    "time": {"s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400", "week": "604800"},
+}
+_NAMES = {
+    name: (dimension, Fraction(factor))
+    for dimension, units in _UNITS.items()
+    for names, factor in units.items()
+    for name in names.split()
+}
+_NAMES |= {f"{name}s": unit for name, unit in _NAMES.items() if len(name) > 2}
+_COMPOUND = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour", "kmph": "km/hour", "mps": "m/s"}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_PART = re.compile(
+    r"(?:(?P<word>square|sq|cubic|cu)\.?\s+)?(?P<name>[a-z.]+?)\.?\s*(?:\^?\s*\{?(?P<power>[23])\}?|\^\s*\{?\s*(?P<high>\d{1,2})\s*\}?)?",
+    re.IGNORECASE,
+)
+_COUNTED = re.compile(  # words, but for those that continue a formula or name another answer
+    r"[\s/]*(?:(?!(?:and|base|choose|cos|cot|csc|div|equals|exp|from|gcd|infinity|infty|lcm|log|max|minus|mod|not|over|plus|root|sin|"
+    r"sqrt|tan|the|times)(?:[\s/]|\Z))(?:[a-z][a-z'’.-]{2,}|of|an?|in|to)(?:[\s/]+|\Z))+",
+    re.IGNORECASE,
+)
+_MAX_UNIT_LENGTH = 80  # characters
 
 
-def parse_clock_time(text: str) -> tuple[frozenset[int], bool] | None:
-    """Return the minutes of the day that a time such as 10:30 p.m. may mean, and whether it has a.m. or p.m.; None = no time.
+def parse_unit(text: str, *, glued: bool = False) -> tuple[bool, MeasureUnit | None]:
+    """Return whether the text after a number is a unit or what was counted, and the unit where it is one that converts.
 
-    Without them an hour from 1 to 12 may mean either half of the day.
+    glued: no blank separates number and text, so that a single letter is a variable, with or without a power.
     """
-    match = _CLOCK.fullmatch(unwrap_text(normalise_latex(text)))
-    if match is None:
-        return None
-    hour, minute, half = int(match["hour"]), int(match["minute"] or 0), (match["half"] or "").lower()
-    if minute > 59 or hour > (12 if half else 24) or (half and not hour):
-        return None
-    if not 1 <= hour <= 12:
-        return frozenset({60 * hour + minute}), False
-    return frozenset(60 * (hour % 12 + 12 * (each == "p")) + minute for each in half or "ap"), bool(half)
+    text = text.strip().rstrip("./ ").replace("²", "^2").replace("³", "^3")
+    if len(text) > _MAX_UNIT_LENGTH or (glued and len(text.rstrip("^{} 0123456789")) == 1):
+        return False, None
+    unit = _parse_measure(_COMPOUND.get(text.lower(), text))
+    return unit is not None or _COUNTED.fullmatch(text) is not None, unit
+
+
+def _parse_measure(text: str) -> MeasureUnit | None:
+    """Parse `cm^2` or `square feet`, and where there is one, a unit below a stroke."""
+    factor, powers = Fraction(1), Counter[str]()
+    above, *below = re.split(r"\s+(?:per|an|a)\s+|/", text, maxsplit=1)
+    for part, sign in ((above, 1), *((part, -1) for part in below)):
+        match = _PART.fullmatch(part.strip())
+        if match is None or (match["high"] and len(match["name"]) == 1):  # s^4 is a variable's power
+            return None
+        # a single letter is a unit only in lower case: M may be millions
+        name = match["name"] if len(match["name"]) == 1 else match["name"].lower()
+        if name not in _NAMES:
+            return None
+        dimension, base = _NAMES[name]
+        power = sign * int(match["power"] or match["high"] or 1) * _POWERS.get((match["word"] or "").lower(), 1)
+        factor *= base**power
+        powers[dimension] += power
+    return MeasureUnit(factor, frozenset(powers.items()))
+
+
+# Numbers within a text
+
+_SIGN = r"(?:(?<![\w)\].])(?:[-−][$€£]?|[$€£][-−]))?"  # after a digit or a bracket it is a subtraction
+_FIGURE = re.compile(
+    rf"{_SIGN}(?:\d{{0,9}}\\[dt]?frac\{{-?\d+\}}\{{\d+\}}|\d{{1,9}}\s\d+/\d+|{_PLAIN}(?:[eE][-+]?\d{{1,4}}(?!\w)|\s?/\s?\d+)?)"
+)
+_PERCENT = re.compile(r"\s?\\?%")
+
+
+def find_last_number(text: str) -> str | None:
+    """Return the last number in a text as it is written, with its percent sign, and its sign unless that is a subtraction."""
+    return _add_percent(text, find_last_match(_FIGURE, text))
+
+
+def find_first_number(text: str) -> str | None:
+    """Return the first number in a text, in the form of `find_last_number`."""
+    return _add_percent(text, _FIGURE.search(text))
 
 
 def find_last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
-def find_last_number(text: str) -> str | None:
-    """Return the last number in a text as it is written, with its percent sign, and its sign unless that is a subtraction."""
-    match = find_last_match(_FIGURE, text)
-    return match and _add_percent(text, match)
-
-
-def find_first_number(text: str) -> str | None:
-    """Return the first number in a text, in the form of `find_last_number`."""
-    match = _FIGURE.search(text)
-    return match and _add_percent(text, match)
-
-
-def _add_percent(text: str, match: re.Match[str]) -> str:
-    return match[0] + ("%" if _PERCENT.match(text, match.end()) else "")
+def _add_percent(text: str, match: re.Match[str] | None) -> str | None:
+    return match and match[0] + ("%" if _PERCENT.match(text, match.end()) else "")
