@@ -385,6 +385,64 @@ FORGED = {
         "import gc\n"
         "double = next((o['double'] for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o), None)"
     ),
+    "writes a verdict in the right form, as its exit handlers do": (
+        "import atexit, os, sys\n"
+        "def forge(*x):\n"
+        "    for fd in range(64):\n"
+        '        try: os.write(fd, b\'[[1, 1, 1, 1], "", ""]\')\n'
+        "        except OSError: pass\n"
+        "    os._exit(0)\n"
+        "class Last:\n"
+        "    __del__ = forge\n"
+        "last = sys.last = Last()\n"
+        "atexit.register(forge)\n"
+        "sys.excepthook = sys.unraisablehook = forge\n"
+        "def double(x):\n"
+        "    global last\n"
+        "    del last, sys.last\n"
+        "    sys.exit(0)"
+    ),
+    "reads memory, files and descriptors, its own and the examiner's": (
+        "import glob, os, re\n"
+        "found = False\n"
+        "def look(path):\n"
+        "    global found\n"
+        "    try:\n"
+        "        with open(path, 'rb', 0) as file: found |= bool(re.search(rb'len.double..a[b]', file.read(1 << 20)))\n"
+        "    except (OSError, MemoryError): pass\n"
+        "for fd in range(3, 64):\n"
+        "    try:\n"
+        "        os.set_blocking(fd, False)\n"
+        "        found |= bool(re.search(rb'len.double..a[b]', os.pread(fd, 1 << 20, 0)))\n"
+        "    except OSError: pass\n"
+        "    try: os.set_blocking(fd, True)\n"
+        "    except OSError: pass\n"
+        "for path in glob.glob('/proc/[0-9]*/cmdline') + glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/[0-9]*/fd/*'):\n"
+        "    if not path.startswith('/proc/self') and f'/{os.getpid()}/' not in path: look(path)\n"
+        "for maps in glob.glob('/proc/[0-9]*/maps'):\n"
+        "    try:\n"
+        "        areas = [line.split()[0].split('-') for line in open(maps) if ' rw-p ' in line]\n"
+        "        with open(maps[:-4] + 'mem', 'rb', 0) as memory:\n"
+        "            for start, end in areas:\n"
+        "                memory.seek(int(start, 16))\n"
+        "                found |= bool(re.search(rb'len.double..a[b]', memory.read(int(end, 16) - int(start, 16))))\n"
+        "    except (OSError, ValueError, OverflowError, MemoryError): pass\n"
+        "def double(x): return x + x if found else None"
+    ),
+    "calls the tests' process by guessed numbers": (
+        "import gc\n"
+        "def double(x):\n"
+        "    connection = next(o for o in gc.get_objects() if type(o).__name__ == '_Candidate')\n"
+        "    for what in (*range(-9, 0), ['builtins', 'exec'], {'classes': [['builtins', 'SystemExit']]}, {'function': -1}):\n"
+        "        connection.send('call', what, ['points[:] = [1] * 4'], {'builtins.dict': [[]]})\n"
+        "        connection.receive()"
+    ),
+    "sends more answers than are asked for": (
+        "import gc\n"
+        "def double(x):\n"
+        "    connection = next(o for o in gc.get_objects() if type(o).__name__ == '_Candidate')\n"
+        "    for value in (None, True, {'object': 99}): connection.send('value', value)"
+    ),
     "returns itself": "def double(x):\n    a = []\n    a.append(a)\n    return a",
     "defines nothing": "x = 1",
     "is no program": "def double(:",
@@ -395,6 +453,91 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_verdicts_cannot_be_forged(wall, name):
     assert run_function_tests(FORGED[name], TESTS, SHORT, wall).points == (0.0,) * 4
+
+
+CRAFTED = (  # what a program that writes its messages itself sends as the value that it returns
+    '{"object": 50}',
+    '{"object": true}',
+    '{"object": {"classes": [["builtins", "StopIteration"], ["builtins", "Exception"]]}}',
+    '{"object": {"classes": [["policygrad.sandbox.function_tests", "UnfitTestError"]]}}',
+    '{"namedtuple": ["Yes", ["__eq__", "__class__", "x"], [true, true, true]]}',
+    '{"builtins.slice": [{"object": 50}, {"object": 51}, {"object": 52}]}',
+    '[{"builtins.tuple": [[NaN]]}]',
+)
+
+
+@behind
+def test_crafted_messages_build_only_plain_data(wall):
+    """Each arrives as data or as an object that equals only itself, and none makes the row unfit."""
+    source = f"""
+import gc, json
+crafted = iter({CRAFTED!r})
+def f(x):
+    connection = next(o for o in gc.get_objects() if type(o).__name__ == "_Candidate")
+    def send_crafted(value):
+        del connection.encode
+        return json.loads(next(crafted, "4"))
+    connection.encode = send_crafted
+def g(x): return x
+"""
+    tests = ("y = f(1)\nassert y == 4 or g([y]) == [4] or 4 == y or not y",) * len(CRAFTED)
+    verdict = run_function_tests(source, FunctionTests((*tests, "assert f(1) == 4")), SHORT, wall)
+    assert (verdict.points, verdict.unfit) == ((*(0.0,) * len(CRAFTED), 1.0), "")
+
+
+@behind
+def test_a_program_cannot_mark_its_row_unfit_by_what_it_returns(wall):
+    """An unfit row has no reward, which is more than 0."""
+    source = """
+import collections, json, math, sys
+class Own(Exception): pass
+class Odd(collections.deque): pass
+kinds = [object(), Own, Own("x"), int, json, len, Odd(), collections.defaultdict(lambda: 1), (x for x in "ab"),
+         collections.namedtuple("P", "x y")(1, object()), lambda: 1, math.nan, KeyboardInterrupt, sys.stdout, [{}], None]
+def f(x):
+    if not kinds: raise ModuleNotFoundError("no", name="numpy")
+    return kinds.pop()
+def g(x): return x
+"""
+    verdict = run_function_tests(source, FunctionTests(("assert g([f(1)]) == 2",) * 17), SHORT, wall)
+    assert (verdict.points, verdict.unfit) == ((0.0,) * 17, "")
+
+
+@behind
+def test_names_that_tests_assign_are_theirs(wall):
+    """A program that guesses the name and its first value cannot give it another one between two tests."""
+    source = "passed = False\ndef f(x):\n    global passed\n    passed = True\n    return 5"
+    tests = ("passed = False", "if f(2) == 4:\n    passed = True", "assert passed")
+    assert run_function_tests(source, FunctionTests(tests), SHORT, wall).points == (1.0, 1.0, 0.0)
+
+
+@behind
+def test_arrays_cannot_lie(wall):
+    pytest.importorskip("numpy")
+    source = """
+import numpy as np
+class Yes(np.ndarray):
+    def __eq__(self, other): return np.array([True])
+    def all(self): return True
+class Odd:
+    __array_priority__, shape, dtype = 1e9, (1,), np.dtype(float)
+    def __array__(self, *x, **y): return np.array([2.0])
+    def __array_ufunc__(self, *x, **y): return np.array([True])
+    def __array_function__(self, *x, **y): return True
+    def __eq__(self, other): return np.array([True])
+    __float__ = __index__ = __len__ = lambda self: 2
+def f(x): return np.array([7.0]).view(Yes) if x else Odd()
+"""
+    tests = []
+    for x in (0, 1):
+        tests += [
+            f"import numpy as np\nassert (f({x}) == np.array([2.0])).all()",
+            f"assert (np.array([2.0]) == f({x})).all()",
+            f"assert np.allclose(f({x}), [2.0])",
+            f"assert np.array_equal(f({x}), [2.0])",
+            f"np.testing.assert_array_equal(f({x}), [2.0])",
+        ]
+    assert run_function_tests(source, FunctionTests(tuple(tests)), Limits(), wall).points == (0.0,) * 10
 
 
 STOPS = {

@@ -133,12 +133,17 @@ def test_sets_arrays_and_objects():
     assert decode_value(encode_value(numpy.float64(0.5), nothing), nothing) == 0.5
     kept = []
     packed = encode_value([object], lambda value: kept.append(value) or 7)
-    assert (packed, kept) == (["l", [["r", 7]]], [object])
+    assert (packed, kept) == ([{"object": 7}], [object])
+
+
+FORMS = ["object", "type", "namedtuple", "array", "builtins.set", "builtins.dict", "collections.deque", "os.system"]
 
 
 @given(
     st.recursive(
-        st.none() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=4), max_leaves=10
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FORMS), inner, max_size=2),
+        max_leaves=10,
     )
 )
 def test_arbitrary_json_is_decoded_or_rejected(packed):
@@ -146,8 +151,21 @@ def test_arbitrary_json_is_decoded_or_rejected(packed):
         decode_value(packed, lambda number: number)
 
 
-def test_unhashable_keys_and_bad_numbers_are_rejected():
-    for packed in (["d", [[["l", []], ["=", 1]]]], ["i", "zz"], ["f", "x"], ["b", "0"], ["s", [["d", []]]], ["x"], []):
+def test_malformed_values_and_unknown_classes_are_rejected():
+    for packed in (
+        {"builtins.dict": [[[[], 1]]]},
+        {"builtins.int": ["zz", 16]},
+        {"builtins.bytes": ["€", "latin-1"]},
+        {"builtins.set": [[{"builtins.dict": [[]]}]]},
+        {"builtins.int": ["4", 10], "builtins.eval": ["4"]},
+        {"builtins.tuple": 5},
+        {"builtins.eval": ["4"]},
+        {"os.system": ["true"]},
+        {"policygrad.sandbox.function_tests._RemoteObject": [None]},
+        {"type": "eval"},
+        {"x": []},
+        {},
+    ):
         with pytest.raises(PeerClosedError):
             decode_value(packed, nothing)
 
@@ -180,7 +198,7 @@ def test_named_tuples_keep_their_names():
     back = decode_value(encode_value(point(1, [2]), nothing), nothing)
     assert (back, back.y, type(back).__name__) == ((1, [2]), [2], "point")
     with pytest.raises(PeerClosedError):
-        decode_value(["n", "print(1)", ["x"], [["i", "0x1"]]], nothing)
+        decode_value({"namedtuple": ["print(1)", ["x"], [1]]}, nothing)
 
 
 def test_arrays_round_trip_on_request():
@@ -193,7 +211,7 @@ def test_arrays_round_trip_on_request():
         None,
     ]  # objects: no data of their own
     with pytest.raises(PeerClosedError):
-        decode_value(["a", "|O8", [1], "00" * 8], nothing)
+        decode_value({"array": ["|O8", [1], "00" * 8]}, nothing)
 
 
 def there_and_back(error):
@@ -252,6 +270,16 @@ def test_exceptions_keep_their_class_or_become_runtime_errors(error, kind, text)
 def test_custom_exceptions_keep_their_attributes():
     result = there_and_back(Short(3, 1))
     assert (type(result).__name__, result.args, result.need) == ("Short", (3, 1), 3)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [0, -1, "f", None, ["builtins", "eval"], {"function": -1, "name": "f"}, {"classes": [[]]}, {"classes": [1]}],
+    ids=repr,
+)
+def test_references_to_what_was_never_sent_are_rejected(reference):
+    with pytest.raises(PeerClosedError):
+        Connection(io.BytesIO(), io.BytesIO(), count()).decode({"object": reference})
 
 
 def test_compare_output_ignores_trailing_blanks():
