@@ -47,6 +47,7 @@ from policygrad.samplers.engines.server_process import LaunchCommand, ServerProc
 from policygrad.samplers.local.sampling import derive_seeds
 from policygrad.samplers.stop_texts import cut_at_stop, find_stop
 from policygrad.utils.async_runner import gather_or_cancel
+from policygrad.utils.child_environment import ENGINE_VARIABLES
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights, StaleWeightsError, load_logit_source
 from policygrad.weight_sync.folder import (
@@ -117,6 +118,9 @@ class EngineSampler(ABC):
     package: ClassVar[str] = ""
     """The Python package that has its servers. The run starts servers with `launch_command` when `sampler.urls` is empty; "" = it
     cannot, and needs `sampler.urls`."""
+    variables: ClassVar[tuple[str, ...]] = ENGINE_VARIABLES
+    """Names and patterns of the environment variables that servers get besides those of all child processes and those that
+    `sampler.env` names (`filter_environment`)."""
     gauges: ClassVar[server_pool.PrometheusGauges | None] = None
     """Load metrics at /metrics; None if servers report none. `sampler.max_concurrency=0` needs them."""
     supports_lora: ClassVar[bool] = False
@@ -513,7 +517,8 @@ class EngineSampler(ABC):
             port = find_free_port()
             url, log = f"http://127.0.0.1:{port}", self.log_folder / f"server-{number}.log"
             make_command = partial(self._make_launch_command, installation, number, url)
-            self.processes[url] = ServerProcess(log, make_command, shared_folder)
+            variables = (*self.variables, *self.config.env)
+            self.processes[url] = ServerProcess(log, make_command, variables, shared_folder)
             if self.config.colocate:
                 self.colocated[url] = ColocatedServer(self, url)
         return list(self.processes)

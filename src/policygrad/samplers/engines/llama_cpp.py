@@ -17,6 +17,7 @@ from policygrad.samplers.engines import llama_server
 from policygrad.samplers.engines.base import EngineCompletion, EngineSampler, LaunchOptions
 from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.engines.server_process import LaunchCommand
+from policygrad.utils.child_environment import DEVICE_VARIABLES
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter
 from policygrad.weight_sync.gguf import make_gguf_writer
 
@@ -30,6 +31,7 @@ class LlamaCppSampler(EngineSampler):
     launch_hint = "`policygrad engine llama_cpp --print` shows how its server is started"
     detection_routes = (("/props", "default_generation_settings"),)
     package = "xllamacpp"
+    variables = (*DEVICE_VARIABLES, "GGML_*", "LLAMA_*", "XLLAMACPP_*", "VK_*", "MTL_*")  # it downloads nothing
 
     @classmethod
     def launch_command(cls, options: LaunchOptions) -> LaunchCommand:

@@ -28,6 +28,7 @@ from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.samplers.engines.server_process import LaunchCommand
+from policygrad.utils.child_environment import ENGINE_VARIABLES
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 from policygrad.weight_sync.nccl import StoreGroup
@@ -96,6 +97,18 @@ class SglangSampler(EngineSampler):
         "`policygrad engine sglang --print` shows"
     )
     detection_routes = (("/get_model_info", "model_path"), ("/model_info", "model_path"))
+    variables = (
+        *ENGINE_VARIABLES,
+        *(
+            "SGLANG_*",
+            "SGL_*",
+            "MOONCAKE_*",
+            "DEEP_NORMAL_*",
+            "IS_H200",
+            "USE_TRITON_W8A8_FP8_KERNEL",
+            "DISABLE_OPENAPI_DOC",
+        ),
+    )
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
     supports_stop = True
     stops_at_texts = True

@@ -35,6 +35,7 @@ from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.samplers.engines.server_process import LaunchCommand
+from policygrad.utils.child_environment import ENGINE_VARIABLES
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 from policygrad.weight_sync.nccl import UniqueIdGroup
@@ -113,6 +114,7 @@ class VllmSampler(EngineSampler):
         "`policygrad engine vllm --print` shows"
     )
     detection_routes = (("/version", "version"),)
+    variables = (*ENGINE_VARIABLES, "VLLM_*", "[QKV]_SCALE_CONSTANT")
     gauges = PrometheusGauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     supports_lora = True
     supports_stop = True
