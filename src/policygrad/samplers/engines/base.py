@@ -663,6 +663,19 @@ class EngineSampler(ABC):
         read_before = experts[: len(request.prompt_ids) + length - 1]
         return torch.cat([read_before, read_before.new_full((1, *read_before.shape[1:]), -1)])
 
+    def sampling_options(self, request: Request) -> dict[str, Any]:
+        """Return the options of one completion that vLLM and SGLang name alike, so that a server's defaults have no effect."""
+        return {
+            "temperature": request.sampling.temperature,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "n": 1,
+            "ignore_eos": request.stop is not None,
+            "stop_token_ids": sorted(self.end_ids(request)),
+        }
+
     def pictured_prompt(self, request: Request) -> tuple[list[int], list[str]]:
         """Return what an engine that expands pictures itself is sent for a prompt: ids with one mark for each picture, and the
         pictures as data URIs.
@@ -706,6 +719,21 @@ def lora_refused_error(url: str, reply: object, hints: Sequence[tuple[str, str]]
     return EngineError(
         f"{url} does not load the adapter: {reply}. {hint}; or send all weights: --sampler.lora-sync {MERGED}"
     )
+
+
+@contextmanager
+def reading_reply(url: str, server: str) -> Iterator[None]:
+    """Raise EngineError where what is read of a server's reply is not there, or is something else.
+
+    Args:
+        server: Whose replies are expected.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(
+            f"{url} does not answer as {server} does ({type(error).__name__} {error}): is it one?"
+        ) from error
 
 
 def concat_generations(chunks: Sequence[Generation]) -> Generation:
