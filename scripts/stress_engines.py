@@ -182,7 +182,9 @@ def two_engines(folder: Path, draw: random.Random) -> Iterator[list[Engine]]:
             options = LaunchOptions("", str(folder), "127.0.0.1", port, "float32", CONTEXT, PARALLEL, threads=1)
             environment, argv = LlamaCppSampler.launch_command(options)
             command = environment, [sys.executable, *argv[1:]]
-            process = ServerProcess(folder / f"server-{port}.log", partial(tuple[Any, ...], command))
+            process = ServerProcess(
+                folder / f"server-{port}.log", partial(tuple[Any, ...], command), LlamaCppSampler.variables
+            )
             process.ensure_running()
             stack.callback(process.stop)
             proxy = Proxy(port, draw)

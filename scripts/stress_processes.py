@@ -6,7 +6,6 @@ Linux only: it reads /proc, and adopts what a killed process leaves behind.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -17,20 +16,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from policygrad.utils.processes import adopt_orphans
+
 LAUNCH = """
-import ctypes, faulthandler, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+import faulthandler, os, signal, sys
+from policygrad.utils.processes import die_with_parent
+die_with_parent()
 told = sys.argv.pop(1)
 faulthandler.register(signal.SIGUSR1, file=open(told + ".new", "w"), all_threads=False)
 os.rename(told + ".new", told)
 from policygrad.cli import main
 sys.exit(main())
 """
-"""The command line as it is; asked by SIGUSR1, it writes where it stands. It ends with whoever watches it (PR_SET_PDEATHSIG), or it
-would hold its folder when that one is started again."""
+"""The command line as it is; asked by SIGUSR1, it writes where it stands. It ends with whoever watches it, or it would hold its
+folder when that one is started again."""
 PATIENCE = 0.1
 """Seconds that a process has to say where it stands. One that waits for the disk does not, or not to the end: "in the kernel"."""
-_PR_SET_CHILD_SUBREAPER = 36
 _FRAME = re.compile(r'File "[^"]*?policygrad/([\w/]+)\.py", line \d+ in (\w+)')
 
 
@@ -108,8 +109,7 @@ def adopt() -> None:
     """What a killed process leaves behind becomes this one's, so that it is found."""
     if sys.platform != "linux":
         raise SystemExit("processes are watched in /proc: on Linux only")
-    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1):
-        raise OSError("prctl(PR_SET_CHILD_SUBREAPER)")
+    adopt_orphans()
 
 
 def below(pid: int) -> list[int]:

@@ -117,7 +117,7 @@ def test_server_does_not_import_from_the_current_folder(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "")
     started: list[tuple[str, str]] = []
-    monkeypatch.setattr("os.execvp", lambda name, argv: started.append((name, os.environ["PYTHONSAFEPATH"])))
+    monkeypatch.setattr("os.execvpe", lambda name, argv, env: started.append((name, env["PYTHONSAFEPATH"])))
     monkeypatch.setattr(installation, "find_version", lambda python, package: "0.5")
     engine_command.engine(["sglang"])
     assert started == [(sys.executable, "1")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
 import re
 import signal
@@ -29,7 +28,6 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, code_in_argv, missing_permissions
-from policygrad.utils.child_environment import filter_environment
 from policygrad.utils.message_parts import list_pictures
 from policygrad.utils.pictures import Picture
 from policygrad.verification.verify import verify_run
@@ -333,27 +331,6 @@ def test_invalid_settings_are_refused() -> None:
         pg.McpTools(SERVER, names=["subtract"]),
     ):
         pass
-
-
-def test_a_program_gets_the_variables_of_reward_workers_and_those_it_is_given(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = """
-import os
-from mcp.server import MCPServer
-server = MCPServer("variables")
-@server.tool()
-def variables() -> str:
-    return " ".join(sorted(os.environ))
-server.run()
-"""
-    for name in ("HF_HOME", "HF_TOKEN", "UNNAMED", "https_proxy"):
-        monkeypatch.setenv(name, str(tmp_path))
-    server = pg.McpTools(write_program(tmp_path, program), variables={"NAMED": "x"})
-    (trajectory,) = play(tokenizer, call("variables"), "3", server=server)
-    found = {*read_result(tokenizer, trajectory).split()}
-    assert {"NAMED", *filter_environment(os.environ, ())} <= found
-    assert not {"HF_TOKEN", "UNNAMED", "https_proxy"} & found
 
 
 def test_an_episode_whose_server_does_not_start_has_failed(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -20,12 +20,6 @@ from policygrad.rewards.base import Reward, reward
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import format_size, parse_size
 from policygrad.rewards.workers.pool import RewardPool
-from policygrad.utils.child_environment import (
-    PASSED_VARIABLES,
-    explain_missing_variable,
-    filter_environment,
-    parse_names,
-)
 
 HELD: list[bytearray] = []
 MIB = 1 << 20
@@ -133,18 +127,6 @@ def test_an_invalid_first_message_names_the_functions() -> None:
 # --- the environment
 
 
-def test_few_variables_are_passed_and_others_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MY_API_KEY", "MY_PORT", "HF_TOKEN", "NVIDIA_API_KEY", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-
-    def reads(prompts: Any, completions: Any, **_: Any) -> list[float]:
-        return [float(os.environ.get(completions[0], "0"))]
-
-    names = ["MY_API_KEY", "MY_PORT", "HF_TOKEN", "NVIDIA_API_KEY", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
-    assert score([reads], names).total == [0, 0, 0, 0, 1, 1]
-    assert score([reads], names, environment=("MY_API_KEY", "HF_TOKEN")).total == [1, 0, 1, 0, 1, 1]
-
-
 def test_a_missing_variable_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "secret")
 
@@ -162,27 +144,6 @@ def test_a_missing_variable_is_explained(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(RewardError, match=r"KeyError: 'MY_API_KEY'.*--rewards\.environment MY_API_KEY"):
         score([loads], ["a"])
-
-
-def test_variable_names() -> None:
-    assert parse_names("A, B_C,") == ("A", "B_C")
-    assert parse_names("none") == ()
-    given = {"PATH": "/bin", "LC_ALL": "C"}
-    others = {"AWS_SECRET_ACCESS_KEY": "x", "http_proxy": "x", "HF_HUB_TOKEN": "x"}
-    assert filter_environment({**given, **others}, ()) == given
-    assert filter_environment({**given, **others}, ("http_proxy",)) == {**given, "http_proxy": "x"}
-    assert explain_missing_variable("raised KeyError: 'NO_SUCH_VARIABLE_IS_SET'", (), "workers", "--option") == ""
-    for wrong in ("A=1", "", "1A"):
-        with pytest.raises(ConfigError, match="not the name of an environment variable"):
-            RewardPool(["format"], environment=(wrong,))
-    with pytest.raises(ConfigError, match=r"write \('A',\)"):
-        RewardPool(["format"], environment="A")
-
-
-def test_docs_list_the_passed_variables() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
-    listed_there = page.partition("<!-- given: begin -->")[2].partition("<!-- given: end -->")[0]
-    assert re.findall(r"`(.+?)`", listed_there) == list(PASSED_VARIABLES)
 
 
 # --- memory

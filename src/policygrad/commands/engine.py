@@ -19,6 +19,7 @@ from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.parsing import parse_arguments
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
+from policygrad.rewards.config import VARIABLE_NAMES
 from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig
 from policygrad.samplers.engines.factory import build_engine_sampler, detect_engine
 from policygrad.samplers.engines.installation import find_installation, install, is_installed_here
@@ -26,6 +27,7 @@ from policygrad.samplers.engines.probe import ProbeResult
 from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
 from policygrad.samplers.engines.server_process import LaunchCommand
 from policygrad.training.config.optional_arg import optional_arg
+from policygrad.utils.child_environment import check_variable_names, filter_environment
 
 CHECK, INSTALL = ACTIONS = ("check", "install")
 HELP = (
@@ -52,6 +54,8 @@ class EngineOptions:
     """Show the command instead of running it."""
     python: Annotated[str | None, optional_arg("PATH", "this environment")] = None
     """Virtual environment, or its Python, that has the engine."""
+    env: Annotated[tuple[str, ...], VARIABLE_NAMES] = ()
+    """Environment variables that the server gets besides the default ones (docs/rewards-isolation.md), such as a key."""
     into: Annotated[Path | None, optional_arg("DIR", "none")] = None
     """install: the virtual environment to make."""
     requirements: Annotated[tuple[str, ...], optional_arg("SPEC", "the tested version")] = ()
@@ -92,6 +96,11 @@ class EngineOptions:
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
         if self.weight_transport not in WEIGHT_TRANSPORTS:
             raise ConfigError(f"--weight-transport must be {FOLDER} or {NCCL}, not {self.weight_transport!r}")
+        check_variable_names(self.env, "--env")
+        if self.env and (self.target in ACTIONS or self.print):
+            raise ConfigError(
+                "--env is for a server that is started here: leave it out with check, install and --print"
+            )
         if (self.target in ACTIONS) is not (self.subject is not None):
             raise ConfigError(
                 "check takes an address, policygrad engine check http://127.0.0.1:8000 --model M, and install an engine, "
@@ -169,9 +178,9 @@ def engine(args: list[str]) -> int:
             print(format_command(environment, argv))
         return 0
     # PYTHONSAFEPATH: for processes that the server starts too, whose Python may be another one
-    os.environ.update({"PYTHONSAFEPATH": "1", **environment})
+    inherited = filter_environment(os.environ, (*kind.variables, *options.env))
     try:
-        os.execvp(argv[0], [*argv])
+        os.execvpe(argv[0], [*argv], {**inherited, "PYTHONSAFEPATH": "1", **environment})
     except OSError as error:
         raise EngineError(f"{argv[0]} cannot be started ({error}). Install the engine, or run it elsewhere.") from error
 

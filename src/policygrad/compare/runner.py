@@ -204,6 +204,7 @@ class SubprocessRunner:
             raise RunError(f"policygrad {shlex.join(command)} {how}:\n{tail}")
 
     def _process(self, argv: Sequence[str], folder: Path, log: Path, lock: IO[bytes]) -> int:
+        # a run is this program, as if it were started by hand, and inherits everything
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         command, started = [*self.program, *argv], time.perf_counter()
         with log.open("ab") as output:

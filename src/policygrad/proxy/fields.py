@@ -77,23 +77,24 @@ _OTHER_TEXT = {
     "spaces_between_special_tokens": _refused(True),
     "add_special_tokens": _refused(),
 }
+_SHARED = {**_SAMPLING, **_LABELS, **_OTHER_DISTRIBUTION, **_OTHER_TEXT}
+_CHOICES = {
+    **_all(READ, "max_tokens", "stop", "n", "logprobs", "stream_options.include_usage"),
+    **_all(UNUSED, "stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
+    "response_format": _refused({"type": "text"}),
+}
+"""Of OpenAI's formats whose answer is a list of choices."""
+_TOOL_CHOICE = {"tool_choice": _counted("auto", "none"), "parallel_tool_calls": _counted(True)}
 
 CHAT_FIELDS: Mapping[str, Field] = {
-    **_SAMPLING,
-    **_LABELS,
-    **_OTHER_DISTRIBUTION,
-    **_OTHER_TEXT,
-    **_all(READ, "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "n", "logprobs", "top_logprobs"),
-    "stream_options.include_usage": READ,
-    **_all(
-        UNUSED, "stream_options.include_obfuscation", "stream_options.continuous_usage_stats", "store", "prediction"
-    ),
-    "tool_choice": _counted("auto", "none"),
-    "parallel_tool_calls": _counted(True),
+    **_SHARED,
+    **_CHOICES,
+    **_TOOL_CHOICE,
+    **_all(READ, "messages", "tools", "max_completion_tokens", "top_logprobs"),
+    **_all(UNUSED, "store", "prediction"),
     "reasoning_effort": _counted("none"),
     "verbosity": _counted("medium"),
     **_all(_counted(), "reasoning", "thinking", "include_reasoning"),
-    "response_format": _refused({"type": "text"}),
     "functions": _refused([]),
     "function_call": _refused("auto", "none"),
     "modalities": _refused(["text"]),
@@ -104,27 +105,18 @@ CHAT_FIELDS: Mapping[str, Field] = {
     **_all(_refused(), "audio", "web_search_options", "chat_template", "documents", "mm_processor_kwargs"),
 }
 COMPLETION_FIELDS: Mapping[str, Field] = {
-    **_SAMPLING,
-    **_LABELS,
-    **_OTHER_DISTRIBUTION,
-    **_OTHER_TEXT,
-    **_all(READ, "prompt", "max_tokens", "stop", "n", "logprobs", "echo", "best_of"),
-    "stream_options.include_usage": READ,
-    **_all(UNUSED, "stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
+    **_SHARED,
+    **_CHOICES,
+    **_all(READ, "prompt", "echo", "best_of"),
     "suffix": _refused(""),
-    "response_format": _refused({"type": "text"}),
     "prompt_embeds": _refused(),
 }
 RESPONSE_FIELDS: Mapping[str, Field] = {
-    **_SAMPLING,
-    **_LABELS,
-    **_OTHER_DISTRIBUTION,
-    **_OTHER_TEXT,
+    **_SHARED,
     **_all(READ, "input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store", "include"),
     "top_logprobs": READ,
+    **_TOOL_CHOICE,
     **_all(UNUSED, "stream_options", "max_tool_calls"),
-    "tool_choice": _counted("auto", "none"),
-    "parallel_tool_calls": _counted(True),
     "reasoning": _counted({}),
     "text.verbosity": _counted("medium"),
     "text.format": _refused({"type": "text"}),
@@ -134,10 +126,7 @@ RESPONSE_FIELDS: Mapping[str, Field] = {
     **_all(_refused(), "conversation", "prompt"),
 }
 MESSAGE_FIELDS: Mapping[str, Field] = {
-    **_SAMPLING,
-    **_LABELS,
-    **_OTHER_DISTRIBUTION,
-    **_OTHER_TEXT,
+    **_SHARED,
     **_all(READ, "messages", "system", "tools", "max_tokens", "stop_sequences"),
     **_all(UNUSED, "betas", "anthropic_beta", "anthropic_version", "inference_geo", "speed", "cache_control"),
     "tool_choice.type": _counted("auto", "none"),

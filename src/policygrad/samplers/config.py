@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from policygrad.errors import ConfigError
+from policygrad.rewards.config import VARIABLE_NAMES
 from policygrad.samplers.engines.registry import ENGINES, is_engine, list_engine_names, list_engines, load_engine_class
+from policygrad.utils.child_environment import check_variable_names
 from policygrad.utils.field_types import check_field_types
 
 if TYPE_CHECKING:  # the options are read without importing torch
@@ -50,6 +52,9 @@ class SamplerConfig:
         str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: the environment of policygrad)")
     ] = None
     """Virtual environment, or its Python, that has the engine to start (policygrad engine install ENGINE --into DIR)."""
+    env: Annotated[tuple[str, ...], VARIABLE_NAMES] = ()
+    """Environment variables that servers which are started here get besides the default ones (docs/rewards-isolation.md), such as a
+    key."""
     folder: Annotated[
         str | None,
         tyro.conf.arg(
@@ -93,6 +98,7 @@ class SamplerConfig:
         for name, choices in {"lora_sync": LORA_SYNCS, "weight_transport": WEIGHT_TRANSPORTS}.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"sampler.{name} must be {_join(choices, 'or')}, not {value!r}")
+        check_variable_names(self.env, "sampler.env")
         self._check_numbers()
         self._check_urls()
         if self.engine == LOCAL:
@@ -136,7 +142,7 @@ class SamplerConfig:
     def _list_start_options(self) -> list[str]:
         """Return the options for servers that are started here that have another value than the default."""
         is_set = {"servers": self.servers > 1, "python": self.python is not None, "gpus": bool(self.gpus)}
-        is_set |= {"gpu_memory": self.gpu_memory > 0, "colocate": self.colocate}
+        is_set |= {"gpu_memory": self.gpu_memory > 0, "colocate": self.colocate, "env": bool(self.env)}
         return [name for name, value in is_set.items() if value]
 
     def _check_local(self) -> None:

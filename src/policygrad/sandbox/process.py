@@ -31,6 +31,7 @@ _MAX_FILES = 1000
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[2]); from policygrad.sandbox.process import main; main(int(sys.argv[1]))"
 )
+# Nothing of this process's: a program that a model wrote gets none of the machine's variables, not even the default ones.
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",

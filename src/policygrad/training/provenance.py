@@ -41,7 +41,7 @@ EXCLUDED_OPTIONS = {
 NON_LEARNING_PREFIXES = (
     *("steps", "track", "trace_mib", "metrics_port", "verify", "checkpoint.", "evaluation.", "rewards."),
     *("sampler.urls", "sampler.servers", "sampler.python", "sampler.gpus", "sampler.gpu_memory", "sampler.colocate"),
-    *("sampler.timeout", "sampler.heartbeat", "sampler.start_timeout", "teacher_server."),
+    *("sampler.env", "sampler.timeout", "sampler.heartbeat", "sampler.start_timeout", "teacher_server."),
 )
 Fingerprint = Mapping[str, Mapping[str, Any]]
 

@@ -1,5 +1,8 @@
-"""Environment variables of the processes that run code of others, reward workers, agents' programs and MCP servers: those that
-Python, its caches and its devices need, and those that the user names."""
+"""Environment variables of child processes, one rule for all of them: those that Python, its caches and its devices need, for an
+engine's server also those that the engine names, and those that the user names.
+
+Processes that are policygrad itself, ranks and the runs of a comparison, inherit everything.
+"""
 
 import os
 import re
@@ -16,6 +19,23 @@ PASSED_VARIABLES = (
     *("HF_HOME", "HF_HUB_*", "HF_ENDPOINT", "HF_*_CACHE", "HF_*_OFFLINE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_*"),
     *("TOKENIZERS_PARALLELISM", "TORCH_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
+DEVICE_VARIABLES = (
+    *("CUBLAS*", "CUDNN_*", "CUDAHOSTCXX", "NVCC_*", "NCCL_*", "NVSHMEM_*", "HSA_*", "ROCM_*", "RCCL_*", "MIOPEN_*"),
+    *("AMD_*", "GPU_*", "ZE_*", "SYCL_*", "ONEAPI_*", "CCL_*", "ASCEND_*", "HCCL_*", "GLOO_*", "UCX_*", "FI_*"),
+    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
+    *("LD_*", "CCACHE_*", "CMAKE_*", "MAX_JOBS", "MALLOC_*", "JEMALLOC_*", "TCMALLOC_*", "GLIBC_TUNABLES"),
+    *("DNNL_*", "ONEDNN_*", "GOMP_*", "NUMEXPR_*", "NUMBA_*", "RAYON_*", "CONDA_*", "XDG_*", "TERM"),
+)
+"""What a server needs besides: GPU libraries, compilers, the loader, memory allocators and threads."""
+ENGINE_VARIABLES = (
+    *DEVICE_VARIABLES,
+    *("HF_*", "HF_TOKEN", "HUGGING_FACE_*", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_*", "MODELSCOPE_*", "SAFETENSORS_*"),
+    *("TORCH_*", "TORCHINDUCTOR_*", "TORCHDYNAMO_*", "TORCHAO_*", "FLASHINFER_*", "FLASH_ATTENTION_*", "TVM_*"),
+    *("TILELANG_*", "CUTE_DSL_*", "DG_*", "RAY_*", "PROMETHEUS_MULTIPROC_DIR", "*_PROXY", "*_proxy"),
+    *("NO_COLOR", "DO_NOT_TRACK"),
+)
+"""What a server on torch needs that may download its model, from behind a proxy and as the hub's user. TORCHELASTIC_* is left out:
+under torchrun it makes a server's processes look for the run's own rendezvous."""
 _SECRETS = ("*TOKEN", "*SECRET*", "*PASSWORD*", "*_KEY")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """For a process beside many others that compute."""
@@ -40,19 +60,23 @@ def check_variable_names(names: Sequence[str], option: str) -> None:
 
 
 def filter_environment(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that a child process gets: those of the list, and those of these names."""
-    return {name: value for name, value in environment.items() if name in names or _is_passed(name)}
+    """Return the variables that a child process gets: those of the list, and those of these names.
+
+    Args:
+        names: Names, or patterns such as NCCL_*. A pattern passes no secret: a token or a key has to be named in full.
+    """
+    return {name: value for name, value in environment.items() if _is_passed(name, names)}
 
 
 def explain_missing_variable(message: str, names: Sequence[str], children: str, option: str) -> str:
     """Return the remedy where a message names a variable that is set here and not passed to these child processes; else ""."""
     mentioned = set(_NAME.findall(message))
     for name in sorted(mentioned & os.environ.keys()):
-        if len(name) >= _MIN_NAME_LENGTH and name not in names and not _is_passed(name):
+        if len(name) >= _MIN_NAME_LENGTH and not _is_passed(name, names):
             return f"; {children} do not get the environment variable {name}: add {option} {name}"
     return ""
 
 
-def _is_passed(name: str) -> bool:
-    secret = any(fnmatchcase(name, pattern) for pattern in _SECRETS)
-    return not secret and any(fnmatchcase(name, pattern) for pattern in PASSED_VARIABLES)
+def _is_passed(name: str, names: Sequence[str]) -> bool:
+    is_secret = any(fnmatchcase(name, pattern) for pattern in _SECRETS)
+    return name in names or (not is_secret and any(fnmatchcase(name, p) for p in (*PASSED_VARIABLES, *names)))

@@ -60,13 +60,14 @@ class WorkerProcess(Protocol):
 
 
 class LocalWorker(subprocess.Popen[bytes]):
-    """A fresh interpreter on this machine with this one's import path .
+    """A fresh interpreter on this machine with this one's import path.
 
     Its standard input is a pipe that nothing is written to: see `exit_with_parent`.
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         command = python_command(_WORKER_SCRIPT, *map(str, (port, rank, size)))
+        # a rank is this program, and inherits its environment whole (processes of other code: utils/child_environment.py)
         super().__init__(command, stdin=subprocess.PIPE, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
 
     def wait(self, timeout: float | None = None) -> int:

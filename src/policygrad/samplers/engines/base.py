@@ -47,6 +47,7 @@ from policygrad.samplers.engines.server_process import LaunchCommand, ServerProc
 from policygrad.samplers.local.sampling import derive_seeds
 from policygrad.samplers.stop_texts import cut_at_stop, find_stop
 from policygrad.utils.async_runner import gather_or_cancel
+from policygrad.utils.child_environment import ENGINE_VARIABLES
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights, StaleWeightsError, load_logit_source
 from policygrad.weight_sync.folder import (
@@ -117,6 +118,9 @@ class EngineSampler(ABC):
     package: ClassVar[str] = ""
     """The Python package that has its servers. The run starts servers with `launch_command` when `sampler.urls` is empty; "" = it
     cannot, and needs `sampler.urls`."""
+    variables: ClassVar[tuple[str, ...]] = ENGINE_VARIABLES
+    """Names and patterns of the environment variables that servers get besides those of all child processes and those that
+    `sampler.env` names (`filter_environment`)."""
     gauges: ClassVar[server_pool.PrometheusGauges | None] = None
     """Load metrics at /metrics; None if servers report none. `sampler.max_concurrency=0` needs them."""
     supports_lora: ClassVar[bool] = False
@@ -513,7 +517,8 @@ class EngineSampler(ABC):
             port = find_free_port()
             url, log = f"http://127.0.0.1:{port}", self.log_folder / f"server-{number}.log"
             make_command = partial(self._make_launch_command, installation, number, url)
-            self.processes[url] = ServerProcess(log, make_command, shared_folder)
+            variables = (*self.variables, *self.config.env)
+            self.processes[url] = ServerProcess(log, make_command, variables, shared_folder)
             if self.config.colocate:
                 self.colocated[url] = ColocatedServer(self, url)
         return list(self.processes)
@@ -658,6 +663,19 @@ class EngineSampler(ABC):
         read_before = experts[: len(request.prompt_ids) + length - 1]
         return torch.cat([read_before, read_before.new_full((1, *read_before.shape[1:]), -1)])
 
+    def sampling_options(self, request: Request) -> dict[str, Any]:
+        """Return the options of one completion that vLLM and SGLang name alike, so that a server's defaults have no effect."""
+        return {
+            "temperature": request.sampling.temperature,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "n": 1,
+            "ignore_eos": request.stop is not None,
+            "stop_token_ids": sorted(self.end_ids(request)),
+        }
+
     def pictured_prompt(self, request: Request) -> tuple[list[int], list[str]]:
         """Return what an engine that expands pictures itself is sent for a prompt: ids with one mark for each picture, and the
         pictures as data URIs.
@@ -701,6 +719,21 @@ def lora_refused_error(url: str, reply: object, hints: Sequence[tuple[str, str]]
     return EngineError(
         f"{url} does not load the adapter: {reply}. {hint}; or send all weights: --sampler.lora-sync {MERGED}"
     )
+
+
+@contextmanager
+def reading_reply(url: str, server: str) -> Iterator[None]:
+    """Raise EngineError where what is read of a server's reply is not there, or is something else.
+
+    Args:
+        server: Whose replies are expected.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(
+            f"{url} does not answer as {server} does ({type(error).__name__} {error}): is it one?"
+        ) from error
 
 
 def concat_generations(chunks: Sequence[Generation]) -> Generation:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policygrad.errors import ConfigError, EngineError
+from policygrad.utils.child_environment import filter_environment
 
 if TYPE_CHECKING:
     from policygrad.samplers.engines.base import EngineSampler
@@ -75,7 +76,7 @@ def find_version(python: str, package: str) -> str | None:
     Raises:
         ConfigError: The interpreter does not run.
     """
-    environment = dict(os.environ)
+    environment = filter_environment(os.environ, ())
     if Path(python) != Path(sys.executable):
         environment.pop("PYTHONPATH", None)
     try:
@@ -154,6 +155,7 @@ def install(
 
 
 def _run(argv: Sequence[str], failure: str) -> None:
+    # pip's index, proxy, keyring and compilers are set by variables of any name, so it inherits all
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(argv, env=environment | _SAFE_PATH, stdout=2)  # standard error: its output is progress
     if done.returncode:

@@ -14,9 +14,10 @@ from typing import Any
 from policygrad.errors import ConfigError, EngineError
 from policygrad.samplers.base import Request
 from policygrad.samplers.engines import llama_server
-from policygrad.samplers.engines.base import EngineCompletion, EngineSampler, LaunchOptions
+from policygrad.samplers.engines.base import EngineCompletion, EngineSampler, LaunchOptions, reading_reply
 from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.engines.server_process import LaunchCommand
+from policygrad.utils.child_environment import DEVICE_VARIABLES
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter
 from policygrad.weight_sync.gguf import make_gguf_writer
 
@@ -30,6 +31,7 @@ class LlamaCppSampler(EngineSampler):
     launch_hint = "`policygrad engine llama_cpp --print` shows how its server is started"
     detection_routes = (("/props", "default_generation_settings"),)
     package = "xllamacpp"
+    variables = (*DEVICE_VARIABLES, "GGML_*", "LLAMA_*", "XLLAMACPP_*", "VK_*", "MTL_*")  # it downloads nothing
 
     @classmethod
     def launch_command(cls, options: LaunchOptions) -> LaunchCommand:
@@ -74,14 +76,10 @@ class LlamaCppSampler(EngineSampler):
             body |= {"samplers": ["temperature", "top_k", "top_p"], "top_k": sampling.top_k, "top_p": sampling.top_p}
             body["min_keep"] = 1
         reply = await self.http.post(f"{url}/completion", body)
-        try:
+        with reading_reply(url, "the server of llama.cpp"):
             tokens = [int(token) for token in reply["tokens"]]
             entries = reply.get("completion_probabilities", [])
             if [entry["id"] for entry in entries] != tokens[: len(entries)]:
                 raise EngineError(f"{url} returns probabilities of other tokens than it sampled")
             logp = [math.log(entry["prob"]) if entry["prob"] > 0 else -math.inf for entry in entries]
             return EngineCompletion(tokens, logp, reply.get("model"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"{url} does not answer as the server of llama.cpp does ({type(error).__name__} {error}): is it one?"
-            ) from error

@@ -60,6 +60,7 @@ def _watch(options: argparse.Namespace) -> int:
                 name, started = current, time.monotonic()
                 serve = [sys.executable, "-P", __file__, "serve", f"--file={options.folder / name / MODEL_FILE}"]
                 argv = [f"--{key.replace('_', '-')}={getattr(options, key)}" for key in _SERVE_OPTIONS]
+                # the same server, with the variables that this process was given
                 child = subprocess.Popen([*serve, f"--name={name}", f"--parent={os.getpid()}", *argv])
             time.sleep(_POLL_SECONDS)
     finally:

@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from policygrad.utils.child_environment import explain_missing_variable, filter_environment
 from policygrad.utils.processes import guard_command, kill_group, last_lines
 
 _EXIT_SECONDS = 10.0  # seconds that a server has to exit after SIGTERM, before it is killed
 _LOG_LINES, _LINE_WIDTH = 12, 300  # lines of the log, and characters of each, in an error message
-_HIDDEN_VARIABLES = (
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "VIRTUAL_ENV",
-)  # of this process's environment, which may not be the server's
+# Of this process's Python, which may not be the server's.
+_HIDDEN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 LaunchCommand = tuple[Mapping[str, str], Sequence[str]]  # (environment variables, argv)
 
@@ -28,14 +26,23 @@ LaunchCommand = tuple[Mapping[str, str], Sequence[str]]  # (environment variable
 class ServerProcess:
     """One server on this machine, with its guard and its log."""
 
-    def __init__(self, log: Path, make_command: Callable[[], LaunchCommand], shared_folder: str = "") -> None:
+    def __init__(
+        self,
+        log: Path,
+        make_command: Callable[[], LaunchCommand],
+        variables: Sequence[str] = (),
+        shared_folder: str = "",
+    ) -> None:
         """
         Args:
             log: The file that its output is appended to.
             make_command: Called at every start: the command may name the newest weights.
+            variables: Names and patterns of this process's environment variables that it gets besides the default ones
+                (`filter_environment`).
             shared_folder: A folder in shared memory to remove if this process is killed; "" = none.
         """
         self.log, self._make_command, self._shared_folder = log, make_command, shared_folder
+        self._variables = variables
         self.guard: subprocess.Popen[bytes] | None = None
         self.is_starting = True
         """The owner sets it to False once the server has answered; a server that ends later is started again."""
@@ -54,7 +61,9 @@ class ServerProcess:
                 return ""
             self._kill_remains()
             if self.is_starting:
-                return f"it ended with exit code {code} before it answered. {self.read_log_end()}"
+                output = self._read_output().decode(errors="replace")
+                missing = explain_missing_variable(output, self._variables, "servers", "--sampler.env")
+                return f"it ended with exit code {code} before it answered{missing}. {self.read_log_end()}"
         self._start()
         return ""
 
@@ -88,7 +97,9 @@ class ServerProcess:
 
     def _start(self) -> None:
         environment, argv = self._make_command()
-        inherited = {name: value for name, value in os.environ.items() if name not in _HIDDEN_VARIABLES}
+        inherited = filter_environment(os.environ, self._variables)
+        for name in _HIDDEN_VARIABLES:
+            inherited.pop(name, None)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)

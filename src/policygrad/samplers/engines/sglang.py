@@ -22,12 +22,14 @@ from policygrad.samplers.engines.base import (
     EngineSampler,
     LaunchOptions,
     lora_refused_error,
+    reading_reply,
 )
 from policygrad.samplers.engines.colocation import CACHE, WEIGHTS
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.samplers.engines.server_process import LaunchCommand
+from policygrad.utils.child_environment import ENGINE_VARIABLES
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 from policygrad.weight_sync.nccl import StoreGroup
@@ -96,6 +98,18 @@ class SglangSampler(EngineSampler):
         "`policygrad engine sglang --print` shows"
     )
     detection_routes = (("/get_model_info", "model_path"), ("/model_info", "model_path"))
+    variables = (
+        *ENGINE_VARIABLES,
+        *(
+            "SGLANG_*",
+            "SGL_*",
+            "MOONCAKE_*",
+            "DEEP_NORMAL_*",
+            "IS_H200",
+            "USE_TRITON_W8A8_FP8_KERNEL",
+            "DISABLE_OPENAPI_DOC",
+        ),
+    )
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
     supports_stop = True
     stops_at_texts = True
@@ -146,15 +160,11 @@ class SglangSampler(EngineSampler):
         body: dict[str, Any] = {"input_ids": list(ids), "return_logprob": True, "logprob_start_len": start - 1}
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         reply = await http.post(f"{url}/generate", body | {"sampling_params": sampling, "stream": False})
-        try:
+        with reading_reply(url, cls.name):
             entries = reply["meta_info"]["input_token_logprobs"][-len(ids[start:]) :]
             if [int(entry[1]) for entry in entries] != list(ids[start:]):
                 raise EngineError(f"{url} returns log-probabilities of other tokens than it was given")
             return [entry[0] for entry in entries]
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise EngineError(
-                f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
-            ) from error
 
     def weight_writer(self) -> WeightWriter:
         return make_safetensors_writer(self.model, self.tokenizer)
@@ -186,17 +196,10 @@ class SglangSampler(EngineSampler):
             )
         sampling_params: dict[str, Any] = {
             "max_new_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
+            **self.sampling_options(request),
             "top_p": 1.0,
             "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "sampling_seed": seed,
-            "n": 1,
-            "ignore_eos": request.stop is not None,
-            "stop_token_ids": sorted(self.end_ids(request)),
         }
         if sampling.stop:
             texts = {"stop": list(sampling.stop), "no_stop_trim": True, "skip_special_tokens": False}
@@ -215,7 +218,7 @@ class SglangSampler(EngineSampler):
         if self.records_experts:
             body["return_routed_experts"] = True
         reply = await self.http.post(f"{url}/generate", body)
-        try:
+        with reading_reply(url, self.name):
             info = reply["meta_info"]
             if (info.get("finish_reason") or {}).get("type") == "abort":
                 raise ServerUnavailableError(f"the request was aborted: {info['finish_reason'].get('message', '')}")
@@ -232,10 +235,6 @@ class SglangSampler(EngineSampler):
             version = None if self.adapter_only else info.get("weight_version")  # when the completion started
             experts = self._decode_experts(info.get("routed_experts")) if self.records_experts else None
             return EngineCompletion(tokens, [entry[0] for entry in entries], version, experts)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise EngineError(
-                f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
-            ) from error
 
     def _check_reencoding(self, ids: list[int]) -> None:
         """Raise EngineError for a prompt with pictures that has other ids once it is decoded and encoded again.

@@ -29,12 +29,14 @@ from policygrad.samplers.engines.base import (
     EngineSampler,
     LaunchOptions,
     lora_refused_error,
+    reading_reply,
 )
 from policygrad.samplers.engines.colocation import CACHE
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.samplers.engines.server_process import LaunchCommand
+from policygrad.utils.child_environment import ENGINE_VARIABLES
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 from policygrad.weight_sync.nccl import UniqueIdGroup
@@ -113,6 +115,7 @@ class VllmSampler(EngineSampler):
         "`policygrad engine vllm --print` shows"
     )
     detection_routes = (("/version", "version"),)
+    variables = (*ENGINE_VARIABLES, "VLLM_*", "[QKV]_SCALE_CONSTANT")
     gauges = PrometheusGauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     supports_lora = True
     supports_stop = True
@@ -192,17 +195,14 @@ class VllmSampler(EngineSampler):
         # that a request may
         body = {"model": model, "prompt": list(ids), "prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
         reply = await http.post(f"{url}/v1/completions", body | {"add_special_tokens": False, "stream": False})
-        try:
-            entries = reply["choices"][0]["prompt_logprobs"]
-            if len(entries) != len(ids):
-                raise EngineError(f"{url} returns log-probabilities of {len(entries)} tokens for {len(ids)}")
-            return [entry[str(token)]["logprob"] for token, entry in zip(ids[start:], entries[start:], strict=True)]
-        except KeyError as error:
-            raise EngineError(f"{url} returns no log-probability of the token {error} that it was given") from error
-        except (TypeError, IndexError, AttributeError) as error:
-            raise EngineError(
-                f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
-            ) from error
+        with reading_reply(url, cls.name):
+            try:
+                entries = reply["choices"][0]["prompt_logprobs"]
+                if len(entries) != len(ids):
+                    raise EngineError(f"{url} returns log-probabilities of {len(entries)} tokens for {len(ids)}")
+                return [entry[str(token)]["logprob"] for token, entry in zip(ids[start:], entries[start:], strict=True)]
+            except KeyError as error:
+                raise EngineError(f"{url} returns no log-probability of the token {error} that it was given") from error
 
     def weight_writer(self) -> WeightWriter:
         # vLLM 0.32 keeps the old head when tied embeddings are reloaded, so the head is written under its own name too
@@ -256,18 +256,11 @@ class VllmSampler(EngineSampler):
         sampling, model = request.sampling, self.adapter_names.get(url, self.model_names[url])
         options: dict[str, Any] = {
             "max_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
+            **self.sampling_options(request),
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "seed": seed,
-            "n": 1,
             "logprobs": 0,
-            "ignore_eos": request.stop is not None,
-            "stop_token_ids": sorted(self.end_ids(request)),
         }
         left: list[list[int]] | None = None
         by_ids = request.needs_mask or bool(request.media)
@@ -290,7 +283,7 @@ class VllmSampler(EngineSampler):
                 tokens_only |= texts
             body = {"model": model, "prompt": request.prompt_ids.tolist(), **options, **tokens_only}
             reply = await self.http.post(f"{url}/v1/completions", body)
-        try:
+        with reading_reply(url, self.name):
             choice = reply["choices"][0]
             tokens = choice["token_ids"]
             if by_ids:
@@ -305,10 +298,6 @@ class VllmSampler(EngineSampler):
             experts = decode_experts(choice.get("routed_experts")) if self.records_experts else None
             version = str(reply["model"]) if self.adapter_only else None
             return EngineCompletion(tokens, logp, version, experts, left)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise EngineError(
-                f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"
-            ) from error
 
     def _check_expansion(self, url: str, request: Request, read: Sequence[int]) -> None:
         """Raise EngineError unless the server has read a prompt with pictures as the ids that the learner reads."""
