@@ -69,7 +69,8 @@ def list_json_fields() -> Iterator[str]:
 
 def list_run_files() -> Iterator[str]:
     """Yield the files of a run's folder, from one of two steps."""
-    options = "--steps 2 --prompts-per-step 2 --samples-per-prompt 2 --max-tokens 8 --evaluation.problems 0 --checkpoint.every 1 --checkpoint.keep 1 --plain"
+    sizes = "--steps 2 --prompts-per-step 2 --samples-per-prompt 2 --max-tokens 8 --evaluation.problems 0"
+    options = f"{sizes} --checkpoint.every 1 --checkpoint.keep 1 --plain"
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         with redirect_stdout(StringIO()) as output, redirect_stderr(output):
