@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,18 @@ from doubles.files import write_rows
 from doubles.forked import Forked, forking
 from policygrad import cli
 
+
+def hold_while(lock: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for one thread at a time."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with lock:
+            return function(*args, **options)
+
+    return call
+
+
 pytest_plugins = ["test_costs"]  # in scripts/
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if find_spec("hypothesis") is not None:  # a busy machine is no failure; others' environments do without it
@@ -29,6 +45,9 @@ if find_spec("hypothesis") is not None:  # a busy machine is no failure; others'
 
     settings.register_profile("patient", deadline=None)
     settings.load_profile("patient")
+if sys.version_info < (3, 11, 9):
+    # A thread that parses while another one does, as formatting a traceback does, makes either fail: python/cpython#106905.
+    ast.parse = hold_while(threading.RLock(), ast.parse)
 # ignored below a shell's `&` and below nohup: tests send both signals to this process
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -82,7 +82,8 @@ def observe_comparison_of_formulas(folder: Path) -> Environment:
     try:
         return read_from_proc(comparer._process.pid)
     finally:
-        comparer._stop()
+        comparer._process.kill()
+        comparer._process.communicate()
 
 
 def observe_mcp_program(folder: Path) -> Environment:
