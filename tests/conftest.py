@@ -27,8 +27,9 @@ from doubles.forked import Forked, forking
 from policygrad import cli
 
 
-def hold_while(lock: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def make_exclusive(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function for one thread at a time."""
+    lock = threading.RLock()
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -47,7 +48,7 @@ if find_spec("hypothesis") is not None:  # a busy machine is no failure; others'
     settings.load_profile("patient")
 if sys.version_info < (3, 11, 9):
     # A thread that parses while another one does, as formatting a traceback does, makes either fail: python/cpython#106905.
-    ast.parse = hold_while(threading.RLock(), ast.parse)
+    ast.parse = make_exclusive(ast.parse)
 # ignored below a shell's `&` and below nohup: tests send both signals to this process
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -79,6 +81,30 @@ def test_the_oldest_constraints_are_those_that_the_package_asks_for() -> None:
     bounds = dict(re.findall(r'"(torch|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
     pinned = dict(re.findall(r"^(torch|transformers)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.M))
     assert {name: version.removesuffix(".0") for name, version in pinned.items()} == bounds
+
+
+@pytest.mark.parametrize(("budget", "code"), [("600", 0), ("0.001", 1)])
+def test_a_suite_that_costs_half_more_than_its_budget_fails_and_names_its_tests(
+    budget: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "test_dear.py").write_text("def test_sums():\n    assert sum(range(2_000_000))\n")
+    argv = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "test_costs",
+        "--budget",
+        budget,
+        "--costs",
+        "costs.json",
+        "test_dear.py",
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("by test" in done.stdout) == bool(code)
+    assert json.loads((tmp_path / "costs.json").read_text())["test_dear.py::test_sums"] > 0
 
 
 def test_the_public_surface_is_the_committed_one() -> None:
