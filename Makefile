@@ -7,9 +7,9 @@ CONSTRAINTS ?= constraints.txt
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-ray test-extras test-full test-vllm lint format fast control base-model shapes-model constraints dist test-dist clean help
+.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-ray test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
 help:
-	@echo "make train | test | test-full (what it leaves out) | fast (tests without the slow ones) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
+	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
@@ -39,9 +39,6 @@ suite: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m full $(ARGS)
-
-fast: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
 test-vllm: $(STAMP)
 	@test -x "$$POLICYGRAD_VLLM/bin/vllm" || { echo "POLICYGRAD_VLLM must name a virtual environment with bin/vllm (0.32)"; exit 2; }

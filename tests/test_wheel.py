@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "policygrad"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
-pytestmark = pytest.mark.slow
-
 
 def run(*words: str | Path, cwd: Path) -> str:
     """A command's output; the repository's own `src` is not on its path."""

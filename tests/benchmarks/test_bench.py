@@ -371,7 +371,6 @@ def test_turns_of_a_step_are_summed_and_its_conversations_counted_once() -> None
     assert clock.sum_turns(facts, 1) == facts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conversations", "geometric"])
 def test_a_small_work_is_measured_whole(name: str, tmp_path: Path) -> None:
     """With the names that the library has now: the steps, and the completions and tokens that the work says."""
@@ -389,7 +388,6 @@ def test_a_small_work_is_measured_whole(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_every_component_runs_in_small(tmp_path: Path) -> None:
     """With the names that the library has now. Run on a copy: results are written beside the scripts."""
     root = Path(__file__).parents[2]

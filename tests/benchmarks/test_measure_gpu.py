@@ -32,7 +32,6 @@ def test_some_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_all_parts(tmp_path: Path) -> None:
     code, output, parts = run(tmp_path / "gpu.json")
     assert code == 0, output

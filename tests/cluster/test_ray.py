@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 from policygrad.cluster.launch import train_on_cluster
 from policygrad.errors import EngineError, RunError
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 WORLD = """
 import asyncio

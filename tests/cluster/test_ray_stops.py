@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 from policygrad.cluster.launch import train_on_cluster
 from policygrad.commands import STOPPED
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 ROOM = 0.6
 """CPUs of each of three actors, so that two runs at a time have no room here."""

@@ -87,7 +87,6 @@ def test_a_schema_refuses_other_values() -> None:
         jsonschema.validate({"findings": [{"status": "fine"}]}, build_schema("doctor"))
 
 
-@pytest.mark.slow
 def test_a_run_from_training_to_its_report(read_json: Callable[..., list[Any]], run_command: Command) -> None:
     [planned] = read_json(0, "train", "grpo", *SHORT, *EVALUATED, "--dry-run")
     assert 'name = "grpo"' in planned["toml"]
@@ -108,7 +107,6 @@ def test_a_run_from_training_to_its_report(read_json: Callable[..., list[Any]], 
     assert "the trained model is already in run/model" in error["error"]["message"]
 
 
-@pytest.mark.slow
 def test_a_stopped_run_says_how_it_continues(
     read_json: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +119,6 @@ def test_a_stopped_run_says_how_it_continues(
     assert (last["event"], last["steps"]) == ("finished", 2)
 
 
-@pytest.mark.slow
 def test_fine_tuning_and_reward_models(read_json: Callable[..., list[Any]], tmp_path: Path) -> None:
     pairs = [{"prompt": f"{i} + 1 =\n", "completion": str(i + 1)} for i in range(8)]
     events = read_json(
@@ -162,7 +159,6 @@ def test_the_machine(read_json: Callable[..., list[Any]], monkeypatch: pytest.Mo
     assert {check["group"] for check in result["findings"]} >= {"Machine", "Learner", "Sampler"}
 
 
-@pytest.mark.slow
 def test_the_lab(read_json: Callable[..., list[Any]]) -> None:
     [experiments] = read_json(0, "lab", "--list-experiments")
     name = next(iter(experiments["experiments"]))
@@ -192,7 +188,6 @@ def test_engines(read_json: Callable[..., list[Any]], monkeypatch: pytest.Monkey
     assert installed["train"][-2:] == ["--sampler.python", "venv"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["serve", "proxy", "report"])
 def test_servers_print_their_address_and_end(command: str, tmp_path: Path) -> None:
     if command == "serve":

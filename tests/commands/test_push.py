@@ -48,7 +48,6 @@ def test_only_the_model_and_its_card_are_pushed(run: Path) -> None:
         assert there.created[0].get("private") is True or there.created[0].get("visibility") == "private"
 
 
-@pytest.mark.slow
 def test_a_refusal_of_the_hub_has_a_remedy(run: Path) -> None:
     with hub() as there:
         for token, output in ((None, "hf auth login"), ("hf_wrong", "check the name, and the token's permission")):
@@ -57,7 +56,6 @@ def test_a_refusal_of_the_hub_has_a_remedy(run: Path) -> None:
         assert there.files == {}
 
 
-@pytest.mark.slow
 def test_an_unreachable_hub_leaves_the_local_model(run: Path) -> None:
     with gone() as there:
         code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")

@@ -35,7 +35,6 @@ def test_a_guide_has_the_form_of_the_specification(guide: Skill) -> None:
         assert not name or name in GUIDES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES)
 def test_every_command_of_a_guide_runs(
     guide: Skill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command

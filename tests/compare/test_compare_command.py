@@ -202,7 +202,6 @@ def test_the_dapo_ladder_is_in_the_published_order() -> None:
     assert [rung.published for rung in LADDERS["dapo"].rungs] == ["30", "36", "38", "41", "42", "50"]
 
 
-@pytest.mark.slow
 def test_a_real_comparison_with_processes(
     run_command: Any, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_the_agent_is_trained_evaluated_and_resumed(
     folder: Path, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -54,7 +53,6 @@ def test_the_agent_is_trained_evaluated_and_resumed(
     assert code == 0, err
 
 
-@pytest.mark.slow
 def test_a_model_alone_is_served_to_the_agent(folder: Path) -> None:
     serve = [sys.executable, "-m", "policygrad", *COMMANDS[0][1:], "--json", "--record", "record.jsonl"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:

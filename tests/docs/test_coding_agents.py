@@ -34,7 +34,6 @@ def test_agents_md_is_short_and_every_path_in_it_exists() -> None:
         assert (ROOT / short.get(path, path)).exists(), path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_agents_md_runs(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
@@ -61,7 +60,6 @@ def test_a_command_of_agents_md_runs(
                 assert word in subprocess.run(shown, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command) -> None:
     monkeypatch.chdir(tmp_path)
     entered = dict(enter_page(PAGE, run_command))
@@ -71,7 +69,6 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert entered["policygrad verify run --json"][0]["status"] == "holds"
 
 
-@pytest.mark.slow
 def test_the_preregistration_of_the_page_on_comparisons_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
 ) -> None:

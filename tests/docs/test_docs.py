@@ -286,7 +286,6 @@ def test_own_algorithm_in_15_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert markdown.run_code_blocks(OWN) == OWN
 
 
-@pytest.mark.slow
 def test_own_algorithm_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's gate and its advantage, trained from Python as the page does, at a small size."""
     write_own(tmp_path)
@@ -305,7 +304,6 @@ def test_own_algorithm_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(row["advantage"] == 0 for row in rows if row["reward"] == 1)
 
 
-@pytest.mark.slow
 def test_own_gate_on_the_command_line(tmp_path: Path) -> None:
     write_own(tmp_path)
     (command,) = re.findall(r"^policygrad (train .* tent:Tent .*)$", OWN, re.MULTILINE)

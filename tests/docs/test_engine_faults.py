@@ -63,7 +63,6 @@ def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
 def test_two_real_servers_with_faults_lose_nothing_and_draw_what_they_claim(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")

@@ -20,7 +20,6 @@ from doubles.files import rows
 pytest.importorskip("peft")
 pytest.importorskip("pyarrow")
 pytest.importorskip("tensorboard")
-pytestmark = pytest.mark.slow
 
 PAGE = (Path(__file__).parents[2] / "docs" / "first-day.md").read_text(encoding="utf-8")
 FILES: dict[str, str] = dict(re.findall(r"```python (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))

@@ -38,7 +38,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_the_commands_run(folder: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
     by_name, by_file, resumed = COMMANDS
     steps = ["--steps", "2", *FEWER]

@@ -20,7 +20,6 @@ from stress_serve import Server
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_the_loop_learns(tmp_path: Path) -> None:
     [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert 25 <= len([line for line in program.splitlines() if line.strip()]) <= 40

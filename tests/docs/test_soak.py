@@ -250,7 +250,6 @@ def test_what_a_process_holds_and_has_started() -> None:
 
 @pytest.mark.full
 @linux
-@pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     few = ["--prompts-per-step", "2", "--samples-per-prompt", "4", "--evaluation.problems", "2"]
     argv = ["--steps", "6", "--kills", "2", "--watch", "1", "--folder", str(tmp_path / "soak")]

@@ -467,7 +467,6 @@ TOOLS = pg.ToolUse((pg.McpTools(SERVER),), call_reward=reward, max_turns=3, tool
 """
 
 
-@pytest.mark.slow
 def test_a_run_with_calls_is_resumed_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn is a call, whatever the policy writes; the reward depends on the results."""
     monkeypatch.chdir(tmp_path)
@@ -500,7 +499,6 @@ def test_a_run_with_calls_is_resumed_to_the_bit(tmp_path: Path, monkeypatch: pyt
     assert not any(map(is_running, list_served(served)))
 
 
-@pytest.mark.slow
 def test_a_run_names_its_server_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(Path("rows.jsonl"), [{"prompt": f"{i} + 1 =\n", "answer": str(i + 1)} for i in range(8)])

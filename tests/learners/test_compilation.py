@@ -63,7 +63,6 @@ def test_compiled_blocks_take_the_same_steps(
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_compiled_blocks_take_the_same_steps_by_inductor(random_model: Path) -> None:
     check(random_model)
 

@@ -440,7 +440,6 @@ def test_an_unused_learning_rate_is_refused() -> None:
         LocalLearner(small_model(), LearnerSpec(pg.DR_GRPO, lr=None, steps=1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trpo", "natural"])
 def test_runs_respect_delta(small: Run, tmp_path: Path, name: str) -> None:
     algorithm = replace(pg.get_algorithm(name), critic=pg.Critic(lr=1e-3))

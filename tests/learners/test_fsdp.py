@@ -52,7 +52,6 @@ def ranks() -> Iterator[WorkerGroup]:
         yield result
 
 
-@pytest.mark.slow
 def test_two_processes_learn_as_one_does(ranks: WorkerGroup) -> None:
     """One start for all, since it takes seconds."""
     for name, algorithm in ALGORITHMS.items():

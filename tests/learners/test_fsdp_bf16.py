@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import pytest
 import torch
 
 import policygrad as pg
@@ -16,7 +15,6 @@ COARSE = 0.05
 SINGLE = replace(BATCH, reward=BATCH.reward.float())
 
 
-@pytest.mark.slow
 def test_an_update_equals_one_process_up_to_rounding() -> None:
     """With AdamW's ε at 1 a step is about linear in the gradient."""
     with started(2) as ranks:

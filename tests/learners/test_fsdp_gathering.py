@@ -55,7 +55,6 @@ def held(learner: FsdpLearner) -> list[int]:
     return learner.workers.all_gather(sum(result.values()))
 
 
-@pytest.mark.slow
 def test_a_process_holds_at_most_its_shard_and_one_parameter(
     ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,6 @@ def failures(cases: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_two_processes_equal_one_for_every_algorithm(size: int) -> None:
     with started(size) as ranks:
@@ -96,7 +95,6 @@ def test_two_processes_equal_one_for_every_algorithm(size: int) -> None:
         assert failures(cases) == {}
 
 
-@pytest.mark.slow
 def test_two_processes_equal_one_for_references_that_read_other_prompts() -> None:
     names = ("sdpo", "sdft", "opsd", "a live teacher", "an average as teacher")
     with started(2) as ranks:
@@ -107,7 +105,6 @@ def test_two_processes_equal_one_for_references_that_read_other_prompts() -> Non
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_two_processes_equal_one_for_branching_episodes() -> None:
     names = ("grpo", "gspo", "ppo", "prime", "trpo", "exact norms", "exact KL to the reference")
     with started(2) as ranks:
@@ -116,7 +113,6 @@ def test_two_processes_equal_one_for_branching_episodes() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_two_processes_equal_one_in_float32_for_some_algorithms() -> None:
     """Not those of many updates, or with a conjugate gradient: in one process, too, they depend on the micro-batches by more."""
     names = ("grpo", "gspo", "prime", "opo")
@@ -152,7 +148,6 @@ def close(ranks: WorkerGroup, algorithm: pg.Algorithm, tolerance: float) -> None
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_gradient_in_float32(size: int) -> None:
     """Of all that take gradient steps; later ones carry on what was rounded. Not vapo, whose first steps are its critic's (it is
@@ -196,7 +191,6 @@ LORA = {
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_processes_equal_one_with_adapters(size: int) -> None:
     """New ones, whose reference is the model without them, and such as have moved."""

@@ -49,7 +49,6 @@ def compared(
     return local, ranked, full
 
 
-@pytest.mark.slow
 def test_two_tensor_parallel_processes_equal_one() -> None:
     with started(2) as ranks:
         local, ranked, _ = compared(ranks, pg.GRPO, llama)
@@ -75,7 +74,6 @@ TABLE = {name: runnable(name) for name in ALGORITHMS} | {"kl_cov": replace(pg.KL
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_equals_one_process_for_every_gradient_algorithm(size: int) -> None:
     """Two processes that share each layer, and two pairs of such. A reference that is a model of its own is not cut."""
@@ -96,7 +94,6 @@ def test_tensor_parallel_equals_one_process_for_every_gradient_algorithm(size: i
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_tensor_parallel_with_branching_episodes_float32_rows_and_recomputed_activations() -> None:
     with started(4) as ranks:
         compared(ranks, pg.GRPO, llama, several=True)

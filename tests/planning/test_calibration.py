@@ -114,7 +114,6 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_the_command_measures_this_machine_and_plans_with_it(tmp_path: Path) -> None:
     """In about a minute; and a plan of the made-up model's own work is near to what was measured."""
     file = tmp_path / "calibration.json"

@@ -214,7 +214,6 @@ def make_run(folder: Path, **options: Any) -> pg.Run:
     )
 
 
-@pytest.mark.slow
 def test_run_with_top_p_learns_under_the_mask_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole = pg.train(make_run(tmp_path / "whole"), display=False)
     pg.train(make_run(tmp_path / "cut"), display=False, stop_after=1)

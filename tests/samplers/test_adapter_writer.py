@@ -131,7 +131,6 @@ class Writing(LocalSampler):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_two_process_learner_publishes_its_adapter(staleness: int, small: pg.Run, tmp_path: Path) -> None:
     """The last published adapter is the saved one: the last update is published like the others."""

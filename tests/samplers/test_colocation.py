@@ -197,7 +197,6 @@ def sample(sampler: VllmSampler, wait: AsyncRunner) -> list[Any]:
     return wait(sampler.generate(requests))
 
 
-@pytest.mark.slow
 def test_real_process_sleeps_wakes_and_survives(sampler: VllmSampler, wait: AsyncRunner) -> None:
     [(url, process)] = sampler.processes.items()
     routes: list[str] = []
@@ -259,7 +258,6 @@ def find_child(pid: int) -> int:
     return int(child)
 
 
-@pytest.mark.slow
 def test_server_that_cannot_sleep_ends_the_run_with_the_reason(sampler: VllmSampler, wait: AsyncRunner) -> None:
     fail_next(sampler, "sleep", 1)
     with pytest.raises(EngineError, match=r"vLLM does not go to sleep: 500\."):
@@ -277,7 +275,6 @@ class Order(Callback):
         self.held.append(colocated.memory)
 
 
-@pytest.mark.slow
 def test_run_lends_the_memory_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "assign_gpus", with_a_gpu)
     environment, order = make_environment(tmp_path / "venv"), Order()

@@ -201,7 +201,6 @@ def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path:
     wait_for_exit(served)
 
 
-@pytest.mark.slow
 def test_llama_cpp_tokens_match_their_version_during_updates(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
@@ -260,7 +259,6 @@ class Killing(Callback):
             os.kill(find_server_pid(trainer.resources.rollouter.sampler), signal.SIGKILL)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
 def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
     run = pg.Run(
@@ -287,7 +285,6 @@ def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
     assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/leftover"))
 
 
-@pytest.mark.slow
 def test_eval_with_servers_equals_local_eval_and_scores_early(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +308,6 @@ def test_eval_with_servers_equals_local_eval_and_scores_early(
     assert counts.count(1) == 12  # one by one, as they finish
 
 
-@pytest.mark.slow
 def test_collect_samples_from_servers() -> None:
     sampler = SamplerConfig(engine="llama_cpp", context_length=256)
     run = pg.Run(
@@ -338,7 +334,6 @@ class Versions(pg.Trainer):
         return super().on_step(done)
 
 
-@pytest.mark.slow
 def test_run_updates_weights_during_its_next_rollout(tmp_path: Path) -> None:
     run = pg.Run(
         algorithm=pg.get_algorithm("grpo"),
@@ -383,7 +378,6 @@ class Phases(pg.Tracker):
         self.texts.append(text)
 
 
-@pytest.mark.slow
 def test_run_without_server_waits_ends_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "WAIT_REPORT_SECONDS", 0.0)
     run = pg.Run(
@@ -415,7 +409,6 @@ def _json(line: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
 def test_server_started_by_command_follows_the_runs_folder(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, run_command: Any
 ) -> None:

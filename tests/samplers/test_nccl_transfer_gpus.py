@@ -25,7 +25,6 @@ from policygrad.weight_sync.base import PublishedWeights
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
 GPUS = torch.cuda.device_count()
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         GPUS < 2, reason=f"NCCL needs a GPU for the learner and one for the server, and here are {GPUS}"
     ),

@@ -33,7 +33,6 @@ from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
-pytestmark = pytest.mark.slow
 URL = "http://127.0.0.1:9000"
 TESTS = Path(__file__).parents[1]
 

@@ -77,7 +77,6 @@ class Killing(Callback):
 
 
 @linux
-@pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2])
 def test_servers_that_are_killed_are_started_again_and_nothing_is_lost(servers: int, tmp_path: Path) -> None:
     environment, killing = make_environment(tmp_path / "venv"), Killing()
@@ -100,7 +99,6 @@ def test_servers_that_are_killed_are_started_again_and_nothing_is_lost(servers: 
 
 
 @linux
-@pytest.mark.slow
 def test_no_server_is_left_when_the_run_is_killed(tmp_path: Path) -> None:
     environment = make_environment(tmp_path / "venv")
     options = ("--steps", "500", "--prompts-per-step", "2", "--samples-per-prompt", "4", "--evaluation.problems", "0")

@@ -32,7 +32,7 @@ from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import make_safetensors_writer
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM")]
+pytestmark = pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from policygrad.weight_sync.base import PublishedWeights
 pytest.importorskip("peft")
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.full,
     pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM"),
 ]

@@ -29,7 +29,7 @@ from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM")]
+pytestmark = pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM")
 LENGTH = 20
 
 

@@ -11,7 +11,6 @@ pytest.importorskip("tinker", reason="the extra `serve`")
 from stress_serve import stress
 
 
-@pytest.mark.slow
 def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
     result = stress(1, 0, tmp_path)
     assert result["kills"] == 1

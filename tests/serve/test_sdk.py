@@ -487,7 +487,6 @@ class FailsOnce:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-@pytest.mark.slow
 def test_lost_answers_are_asked_for_again_and_nothing_counts_twice(tmp_path: Path) -> None:
     with running(tmp_path / "served", wrap=FailsOnce) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
@@ -513,7 +512,6 @@ def test_lost_answers_are_asked_for_again_and_nothing_counts_twice(tmp_path: Pat
         assert torch.equal(logprobs(training), found)
 
 
-@pytest.mark.slow
 def test_a_server_restarted_in_the_middle(tmp_path: Path) -> None:
     """The client goes on as if nothing had happened: training, a sampling client, and the requests of before."""
     with running(tmp_path / "served") as server:

@@ -90,7 +90,6 @@ class Heard(pg.Tracker):
         self.names |= {*metrics}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "trpo", "prorl", "prime", "vineppo"])
 def test_every_metric_of_a_run_is_described(name: str, tmp_path: Path) -> None:
     task = "embedded_steps" if name == "vineppo" else "embedded"

@@ -81,7 +81,6 @@ def test_tensorboard_has_every_step_once(folder: Path) -> None:
     assert "reward 1" in message
 
 
-@pytest.mark.slow
 def test_wandb_is_offline_without_a_key_and_resumes_its_id(folder: Path) -> None:
     wandb = pytest.importorskip("wandb")
     tell("wandb", folder, 1, 2)
@@ -126,7 +125,6 @@ def records(file: Path) -> Iterator[Any]:
     assert not parts
 
 
-@pytest.mark.slow
 def test_mlflow_resumes_the_same_run(folder: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     tell("mlflow", folder, 1, 2, finish=False)
@@ -202,7 +200,6 @@ def test_services_are_in_run_toml_and_in_shell_completion(capsys: pytest.Capture
     assert "--track) words='mlflow otel tensorboard trace trackio wandb'" in generate_script("bash")
 
 
-@pytest.mark.slow
 def test_a_run_is_tracked_by_every_service(folder: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = pg.Run(

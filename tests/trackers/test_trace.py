@@ -198,7 +198,6 @@ def test_rollouts_ahead_are_a_track_that_overlaps_learning(small: pg.Run, tmp_pa
     assert end(sampled) < end(update)
 
 
-@pytest.mark.slow
 def test_every_rank_has_a_process_in_the_trace(small: pg.Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two = replace(small.learner, world_size=2)

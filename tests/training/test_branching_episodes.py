@@ -61,7 +61,6 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [CARRIED, BY_TURN, pg.GIGPO, PREDICTED], ids=["gspo", "ppo", "gigpo", "echo"])
 def test_resume_is_bitwise_with_branching_episodes(run: pg.Run, tmp_path: Path, algorithm: pg.Algorithm) -> None:
     run = replace(run, algorithm=algorithm)

@@ -52,7 +52,6 @@ def shown_logp(folder: Path | str, run: pg.Run) -> float:
     return total / count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["luffy", "chord"])
 def test_demonstrations_teach_answers_that_are_never_sampled(run: pg.Run, name: str) -> None:
     """Every sample is wrong, every demonstration right: GRPO would learn nothing, these make the demonstrations likely."""
@@ -214,7 +213,6 @@ class Spy:
         return self.inner.update(batch, psi, algorithm)
 
 
-@pytest.mark.slow
 def test_turn_level_advantages_are_learned(run: pg.Run) -> None:
     """The whole way: an environment of two turns, states named by it, each turn's Ψ its own, and more answers in the end."""
     spies: list[Spy] = []

@@ -56,7 +56,6 @@ LEFT_OUT = {"trpo", "natural", "trpo_vine", "distill"}
 """Three need forward-mode derivatives, which torch does not do on such a device, and one a teacher."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [*USUAL, *(pytest.param(n, marks=pytest.mark.full) for n in SINGLE_TURN if n not in {*USUAL, *LEFT_OUT})],

@@ -18,7 +18,6 @@ ODD = "def odd(prompts, completions, **columns):\n    return [float(len(c) % 2) 
 """A reward that about half of the answers have."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("statistics", ["all", "kept"])
 def test_resume_is_bitwise_with_downsampling(small: Run, tmp_path: Path, statistics: Any) -> None:
     """Which completions train is drawn anew in every step, and in a resumed step as if nothing had stopped."""

@@ -15,7 +15,6 @@ from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 
 
-@pytest.mark.slow
 def test_dapo_on_the_embedded_task_samples_little_more_than_it_trains(tmp_path: Path) -> None:
     """As it comes, at its first steps: 2.0 completions sampled for each that was trained on, when every round was a whole step."""
     run = Run(
@@ -46,7 +45,6 @@ def refilling(small: Run, tmp_path: Path) -> Run:
     return replace(small, algorithm=algorithm, lr=1e-3, **changed)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_resume_is_bitwise_with_leftover_groups(refilling: Run, tmp_path: Path) -> None:
     full = train(replace(refilling, output=str(tmp_path / "whole")), display=False)
     pieces = tmp_path / "pieces"
@@ -61,7 +59,6 @@ def test_resume_is_bitwise_with_leftover_groups(refilling: Run, tmp_path: Path) 
     assert any(carried)
 
 
-@pytest.mark.slow
 def test_resuming_with_another_filter_discards_leftover_groups(refilling: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = replace(refilling, output=str(folder))

@@ -42,7 +42,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "staleness"), CASES)
 def test_resume_is_bitwise_for_every_algorithm(run: pg.Run, tmp_path: Path, name: str, staleness: int) -> None:
     algorithm = runnable(name)

@@ -163,7 +163,6 @@ def test_the_file_has_weights_vocabulary_and_template(tmp_path: Path) -> None:
         export_gguf(str(model), str(file))
 
 
-@pytest.mark.slow
 def test_adapters_are_merged_in_the_file(small: pg.Run, tmp_path: Path, run_command: Command) -> None:
     pytest.importorskip("peft")
     run = replace(small, steps=1, lr=1e-2, learner=pg.LearnerConfig(lora="rank=4"), output=str(tmp_path / "run"))

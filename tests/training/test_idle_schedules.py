@@ -51,7 +51,6 @@ def test_refresh_after_stall_that_never_acts(steps: int, acts: bool) -> None:
         assert "Set --steps above 7" in result[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("every", "acts"), [(2, True), (3, False)])
 def test_the_report_is_correct(small: Run, tmp_path: Path, every: int, acts: bool) -> None:
     """Of three steps a reference taken anew after the third changes no weight, after the second it does."""

@@ -76,7 +76,6 @@ def test_resume_is_bitwise_and_sampler_agrees_with_learner(run: pg.Run, tmp_path
     assert not names & {"model.safetensors", "config.json"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trpo", "iterative_grpo", "prime", "vapo", "distill", "dual"])
 def test_resume_is_bitwise_with_other_models(run: pg.Run, tmp_path: Path, name: str) -> None:
     algorithm = pg.PPO_PENALTY if name == "dual" else runnable(name)

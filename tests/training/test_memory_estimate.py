@@ -94,7 +94,6 @@ def test_the_upper_bound_counts_unreleased_memory() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_the_estimate_is_within_a_fifth_of_the_measured_memory(tmp_path: Path, tokens: int) -> None:
     """A model of 7M parameters, four groups of eight answers of 128 tokens; the estimate is of a process of its own as well."""

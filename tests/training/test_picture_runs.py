@@ -81,7 +81,6 @@ def test_a_reference_that_reads_other_prompts_refuses_pictures(run: pg.Run, mode
         pg.train(run, display=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SINGLE_TURN if name not in READS_TEXT])
 def test_every_algorithm_learns_from_pictures(run: pg.Run, model: Path, tmp_path: Path, name: str) -> None:
     run = adapt(run, name, model)
@@ -124,7 +123,6 @@ def test_a_model_that_does_not_see_has_no_vision_to_freeze(small: pg.Run, tmp_pa
         pg.train(run, display=False)
 
 
-@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(run: pg.Run, tmp_path: Path) -> None:
     run = replace(run, algorithm=pg.GRPO, learner=replace(run.learner, micro_tokens=64))
     one = pg.train(replace(run, output=str(tmp_path / "one")), display=False).output

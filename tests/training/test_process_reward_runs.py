@@ -37,7 +37,6 @@ def vine(run: Run) -> Run:
     return replace(run, algorithm=algorithm, reward=run.reward[:1], step_end="[a-z ]")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_process", "vineppo"])
 def test_resume_is_bitwise_with_process_rewards(stepwise: Run, tmp_path: Path, name: str) -> None:
     run = stepwise if name == "grpo_process" else vine(stepwise)
@@ -56,7 +55,6 @@ def test_resume_is_bitwise_with_process_rewards(stepwise: Run, tmp_path: Path, n
             assert 0 < row["rewards/" + run.reward[1]] < 1
 
 
-@pytest.mark.slow
 def test_process_rewards_train_without_outcome_rewards(stepwise: Run, tmp_path: Path) -> None:
     """The same steps' scores beside the task's reward or beside its opposite: the outcome is measured and moves nothing."""
     (tmp_path / "other.py").write_text(

@@ -58,7 +58,6 @@ def gathers(learner: FsdpController) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
     run: pg.Run, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +81,6 @@ def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
     assert not list((copies[1] / "checkpoints" / "step-000003").glob("shard-*"))
 
 
-@pytest.mark.slow
 def test_what_one_process_has_saved_is_gone_on_with_and_what_two_have_is_exported(run: pg.Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     one = replace(run, learner=replace(run.learner, world_size=1), output=str(folder))
@@ -110,7 +108,6 @@ def with_wrong(rank: int, how: str, at: int) -> Callable[[nn.Module, pg.Run], An
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "left"), [("before", 1), ("midst", 1), ("after", 1)])
 def test_a_process_that_is_killed_while_it_saves_leaves_a_run_that_resumes(
     run: pg.Run, unbroken: Path, tmp_path: Path, how: str, left: int
@@ -144,7 +141,6 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_rank_0_that_is_killed_before_it_seals_leaves_a_run_that_resumes(
     run: pg.Run, unbroken: Path, tmp_path: Path
 ) -> None:
@@ -164,7 +160,6 @@ def test_rank_0_that_is_killed_before_it_seals_leaves_a_run_that_resumes(
     check_alike(unbroken, folder)  # another process may compute with another number of threads
 
 
-@pytest.mark.slow
 def test_a_share_that_cannot_be_written_is_said_and_training_goes_on(
     run: pg.Run, unbroken: Path, tmp_path: Path
 ) -> None:

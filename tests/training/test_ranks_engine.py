@@ -33,7 +33,6 @@ class Bare(pg.Callback):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", ["", "rank=4"])
 def test_a_run_with_an_engine_is_that_of_one_process(
     small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str
@@ -70,7 +69,6 @@ def test_a_run_with_an_engine_is_that_of_one_process(
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while the server is silent", "while a tensor is gathered"])
 def test_a_signal_during_the_transfer_of_weights_stops_resumably(
     small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

@@ -74,7 +74,6 @@ def check_named(done: subprocess.CompletedProcess[str], folder: Path, message: s
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize(("where", "what"), [("update", "updating"), ("draw", "drawing")])
 def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: Path, where: str, what: str) -> None:
     done = hung(run, tmp_path / where, where, 1, [])
@@ -87,7 +86,6 @@ def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["stop", "hold"])
 def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, tmp_path: Path, where: str) -> None:
     """The second shows its stack all the same."""
@@ -98,7 +96,6 @@ def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, t
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_rank_0_that_hangs_ends_with_the_resumable_exit_code(run: pg.Run, tmp_path: Path) -> None:
     done = hung(run, tmp_path / "zero", "update", 0, [])
     assert done.returncode == STOPPED, done.stderr
@@ -106,7 +103,6 @@ def test_rank_0_that_hangs_ends_with_the_resumable_exit_code(run: pg.Run, tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_a_hang_under_torchrun(run: pg.Run, tmp_path: Path) -> None:
     done = hung(run, tmp_path / "torchrun", "update", 1, [*TORCHRUN, "localhost:0"])
     assert done.returncode == 1, done.stderr

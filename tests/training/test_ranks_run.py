@@ -67,7 +67,6 @@ class Killing(pg.Callback):
             other.kill()
 
 
-@pytest.mark.slow
 def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
     run: pg.Run, alone: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +81,6 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     learner = replace(run.learner, lora="rank=4")
@@ -97,7 +95,6 @@ def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump_config(run))
     folder = tmp_path / "run"

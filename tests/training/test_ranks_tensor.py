@@ -16,7 +16,6 @@ LOOSE = 2e-4
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "then"), [(2, 1), (4, 3)])
 def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, then: int) -> None:
     """Begun by one process, gone on with by such as share layers, ended by others again."""

@@ -29,7 +29,6 @@ from policygrad.training.config.serialization import load_config
 from policygrad.training.trainer import Trainer, train
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "ppo", "prorl"])
 def test_resume_at_every_step_is_bitwise(small: Run, tmp_path: Path, name: str) -> None:
     """Stopped after every step and taken up again, the weights and the files are those of a run never stopped.
@@ -82,7 +81,6 @@ def resume_and_die_while_saving(folder: Path, moment: int) -> None:
     train(resume=folder, allow_code=("/",), display=False)
 
 
-@pytest.mark.slow
 def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path, forked: Forked) -> None:
     """A run killed inside `save_checkpoint` of its third step goes on and ends with the weights of one never killed.
 
@@ -100,7 +98,6 @@ def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path
     assert untimed(full.output / "metrics.jsonl") == untimed(killed / "metrics.jsonl")
 
 
-@pytest.mark.slow
 def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: Path) -> None:
     record = Interrupting(2)
     result = train(replace(small, output=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=100)), display=record)
@@ -121,7 +118,6 @@ def failing(where: str, at: int) -> dict[str, Any]:
     return {"learner": lambda model, run: broken(model, run, at)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("where", "error"), [("gradient", FloatingPointError), ("rollout", OSError)])
 def test_a_failed_step_leaves_the_checkpoint_before_it(
     small: Run, tmp_path: Path, where: str, error: type[Exception]
@@ -142,7 +138,6 @@ def test_a_failed_step_leaves_the_checkpoint_before_it(
     assert untimed(full.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
 
 
-@pytest.mark.slow
 def test_a_failure_between_updates_reports_the_saved_step(small: Run, tmp_path: Path) -> None:
     algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2, minibatches=2))
     run = replace(
@@ -203,7 +198,6 @@ def test_a_second_ctrl_c_ends_at_once(small: Run, tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
-@pytest.mark.slow
 def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: Path) -> None:
     run = replace(small, steps=50, tokens=600, evaluation=EvaluationConfig(problems=2, samples_per_prompt=2))
     record = Record()
@@ -236,7 +230,6 @@ def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: P
     assert more.steps == full.steps + 1
 
 
-@pytest.mark.slow
 def test_resume_is_bitwise_with_refresh_after_stall(small: Run, tmp_path: Path) -> None:
     """Held-out problems that nothing can solve: best after step 1, no better after 2 and 3, so anew with the 4th rollout."""
     folder = Path(small.task).parent

@@ -68,7 +68,6 @@ def settings(folder: Path, name: str = "run.toml") -> dict[str, Any]:
     return {key: value for key, value in data.items() if key != "output"}
 
 
-@pytest.mark.slow
 def test_resume_from_another_folder_is_bitwise(
     project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +94,6 @@ def test_resume_from_another_folder_is_bitwise(
     assert settings(project.parent / "kept" / "pieces")["directory"] == "../../project"
 
 
-@pytest.mark.slow
 def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     done(run_command, *RUN, "--steps", "3", "--output", "runs/whole")
     done(run_command, *RUN, "--steps", "3", "--output", "runs/pieces", "--stop-after", "1")
@@ -112,7 +110,6 @@ def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypa
     assert same(full, weights(moved / "runs" / "pieces"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_fine_tuning_and_reward_models_resume_from_another_folder(
     kind: str, project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,6 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.slow
 def test_resume_in_a_copy_is_bitwise_and_leaves_the_run_unchanged(
     small: pg.Run, stopped: Path, tmp_path: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +56,6 @@ def test_resume_in_a_copy_is_bitwise_and_leaves_the_run_unchanged(
     assert content(stopped).keys() == before.keys() | {"result.json"}
 
 
-@pytest.mark.slow
 def test_fine_tuning_resumes_in_a_copy(random_model: Path, tmp_path: Path, run_command: Command) -> None:
     data = write_rows(tmp_path / "sums.jsonl", [{"prompt": f"{i} + 1 =", "completion": str(i + 1)} for i in range(40)])
     argv = ("sft", "--data", data, "--model", random_model, "--batch-size", "8", "--plain")

@@ -20,7 +20,6 @@ def run(*args: str) -> None:
     assert cli.main([*args, "--plain"]) == 0
 
 
-@pytest.mark.slow
 def test_sft_then_a_reward_model_then_ppo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     specification = importlib.util.spec_from_file_location("make_preferences", SCRIPT)
     assert specification is not None

@@ -142,7 +142,6 @@ def check_bf16(ranks: WorkerGroup, kind: str) -> None:
     assert all(master.dtype == torch.float32 for master in ranked._learner.optimizer.masters.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
     [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))],
@@ -205,7 +204,6 @@ class Killing(pg.Callback):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_path: Path, kind: str) -> None:
     """As many go on to the bit. A process that is killed ends the run, which then goes on from its last checkpoint."""
@@ -232,7 +230,6 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
     assert untimed(full.output / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
-@pytest.mark.slow
 def test_two_processes_resume_what_one_saved(random_model: Path, tmp_path: Path) -> None:
     """And what a step has spoilt is undone in both."""
     config = configured("sft", random_model, tmp_path, 1, "run")
@@ -273,7 +270,6 @@ def _spoil(share: LearnerShard) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_adapters_are_trained_by_two_processes(random_model: Path, tmp_path: Path, kind: str) -> None:
     """A reward model's new head beside them."""
@@ -299,7 +295,6 @@ def test_a_model_without_padding_needs_one_process(
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_torchrun_starts_fine_tuning(random_model: Path, tmp_path: Path) -> None:
     alone = pg.train_sft(configured("sft", random_model, tmp_path, 1, "one"), display=False)
     start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]

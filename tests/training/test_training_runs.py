@@ -24,7 +24,6 @@ from policygrad.training.config.serialization import load_config
 from policygrad.training.trainer import train
 
 
-@pytest.mark.slow
 def test_the_reward_rises(small: Run, tmp_path: Path) -> None:
     """A random model starts 2 % of its answers with a digit; after 60 short steps it does most of the time.
 
@@ -62,7 +61,6 @@ def test_the_reward_rises(small: Run, tmp_path: Path) -> None:
     assert {"step", "prompt", "completion", "reward", "advantage", "tokens", "truncated"} <= completions[0].keys()
 
 
-@pytest.mark.slow
 def test_the_saved_model_has_the_same_logprobs_in_transformers(small: Run, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,7 +85,6 @@ FEW = ("dapo", "kl_cov", "prorl", "trpo", "vapo", "vineppo")
 `make test-full`."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in SINGLE_TURN])
 def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> None:
     """One row of the matrix, two steps, on the real path; the metrics are finite and the weights have moved."""

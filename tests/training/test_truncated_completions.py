@@ -42,7 +42,6 @@ def test_truncated_completions_are_bootstrapped(small: Run, tmp_path: Path, name
     assert rows(with_it / "completions.jsonl")[0]["advantage"] == rows(without / "completions.jsonl")[0]["advantage"]
 
 
-@pytest.mark.slow
 def test_the_bootstrap_option_on_the_command_line(small: Run, tmp_path: Path, run_command: object) -> None:
     options = ["--model", small.model, "--task", small.task, "--reward", small.reward[0], "--evaluation.problems", "0"]
     options += ["--steps", "2", "--prompts-per-step", "2", "--samples-per-prompt", "3", "--max-tokens", "2", "--plain"]
