@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -216,14 +217,19 @@ def _align_comments(lines: list[str]) -> list[str]:
 
 def source(name: str) -> str:
     """Return the lines of algorithms.py that define an algorithm."""
+    return _read_definitions()[name]
+
+
+@cache
+def _read_definitions() -> dict[str, str]:
     text = inspect.getsource(algorithms)
-    definitions = {}
+    lines, definitions = text.splitlines(), dict[str, str]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             value = getattr(algorithms, node.targets[0].id, None)
             if isinstance(value, Algorithm):
-                definitions[value.name] = ast.get_source_segment(text, node) or ""
-    return definitions[name]
+                definitions[value.name] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return definitions
 
 
 def _difference(a: Algorithm) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import linecache
+import sys
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,17 +28,40 @@ def read_field_docs(kind: type, *, comments: bool = False) -> dict[str, str]:
     """
     result: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):  # a built-in, or a class without a file
-            continue
-        body, lines = ast.parse(source).body, source.splitlines()
-        if not (body and isinstance(body[0], ast.ClassDef)):
-            continue
-        for node, after in pairwise([*body[0].body, ast.Pass()]):
+        body, lines = _read_class(base)
+        for node, after in pairwise([*body, ast.Pass()]):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 text = after.value if isinstance(after, ast.Expr) else None
                 doc = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
-                comment = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")[2] if comments else ""
+                comment = lines[(node.end_lineno or node.lineno) - 1].rstrip().partition("  # ")[2] if comments else ""
                 result[node.target.id] = " ".join(doc.split()) or comment
+    return result
+
+
+def _read_class(kind: type) -> tuple[list[ast.stmt], list[str]]:
+    """Return (statements of a class, lines of its file); nothing of a class without a file, as a built-in is."""
+    try:
+        file = inspect.getsourcefile(kind) or ""
+    except TypeError:
+        return [], []
+    lines = linecache.getlines(file, vars(sys.modules[kind.__module__]))
+    return _read_classes("".join(lines)).get(kind.__qualname__, []), lines
+
+
+@lru_cache(maxsize=64)
+def _read_classes(source: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of each class of a module, by qualified name; `inspect` would parse the module for each class."""
+    result: dict[str, list[ast.stmt]] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                result[prefix + child.name] = child.body
+                visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child, f"{prefix}{child.name}.<locals>.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(source), "")
     return result
