@@ -34,6 +34,8 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint suite
 	@echo "Passed. make test-full adds kills at random moments, every algorithm and architecture in every kind of run, and engines' faults."
 
+# Tests start many processes: without what Python keeps of its compiled modules each of them compiles the package anew.
+suite test-full: export PYTHONDONTWRITEBYTECODE :=
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full" $(ARGS)
 

@@ -99,7 +99,7 @@ def _read(app: Any, page: str, source: list[str]) -> None:
     """The page as the site has it."""
     text = LEAVING.sub(lambda found: _inside(page, found), source[0])
     text = FORMULA.sub(_typeset, text)
-    text = DATA.sub(r'<a href="\2">\1</a>', text)
+    text = DATA.sub(lambda found: f'<a href="{found[2].removesuffix(".gz")}">{found[1].removesuffix(".gz")}</a>', text)
     head = ["---\nhide-toc: true\n---"] if page in WIDE else []
     source[0] = "\n\n".join([*head, text, *_trees(page)])
 
@@ -147,10 +147,12 @@ def _tree(names: list[str], caption: str = "") -> str:
 
 
 def _finished(app: Any, error: Exception | None) -> None:
-    """What measurements have written is part of the site as it is."""
+    """What measurements have written is part of the site, and a browser opens it."""
     if error is None and app.builder.name == "html":
+        from results import unpack_results
+
         package = find_spec("sphinx-mathjax-offline")
         if package is None or package.origin is None:
             raise ImportError("sphinx-mathjax-offline is not installed")
         shutil.copy(Path(package.origin).parent / "static" / "mathjax" / "tex-svg.js", Path(app.outdir) / "_static")
-        shutil.copytree(DOCS / "results", Path(app.outdir) / "results", dirs_exist_ok=True)
+        unpack_results(DOCS / "results", Path(app.outdir) / "results")

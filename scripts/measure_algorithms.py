@@ -4,15 +4,15 @@ python scripts/measure_algorithms.py [--only NAME …] [-- further options of `p
 python scripts/measure_algorithms.py --ladder dapo [-- further options]
 python scripts/measure_algorithms.py --gates [-- further options]
 
-The third trains the algorithms whose gates hardly act in the first, in a regime in which gates act: docs/results/gates.json.
+The third trains the algorithms whose gates hardly act in the first, in a regime in which gates act: docs/results/gates.json.gz.
 
-With --only the rows are put among those of docs/results/algorithms.json, and all pairs and sentences are made anew; a row that is
-in both is taken anew, and the page says whether its runs are the same.
+With --only the rows are put among those of docs/results/algorithms.json.gz, and all pairs and sentences are made anew; a row that
+is in both is taken anew, and the page says whether its runs are the same.
 
 A thin caller of `policygrad compare`: the runs lie in comparisons/, what is finished is not run again, so that it may be stopped
-and started at will. Its report becomes docs/results/algorithms.json (or ladder-dapo.json), its page stands beside it, and `make
-docs` makes docs/measured.md and the algorithms' pages from them. An algorithm that needs what the embedded task lacks is left out,
-and the report's file says why.
+and started at will. Its report becomes docs/results/algorithms.json.gz (or ladder-dapo.json.gz), its page stands beside it, and
+`make docs` makes docs/measured.md and the algorithms' pages from them. An algorithm that needs what the embedded task lacks is left
+out, and the report's file says why.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from results import RESULTS, load_result, write_packed_result
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import STOPPED
@@ -38,7 +39,7 @@ from policygrad.compare.runner import AXES, Results, RunOutcome
 from policygrad.errors import PolicygradError
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, WORK = ROOT / "docs" / "results", ROOT / "comparisons"
+WORK = ROOT / "comparisons"
 TOKENS, SEEDS, TUNING_SEEDS = 250_000, 5, 2
 LR_GRID, DELTA_GRID = "1e-4,3e-4,1e-3,3e-3", "0.003,0.01,0.03"
 GATED = ("grpo", "dapo", "cispo", "gmpo", "dppo", "m2po", "scale_rl")
@@ -117,8 +118,8 @@ def describe_lack(name: str) -> str:
     return next((reason for field, reason in WITHOUT_ENVIRONMENT.items() if field in algorithm.all_needs), "")
 
 
-def written(report: dict[str, Any], path: Path) -> None:
-    """The report, a row and a pair on one line each, so that a change is one line; without the claims, which follow from pairs."""
+def format_report(report: dict[str, Any]) -> str:
+    """Write the report, a row and a pair on one line each; without the claims, which follow from pairs."""
 
     def lines(values: Sequence[Any]) -> str:
         return "[\n" + ",\n".join(json.dumps(value, ensure_ascii=False) for value in values) + "\n]"
@@ -128,10 +129,7 @@ def written(report: dict[str, Any], path: Path) -> None:
         for key, value in report.items()
         if key != "claims"
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in reported.items()) + "\n}\n", encoding="utf-8"
-    )
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in reported.items()) + "\n}\n"
 
 
 def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULTS, work: Path = WORK) -> int:
@@ -149,7 +147,7 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     parser.add_argument("--gates", action="store_true", help="the regime in which gates act instead")
     chosen = parser.parse_args(args[:at])
     if chosen.only and (chosen.ladder or chosen.gates):
-        parser.error("--only puts rows among those of docs/results/algorithms.json: omit --ladder and --gates")
+        parser.error("--only puts rows among those of docs/results/algorithms.json.gz: omit --ladder and --gates")
     names, left_out = ([], {}) if chosen.ladder or chosen.gates else measurable(tuple(chosen.only or ALGORITHMS))
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}", flush=True)
@@ -157,8 +155,8 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     folder = work / (name if not chosen.only else "-".join(["only", *chosen.only]))
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) and Path.cwd() == ROOT else folder
     more = args[at + 1 :]
-    if chosen.only and (results / f"{name}.json").exists():  # the budget and the seeds of the rows that they join
-        before = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    before = load_result(name, results) if chosen.only else None
+    if before is not None:  # the budget and the seeds of the rows that they join
         numbers = {"--budget-tokens": before["tokens"], "--seeds": len(before["seeds"])}
         numbers["--tuning-seeds"] = len(before["tuning_seeds"])
         more = [*(str(word) for pair in numbers.items() for word in pair), *more]
@@ -167,15 +165,13 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     called = shlex.join(["python", "scripts/measure_algorithms.py", *args])
-    if chosen.only and (results / f"{name}.json").exists():
-        before = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    page = (folder / "comparison.html").read_text(encoding="utf-8")
+    if before is not None:
         report, page = merge_reports(before, report)
         called, left_out = f"{before['measured_by']}\n{called}", before["left_out"] | left_out
-        (results / f"{name}.html").write_text(page, encoding="utf-8")
-    else:
-        results.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "comparison.html", results / f"{name}.html")
-    written(report | {"measured_by": called, "left_out": left_out}, results / f"{name}.json")
+    report |= {"measured_by": called, "left_out": left_out}
+    write_packed_result(f"{name}.json", format_report(report), results)
+    write_packed_result(f"{name}.html", page, results)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy and seconds per step against `--max-staleness`; writes docs/results/staleness.json and staleness-seconds.json.
+"""Held-out accuracy and seconds per step against `--max-staleness`: docs/results/staleness.json.gz and staleness-seconds.json.
 
 python scripts/measure_staleness.py [-- further options of `policygrad compare`, --jobs 2 say]
 python scripts/measure_staleness.py --clock [--model FOLDER] [--steps N]
@@ -17,15 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from results import RESULTS, load_result, write_packed_result
+
 import policygrad as pg
-from measure_algorithms import RESULTS, ROOT, WORK, written
+from measure_algorithms import ROOT, WORK, format_report
 from policygrad.commands import STOPPED
 from policygrad.commands.compare import compare
 from policygrad.samplers.config import SamplerConfig
@@ -118,7 +119,7 @@ def best_rates(report: dict[str, Any]) -> dict[str, float]:
     found = {row["label"]: row["option_value"] for row in report["rows"] if row["tuned_option"] == "--lr"}
     if missing := [name for name in NAMES if found.get(name) is None]:
         raise SystemExit(
-            f"docs/results/algorithms.json has no rate for {missing[0]}: scripts/measure_algorithms.py first"
+            f"docs/results/algorithms.json.gz has no rate for {missing[0]}: scripts/measure_algorithms.py first"
         )
     return {name: found[name] for name in NAMES}
 
@@ -159,14 +160,15 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
         return 0
     folder = work / "staleness"
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) and Path.cwd() == ROOT else folder
-    rates = best_rates(json.loads((RESULTS / "algorithms.json").read_text(encoding="utf-8")))
+    rates = best_rates(load_result("algorithms") or {})
     given = ["--budget-tokens", str(TOKENS), "--seeds", str(SEEDS), "--output", str(shown)]
     code = compare([*specs(rates), *given, *args[at + 1 :]])
     if code == STOPPED or not (folder / "comparison.json").exists():
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
-    written(report | {"measured_by": called}, results / "staleness.json")
-    shutil.copy(folder / "comparison.html", results / "staleness.html")
+    page = (folder / "comparison.html").read_text(encoding="utf-8")
+    write_packed_result("staleness.json", format_report(report | {"measured_by": called}), results)
+    write_packed_result("staleness.html", page, results)
     return code
 
 

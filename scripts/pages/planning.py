@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from measure_algorithms import RESULTS
+from results import RESULTS
+
 from pages.markdown import table
 from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
