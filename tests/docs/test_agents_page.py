@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from doubles.files import rows
+from doubles.forked import Forked
+from policygrad import cli
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.proxy.formats import FORMATS
 
@@ -53,19 +55,21 @@ def test_the_agent_is_trained_evaluated_and_resumed(
     assert code == 0, err
 
 
-def test_a_model_alone_is_served_to_the_agent(folder: Path) -> None:
-    serve = [sys.executable, "-m", "policygrad", *COMMANDS[0][1:], "--json", "--record", "record.jsonl"]
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
+def test_a_model_alone_is_served_to_the_agent(folder: Path, forked: Forked) -> None:
+    reading, writing = os.pipe()
+    server = forked.start(cli.main, [*COMMANDS[0][1:], "--json", "--record", "record.jsonl"], stdout=writing)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as stdout:
+        url = json.loads(stdout.readline())["url"]
         environment = {**os.environ, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "any"}
         code = "import agent; print(agent.main({'prompt': 'Solve for q: 7*q + 4 = 39'}), end='')"
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
         )
-        server.send_signal(signal.SIGINT)
-        assert json.loads(server.stdout.readline()) == {"event": "stopped"}
-    assert server.returncode == 0
+        os.kill(server.pid, signal.SIGINT)
+        assert json.loads(stdout.readline()) == {"event": "stopped"}
+        server.join()
+    assert server.exitcode == 0
     assert done.returncode == 0, done.stderr
     (row,) = rows(Path("record.jsonl"))
     assert row["text"] == done.stdout

@@ -65,6 +65,7 @@ def test_an_error_is_raised_once_and_the_functions_are_put_back(tmp_path: Path) 
     assert before["fsync"] is disk_faults.os.fsync
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_killed_fine_tuning_is_compared_and_what_differs_is_said(tmp_path: Path) -> None:
     argv = ["sft", "--data", str(count_faults.written("sft", tmp_path)), "--batch-size", "125", "--epochs", "1"]

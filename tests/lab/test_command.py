@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -336,13 +335,7 @@ def test_invalid_worlds_are_refused(run, args: tuple[str, ...], argv: str) -> No
     assert argv in err
 
 
-def test_the_lab_imports_no_model_library_and_leaves_the_threads_alone(run) -> None:
+def test_the_lab_leaves_the_threads_alone(run) -> None:
     before = torch.get_num_threads()
     assert run("--algorithm", "reinforce", "--group-size", "2", "--experiment", "none")[0] == 0
     assert torch.get_num_threads() == before
-    code = (
-        "import sys, policygrad.lab.report; print(sorted(sys.modules.keys() & {'transformers', 'tyro', 'rich', 'reasoning_gym', "
-        "'policygrad.training', 'policygrad.rollout'}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
