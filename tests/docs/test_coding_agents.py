@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from doubles.forked import Forked
-from doubles.guides import Command, enter_line, enter_page
+from doubles.guides import Command, enter_line, enter_page, write_task
 from policygrad.cli import HELP
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,9 @@ def read_help(argv: list[str], forked: Forked, output: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=pytest.mark.full if "pytest" in line else ()) for line in COMMANDS]
+)
 def test_a_command_of_agents_md_runs(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command, forked: Forked
 ) -> None:
@@ -65,7 +67,7 @@ def test_a_command_of_agents_md_runs(
     tool = program.removeprefix(".venv/bin/")
     if tool == "policygrad":
         monkeypatch.chdir(tmp_path)
-        enter_line(shlex.join([tool, *argv]), run_command)
+        enter_line(shlex.join([tool, *argv, *(write_task(tmp_path) if argv[0] == "train" else ())]), run_command)
     elif tool == "python" and argv[:2] == ["-m", "pytest"]:
         assert forked.exit_code(run_program, [*argv, "--collect-only", "-p", "no:cacheprovider"]) == 0
     else:  # what they find on the code as it is, `make lint` tells

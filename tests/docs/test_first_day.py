@@ -79,6 +79,7 @@ def entered(line: str, run_command: Run) -> str:
     return out
 
 
+@pytest.mark.full
 def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -21,10 +21,11 @@ def test_the_commands_train_evaluate_and_show(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     train, evaluate, report = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
-    fewer = ["--steps", "2", "--prompts-per-step", "8", "--samples-per-prompt", "4", "--evaluation.problems", "8"]
+    fewer = ["--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--evaluation.problems", "4"]
+    fewer += ["--rewards.num-workers", "1"]
     assert main([*train.split()[1:], *fewer]) == 0
     assert "held-out accuracy" in capsys.readouterr().out
-    assert main([*evaluate.split()[1:], "--problems", "8", "--samples", "2"]) == 0
+    assert main([*evaluate.split()[1:], "--problems", "4", "--samples", "1"]) == 0
     assert "shapes-run" in capsys.readouterr().out
     assert main(report.split()[1:]) == 0
     assert "data:image/png;base64," in Path("shapes-run/report.html").read_text(encoding="utf-8")

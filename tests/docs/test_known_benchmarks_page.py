@@ -24,6 +24,8 @@ SMALL = (
     "2",
     "--evaluation.problems",
     "0",
+    "--rewards.num-workers",
+    "1",
     "--plain",
 )
 Command = Callable[..., tuple[int, str, str]]

@@ -22,6 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "mcp.md").read_text(encoding="utf-8
 BLOCKS: dict[str, str] = dict(re.findall(r"```(?:python|json) ([\w-]+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (policygrad .*)$", PAGE, re.MULTILINE)]
 FEWER = ["--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "16", "--evaluation.problems", "2"]
+FEWER += ["--rewards.num-workers", "1"]
 
 
 @pytest.fixture

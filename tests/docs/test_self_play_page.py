@@ -29,6 +29,8 @@ FEWER = {
         "4",
         "--evaluation.samples-per-prompt",
         "1",
+        "--rewards.num-workers",
+        "1",
         "--plain",
     ),
     "eval": ("--problems", "4", "--samples", "2"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from doubles.guides import write_task
 from policygrad.cli import main
 from policygrad.report.timing import PHASES, summarise_events
 from policygrad.trackers.glossary import load_glossary
@@ -24,6 +25,8 @@ SMALL = [
     "4",
     "--evaluation.problems",
     "4",
+    "--rewards.num-workers",
+    "1",
     "--plain",
 ]
 
@@ -65,8 +68,9 @@ def test_a_run_exports_and_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (name, value) == ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
     monkeypatch.setenv(name, "http://127.0.0.1:9")  # where no collector is
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    assert main([*exporting.split()[1:], *SMALL]) == 0
-    assert main([*serving.replace("9100", "0").split()[1:], *SMALL]) == 0
+    fewer = [*SMALL, "--steps", "1", "--evaluation.problems", "0", *write_task(tmp_path)]
+    assert main([*exporting.split()[1:], *fewer]) == 0
+    assert main([*serving.replace("9100", "0").split()[1:], *fewer]) == 0
 
 
 def test_names_of_metrics_exist() -> None:

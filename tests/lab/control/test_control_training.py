@@ -31,7 +31,16 @@ def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settin
     return train_control(GymEnvironments(env, chosen.environments), result.algorithm, chosen, steps=steps, seed=seed)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("ppo", 9000), ("trpo", 9000), ("a2c", 14000), ("reinforce", 25000)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("ppo", 9000),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("trpo", 9000), ("a2c", 14000), ("reinforce", 25000))
+        ),
+    ],
+)
 def test_control_learns(name: str, steps: int) -> None:
     trained = run(name, steps)
     result = evaluate_control(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
@@ -41,7 +50,7 @@ def test_control_learns(name: str, steps: int) -> None:
     assert trained.curve[-1].steps == steps or trained.learner.critic is None
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.full)])
 def test_an_accepted_step_stays_in_the_region(env: str) -> None:
     curve = run("trpo", 4096, env, environments=4, rollout=64).curve
     assert len(curve) == 16
@@ -52,7 +61,10 @@ def test_an_accepted_step_stays_in_the_region(env: str) -> None:
         assert (u.kl > 0) == bool(u.accepted)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_penalty", "natural", "a2c", "reinforce"])
+@pytest.mark.parametrize(
+    "name",
+    ["ppo", *(pytest.param(name, marks=pytest.mark.full) for name in ("ppo_penalty", "natural", "a2c", "reinforce"))],
+)
 def test_continuous_actions_run(name: str) -> None:
     trained = run(name, 1600, "Pendulum-v1", environments=4, rollout=200, normalise=True)
     assert all(math.isfinite(u.kl) and u.kl > 0 for u in trained.curve)  # π_old is a copy: it did not move along
