@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from doubles.forked import Forked
-from doubles.guides import Command, enter_line, enter_page, write_task
+from doubles.guides import Command, enter_line, enter_page
 from policygrad.cli import HELP
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_a_command_of_agents_md_runs(
     tool = program.removeprefix(".venv/bin/")
     if tool == "policygrad":
         monkeypatch.chdir(tmp_path)
-        enter_line(shlex.join([tool, *argv, *(write_task(tmp_path) if argv[0] == "train" else ())]), run_command)
+        enter_line(shlex.join([tool, *argv]), run_command)
     elif tool == "python" and argv[:2] == ["-m", "pytest"]:
         assert forked.exit_code(run_program, [*argv, "--collect-only", "-p", "no:cacheprovider"]) == 0
     else:  # what they find on the code as it is, `make lint` tells
@@ -81,15 +81,24 @@ def test_a_command_of_agents_md_runs(
         assert all(word in shown for word in argv if word.startswith("--"))
 
 
-def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [PAGE.partition("## Results that can be trusted")[0], pytest.param(PAGE, marks=pytest.mark.full)],
+    ids=["start", "all"],
+)
+def test_the_commands_of_the_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
+) -> None:
     monkeypatch.chdir(tmp_path)
-    entered = dict(enter_page(PAGE, run_command))
+    entered = dict(enter_page(page, run_command))
     [shown] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert entered["policygrad train gpro --json"] == [json.loads(shown)]
     assert Path(".agents/skills/policygrad-debug-run/SKILL.md").is_file()
-    assert entered["policygrad verify run --json"][0]["status"] == "holds"
+    if page == PAGE:
+        assert entered["policygrad verify run --json"][0]["status"] == "holds"
 
 
+@pytest.mark.full
 def test_the_preregistration_of_the_page_on_comparisons_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import make_docs
 import policygrad as pg
-from doubles.guides import write_task
+from doubles.small_task import write_task
 from pages import algorithms as algorithm_pages
 from pages import algorithms as index
 from pages import architecture, markdown, tables

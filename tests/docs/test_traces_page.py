@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from doubles.guides import write_task
+from doubles.small_task import write_task
 from policygrad.cli import main
 from policygrad.report.timing import PHASES, summarise_events
 from policygrad.trackers.glossary import load_glossary

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from doubles.guides import write_task
+from doubles.small_task import write_task
 from policygrad.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")

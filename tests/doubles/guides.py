@@ -13,7 +13,6 @@ from typing import Any
 
 import jsonschema
 
-from doubles.files import write_rows
 from policygrad.commands.json_schemas import build_schema
 
 SMALL = {  # what makes seconds of a minute; an option that is given twice is the last
@@ -23,13 +22,6 @@ SMALL = {  # what makes seconds of a minute; an option that is given twice is th
 SMALL_COMPARISON = {"--seeds": "1", "--tokens": "60", "--lr-grid": "1e-3", "--jobs": "1"}
 COMPARED = "-- --prompts-per-step 2 --samples-per-prompt 2 --evaluation.problems 4 --evaluation.samples-per-prompt 1"
 Command = Callable[..., tuple[int, str, str]]
-
-
-def write_task(folder: Path) -> list[str]:
-    """Write rows, and return the options of `train` for them; a worker of the embedded task imports reasoning_gym, for seconds."""
-    sums = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(6) for j in range(8)]
-    task = write_rows(folder / "sums.jsonl", sums)
-    return ["--task", task, "--reward", "exact_match", "--rewards.num-workers", "1"]
 
 
 def list_blocks(page: str) -> list[tuple[str, str]]:
