@@ -25,7 +25,7 @@ def rows_of(block: str) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def result() -> LabReport:
     return build_lab_report(
-        {name: ALGORITHMS[name] for name in ("rloo", "grpo", "dapo")}, names=("z_score", "group_mean")
+        {name: ALGORITHMS[name] for name in ("rloo", "grpo", "dapo")}, names=("brevity", "group_mean")
     )
 
 
