@@ -39,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_commands_run(folder: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
     by_name, by_file, resumed = COMMANDS
     steps = ["--steps", "2", *FEWER]
@@ -51,7 +52,7 @@ def test_the_commands_run(folder: Path, run_command: Callable[..., tuple[int, st
         assert [row["step"] for row in rows(Path(run, "metrics.jsonl")) if "environment/calls" in row] == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["tools.py:TOOLS", "own.py:TOOLS"])
+@pytest.mark.parametrize("name", ["tools.py:TOOLS", pytest.param("own.py:TOOLS", marks=pytest.mark.full)])
 def test_the_tools_of_a_file_are_those_of_its_server(folder: Path, name: str) -> None:
     question = pg.Example(({"role": "user", "content": "12 times 34 ="},), {"answer": "408"})
     turns = ["<tool_call>multiply(12, 34)</tool_call>", "It is 408"]

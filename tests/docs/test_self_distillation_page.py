@@ -33,6 +33,7 @@ def test_hints_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert first["completion"] in first["prompt"]
 
 
+@pytest.mark.full
 def test_a_run_follows_its_teacher(run_command: Command, tmp_path: Path) -> None:
     """The embedded model draws near what it says under a hint, whether that is any good or not."""
     few = ["--steps", "8", "--prompts-per-step", "8", "--samples-per-prompt", "4", "--evaluation.problems", "0"]

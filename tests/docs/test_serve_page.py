@@ -19,6 +19,7 @@ from policygrad.serve.losses import API_LOSSES, UNAVAILABLE
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_loop_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert 25 <= len([line for line in program.splitlines() if line.strip()]) <= 40

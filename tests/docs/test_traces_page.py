@@ -62,6 +62,7 @@ def test_every_phase_of_the_summary_is_on_the_page() -> None:
     assert all(f"`{name}`" in PAGE for name in PHASES)
 
 
+@pytest.mark.full
 def test_a_run_exports_and_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

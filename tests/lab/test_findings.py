@@ -128,7 +128,13 @@ def check_claim(name: str, measured: MeasuredClaim) -> None:
         assert measured.error is None
 
 
-@pytest.mark.parametrize("name", [*CLAIMS, *THEORY])
+DEAR = ("z_score", "ratio_over_length")
+"""They take seconds."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in DEAR else ()) for name in (*CLAIMS, *THEORY)]
+)
 def test_a_finding_contains_its_numbers_and_has_its_known_sign(name: str) -> None:
     check_claim(name, measure(name, 0))
     if name in SIGNS:
