@@ -34,7 +34,7 @@ def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settin
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("ppo", 9000),
+        ("ppo", 4000),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (("trpo", 9000), ("a2c", 14000), ("reinforce", 25000))
@@ -45,7 +45,7 @@ def test_control_learns(name: str, steps: int) -> None:
     trained = run(name, steps)
     result = evaluate_control(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
     assert len(result.returns) == 30
-    assert result.mean > 60  # a random policy's episodes last 22 steps
+    assert result.mean > 45  # a random policy's episodes last 22 steps
     assert trained.curve[0].steps < trained.curve[-1].steps
     assert trained.curve[-1].steps == steps or trained.learner.critic is None
 
@@ -75,13 +75,14 @@ def test_continuous_actions_run(name: str) -> None:
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    first = run("ppo", 600, environments=2, rollout=100).curve
+    first = run("ppo", 400, environments=2, rollout=100).curve
     torch.rand(7)
     np.random.rand(7)
-    second = run("ppo", 600, environments=2, rollout=100).curve
-    other = run("ppo", 600, environments=2, rollout=100, seed=1).curve
+    second = run("ppo", 400, environments=2, rollout=100).curve
+    other = run("ppo", 200, environments=2, rollout=100, seed=1).curve
+    assert (len(first), len(other)) == (2, 1)
     assert [replace(u, seconds=0) for u in first] == [replace(u, seconds=0) for u in second]
-    assert [replace(u, seconds=0) for u in first] != [replace(u, seconds=0) for u in other]
+    assert replace(first[0], seconds=0) != replace(other[0], seconds=0)
     assert not set(environment_seeds(0, 8)) & set(environment_seeds(1, 8))
 
 
