@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from doubles.forked import Forked
-from doubles.guides import Command, enter_line, enter_page
+from doubles.guides import SMALL, Command, enter_line, enter_page
+from doubles.small_task import write_task
 from policygrad.cli import HELP
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,7 @@ def test_the_commands_of_the_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SMALL, "train", " ".join([SMALL["train"], *write_task(tmp_path)]))
     entered = dict(enter_page(page, run_command))
     [shown] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert entered["policygrad train gpro --json"] == [json.loads(shown)]
