@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import stress_engines as engine_faults
-from doubles.forked import Forked
 from pages.blocks import faults_block
 
 WELL: dict[str, Any] = {
@@ -62,15 +64,15 @@ def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
-def test_two_real_servers_with_faults_lose_nothing_and_draw_what_they_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: Forked
-) -> None:
+def test_two_real_servers_with_faults_lose_nothing_and_draw_what_they_claim(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    results, printed = tmp_path / "faults.json", tmp_path / "printed.txt"
+    results = tmp_path / "faults.json"
     argv = ["--repeats", "1", "--kinds", "garbage", "old", "--results", str(results)]
-    with printed.open("wb") as output:
-        assert forked.exit_code(engine_faults.main, argv, stdout=output.fileno()) == 0, printed.read_text()
+    command = [sys.executable, engine_faults.__file__, *argv]
+    child = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
     result: dict[str, Any] = json.loads(results.read_text())
     assert result["broken"] == []
     assert list(result["kinds"]) == ["garbage", "old"]

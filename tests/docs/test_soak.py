@@ -19,7 +19,6 @@ import stress_processes as watched
 import stress_soak as soak
 import stress_soak as soaked
 from doubles.files import write_rows
-from doubles.forked import Forked
 from pages import reliability as faults
 from policygrad.checkpoint import format as checkpoint
 
@@ -251,23 +250,20 @@ def test_what_a_process_holds_and_has_started() -> None:
 
 @pytest.mark.full
 @linux
-def test_a_run_that_is_killed_ends_as_one_that_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: Forked
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     few = ["--prompts-per-step", "2", "--samples-per-prompt", "4", "--evaluation.problems", "2"]
-    few += ["--rewards.num-workers", "1"]
     argv = ["--steps", "6", "--kills", "2", "--watch", "1", "--folder", str(tmp_path / "soak")]
     results = tmp_path / "soak.json"
-    argv += ["--results", str(results)]
+    script = Path(soak.__file__)
+    command = [sys.executable, str(script), *argv, "--results", str(results)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def part(*more: str) -> int:
-        printed = tmp_path / "printed.txt"
-        with printed.open("wb") as output:
-            code = forked.exit_code(soak.main, [*argv, *more, "--", *few], stdout=output.fileno())
-        text = printed.read_text(encoding="utf-8")
-        assert "Traceback" not in text, text
-        return code
+        child = subprocess.run(
+            [*command, *more, "--", *few], env=environment, capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in child.stderr, child.stdout + child.stderr
+        return child.returncode
 
     assert part("--only", "watched") == soak.PAUSED
     assert part("--minutes", "0") == soak.PAUSED
