@@ -16,6 +16,7 @@ from policygrad.utils.message_parts import content_text, list_pictures
 PAGE = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_commands_train_evaluate_and_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,7 +128,7 @@ def check_claim(name: str, measured: MeasuredClaim) -> None:
         assert measured.error is None
 
 
-DEAR = ("z_score", "ratio_over_length")
+DEAR = ("z_score", "ratio_over_length", "turn_credit", "gae_curve", "long_chains")
 """They take seconds."""
 
 
