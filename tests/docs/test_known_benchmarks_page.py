@@ -44,6 +44,7 @@ def shown(command: str) -> list[str]:
     return shlex.split(line)
 
 
+@pytest.mark.full
 def test_the_example_gives_figures_like_those_shown(folder: Path, run_command: Command) -> None:
     pytest.importorskip("langdetect")
     code, _, err = run_command(*shown("train"), *SMALL, *write_task(folder))

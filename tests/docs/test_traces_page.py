@@ -40,6 +40,7 @@ def block(number: int) -> list[str]:
     return re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[number].splitlines()
 
 
+@pytest.mark.full
 def test_a_run_is_traced_and_its_report_says_where_the_time_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
