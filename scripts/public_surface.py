@@ -70,7 +70,7 @@ def list_json_fields() -> Iterator[str]:
 def list_run_files() -> Iterator[str]:
     """Yield the files of a run's folder, from one of two steps."""
     sizes = "--steps 2 --prompts-per-step 2 --samples-per-prompt 2 --max-tokens 8 --evaluation.problems 0"
-    options = f"{sizes} --checkpoint.every 1 --checkpoint.keep 1 --plain"
+    options = f"{sizes} --checkpoint.every 1 --checkpoint.keep 1 --rewards.num-workers 1 --plain"
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         with redirect_stdout(StringIO()) as output, redirect_stderr(output):

@@ -152,4 +152,12 @@ def chromium() -> Iterator[Any]:
     if (reason := screenshots.why_no_browser()) and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"):
         pytest.skip(reason)
     with screenshots.open_browser() as browser:
+        new_page = browser.new_page
+
+        def open_patient_page(**options: Any) -> Any:
+            page = new_page(**options)
+            page.set_default_timeout(300_000)  # milliseconds: a busy machine is no failure
+            return page
+
+        browser.new_page = open_patient_page
         yield browser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,43 +18,50 @@ PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding=
 BLOCKS: dict[str, str] = dict(re.findall(r"```python (\w+)\n(.*?)```", PAGE, re.DOTALL))
 
 
-def small(tmp_path: Path, **changes: Any) -> pg.Run:
-    """A run of seconds on the embedded model."""
-    return pg.Run(
+@pytest.fixture
+def short(small: pg.Run, tmp_path: Path) -> pg.Run:
+    """A run of four steps, each of which is one update that moves the policy: of four completions hardly two are worth the same."""
+    file = tmp_path / "letters.py"
+    file.write_text("def letters(prompts, completions, **columns):\n    return [len({*c}) / 8 for c in completions]\n")
+    return replace(
+        small,
+        algorithm=pg.GRPO,
+        reward=(f"{file}:letters",),
         steps=4,
-        prompts_per_step=4,
         samples_per_prompt=4,
-        lr=1e-3,
-        evaluation=pg.EvaluationConfig(problems=0),
-        rewards=pg.RewardConfig(num_workers=1),
+        checkpoint=pg.CheckpointConfig(),
         output=str(tmp_path / "run"),
-        **changes,
     )
 
 
-def run_block(name: str, tmp_path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Executes a block of the page with `pg.train` at a small size, by GRPO where it names no algorithm, so that a step is one
-    update; (what the block defines, what the trainer was given)."""
-    given: dict[str, Any] = {}
+def define(name: str, train: Callable[..., object] = lambda run, **options: None) -> dict[str, Any]:
+    """What a block of the page defines, with this as `pg.train`."""
 
     class Small:
         def __getattr__(self, attribute: str) -> Any:
-            return getattr(pg, attribute)
-
-        @staticmethod
-        def train(run: pg.Run, **options: Any) -> Any:
-            given.update(options, run=run)
-            given["trainer"] = trainer = pg.Trainer(
-                small(tmp_path, algorithm=pg.GRPO if run.algorithm == pg.DAPO else run.algorithm),
-                display=False,
-                **(options | more),
-            )
-            given["result"] = trainer.train()
+            return train if attribute == "train" else getattr(pg, attribute)
 
     names: dict[str, Any] = {"__name__": "page", "pg": Small()}
     code = BLOCKS[name].replace("import policygrad as pg\n", "")
     exec(compile(code, name, "exec", dont_inherit=True), names)
-    return names, given
+    return names
+
+
+def run_block(name: str, short: pg.Run, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Execute a block of the page with `pg.train` as a short run, by GRPO where the block names no algorithm; return what the
+    block defines, and what the trainer was given."""
+    given: dict[str, Any] = {}
+
+    def train(run: pg.Run, **options: Any) -> None:
+        given.update(options, run=run)
+        given["trainer"] = trainer = pg.Trainer(
+            short if run.algorithm == pg.DAPO else replace(short, algorithm=run.algorithm),
+            display=False,
+            **(options | more),
+        )
+        given["result"] = trainer.train()
+
+    return define(name, train), given
 
 
 class Spy:
@@ -90,22 +98,22 @@ def metrics(given: dict[str, Any], name: str) -> list[float]:
     return [value for _, value in history]
 
 
-@pytest.mark.parametrize("name", sorted(BLOCKS))
-def test_each_is_at_most_33_lines(name: str) -> None:
-    assert len(BLOCKS[name].strip().splitlines()) <= 33
+def test_each_block_is_at_most_33_lines() -> None:
+    for name, block in BLOCKS.items():
+        assert len(block.strip().splitlines()) <= 33, name
     assert set(BLOCKS) == {"gate", "sampler", "environment", "field", "tracker", "callback", "learner"}
 
 
-def test_a_part_brings_what_fills_its_field(tmp_path: Path, spies: list[Spy], spying: Any) -> None:
-    run_block("field", tmp_path, learner=spying)
+def test_a_part_brings_what_fills_its_field(short: pg.Run, spies: list[Spy], spying: Any) -> None:
+    run_block("field", short, learner=spying)
     batch, psi, _ = spies[0].seen[0]
     assert batch.baseline is not None
-    assert torch.allclose(batch.baseline, batch.mask.sum(1) / pg.Run().sampling.max_tokens)
+    assert torch.allclose(batch.baseline, batch.mask.sum(1) / short.sampling.max_tokens)
     assert torch.allclose(psi, (batch.reward - batch.baseline)[:, None] * batch.mask)
 
 
-def test_a_gate(tmp_path: Path, spies: list[Spy], spying: Any) -> None:
-    _, given = run_block("gate", tmp_path, learner=spying)
+def test_a_gate_of_one_s_own_weighs_the_ratios(short: pg.Run, spies: list[Spy], spying: Any) -> None:
+    _, given = run_block("gate", short, learner=spying)
     assert given["result"].steps == 4
     _, psi, algorithm = spies[0].seen[0]
     assert type(algorithm.gate).__name__ == "Window"
@@ -116,8 +124,8 @@ def test_a_gate(tmp_path: Path, spies: list[Spy], spying: Any) -> None:
     assert algorithm.gate.weight(ratio[None], psi[:1, :1], batch)[0].tolist() == pytest.approx([0.0, 0.9, 1.1, 0.0])
 
 
-def test_a_sampler_that_lags_is_not_taken_for_on_policy(tmp_path: Path, spies: list[Spy], spying: Any) -> None:
-    _, given = run_block("sampler", tmp_path, learner=spying)
+def test_a_sampler_that_lags_is_not_taken_for_on_policy(short: pg.Run, spies: list[Spy], spying: Any) -> None:
+    _, given = run_block("sampler", short, learner=spying)
     assert metrics(given, "staleness/max") == [0.0, 1.0, 2.0, 2.0]
     for step, (batch, psi, algorithm) in enumerate(spies[0].seen):
         behind = min(step, 2)
@@ -134,13 +142,15 @@ def test_a_sampler_that_lags_is_not_taken_for_on_policy(tmp_path: Path, spies: l
         assert float((weight - 1).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("gspo", "cispo", "sapo"))]
+)
 def test_with_the_sampler_as_old_policy_the_ratio_itself_is_not_1(
-    name: str, tmp_path: Path, spies: list[Spy], spying: Any
+    name: str, short: pg.Run, spies: list[Spy], spying: Any
 ) -> None:
-    names, _ = run_block("sampler", tmp_path / "page")
     algorithm = replace(pg.get_algorithm(name), old_policy="sampler")
-    pg.train(small(tmp_path, algorithm=algorithm), sampler=names["lagging"], learner=spying, display=False)
+    run = replace(short, algorithm=algorithm)
+    pg.train(run, sampler=define("sampler")["lagging"], learner=spying, display=False)
     batch, psi, seen = spies[0].seen[-1]
     logp = spies[0].evaluate(replace(batch, logp_old=None), frozenset({"logp_old"})).logp_old  # after the last update
     weight, ratio = pg.gate_weight(pg.Forward(logp), batch, psi, seen)
@@ -148,8 +158,9 @@ def test_with_the_sampler_as_old_policy_the_ratio_itself_is_not_1(
     assert float((weight - 1)[batch.mask].abs().max()) > 1e-4
 
 
-def test_what_an_environment_says_is_read_and_has_no_gradient(tmp_path: Path, spies: list[Spy], spying: Any) -> None:
-    _, given = run_block("environment", tmp_path, learner=spying)
+def test_what_an_environment_says_is_read_and_has_no_gradient(short: pg.Run, spies: list[Spy], spying: Any) -> None:
+    longer = replace(short, sampling=pg.SamplingParams(max_tokens=32))
+    _, given = run_block("environment", longer, learner=spying)
     assert all(turns > 1 for turns in metrics(given, "environment/turns"))
     assert metrics(given, "environment/answered")
     assert max(metrics(given, "mismatch/logp_max")) < 1e-3  # the learner reads what the sampler read, holes included
@@ -171,31 +182,31 @@ def test_what_an_environment_says_is_read_and_has_no_gradient(tmp_path: Path, sp
         assert logp.grad[i, batch.mask[i]].all()
 
 
-def test_a_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, given = run_block("tracker", tmp_path)
+def test_a_tracker_remembers_the_best_step(short: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    _, given = run_block("tracker", short)
     rewards = metrics(given, "reward")
     step = rewards.index(max(rewards)) + 1
     assert capsys.readouterr().out == f"best: {max(rewards):.2f} at step {step}\n"
 
 
-def test_a_callback_changes_the_learning_rate(tmp_path: Path) -> None:
-    names, _ = run_block("callback", tmp_path / "page")
+def test_a_callback_changes_the_learning_rate(short: pg.Run) -> None:
+    names = define("callback")
 
     class Soon(names["Halving"]):  # type: ignore[misc, name-defined]
         def step(self, trainer: Any, step: int, metrics: Any) -> None:
             super().step(trainer, 20 * step, metrics)
 
-    trainer = pg.Trainer(small(tmp_path), callbacks=[Soon()], display=False)
+    trainer = pg.Trainer(short, callbacks=[Soon()], display=False)
     trainer.train()
     rates = [rate for _, rate in trainer.files.history("lr")]
-    taken = [1e-3 / 2**k for k in range(4)]
+    taken = [short.lr / 2**k for k in range(4)]
     assert rates
     assert set(rates) <= set(taken)
     assert len(set(rates)) > 1
 
 
-def test_a_learner(tmp_path: Path) -> None:
-    names, _ = run_block("learner", tmp_path)
+def test_a_learner_counts_its_updates(short: pg.Run) -> None:
+    names, _ = run_block("learner", short)
     (learner,) = names["made"]
     assert learner.updates == 4
     assert learner.version == 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doubles.files import read_examples
@@ -26,7 +26,21 @@ from policygrad.training.config.run import Run, RunOptions, UncheckedRun
 from policygrad.training.config.serialization import from_dict, list_parts, load_config
 from policygrad.training.config.supervised import SFTConfig
 
-FAST = {"derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+def examples(few: int, many: int) -> pytest.MarkDecorator:
+    """`number` = few in the fast tier; the same and more in the full one."""
+    return pytest.mark.parametrize("number", [few, pytest.param(many, marks=pytest.mark.full)])
+
+
+def tried(number: int, **drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], None]:
+    """Call the decorated function with that many examples."""
+
+    def call(check: Callable[..., None]) -> None:
+        settings(max_examples=number, derandomize=True, deadline=None)(given(**drawn)(check))()
+
+    return call
+
+
 ODD: list[Any] = [
     *(
         0,
@@ -142,21 +156,23 @@ argv = st.one_of(
 lines = st.lists(st.tuples(flags, argv, st.booleans()), max_size=4)
 
 
-@settings(max_examples=40, **FAST)  # type: ignore[arg-type]
-@given(line=lines, first=st.sampled_from(["grpo", "ppo", "", "GRPO", "mine.py:X"]))
-def test_words(line: list[tuple[str, str, bool]], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@examples(8, 40)
+def test_words(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    args = [first] if first else []
-    for flag, word, together in line:
-        args += [f"{flag}={word}"] if together else [flag, word]
 
-    def parsed() -> Any:
-        try:
-            return parse_run(args)[0]
-        except SystemExit as end:  # tyro's own message for what is no option, or its help
-            return Run() if end.code in (0, 2) else end
+    @tried(number, line=lines, first=st.sampled_from(["grpo", "ppo", "", "GRPO", "mine.py:X"]))
+    def check(line: list[tuple[str, str, bool]], first: str) -> None:
+        args = [first] if first else []
+        for flag, word, together in line:
+            args += [f"{flag}={word}"] if together else [flag, word]
 
-    ends_well(parsed, Run)
+        def parsed() -> Any:
+            try:
+                return parse_run(args)[0]
+            except SystemExit as end:  # tyro's own message for what is no option, or its help
+                return Run() if end.code in (0, 2) else end
+
+        ends_well(parsed, Run)
 
 
 COMMANDS = {
@@ -177,15 +193,15 @@ def flags_of(command: str) -> list[str]:
     return list_command_flags(command)
 
 
-@settings(max_examples=60, **FAST)  # type: ignore[arg-type]
-@given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
-def test_words_of_other_commands(
-    data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@examples(16, 60)
+def test_words_of_other_commands(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command; a refusal is one message, and exit code 2."""
     monkeypatch.chdir(tmp_path)
-    line = data.draw(st.lists(st.tuples(st.sampled_from(flags_of(command)), argv), min_size=1, max_size=2))
-    assert cli.main([command, *COMMANDS[command], *(word for pair in line for word in pair)]) in (0, 2)
+
+    @tried(number, data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
+    def check(data: st.DataObject, command: str) -> None:
+        line = data.draw(st.lists(st.tuples(st.sampled_from(flags_of(command)), argv), min_size=1, max_size=2))
+        assert cli.main([command, *COMMANDS[command], *(word for pair in line for word in pair)]) in (0, 2)
 
 
 parts = st.one_of(
@@ -214,24 +230,28 @@ tables = st.builds(
 )
 
 
-@settings(max_examples=300, **FAST)  # type: ignore[arg-type]
-@given(table=tables)
-def test_toml(table: dict[str, Any], tmp_path: Path) -> None:
+@examples(60, 300)
+def test_toml(number: int, tmp_path: Path) -> None:
     """Read as a file is, and as the run it would be."""
     file = tmp_path / "options.toml"
-    file.write_text(tomli_w.dumps(table), encoding="utf-8")
-    ends_well(lambda: load_config(file, UncheckedRun()), UncheckedRun)
-    ends_well(lambda: load_config(file, Run()).resolve(), Run)
-    ends_well(lambda: load_config(file, SFTConfig()), SFTConfig)
-    ends_well(lambda: from_dict(table, UncheckedRun(), "words"), UncheckedRun)
+
+    @tried(number, table=tables)
+    def check(table: dict[str, Any]) -> None:
+        file.write_text(tomli_w.dumps(table), encoding="utf-8")
+        ends_well(lambda: load_config(file, UncheckedRun()), UncheckedRun)
+        ends_well(lambda: load_config(file, Run()).resolve(), Run)
+        ends_well(lambda: load_config(file, SFTConfig()), SFTConfig)
+        ends_well(lambda: from_dict(table, UncheckedRun(), "words"), UncheckedRun)
 
 
-@settings(max_examples=200, **FAST)  # type: ignore[arg-type]
-@given(text=st.binary(max_size=60) | st.text(alphabet="[]{}=\"'.\n#1a-", max_size=60).map(str.encode))
-def test_what_is_hardly_toml(text: bytes, tmp_path: Path) -> None:
+@examples(60, 200)
+def test_what_is_hardly_toml(number: int, tmp_path: Path) -> None:
     file = tmp_path / "options.toml"
-    file.write_bytes(text)
-    ends_well(lambda: load_config(file, UncheckedRun()), UncheckedRun)
+
+    @tried(number, text=st.binary(max_size=60) | st.text(alphabet="[]{}=\"'.\n#1a-", max_size=60).map(str.encode))
+    def check(text: bytes) -> None:
+        file.write_bytes(text)
+        ends_well(lambda: load_config(file, UncheckedRun()), UncheckedRun)
 
 
 json_values = st.recursive(
@@ -258,13 +278,15 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=300, **FAST)  # type: ignore[arg-type]
-@given(text=rows.map(lambda result: "\n".join(map(json.dumps, result)).encode()) | st.binary(max_size=40))
-def test_json_lines(text: bytes, tmp_path: Path) -> None:
+@examples(60, 300)
+def test_json_lines(number: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(text)
-    for read in (read_examples, read_demonstrations, read_preferences):
-        ends_well(lambda read=read: read(str(file)), list)  # type: ignore[misc]
+
+    @tried(number, text=rows.map(lambda made: "\n".join(map(json.dumps, made)).encode()) | st.binary(max_size=40))
+    def check(text: bytes) -> None:
+        file.write_bytes(text)
+        for read in (read_examples, read_demonstrations, read_preferences):
+            ends_well(lambda read=read: read(str(file)), list)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -529,7 +529,13 @@ def test_skills_do_not_replace_a_file_that_is_not_text(tmp_path: Path, run_comma
 
 
 @pipes
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "model.safetensors"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("tokenizer.json", "chat_template.jinja")),
+    ],
+)
 def test_a_pipe_in_a_model_folder_is_refused(
     tmp_path: Path, random_model: Path, run_command: Command, name: str
 ) -> None:

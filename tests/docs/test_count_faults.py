@@ -20,6 +20,7 @@ from policygrad.checkpoint import format as checkpoint
 CONTENT: disk_faults.Content = {"w": torch.arange(64.0), "step": torch.tensor(1)}, {"a": [1, "two"]}
 
 
+@pytest.mark.full
 def test_every_call_is_killed_and_refused_and_all_of_it_holds(tmp_path: Path) -> None:
     killed = disk_faults.kills(CONTENT, tmp_path, times=1)
     failed = disk_faults.errors(CONTENT, tmp_path)
@@ -30,6 +31,7 @@ def test_every_call_is_killed_and_refused_and_all_of_it_holds(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_save_in_place_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the promise is for: a save that first takes the old checkpoint away is found."""
 
@@ -65,6 +67,7 @@ def test_an_error_is_raised_once_and_the_functions_are_put_back(tmp_path: Path) 
     assert before["fsync"] is disk_faults.os.fsync
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_killed_fine_tuning_is_compared_and_what_differs_is_said(tmp_path: Path) -> None:
     argv = ["sft", "--data", str(count_faults.written("sft", tmp_path)), "--batch-size", "125", "--epochs", "1"]

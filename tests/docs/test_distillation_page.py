@@ -20,8 +20,8 @@ FILES: dict[str, str] = dict(re.findall(r"```jsonl (\S+)\n(.*?)```", PAGE, re.DO
 SCRIPT = "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line)[1:] for line in SCRIPT.splitlines() if line.startswith("policygrad ")]
 SMALL = [
-    *("--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "2", "--max-tokens", "8"),
-    *("--evaluation.problems", "0", "--plain"),
+    *("--steps", "1", "--prompts-per-step", "4", "--samples-per-prompt", "2", "--max-tokens", "8"),
+    *("--evaluation.problems", "0", "--rewards.num-workers", "1", "--plain"),
 ]
 
 

@@ -53,6 +53,7 @@ def said(environment: Any, *turns: str) -> Any:
     return group.trajectories[0]
 
 
+@pytest.mark.full
 def test_the_way_from_a_function_to_a_trained_tool_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from doubles.files import rows
+from doubles.forked import forking
+from policygrad import cli
 
 pytest.importorskip("peft")
 pytest.importorskip("pyarrow")
@@ -36,18 +37,20 @@ def small(argv: list[str]) -> list[str]:
     return [*argv, *SMALL.get(argv[0], "").split()]
 
 
-def interrupted(argv: list[str]) -> str:
+def interrupt_run(argv: list[str]) -> str:
     """A run of a thousand steps, in a process of its own, that is sent Ctrl-C after its first; what it printed."""
-    command = [sys.executable, "-m", "policygrad", *small(argv), "--steps", "1000"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        output = []
-        for line in child.stdout:
-            output.append(line)
-            if line.startswith("step") and not any(before.startswith("step") for before in output[:-1]):
-                child.send_signal(signal.SIGINT)
-    assert child.returncode == 75
+    reading, writing = os.pipe()
+    with forking() as processes:
+        child = processes.start(cli.main, [*small(argv), "--steps", "1000"], stdout=writing)
+        os.close(writing)
+        output = list[str]()
+        with open(reading, encoding="utf-8") as lines:
+            for line in lines:
+                output.append(line)
+                if line.startswith("step") and not any(before.startswith("step") for before in output[:-1]):
+                    os.kill(child.pid, signal.SIGINT)
+        child.join()
+    assert child.exitcode == 75, "".join(output)
     return "".join(output)
 
 
@@ -61,7 +64,7 @@ def entered(line: str, run_command: Run) -> str:
     line, _, file = line.partition(" > ")
     program, *argv = shlex.split(line)
     if "Ctrl-C" in remark:
-        return interrupted(argv)
+        return interrupt_run(argv)
     if program == "python":
         (name,) = argv
         runpy.run_path(name, run_name="__main__")
@@ -76,6 +79,7 @@ def entered(line: str, run_command: Run) -> str:
     return out
 
 
+@pytest.mark.full
 def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

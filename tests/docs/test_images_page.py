@@ -16,15 +16,17 @@ from policygrad.utils.message_parts import content_text, list_pictures
 PAGE = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_commands_train_evaluate_and_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     train, evaluate, report = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
-    fewer = ["--steps", "2", "--prompts-per-step", "8", "--samples-per-prompt", "4", "--evaluation.problems", "8"]
+    fewer = ["--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--evaluation.problems", "4"]
+    fewer += ["--rewards.num-workers", "1"]
     assert main([*train.split()[1:], *fewer]) == 0
     assert "held-out accuracy" in capsys.readouterr().out
-    assert main([*evaluate.split()[1:], "--problems", "8", "--samples", "2"]) == 0
+    assert main([*evaluate.split()[1:], "--problems", "4", "--samples", "1"]) == 0
     assert "shapes-run" in capsys.readouterr().out
     assert main(report.split()[1:]) == 0
     assert "data:image/png;base64," in Path("shapes-run/report.html").read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from doubles.small_task import write_task
 from policygrad.commands.evaluate import parse_options
 from policygrad.tasks.benchmarks import load_benchmarks, parse_benchmarks
 
@@ -24,6 +25,8 @@ SMALL = (
     "2",
     "--evaluation.problems",
     "0",
+    "--rewards.num-workers",
+    "1",
     "--plain",
 )
 Command = Callable[..., tuple[int, str, str]]
@@ -41,9 +44,10 @@ def shown(command: str) -> list[str]:
     return shlex.split(line)
 
 
+@pytest.mark.full
 def test_the_example_gives_figures_like_those_shown(folder: Path, run_command: Command) -> None:
     pytest.importorskip("langdetect")
-    code, _, err = run_command(*shown("train"), *SMALL)
+    code, _, err = run_command(*shown("train"), *SMALL, *write_task(folder))
     assert code == 0, err
     code, out, err = run_command(*shown("eval words-run"))
     assert code == 0, err
@@ -82,8 +86,9 @@ def test_the_fields_of_the_json_object_are_those_of_the_page(folder: Path, run_c
         for row in re.findall(r"^\| (`.*?) \|", PAGE.split("prints `{")[1], re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
+    task = write_task(folder)[:4]  # the task and its reward
     plain = json.loads(
-        run_command("eval", "tiny", "--problems", "1", "--samples", "1", "--max-tokens", "4", "--json")[1]
+        run_command("eval", "tiny", *task, "--problems", "1", "--samples", "1", "--max-tokens", "4", "--json")[1]
     )
     assert set(report) == documented | set(plain)
 

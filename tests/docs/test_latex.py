@@ -67,15 +67,15 @@ def test_lines_and_parts_become_rows_of_one_block() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_formula_is_latex_without_leftover_signs(name: str) -> None:
-    lines = [f"{symbol} = {text}" for symbol, text in ALGORITHMS[name].equation().items()]
-    for formula in (*lines, CATALOG[name].objective):
+def test_every_formula_is_latex_without_leftover_signs() -> None:
+    formulas = [f"{symbol} = {text}" for a in ALGORITHMS.values() for symbol, text in a.equation().items()]
+    formulas += [CATALOG[name].objective for name in ALGORITHMS]
+    for formula in formulas:
         latex = to_latex(formula)
         assert all(ord(letter) < 128 for letter in latex), latex
         braces = latex.replace(r"\{", "").replace(r"\}", "")
-        assert braces.count("{") == braces.count("}")
-        assert len(re.findall(r"\\left[(\[]", latex)) == len(re.findall(r"\\right[)\]]", latex))
+        assert braces.count("{") == braces.count("}"), formula
+        assert len(re.findall(r"\\left[(\[]", latex)) == len(re.findall(r"\\right[)\]]", latex)), formula
         commands = set(re.findall(r"\\([A-Za-z]+)", latex))
         known = {command[1:] for command in COMMANDS.values()} | FUNCTIONS
-        assert commands <= known | STRUCTURE
+        assert commands <= known | STRUCTURE, formula

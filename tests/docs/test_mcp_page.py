@@ -22,6 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "mcp.md").read_text(encoding="utf-8
 BLOCKS: dict[str, str] = dict(re.findall(r"```(?:python|json) ([\w-]+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (policygrad .*)$", PAGE, re.MULTILINE)]
 FEWER = ["--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "16", "--evaluation.problems", "2"]
+FEWER += ["--rewards.num-workers", "1"]
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_commands_run(folder: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
     by_name, by_file, resumed = COMMANDS
     steps = ["--steps", "2", *FEWER]
@@ -50,7 +52,7 @@ def test_the_commands_run(folder: Path, run_command: Callable[..., tuple[int, st
         assert [row["step"] for row in rows(Path(run, "metrics.jsonl")) if "environment/calls" in row] == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["tools.py:TOOLS", "own.py:TOOLS"])
+@pytest.mark.parametrize("name", ["tools.py:TOOLS", pytest.param("own.py:TOOLS", marks=pytest.mark.full)])
 def test_the_tools_of_a_file_are_those_of_its_server(folder: Path, name: str) -> None:
     question = pg.Example(({"role": "user", "content": "12 times 34 ="},), {"answer": "408"})
     turns = ["<tool_call>multiply(12, 34)</tool_call>", "It is 408"]

@@ -175,9 +175,18 @@ def test_the_curves_are_a_picture_of_its_own(result: dict[str, Any]) -> None:
     assert "href" not in curves(result)
 
 
+@pytest.mark.full
+def test_every_algorithm_is_measured_or_left_out_with_its_reason() -> None:
+    there, left_out = measure_algorithms.measurable(tuple(ALGORITHMS))
+    assert set(there) | set(left_out) == set(ALGORITHMS)
+    assert all(left_out.values())
+
+
 def test_the_script_hands_every_row_on_and_keeps_the_report(
-    tmp_path: Path, result: dict[str, Any], capsys: Any
+    tmp_path: Path, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    names = ("grpo", "ppo", "sdft")
+    monkeypatch.setattr(measure_algorithms, "ALGORITHMS", {name: ALGORITHMS[name] for name in names})
     asked: list[list[str]] = []
 
     def compare(argv: list[str]) -> int:
@@ -191,9 +200,9 @@ def test_the_script_hands_every_row_on_and_keeps_the_report(
     code = measure_algorithms.main(["--", "--jobs", "2"], compare, tmp_path / "results", tmp_path / "work")
     assert code == 1
     (argv,) = asked
-    there, left_out = measure_algorithms.measurable(tuple(ALGORITHMS))
-    assert argv[: len(there)] == there
-    assert set(there) | set(left_out) == set(ALGORITHMS)
+    assert argv[:3] == ["grpo", "ppo", "--budget-tokens"]
+    left_out = {"sdft": measure_algorithms.describe_lack("sdft")}
+    assert left_out["sdft"]
     assert argv[-2:] == ["--jobs", "2"]
     assert argv[argv.index("--lr-grid") + 1] == measure_algorithms.LR_GRID
     kept = json.loads((tmp_path / "results" / "algorithms.json").read_text())

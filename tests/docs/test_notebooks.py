@@ -40,6 +40,7 @@ def test_a_notebook_is_kept_without_outputs_and_its_links_lead_somewhere(path: P
         assert (FOLDER / target).exists(), target
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own cells, behind the first of which the sizes are set to small ones."""
@@ -67,6 +68,7 @@ print(pg.train(run).interrupted)
 """
 
 
+@pytest.mark.full
 def test_the_stop_button_ends_a_run_resumably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is interrupted while it trains, as the button of Jupyter does."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -83,7 +83,7 @@ def test_the_oldest_constraints_are_those_that_the_package_asks_for() -> None:
     assert {name: version.removesuffix(".0") for name, version in pinned.items()} == bounds
 
 
-@pytest.mark.parametrize(("budget", "code"), [("600", 0), ("0.001", 1)])
+@pytest.mark.parametrize(("budget", "code"), [("0.001", 1), pytest.param("600", 0, marks=pytest.mark.full)])
 def test_a_suite_that_costs_half_more_than_its_budget_fails_and_names_its_tests(
     budget: str, code: int, tmp_path: Path
 ) -> None:

@@ -29,6 +29,8 @@ FEWER = {
         "4",
         "--evaluation.samples-per-prompt",
         "1",
+        "--rewards.num-workers",
+        "1",
         "--plain",
     ),
     "eval": ("--problems", "4", "--samples", "2"),
@@ -41,6 +43,7 @@ def block(name: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.full
 def test_the_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("tinker", reason="the extra `serve`")
 
+from serve.running import running
+
 from pages.blocks import serve_block
 from pages.markdown import load
 from policygrad.serve.losses import API_LOSSES, UNAVAILABLE
-from stress_serve import Server
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 
 
-def test_the_loop_learns(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_loop_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert 25 <= len([line for line in program.splitlines() if line.strip()]) <= 40
-    server = Server(tmp_path / "served")
-    try:
-        environment = os.environ | {"TINKER_BASE_URL": server.url}
-        found = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300
-        )
-    finally:
-        server.stop()
-    assert found.returncode == 0, found.stderr
-    rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", found.stdout)]
+    with running(tmp_path / "served") as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        names: dict[str, Any] = {"__name__": "page"}
+        exec(compile(program, "page", "exec", dont_inherit=True), names)
+        with names["service"]:  # closes it
+            pass
+    rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", capsys.readouterr().out)]
     assert len(rewards) == 12
     assert rewards[-1] > rewards[0] + 0.2
-    assert server.process is not None
-    assert server.process.returncode == 0
 
 
 def test_every_loss_has_its_row() -> None:

@@ -30,10 +30,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_links_and_anchors_of_the_site(site: Path) -> None:
     assert make_site.broken(site) == []
 
 
+@pytest.mark.full
 def test_every_page_is_in_the_site_and_at_its_side(site: Path) -> None:
     pages = {path.relative_to(make_site.ROOT / "docs") for path in (make_site.ROOT / "docs").rglob("*.md")}
     for page in pages - {Path("index.md")}:
@@ -43,6 +45,7 @@ def test_every_page_is_in_the_site_and_at_its_side(site: Path) -> None:
         assert "Troubleshooting</a>" in side
 
 
+@pytest.mark.full
 def test_links_out_of_the_docs_are_names_of_files(site: Path) -> None:
     text = (site / "your-own-algorithm.html").read_text(encoding="utf-8")
     assert "src/policygrad/core/base.py" in text
@@ -75,6 +78,7 @@ WIDE = """() => [...document.querySelectorAll("article pre, article .table-wrapp
     .map((box) => `${box.scrollWidth} in ${box.clientWidth}: ${box.innerText.slice(0, 60)}`)"""
 
 
+@pytest.mark.full
 def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path, chromium: Browser) -> None:
     names = [
         "algorithms/index",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from doubles.small_task import write_task
 from policygrad.cli import main
 from policygrad.report.timing import PHASES, summarise_events
 from policygrad.trackers.glossary import load_glossary
@@ -19,11 +20,17 @@ SMALL = [
     "--steps",
     "2",
     "--prompts-per-step",
-    "4",
+    "2",
     "--samples-per-prompt",
     "4",
+    "--max-tokens",
+    "16",
     "--evaluation.problems",
-    "4",
+    "2",
+    "--evaluation.samples-per-prompt",
+    "1",
+    "--rewards.num-workers",
+    "1",
     "--plain",
 ]
 
@@ -33,6 +40,7 @@ def block(number: int) -> list[str]:
     return re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[number].splitlines()
 
 
+@pytest.mark.full
 def test_a_run_is_traced_and_its_report_says_where_the_time_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,6 +63,7 @@ def test_every_phase_of_the_summary_is_on_the_page() -> None:
     assert all(f"`{name}`" in PAGE for name in PHASES)
 
 
+@pytest.mark.full
 def test_a_run_exports_and_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -65,8 +74,9 @@ def test_a_run_exports_and_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (name, value) == ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
     monkeypatch.setenv(name, "http://127.0.0.1:9")  # where no collector is
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    assert main([*exporting.split()[1:], *SMALL]) == 0
-    assert main([*serving.replace("9100", "0").split()[1:], *SMALL]) == 0
+    fewer = [*SMALL, "--steps", "1", "--evaluation.problems", "0", *write_task(tmp_path)]
+    assert main([*exporting.split()[1:], *fewer]) == 0
+    assert main([*serving.replace("9100", "0").split()[1:], *fewer]) == 0
 
 
 def test_names_of_metrics_exist() -> None:

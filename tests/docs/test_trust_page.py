@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from doubles.small_task import write_task
 from policygrad.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
@@ -20,7 +21,7 @@ def test_the_commands_do_what_the_page_says(
     first, second = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     [output] = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     train, verify = first.splitlines()
-    assert main(train.split()[1:]) == 0
+    assert main([*train.split()[1:], "--samples-per-prompt", "4", *write_task(tmp_path)]) == 0
     capsys.readouterr()
     assert main(verify.split()[1:]) == 0
     assert "steps 1, 3 repeated" in capsys.readouterr().out

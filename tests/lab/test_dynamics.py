@@ -18,8 +18,12 @@ from policygrad.lab.plots import PLOTS
 from policygrad.lab.report import DYNAMICS, single_threaded
 from policygrad.lab.worlds import make_table_settings, one_prompt
 
-RUNS = [*((name, 0) for name in DYNAMICS), ("length_drift", 1), ("k1_in_loss", 1)]
-"""Those that cost least on another seed too."""
+SHORT = ("length_drift", "k1_in_loss")
+"""Those that cost least: on another seed too, and one of them in the fast tier."""
+RUNS = [
+    *(pytest.param(name, 0, marks=() if name == "k1_in_loss" else pytest.mark.full) for name in DYNAMICS),
+    *(pytest.param(name, 1, marks=pytest.mark.full) for name in SHORT),
+]
 
 
 def by_hand(algorithm: pg.Algorithm, setting, size: int, lr: float) -> torch.Tensor:

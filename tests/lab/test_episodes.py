@@ -143,14 +143,14 @@ def brute(algorithm: pg.Algorithm, size: int) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("name", ["TurnReturn, TurnLeaveOneOut", "LeaveOneOut"])
+@pytest.mark.parametrize("name", ["TurnReturn, TurnLeaveOneOut", pytest.param("LeaveOneOut", marks=pytest.mark.full)])
 def test_siblings_are_unbiased_by_brute_force(name: str) -> None:
     world, theta = walk_setting(turns=2).world, walk_setting(turns=2).theta
     truth = derivative(lambda x: (world.logp(x).exp() * world.tree.total()).sum(), theta)
     torch.testing.assert_close(brute(with_advantage(*UNBIASED[name]), 2), truth, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_theorems_about_unbiased_estimators(seed: int) -> None:
     """No bias where none is claimed: whatever the critic at λ = 1, at any λ where it is exact; and one where we say so."""
     setting = walk_setting(seed=seed)

@@ -33,8 +33,8 @@ def test_the_page_has_every_chain() -> None:
     ("name", "psi"),
     [
         ("TurnReturn, TurnLeaveOneOut", UNBIASED["TurnReturn, TurnLeaveOneOut"]),
-        ("GroupInGroup", COMPARED["GroupInGroup"]),
-        ("TurnGAE(lam=0.9)", (TurnGAE(lam=0.9),)),
+        pytest.param("GroupInGroup", COMPARED["GroupInGroup"], marks=pytest.mark.full),
+        pytest.param("TurnGAE(lam=0.9)", (TurnGAE(lam=0.9),), marks=pytest.mark.full),
         ("BiLevelGAE(turn_lam=0.9, lam=0.9)", (BiLevelGAE(lam=0.9, turn_lam=0.9),)),
     ],
 )

@@ -202,8 +202,13 @@ def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "ligh
     return tab, wrong
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((390, "light"), (1280, "dark"), (390, "dark"))),
+    ],
+)
 def test_the_page_loads_without_errors_and_fits_the_window(
     chromium: Browser, file: Path, width: int, scheme: str
 ) -> None:
@@ -217,6 +222,7 @@ def test_the_page_loads_without_errors_and_fits_the_window(
     assert wrong == []
 
 
+@pytest.mark.full
 def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Browser, file: Path) -> None:
     tab, wrong = opened(chromium, file)
     reward = tab.locator('#first [data-metric="reward"]')
@@ -236,6 +242,7 @@ def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Brow
     assert wrong == []
 
 
+@pytest.mark.full
 def test_completions_can_be_searched_and_compared(chromium: Browser, file: Path) -> None:
     tab, wrong = opened(chromium, file)
     tab.fill("#text", "it is 2")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -17,7 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from doubles.forked import Forked
 from doubles.runs import row, run_folder
+from policygrad import cli
 from policygrad.errors import ConfigError, RunError
 from policygrad.report.server import ReportServer, create_server
 from policygrad.trackers import JsonlTracker
@@ -40,7 +40,7 @@ def serving(*folders: Path) -> Iterator[ReportServer]:
 
 def ask(result: ReportServer, path: str) -> tuple[int, str]:
     host, port = result.server_address[:2]
-    line = HTTPConnection(str(host), int(port), timeout=30)
+    line = HTTPConnection(str(host), int(port), timeout=600)
     line.request("GET", path)
     answer = line.getresponse()
     text = answer.read().decode()
@@ -98,21 +98,24 @@ def test_a_report_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
         create_server([folder], port=int(result.server_address[1]))
 
 
-def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path, forked: Forked) -> None:
     folder = run_folder(tmp_path / "a", [(1, {"reward": 0.5})])
-    argv = [sys.executable, "-m", "policygrad", "report", str(folder), "--watch"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
-        assert process.stdout is not None
-        url = urlsplit(process.stdout.readline().strip())
+    output, stdout = os.pipe()
+    process = forked.start(cli.main, ["report", str(folder), "--watch"], stdout=stdout)
+    os.close(stdout)
+    with open(output, encoding="utf-8") as lines:
+        url = urlsplit(lines.readline().strip())
         assert re.fullmatch(r"127\.0\.0\.1:\d+", url.netloc)
-        line = HTTPConnection(url.netloc, timeout=30)
+        line = HTTPConnection(url.netloc, timeout=600)
         line.request("GET", f"/?{url.query}")
         assert line.getresponse().status == 200
         line.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+    assert process.exitcode == 0
 
 
+@pytest.mark.full
 def test_a_browser_shows_new_steps_and_keeps_its_filters(tmp_path: Path, chromium: Browser) -> None:
     folder = run_folder(tmp_path / "a", [])
     with serving(folder) as result:

@@ -31,28 +31,40 @@ def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settin
     return train_control(GymEnvironments(env, chosen.environments), result.algorithm, chosen, steps=steps, seed=seed)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("ppo", 9000), ("trpo", 9000), ("a2c", 14000), ("reinforce", 25000)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("ppo", 4000),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("trpo", 9000), ("a2c", 14000), ("reinforce", 25000))
+        ),
+    ],
+)
 def test_control_learns(name: str, steps: int) -> None:
     trained = run(name, steps)
     result = evaluate_control(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
     assert len(result.returns) == 30
-    assert result.mean > 60  # a random policy's episodes last 22 steps
+    assert result.mean > 45  # a random policy's episodes last 22 steps
     assert trained.curve[0].steps < trained.curve[-1].steps
     assert trained.curve[-1].steps == steps or trained.learner.critic is None
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.full)])
 def test_an_accepted_step_stays_in_the_region(env: str) -> None:
-    curve = run("trpo", 4096, env, environments=4, rollout=64).curve
-    assert len(curve) == 16
+    curve = run("trpo", 2048, env, environments=4, rollout=64).curve
+    assert len(curve) == 8
     taken = [u for u in curve if u.accepted]
-    assert len(taken) > 8
+    assert len(taken) > 4
     for u in curve:
         assert u.kl <= 0.01 * (1 + 1e-5)
         assert (u.kl > 0) == bool(u.accepted)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_penalty", "natural", "a2c", "reinforce"])
+@pytest.mark.parametrize(
+    "name",
+    ["ppo", *(pytest.param(name, marks=pytest.mark.full) for name in ("ppo_penalty", "natural", "a2c", "reinforce"))],
+)
 def test_continuous_actions_run(name: str) -> None:
     trained = run(name, 1600, "Pendulum-v1", environments=4, rollout=200, normalise=True)
     assert all(math.isfinite(u.kl) and u.kl > 0 for u in trained.curve)  # π_old is a copy: it did not move along
@@ -63,13 +75,14 @@ def test_continuous_actions_run(name: str) -> None:
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    first = run("ppo", 600, environments=2, rollout=100).curve
+    first = run("ppo", 400, environments=2, rollout=100).curve
     torch.rand(7)
     np.random.rand(7)
-    second = run("ppo", 600, environments=2, rollout=100).curve
-    other = run("ppo", 600, environments=2, rollout=100, seed=1).curve
+    second = run("ppo", 400, environments=2, rollout=100).curve
+    other = run("ppo", 200, environments=2, rollout=100, seed=1).curve
+    assert (len(first), len(other)) == (2, 1)
     assert [replace(u, seconds=0) for u in first] == [replace(u, seconds=0) for u in second]
-    assert [replace(u, seconds=0) for u in first] != [replace(u, seconds=0) for u in other]
+    assert replace(first[0], seconds=0) != replace(other[0], seconds=0)
     assert not set(environment_seeds(0, 8)) & set(environment_seeds(1, 8))
 
 

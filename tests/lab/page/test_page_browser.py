@@ -19,6 +19,7 @@ ROWS = supported_algorithms(ALGORITHMS, 2)
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.full
 NAMES = ("z_score", "gate_weights", "gae_curve", "bound_over_step", "k1_in_loss", "occupancy_sum")
 
 
