@@ -17,8 +17,7 @@ def finding(result: Audit, subject: str) -> Finding:
     return next(finding for finding in result.findings if finding.subject == subject)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("scale", [0.5, 4.0, -1.0])
+@pytest.mark.parametrize(("scale", "seed"), [(0.5, 0), (4.0, 1), (-1.0, 2)])
 def test_a_constant_factor(scale: float, seed: int) -> None:
     result = audit(clip_loss(make_update(seed), "sequences", scale=scale))
     scaled = finding(result, "scale")
@@ -31,10 +30,9 @@ def test_a_constant_factor(scale: float, seed: int) -> None:
         assert "sign is reversed" in scaled.message
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_token_mean_over_micro_batches(seed: int) -> None:
+def test_a_token_mean_over_micro_batches() -> None:
     """Its factor is that of the gradients, by least squares, and the range of its weights is that of the tokens."""
-    update = make_update(seed)
+    update = make_update(0)
     theirs, right = clip_loss(update, "micro_batch"), clip_loss(update, "tokens")
     result = finding(audit(theirs), "aggregation")
     assert result.status == "differs"

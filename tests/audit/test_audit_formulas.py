@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from doubles.random_batches import Shape, gradients, make, policy
 from policygrad.audit.findings import Audit, audit
 from policygrad.core.objective import with_selected_tokens
 
-HONEST = [
-    *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "rloo", "gmpo", "lite_ppo", "magistral"),
-    *("reinforce_pp_baseline", "maxrl", "passk", "dppo", "m2po", "opo", "cpgd", "asymre", "topr", "prorl", "gpg"),
+HONEST = ["vespo", "magistral", "reinforce_pp_baseline", "maxrl", "passk", "m2po", "opo", "cpgd", "asymre", "topr"]
+"""Rows whose gate, aggregation, advantage or term test_audit_verl.py does not show."""
+OTHERS = [
+    *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "rloo", "gmpo", "lite_ppo", "dppo", "prorl", "gpg"),
 ]
+
+
+def mark_full(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def statement(result: Audit, subject: str) -> str:
@@ -44,10 +50,9 @@ def honest_update(name: str, seed: int) -> tuple[pg.Algorithm, dict[str, object]
     }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", HONEST)
-def test_nothing_differs_on_an_honest_batch(name: str, seed: int) -> None:
-    algorithm, update = honest_update(name, seed)
+@pytest.mark.parametrize("name", [*HONEST, *mark_full(*OTHERS)])
+def test_nothing_differs_on_an_honest_batch(name: str) -> None:
+    algorithm, update = honest_update(name, 0)
     result = audit(update, expect=None)
     assert result.agrees, str(result)
     average = statement(result, "aggregation")
@@ -61,7 +66,7 @@ def test_nothing_differs_on_an_honest_batch(name: str, seed: int) -> None:
         assert f"KLToReference(beta={term.beta:.4g}, form='{term.form}')" in statement(result, "KL")
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "sapo", "rloo", "maxrl"])
+@pytest.mark.parametrize("name", ["grpo", "maxrl", *mark_full("dr_grpo", "dapo", "gspo", "sapo", "rloo")])
 def test_an_algorithm_is_what_it_is_expected_to_be(name: str) -> None:
     _, update = honest_update(name, 3)
     result = audit({**update, "settings": {"max_length": 8}}, expect=name)
@@ -97,7 +102,7 @@ def test_averages(average: str, settings: dict[str, int], name: str) -> None:
     assert statement(result, "aggregation").startswith(name)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28), (0.1, 0.3), (0.37, 0.21)])
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.28), (0.37, 0.21)])
 def test_bounds_are_read_off_the_gradient(low: float, high: float) -> None:
     """The bracket holds the true bounds, and a conventional pair is chosen in it."""
     result = audit(drop(clip_loss(make_update(2), "tokens", low, high), "loss"))

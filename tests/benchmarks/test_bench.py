@@ -9,8 +9,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import make_work
+import ours
 import pytest
 import torch
 
@@ -24,7 +27,8 @@ from bench.savings import groups
 from bench.store import Store, Task, fingerprint, in_words, remaining
 from bench.summary import Estimate, linearity, per_step, reached, rows, short
 from bench.targets import learning
-from bench.works import SEVEN, WORKS, Shape, chosen, from_dict, geometric, part_of, quick
+from bench.works import GSM8K, SEVEN, WORKS, Shape, chosen, from_dict, geometric, part_of, quick
+from doubles.files import write_rows
 
 FACTS: dict[str, Any] = {
     "completions": [16, 16],
@@ -372,19 +376,28 @@ def test_turns_of_a_step_are_summed_and_its_conversations_counted_once() -> None
 
 
 @pytest.mark.parametrize("name", ["conversations", "geometric"])
-def test_a_small_work_is_measured_whole(name: str, tmp_path: Path) -> None:
+def test_a_small_work_is_measured_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the names that the library has now: the steps, and the completions and tokens that the work says."""
-    work, scripts = quick(next(w for w in WORKS if w.name == name)), Path(__file__).parents[2] / "benchmarks"
-    make = [sys.executable, scripts / "make_work.py", name, tmp_path / name, "--quick", "--data", tmp_path]
-    subprocess.run(make, check=True, capture_output=True)
-    done = subprocess.run([sys.executable, scripts / "ours.py", tmp_path / name], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = clock.heard(done.stdout)
+    work = quick(next(w for w in WORKS if w.name == name))
+    sums = [{"question": f"What are {i} and {i + 1} together?", "answer": str(2 * i + 1)} for i in range(40)]
+    (tmp_path / GSM8K).parent.mkdir()
+    write_rows(tmp_path / GSM8K, sums)
+    enter(make_work, monkeypatch, name, tmp_path / name, "--quick", "--data", tmp_path)
+    enter(ours, monkeypatch, tmp_path / name)
+    found = clock.heard(capsys.readouterr().out)
     assert found is not None
     assert len(found["steps"]) == work.steps + 1
     assert found["facts"]["completions"] == [work.completions] * (work.steps + 1)
     assert found["facts"]["tokens"] == [work.tokens()] * (work.steps + 1)
     assert found["facts"]["updates"] == work.steps + 1
+
+
+def enter(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """Do what the script does when it is started with these words."""
+    monkeypatch.setattr(sys, "argv", [str(script.__file__), *map(str, words)])
+    script.main()
 
 
 @pytest.mark.full

@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import measure_gpu
 import pytest
 
-SCRIPT = Path(measure_gpu.__file__)
+from doubles.forked import Forked
+
+COMPILED = ("learner 16k recomputed, compiled", "learner groups, compiled")
+"""What `learner 16k compiled` does once more, with other words for the learner."""
+Measure = Callable[..., tuple[int, dict[str, dict[str, object]]]]
 
 
-def run(results: Path, *parts: str) -> tuple[int, str, dict[str, dict[str, object]]]:
-    words = [sys.executable, str(SCRIPT), "--device", "cpu", "--results", str(results)]
-    done = subprocess.run([*words, *(["--parts", *parts] if parts else [])], capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr, json.loads(results.read_text())["parts"]
-
-
-def test_some_parts(tmp_path: Path) -> None:
-    """Later calls keep what earlier ones have measured."""
+@pytest.fixture
+def measure(forked: Forked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
+    """`measure("head")` -> (exit code, the parts in the file of results). Its parts are forks of this process, with time."""
+    monkeypatch.setattr(measure_gpu, "PARTS", {name: (3600, work) for name, (_, work) in measure_gpu.PARTS.items()})
     results = tmp_path / "gpu.json"
-    code, output, parts = run(results, "head", "learner groups")
-    assert (code, list(parts)) == (0, ["head", "learner groups"]), output
-    code, output, parts = run(results, "resume")
-    assert (code, sorted(parts)) == (0, ["head", "learner groups", "resume"]), output
+
+    def call(*parts: str) -> tuple[int, dict[str, dict[str, object]]]:
+        words = ["--device", "cpu", "--results", str(results), "--seconds", "1e6", "--parts", *parts]
+        monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *words])
+        return measure_gpu.main(), json.loads(results.read_text())["parts"]
+
+    return call
+
+
+def test_later_calls_keep_what_earlier_ones_have_measured(measure: Measure) -> None:
+    code, parts = measure("head")
+    assert (code, list(parts)) == (0, ["head"]), parts
+    code, parts = measure("resume")
+    assert (code, list(parts)) == (0, ["head", "resume"]), parts
     assert all("result" in part for part in parts.values())
 
 
 @pytest.mark.full
-def test_all_parts(tmp_path: Path) -> None:
-    code, output, parts = run(tmp_path / "gpu.json")
-    assert code == 0, output
-    assert list(parts) == list(measure_gpu.PARTS)
+def test_every_part_runs_on_a_cpu(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_gpu, "ALGORITHMS", ("grpo", "ppo", "trpo"))  # a GPU is compared with the CPU for all
+    chosen = [name for name in measure_gpu.PARTS if name not in COMPILED]
+    code, parts = measure(*chosen)
+    assert (code, list(parts)) == (0, chosen), parts
 
 
-def test_a_part_that_fails_dies_or_hangs_costs_none_of_the_others() -> None:
+def test_a_part_that_fails_dies_or_hangs_costs_none_of_the_others(forked: Forked) -> None:
     def fail(device: str) -> dict[str, object]:
         raise measure_gpu.CheckFailedError(f"something is off on the {device}")
 
@@ -46,9 +57,9 @@ def test_a_part_that_fails_dies_or_hangs_costs_none_of_the_others() -> None:
         while True:
             time.sleep(0.01)
 
-    outcomes = [measure_gpu.run_part(work, "cpu", limit) for work, limit in ((fail, 60), (hang, 1))]
-    outcomes.append(measure_gpu.run_part(lambda _: os._exit(7), "cpu", 60))
-    outcomes.append(measure_gpu.run_part(lambda _: {"seen": 1.0}, "cpu", 60))
+    outcomes = [measure_gpu.run_part(work, "cpu", limit) for work, limit in ((fail, 3600), (hang, 1))]
+    outcomes.append(measure_gpu.run_part(lambda _: os._exit(7), "cpu", 3600))
+    outcomes.append(measure_gpu.run_part(lambda _: {"seen": 1.0}, "cpu", 3600))
     assert [outcome.get("error") for outcome in outcomes] == [
         "CheckFailedError: something is off on the cpu",
         "it ran past its 1 s",

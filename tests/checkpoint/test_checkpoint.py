@@ -168,7 +168,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(trees)
 def test_trees_round_trip(tree):
     encoded = json.loads(json.dumps(encode_json(tree, "state"), allow_nan=False))

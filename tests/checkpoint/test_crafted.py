@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -107,21 +108,32 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", CRAFTED)
-def test_a_state_that_was_sealed_without_a_part_of_it(small: pg.Run, tmp_path: Path, how: str) -> None:
-    (tmp_path / "mine.py").write_text(
+@pytest.fixture(scope="module")
+def runs(small: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[pg.Run, Path]:
+    """A run of three steps that was stopped after two, and the folder of the same run without a stop."""
+    folder = tmp_path_factory.mktemp("crafted")
+    (folder / "mine.py").write_text(
         "def mine(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 / 7 for c in completions]\n"
     )
-    run = replace(small, steps=3, reward=(f"{tmp_path / 'mine.py'}:mine",), output=str(tmp_path / "run"))
-    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
+    run = replace(small, steps=3, reward=(f"{folder / 'mine.py'}:mine",), output=str(folder / "run"))
     pg.train(run, stop_after=2, display=False)
+    return run, pg.train(replace(run, output=str(folder / "whole")), display=False).output
+
+
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(how, marks=[pytest.mark.full] * (how in ("one moment less", "no optimiser"))) for how in CRAFTED],
+)
+def test_a_state_that_was_sealed_without_a_part_of_it(runs: tuple[pg.Run, Path], tmp_path: Path, how: str) -> None:
+    run, whole = runs
+    shutil.copytree(str(run.output), tmp_path / "run")
     craft, reason = CRAFTED[how]
     craft(tmp_path / "run" / "checkpoints" / "step-000002")
     record = Record()
-    pg.train(run, resume=tmp_path / "run", display=record)
+    pg.train(replace(run, output=str(tmp_path / "run")), resume=tmp_path / "run", display=record)
     assert reason in record.said
     assert "using the one before it, step-000001" in record.said
-    assert same(weights(full), weights(tmp_path / "run"))
+    assert same(weights(whole), weights(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -111,7 +110,7 @@ def test_what_is_left_where_it_is_says_its_shape(tmp_path: Path) -> None:
         assert all((result[name].shape, result[name].dtype) == (x.shape, x.dtype) for name, x in WHOLE.items())
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_box_of_any_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Cut into boxes along rows and columns, and read at any place, also of what one process has saved."""
@@ -171,16 +170,16 @@ FILES = ["shard-00000.safetensors", "shard-00002.safetensors", "tensors.safetens
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_byte_is_noticed(tmp_path: Path, name: str) -> None:
-    good = saved(tmp_path / "good", 1, {"w": torch.ones(5)})
-    for position in range((good / name).stat().st_size):
-        bad = tmp_path / "bad" / good.name
-        shutil.copytree(good, bad)
-        data = bytearray((bad / name).read_bytes())
-        data[position] ^= 1
-        (bad / name).write_bytes(data)
+    folder = saved(tmp_path, 1, {"w": torch.ones(5)})
+    good = (folder / name).read_bytes()
+    for position in range(len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 1
+        (folder / name).write_bytes(bad)
         with pytest.raises(CheckpointError):
-            load_checkpoint(bad)
-        shutil.rmtree(tmp_path / "bad")
+            load_checkpoint(folder)
+    (folder / name).write_bytes(good)
+    assert load_checkpoint(folder).step == 1
 
 
 def swap(path: Path) -> None:
@@ -257,9 +256,12 @@ def test_what_is_not_as_it_was_written_falls_back(tmp_path: Path, how: str) -> N
 # --- cut short
 
 
-@pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, id="next step"), pytest.param(1, id="same step", marks=pytest.mark.full)]
+)
 def test_kill_at_every_stage_of_a_save_in_shares(tmp_path: Path, step: int) -> None:
-    """The second save is killed before and after each call that changes the disk; then the next one puts everything in order."""
+    """The second save is killed before each call that changes the disk, which is after the one before it, and the next save puts
+    everything in order."""
 
     def second(directory: Path, kill_at: int) -> None:
         count = 0
@@ -273,9 +275,9 @@ def test_kill_at_every_stage_of_a_save_in_shares(tmp_path: Path, step: int) -> N
         Stages(hook).install()
         saved(directory, step, content(2), keep=1)
 
-    survived, stage = False, 0
+    survived, stage = False, -1  # odd: a hook is called before and after each call
     while not survived:
-        stage += 1
+        stage += 2
         directory = tmp_path / str(stage)
         saved(directory, 1, content(1), keep=1)
         status = in_child(lambda at=stage, d=directory: second(d, at))
@@ -323,7 +325,7 @@ class Slow:
 
     def begin(self, folder: Path) -> Callable[[], list[ShardFile]]:
         def written() -> list[ShardFile]:
-            assert self.let.wait(60)
+            assert self.let.wait(600)
             if self.fails:
                 raise OSError(self.fails.pop())
             return [write_shard_file(folder / shard_name(0), cut(WHOLE, [0, 5], 0))]

@@ -43,16 +43,16 @@ def test_composed_algorithms_are_named_by_their_parts(changed: pg.Algorithm, nam
     assert (name_run(changed, 32).name, name_run(changed, 32).title) == (name, title)
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_a_resolved_row_keeps_its_name(name: str) -> None:
+def test_a_resolved_row_keeps_its_name() -> None:
     """The budget, the group and the learning rates that a run fills in change no name; nor does an open length elsewhere."""
-    row, title = ALGORITHMS[name], name
-    if not (row.reads_reward or row.reference.templates):  # type: ignore[union-attr]  # which a run must name, and which is told
-        row, title = replace(row, reference=pg.Reference(model="teacher")), f"{name} (Reference.model = teacher)"
-    run = pg.Run(algorithm=row).resolve()
-    assert name_run(run.algorithm, run.sampling.max_tokens).title == title
-    assert name_run(run.algorithm).title == title
-    assert name_run(run.algorithm).name == name
+    for name, row in ALGORITHMS.items():
+        title = name
+        if not (row.reads_reward or row.reference.templates):  # type: ignore[union-attr]  # which a run must name, and which is told
+            row, title = replace(row, reference=pg.Reference(model="teacher")), f"{name} (Reference.model = teacher)"
+        run = pg.Run(algorithm=row).resolve()
+        assert name_run(run.algorithm, run.sampling.max_tokens).title == title
+        assert name_run(run.algorithm).title == title
+        assert name_run(run.algorithm).name == name
 
 
 PARTS = {

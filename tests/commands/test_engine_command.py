@@ -152,6 +152,32 @@ def test_engine_is_found_beside_a_program_on_the_path(tmp_path: Path, monkeypatc
     assert found == installation.Installation(str(python), "1.2")
 
 
+def test_install_has_pip_put_the_engine_into_a_new_environment(
+    tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The programs that do it stand still here; the next test runs them."""
+    started: list[list[str]] = []
+
+    def run(argv: list[str], failure: str) -> None:
+        started.append(argv)
+        if "venv" in argv:
+            make_environment(tmp_path / "new")
+
+    monkeypatch.setattr(installation, "_run", run)
+    code, output, _ = run_command(
+        "engine", "install", "vllm", "--into", str(tmp_path / "new"), "--requirements", "x==1"
+    )
+    assert code == 0
+    assert output.startswith(f"vLLM 1.2 is in {tmp_path}/new. A run starts its server:\n")
+    assert f"--sampler.engine vllm --sampler.python {tmp_path}/new" in output
+    (made, installed) = started
+    assert made[1:] == ["-P", "-m", "venv", str(tmp_path / "new")]
+    assert installed[0].startswith(f"{tmp_path}/new/bin/python")
+    assert installed[1:3] == ["-m", "pip"]
+    assert installed[-1] == "x==1"
+
+
+@pytest.mark.full
 def test_install_makes_an_environment(tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "vllm").mkdir()

@@ -54,7 +54,8 @@ def test_eval_of_a_run_equals_its_own_evaluation(run_command: Command, trained: 
 
 
 def test_completions_are_printed_in_full(run_command: Command, small: pg.Run, tmp_path: Path) -> None:
-    code, out, err = run_command("eval", str(small.model), *FEW, "--full", "--output", str(tmp_path / "found"))
+    argv = ("--task", str(small.task), "--reward", "exact_match")
+    code, out, err = run_command("eval", str(small.model), *FEW, *argv, "--full", "--output", str(tmp_path / "found"))
     assert code == 0, err
     samples = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
     for number, sample in enumerate(samples, 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ TOKENS = [(i, t) for i, n in enumerate(LENGTHS) for t in range(n)]
 Numbers = dict[tuple[int, int], float]
 
 
+@cache
 def algorithm(argv: str) -> pg.Algorithm:
     """What the command line makes of `policygrad train WORDS`."""
     return parse_run(argv.split())[0].algorithm

@@ -57,9 +57,14 @@ def test_help_imports_no_parser_and_show_no_torch() -> None:
         assert not {*HEAVY} & modules, name
 
 
-def test_a_dry_run_imports_nothing_that_runs() -> None:
-    [modules] = list_imports(("train", "grpo", "--dry-run")).values()
-    assert not [name for name in modules if name.startswith(RUNNING)]
+def test_plans_and_a_dry_run_import_nothing_that_runs() -> None:
+    """One after the other in one process. Only the dry run of a run counts on the architecture what it would take."""
+    plan = ("plan", "--model", "Qwen3-1.7B", "--gpus", "H100:8", "--gradient-checkpointing")
+    compare = ("compare", "grpo", "dapo", "--tokens", "1000", "--dry-run")
+    *planned, dry_run = list_imports(plan, compare, ("train", "grpo", "--dry-run")).values()
+    for modules in planned:
+        assert not {"transformers", "safetensors", "reasoning_gym"} & modules
+    assert not [name for name in dry_run if name.startswith(RUNNING)]
 
 
 @pytest.mark.parametrize("row", ["dapo", "trpo", "passk", "chord"])

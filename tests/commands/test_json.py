@@ -6,6 +6,7 @@ import ast
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import write_rows
+from doubles.forked import Forked
 from policygrad import cli
 from policygrad.commands import COMMANDS, doctor
 from policygrad.commands import engine as engine_command
@@ -32,6 +34,7 @@ from policygrad.samplers.engines.probe import ProbeResult
 
 SOURCE = Path(pg.__file__).parent
 SHORT = ("--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "6")
+SHORT += ("--task", "sums.jsonl", "--reward", "exact_match", "--rewards.num-workers", "1")
 EVALUATED = ("--evaluation.problems", "2", "--evaluation.samples-per-prompt", "1")
 Command = Callable[..., tuple[int, str, str]]
 
@@ -46,10 +49,17 @@ class NoInput(io.StringIO):
 
 
 @pytest.fixture
-def read_json(run_command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Any]]:
-    """`read_json(0, "show", "grpo")` -> the lines that the command printed, which fit its schema; 0 is its exit code."""
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The current folder, with the task of `SHORT`; reasoning-gym's takes seconds to import."""
+    write_rows(tmp_path / "sums.jsonl", [{"prompt": f"{i} + {i} =\n", "answer": str(2 * i)} for i in range(20)])
     monkeypatch.setattr(sys, "stdin", NoInput())
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def read_json(run_command: Command, here: Path) -> Callable[..., list[Any]]:
+    """`read_json(0, "show", "grpo")` -> the lines that the command printed, which fit its schema; 0 is its exit code."""
 
     def call(expected: int, *args: str) -> list[Any]:
         code, out, err = run_command(*args, "--json")
@@ -188,28 +198,37 @@ def test_engines(read_json: Callable[..., list[Any]], monkeypatch: pytest.Monkey
     assert installed["train"][-2:] == ["--sampler.python", "venv"]
 
 
+def enter(argv: list[str], output: int) -> int:
+    """Be the command in a fork of this process: its outputs are `output` and nothing, and it hears Ctrl-C."""
+    os.dup2(output, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return cli.main(argv)
+
+
 @pytest.mark.parametrize("command", ["serve", "proxy", "report"])
-def test_servers_print_their_address_and_end(command: str, tmp_path: Path) -> None:
+def test_servers_print_their_address_and_end(command: str, here: Path, forked: Forked) -> None:
     if command == "serve":
         for name in ("tinker", "starlette", "uvicorn"):
             pytest.importorskip(name)
-        argv = ["serve", "--model", "tiny", "--port", "0", "--folder", str(tmp_path / "served")]
+        argv = ["serve", "--model", "tiny", "--port", "0", "--folder", "served"]
     elif command == "proxy":
         argv = ["proxy", "--model", "tiny"]
     else:
-        assert cli.main(["train", "grpo", *SHORT, "--evaluation.problems", "0", "--output", str(tmp_path / "run")]) == 0
-        argv = ["report", str(tmp_path / "run"), "--watch"]
-    program = [sys.executable, "-m", "policygrad", *argv, "--json"]
-    with subprocess.Popen(
-        program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
-    ) as child:
-        assert child.stdout is not None
-        lines = [child.stdout.readline()]
+        assert cli.main(["train", "grpo", *SHORT, "--evaluation.problems", "0", "--output", "run"]) == 0
+        argv = ["report", "run", "--watch"]
+    source, output = os.pipe()
+    child = forked.start(enter, [*argv, "--json"], output)
+    os.close(output)
+    with open(source) as stdout:
+        lines = [stdout.readline()]
         with contextlib.suppress(urllib.error.HTTPError):  # it answers, so it is past its start
             urllib.request.urlopen(json.loads(lines[0])["url"]).read()
-        child.send_signal(signal.SIGINT)
-        lines += child.stdout.readlines()
-    assert child.returncode == 0
+        os.kill(child.pid, signal.SIGINT)
+        lines += stdout.readlines()
+    child.join()
+    assert child.exitcode == 0
     values = [json.loads(line) for line in lines]
     for value in values:
         jsonschema.validate(value, build_schema(command))
@@ -308,19 +327,20 @@ def test_a_text_that_is_no_unicode_is_still_json() -> None:
 def test_nothing_in_the_source_asks() -> None:
     """No call of input(), and no getpass: programs and schedulers run every command."""
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"\binput\s*\(|getpass", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id != "input", path
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             assert "getpass" not in names, path
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_without_arguments_a_command_does_not_wait(command: str, run_command: Command, tmp_path: Path) -> None:
+def test_without_arguments_a_command_does_not_wait(run_command: Command, here: Path) -> None:
     """Those that would begin work or serve are only asked for their options."""
-    argv = [command, "--help"] if command in ("train", "serve", "proxy", "lab", "doctor") else [command]
-    program = [sys.executable, "-m", "policygrad", *argv]
-    done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode in (0, 2)
-    assert "Traceback" not in done.stderr
-    assert done.stdout or done.stderr
+    for command in COMMANDS:
+        code, out, err = run_command(command, *["--help"] * (command in ("train", "serve", "proxy", "lab", "doctor")))
+        assert code in (0, 2), (command, err)
+        assert "Traceback" not in err, command
+        assert out or err, command

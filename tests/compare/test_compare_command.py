@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 import policygrad as pg
 from doubles import comparison
-from doubles.comparison import plan
+from doubles.comparison import forking_runs, plan
 from doubles.comparison import row as planned
 from doubles.files import write_rows
 from policygrad.algorithms import ALGORITHMS
@@ -151,34 +153,32 @@ def test_dry_run_prints_every_command(run_command: Any, tmp_path: Path, monkeypa
     assert not Path("comparisons").exists()
 
 
-@pytest.mark.parametrize(
-    ("seeds", "message"), [(1, "100% of cases"), (2, "33% of cases"), (3, "10% of cases"), (4, "")]
-)
 def test_seeds_that_can_tell_no_rows_apart_are_announced_before_the_runs(
-    run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: int, message: str
+    run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of wholly separated equal rows at most 5 % may be chance."""
     monkeypatch.chdir(tmp_path)
-    _, out, _ = run_command("compare", "grpo", "rloo", "--seeds", str(seeds), "--dry-run")
-    if message:
-        assert out.startswith(f"# --seeds {seeds} cannot distinguish any two rows")
-        assert message in out
-        assert "Use --seeds 4 or more" in out
-    else:
-        assert "#" not in out
-    assert "#" not in run_command("compare", "grpo", "--seeds", str(seeds), "--dry-run")[1]  # nothing to tell it from
+    _, out, _ = run_command("compare", "grpo", "rloo", "--seeds", "3", "--dry-run")
+    assert out.startswith("# --seeds 3 cannot distinguish any two rows")
+    assert "10% of cases" in out
+    assert "Use --seeds 4 or more" in out
+    assert "#" not in run_command("compare", "grpo", "rloo", "--seeds", "4", "--dry-run")[1]
+    assert "#" not in run_command("compare", "grpo", "--seeds", "1", "--dry-run")[1]  # nothing to tell it from
 
 
+@pytest.mark.parametrize(("seeds", "share"), [(1, "100% of cases"), (2, "33% of cases"), (3, "10% of cases")])
 def test_too_few_seeds_are_announced_before_the_first_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seeds: int, share: str
 ) -> None:
     def begun(self: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ComparisonRun, "run", begun)
     with pytest.raises(KeyboardInterrupt):
-        run_comparison(plan(planned("grpo"), planned("ppo"), seeds=2), tmp_path / "c", CompareOptions())
-    assert "--seeds 2 cannot distinguish any two rows" in capsys.readouterr().err
+        run_comparison(plan(planned("grpo"), planned("ppo"), seeds=seeds), tmp_path / "c", CompareOptions())
+    err = capsys.readouterr().err
+    assert f"--seeds {seeds} cannot distinguish any two rows" in err
+    assert share in err
 
 
 @pytest.mark.parametrize("name", LADDERS)
@@ -202,10 +202,15 @@ def test_the_dapo_ladder_is_in_the_published_order() -> None:
     assert [rung.published for rung in LADDERS["dapo"].rungs] == ["30", "36", "38", "41", "42", "50"]
 
 
-def test_a_real_comparison_with_processes(
-    run_command: Any, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("start", [forking_runs, pytest.param(nullcontext, marks=pytest.mark.full)])
+def test_a_real_comparison(
+    run_command: Any,
+    random_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Two rows, two seeds, processes; then again, when nothing is left to do."""
+    """Two rows, two seeds, a process each: forks, or programs. Then again, when nothing is left to do."""
     sums = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(6) for j in range(8)]
     (tmp_path / "mine.py").write_text(
         "def digits(prompts, completions, **columns):\n    return [float(c[:1].isdigit()) for c in completions]\n"
@@ -216,7 +221,8 @@ def test_a_real_comparison_with_processes(
     common += ["--prompts-per-step", "4", "--max-tokens", "6", "--evaluation.problems", "3", "--evaluation.every", "1"]
     args = ["dr_grpo", "fixed=rloo --lr 1e-3", "--seeds", "2", "--lr-grid", "3e-3"]
     args += ["--tokens", "300", "--jobs", "2", "--threads", "1", "--output", "c"]
-    code, out, err = run_command("compare", *args, *common)
+    with start():
+        code, out, err = run_command("compare", *args, *common, "--rewards.num-workers", "1")
     assert code == 0, err
     report = json.loads((Path("c") / "comparison.json").read_text())
     assert [len(row["runs"]) for row in report["rows"]] == [2, 2]
@@ -287,7 +293,13 @@ def naming(file: object) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("way", range(len(naming(""))))
-@pytest.mark.parametrize(("folder", "file"), [("download/c", "download/c/planted.py"), ("../c", "../c/planted.py")])
+@pytest.mark.parametrize(
+    ("folder", "file"),
+    [
+        ("download/c", "download/c/planted.py"),
+        pytest.param("../c", "../c/planted.py", marks=pytest.mark.full),
+    ],
+)
 def test_resume_plan_that_names_code_is_refused_without_permission(
     run_command: Any, here: Path, folder: str, file: str, way: int
 ) -> None:

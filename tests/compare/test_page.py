@@ -132,6 +132,7 @@ def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "ligh
     return page, wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_the_page_fits_the_window_in_light_and_dark(chromium: Browser, file: Path, width: int, scheme: str) -> None:
     page, wrong = opened(chromium, file, width, scheme)
@@ -142,6 +143,7 @@ def test_the_page_fits_the_window_in_light_and_dark(chromium: Browser, file: Pat
     assert wrong == []
 
 
+@pytest.mark.full
 def test_axis_legend_hover_pairs_and_sorting(chromium: Browser, file: Path) -> None:
     page, wrong = opened(chromium, file)
     figure = page.locator('[data-curves="0"]')

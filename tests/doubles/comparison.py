@@ -1,16 +1,30 @@
-"""A comparison without a model: rows as a plan has them, and a runner that writes what a run of theirs would leave."""
+"""A comparison without a model: rows as a plan has them, and a runner that writes what a run of theirs would leave.
+
+And runs that are forks of this process, where the comparison itself is what a test is about.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
 
+import pytest
+
+from doubles.forked import forking
+from policygrad import cli
+from policygrad.compare import runner
 from policygrad.compare.plan import FIRST_TUNING_SEED, ComparisonPlan, ComparisonRow
 from policygrad.errors import RunError
 
@@ -89,3 +103,39 @@ def write_run(folder: Path, height: float, lr: float | None, seed: int, updates:
 
 def _given(words: Sequence[str], option: str) -> float | None:
     return float(words[words.index(option) + 1]) if option in words else None
+
+
+class ForkedRun:
+    """A run of a comparison as `subprocess.Popen` starts it, but forked from this process, which has imported torch."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _enter([*command[len(runner.PROGRAM) :]], stdout.fileno(), env)
+
+
+def _enter(argv: list[str], output: int, environment: Mapping[str, str]) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        os.environ.clear()
+        os.environ.update(environment)
+        code = cli.main(argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    os._exit(code)
+
+
+@contextmanager
+def forking_runs() -> Iterator[None]:
+    """While the block runs, a comparison's runs are forks. That it starts programs is for test_runner.py to show."""
+    popen = SimpleNamespace(Popen=ForkedRun, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    with forking(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "subprocess", popen)
+        yield

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,18 +111,22 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         load_calibration(tmp_path / "c.json")
 
 
-@pytest.mark.full
-def test_the_command_measures_this_machine_and_plans_with_it(tmp_path: Path) -> None:
-    """In about a minute; and a plan of the made-up model's own work is near to what was measured."""
+def test_the_command_measures_this_machine_and_plans_with_it(
+    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a work that takes less than the minute of the command's own."""
+    monkeypatch.setattr("policygrad.training.calibration.CPU", TINY)
+    monkeypatch.setattr("policygrad.training.calibration.GPU", TINY)
     file = tmp_path / "calibration.json"
-    program = [sys.executable, "-m", "policygrad", "plan", "--calibration", str(file)]
-    done = subprocess.run([*program, "--calibrate", "--dtype", "fp32"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{file}\n"
+    code, out, err = run_command("plan", "--calibration", str(file), "--calibrate", "--dtype", "fp32")
+    assert (code, out) == (0, f"{file}\n"), err
     result = load_calibration(file)
-    assert all(0.01 < getattr(result.efficiency, name) < 3 for name in ("training", "scoring", "sampling"))
+    assert all(getattr(result.efficiency, name) > 0 for name in ("training", "scoring", "sampling"))
     if result.device.name != "cpu":
         return
     argv = ["--gpus", "cpu", "--model", "tiny", "--context", "64", "--prompt", "16", "--json"]
-    report = json.loads(subprocess.run([*program, *argv], capture_output=True, text=True, check=True).stdout)
+    code, out, err = run_command("plan", "--calibration", str(file), *argv)
+    assert code == 0, err
+    report = json.loads(out)
     assert report["efficiency"] == json.loads(file.read_text())["efficiency"]
-    assert report["device"]["fp32"] == replace(result.device).fp32
+    assert report["device"]["fp32"] == result.device.fp32

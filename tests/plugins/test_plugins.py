@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
+from doubles.files import write_rows
 from policygrad import cli
 from policygrad.commands.doctor import examine_packages
 from policygrad.environments.registry import resolve_environment
@@ -35,7 +36,9 @@ def test_a_run_uses_everything_that_a_package_adds(random_model: Path, tmp_path:
         "--environment corridor:6 --track corridor_log --sampler.engine corridor_engine --sampler.urls http://corridor"
     )
     sizes = "--steps 2 --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 12 --evaluation.problems 0 --seed 1"
+    task = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "answer": str(i)} for i in range(8)])
     argv = ["train", "corridor_reinforce", *names.split(), *sizes.split(), "--model", str(random_model), "--plain"]
+    argv += ["--task", task]  # reasoning-gym's takes seconds to import
     assert cli.main([*argv, "--output", str(folder)]) == 0
     log = [line.split() for line in (folder / "corridor.log").read_text().splitlines()]
     assert [step for step, _, _ in log] == ["1", "2"]
