@@ -24,7 +24,7 @@ from policygrad.training.best_model import BEST, BestModel, BestStep
 from policygrad.training.config.supervised import SFTConfig
 
 METRIC = "eval/reward"
-EVALUATED = pg.EvaluationConfig(problems=4, samples_per_prompt=2, every=1)
+EVALUATED = pg.EvaluationConfig(problems=2, samples_per_prompt=2, every=1)
 
 
 class Killed(BaseException):
@@ -159,10 +159,11 @@ def test_a_run_keeps_its_best_model_and_a_resumed_one_the_same(small: pg.Run, tm
             return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
     checkpoint = replace(small.checkpoint, every=2, keep=1, keep_best=METRIC)
-    run = replace(small, steps=4, lr=1e-2, evaluation=EVALUATED, checkpoint=checkpoint, output=str(tmp_path / "whole"))
+    sizes: dict[str, Any] = {"steps": 3, "prompts_per_step": 2, "sampling": pg.SamplingParams(max_tokens=4)}
+    run = replace(small, **sizes, lr=1e-2, evaluation=EVALUATED, checkpoint=checkpoint, output=str(tmp_path / "whole"))
     trained = pg.train(run, display=False, callbacks=[Remember()])
     scores = {row["step"]: row[METRIC] for row in rows(trained.output / "metrics.jsonl") if METRIC in row}
-    assert sorted(scores) == [0, 1, 2, 3, 4]
+    assert sorted(scores) == [0, 1, 2, 3]
     first = max(scores, key=lambda step: (scores[step], -step))
     best = json.loads((trained.output / BEST / "best.json").read_text())
     assert best == {"step": first, "metric": METRIC, "value": scores[first]}
@@ -176,7 +177,7 @@ def test_a_run_keeps_its_best_model_and_a_resumed_one_the_same(small: pg.Run, tm
     assert (plain.output / final).read_bytes() == (trained.output / final).read_bytes()
     allowed = [str(small.reward[0].rpartition(":")[0])]
     stopped = replace(run, output=str(tmp_path / "stopped"))
-    pg.train(stopped, display=False, stop_after=3)
+    pg.train(stopped, display=False, stop_after=2)
     copied = tmp_path / "copied"
     shutil.copytree(tmp_path / "stopped", copied)
     for folder in (tmp_path / "stopped", copied):
