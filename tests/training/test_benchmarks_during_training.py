@@ -111,6 +111,6 @@ def test_the_configuration_keeps_the_benchmarks(run: pg.Run, tmp_path: Path) -> 
 def test_what_is_missing_is_refused_before_the_model_is_loaded(
     run: pg.Run, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
+    run = replace(run, model="/no/such/model", output=str(tmp_path / "run"))
     with pytest.raises(pg.PolicygradError, match=message):
-        run = replace(run, evaluation=replace(run.evaluation, **changes), output=str(tmp_path / "run"))
-        pg.train(replace(run, model="/no/such/model"), display=False)
+        pg.train(replace(run, evaluation=replace(run.evaluation, **changes)), display=False)

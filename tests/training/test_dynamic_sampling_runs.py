@@ -16,6 +16,7 @@ from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 
 
+@pytest.mark.full
 def test_dapo_on_the_embedded_task_samples_little_more_than_it_trains(tmp_path: Path) -> None:
     """As it comes, at its first steps: 2.0 completions sampled for each that was trained on, when every round was a whole step."""
     run = Run(
@@ -24,11 +25,11 @@ def test_dapo_on_the_embedded_task_samples_little_more_than_it_trains(tmp_path: 
         rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
-    train(run, stop_after=2, display=False)
+    train(run, stop_after=4, display=False)
     steps = rows(tmp_path / "run" / "metrics.jsonl")
-    assert len(steps) == 2
+    assert len(steps) == 4
     assert 1 < steps[0]["completions/sampled_per_trained"] <= 1.25
-    assert sum(m["completions/sampled_per_trained"] for m in steps) / 2 <= 1.25
+    assert sum(m["completions/sampled_per_trained"] for m in steps) / 4 <= 1.25
     assert all(m["dynamic/unfilled"] == m["dynamic/discarded"] == 0 for m in steps)
     assert all(bool(m["dynamic/leftover"]) == bool(m["staleness/max"]) for m in steps)
 
@@ -74,6 +75,13 @@ def test_resume_is_bitwise_with_leftover_groups(refilling: Run, whole: tuple[Pat
     carried = [m["dynamic/leftover"] for m in rows(full / "metrics.jsonl")]
     assert carried[0] == 0
     assert carried[step]
+
+
+def test_dynamic_sampling_samples_little_more_than_it_trains(whole: tuple[Path, int]) -> None:
+    """A quarter of the groups have no variance. Rounds of whole steps would sample two for each that is trained on."""
+    steps = rows(whole[0] / "metrics.jsonl")
+    assert all(m["dynamic/unfilled"] == m["dynamic/discarded"] == 0 for m in steps)
+    assert sum(m["completions/sampled_per_trained"] for m in steps) / len(steps) < 1.7
 
 
 def test_resuming_with_another_filter_discards_leftover_groups(

@@ -95,9 +95,9 @@ def test_a_failed_step_saves_the_state_before_it(run: pg.Run, whole: Path, tmp_p
     assert message in record.said
     assert same(state(folder, 2), state(whole, 2))  # the weights, AdamW's moments, the random state
     saved, never_failed = (checkpoint.load_checkpoint(f / "checkpoints" / "step-000002").state for f in (folder, whole))
-    assert {k: v for k, v in saved.items() if k != "seconds"} == {
-        k: v for k, v in never_failed.items() if k != "seconds"
-    }
+    for state_of in (saved, never_failed):
+        del state_of["seconds"], state_of["fingerprint"]  # which has the options of checkpoints
+    assert saved == never_failed
     pg.train(resume=folder, display=False)
     assert same(weights(whole), weights(folder))
     assert untimed(whole / METRICS) == untimed(folder / METRICS)

@@ -117,7 +117,6 @@ AT_ONCE = {
     "inf": ("inf", "returned inf"),
     "minus_inf": ("inf", "returned -inf"),
     "huge": ("inf", "returned 1000"),
-    "none": ("none", "None"),
     "text": ("type", "returned '1'"),
     "length": ("length", "returned 2 rewards for 1 completion"),
     "nothing": ("type", "returned None"),
@@ -141,7 +140,7 @@ def test_failing_rewards_drop_their_samples(bench: Bench) -> None:
     [
         ("hangs", "timeout", "took more than its timeout of 0.3 s"),
         ("dies", "crashed", "exit"),
-        ("nan", "nan", "returned nan"),
+        ("none", "none", "None"),
     ],
 )
 def test_a_failing_reward_drops_only_its_samples(bench: Bench, name: str, reason: str, says: str) -> None:
@@ -159,7 +158,7 @@ def test_without_any_reward_the_weights_stay(bench: Bench) -> None:
     assert all(row["updates/skipped"] == 1 and row["completions/failed_ratio"] == 1 for row in metrics)
 
 
-KINDS = {"reinforce", "remax", "grpo", "grpo_process", "ppo", "dapo", "gdpo", "prime", "maxrl", "trpo_vine"}
+KINDS = {"reinforce", "remax", "grpo", "grpo_process", "ppo", "maxrl"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in KINDS else pytest.mark.full) for n in SINGLE_TURN])

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 import policygrad as pg
-from doubles.algorithms import runnable
+from doubles.algorithms import trainable
 from doubles.failing import FailingSampler, learner_cut_short
 from doubles.files import rows, same, untimed, weights
 from doubles.rollouts import empty
@@ -65,7 +65,7 @@ def run(small: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 )
 def test_max_staleness_equals_a_sampler_with_late_weights(run: Run, tmp_path: Path, name: str, lag: int) -> None:
     """Bit for bit, though one of them samples and learns at the same time."""
-    run = replace(run, algorithm=pg.get_algorithm(name))
+    run = replace(run, algorithm=trainable(name))
     late = train(replace(run, output=str(tmp_path / "late")), sampler=lambda m, t: Late(m, t, lag), display=False)
     ahead = train(replace(run, max_staleness=lag, output=str(tmp_path / "ahead")), display=False)
     prompt = train(replace(run, output=str(tmp_path / "prompt")), display=False)
@@ -89,7 +89,7 @@ def test_max_staleness_equals_a_sampler_with_late_weights(run: Run, tmp_path: Pa
 )
 def test_resume_is_bitwise_with_queued_rollouts(run: Run, tmp_path: Path, name: str, depth: int) -> None:
     """Stopped after its first step, resumed for one with all that is queued, and for the others."""
-    run = replace(run, algorithm=runnable(name), lr=None, max_staleness=depth)
+    run = replace(run, algorithm=trainable(name), lr=None, max_staleness=depth)
     full = train(replace(run, output=str(tmp_path / "whole"), checkpoint=CheckpointConfig(every=9)), display=False)
     pieces = tmp_path / "pieces"
     train(replace(run, output=str(pieces)), stop_after=1, display=False)
