@@ -66,7 +66,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     "algorithm",
     [
         pytest.param(CARRIED, id="groups that wait"),
-        pytest.param(BY_TURN, id="a critic"),
+        pytest.param(BY_TURN, id="a critic", marks=pytest.mark.full),
         pytest.param(pg.GIGPO, id="states", marks=pytest.mark.full),
         pytest.param(PREDICTED, id="predicted observations", marks=pytest.mark.full),
     ],
@@ -89,6 +89,6 @@ def test_resume_is_bitwise_with_branching_episodes(run: pg.Run, tmp_path: Path, 
 
 
 def test_branching_episodes_are_noted_once(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
-    pg.train(replace(run, steps=2))
+    pg.train(replace(run, prompts_per_step=1, samples_per_prompt=2))
     said = "".join(capsys.readouterr())
     assert said.count("the chat template rewrites earlier turns in") == 1

@@ -178,9 +178,7 @@ def mark_all_but(phases: Iterable[str], *first: str) -> list[Any]:
     return [pytest.param(phase, marks=[] if phase in first else pytest.mark.full) for phase in phases]
 
 
-@pytest.mark.parametrize(
-    "phase", mark_all_but(PHASES, "drawing beside an update", "waiting for the buffer", "publishing")
-)
+@pytest.mark.parametrize("phase", mark_all_but(PHASES, "drawing beside an update", "waiting for the buffer"))
 def test_a_signal_in_any_phase_is_resumable_and_repeats_nothing(
     run: pg.Run, tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +246,7 @@ LOCAL: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("phase", mark_all_but(LOCAL, "drawing beside an update", "updating"))
+@pytest.mark.parametrize("phase", mark_all_but(LOCAL, "drawing beside an update"))
 def test_resume_is_bitwise_with_the_local_sampler(run: pg.Run, local: Path, tmp_path: Path, phase: str) -> None:
     given, steps = LOCAL[phase]
     folder = tmp_path / "run"
