@@ -23,7 +23,13 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(small: pg.Run, tmp_path: Path) -> pg.Run:
-    return replace(small, steps=2, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
+    (tmp_path / "mine.py").write_text(
+        "def mine(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 / 7 for c in completions]\n"
+    )
+    reward = (f"{tmp_path / 'mine.py'}:mine",)
+    return replace(
+        small, steps=2, prompts_per_step=2, samples_per_prompt=2, reward=reward, output=str(tmp_path / "run")
+    )
 
 
 def test_the_export_equals_a_run_of_that_many_steps(run: pg.Run, tmp_path: Path, run_command: Command) -> None:
@@ -34,6 +40,7 @@ def test_the_export_equals_a_run_of_that_many_steps(run: pg.Run, tmp_path: Path,
     one = pg.train(replace(run, steps=1, output=str(tmp_path / "one")), display=False)
     result = load_model(out.strip()).state_dict()
     assert same(result, load_model(str(one.output)).state_dict())
+    assert not same(result, load_model(str(run.model)).state_dict())
     card = (stopped / "model-step-1" / "README.md").read_text()
     assert "| steps | 1 |" in card
     assert "The model was not evaluated." in card
