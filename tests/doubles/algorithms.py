@@ -17,3 +17,9 @@ def runnable(name: str, teacher: str = "tiny") -> pg.Algorithm:
     if algorithm.reads_reward or is_own_teacher:
         return algorithm
     return replace(algorithm, reference=pg.Reference(model=teacher))
+
+
+def trainable(name: str) -> pg.Algorithm:
+    """The same without the mask of truncated answers, which leaves none to learn from where all are cut off after a few tokens."""
+    algorithm = runnable(name)
+    return replace(algorithm, filters=tuple(f for f in algorithm.filters if not isinstance(f, pg.MaskTruncated)))

@@ -99,6 +99,8 @@ def train(algorithm: str, device: str, folder: Path) -> None:
         algorithm=pg.get_algorithm(algorithm),
         steps=2,
         prompts_per_step=2,
+        samples_per_prompt=4,
+        sampling=pg.SamplingParams(max_tokens=12),
         evaluation=pg.EvaluationConfig(problems=0),
         rewards=pg.RewardConfig(num_workers=1),
         learner=pg.LearnerConfig(device=device),

@@ -296,7 +296,8 @@ def test_async_functions_work_inside_a_running_loop():
 
 def test_importing_rewards_and_tasks_stays_light():
     code = (
-        "import sys, policygrad.rewards, policygrad.tasks, policygrad.rewards.workers.worker; "
+        "import sys, policygrad.rewards.workers.worker; assert 'tyro' not in sys.modules; "
+        "import policygrad.rewards, policygrad.tasks; "
         "print(sorted({'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import policygrad as pg
 from doubles.files import rows, write_rows
+from doubles.resuming import rewind
 from policygrad.report.data import read_run
 from policygrad.report.page import render_report
 from policygrad.trackers.glossary import find_metric_doc
@@ -21,39 +23,47 @@ from policygrad.training.config.trust import CodePermissions
 NAMES = ("eval/gsm8k/mean", "eval/gsm8k/stderr", "eval/gsm8k/pass_at_2", "eval/gsm8k/majority")
 
 
-@pytest.fixture
-def run(small: pg.Run, tmp_path: Path) -> pg.Run:
-    write_rows(tmp_path / "gsm8k.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(4)])
+@pytest.fixture(scope="module")
+def run(small: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> pg.Run:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    write_rows(folder / "gsm8k.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(4)])
     evaluation = EvaluationConfig(
-        problems=4,
+        problems=2,
         samples_per_prompt=1,
         every=1,
         benchmarks=("gsm8k",),
-        benchmark_data=str(tmp_path),
+        benchmark_data=str(folder),
         benchmark_problems=2,
         benchmark_samples=2,
         benchmark_max_tokens=4,
     )
-    return replace(small, steps=2, evaluation=evaluation, output=str(tmp_path / "run"))
+    sizes: dict[str, Any] = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2}
+    return replace(small, **sizes, evaluation=evaluation, output=str(folder / "run"))
 
 
-def test_benchmarks_are_measured_with_the_run_s_own_evaluations(run: pg.Run) -> None:
-    folder = pg.train(run, display=False).output
-    log = {row["step"]: row for row in rows(folder / "metrics.jsonl")}
+@pytest.fixture(scope="module")
+def complete(run: pg.Run) -> Path:
+    """The folder of the run when it has ended."""
+    return pg.train(run, display=False).output
+
+
+def test_benchmarks_are_measured_with_the_run_s_own_evaluations(complete: Path) -> None:
+    log = {row["step"]: row for row in rows(complete / "metrics.jsonl")}
     for step in (0, 1, 2):
         assert all(name in log[step] for name in (*NAMES, "eval/reward")), step
-    changes = json.loads((folder / "result.json").read_text())["benchmarks"]
+    changes = json.loads((complete / "result.json").read_text())["benchmarks"]
     assert changes == {"gsm8k": {"before": log[0]["eval/gsm8k/mean"], "after": log[2]["eval/gsm8k/mean"]}}
     for name in log[2]:
         if name.startswith("eval/gsm8k/"):
             described = find_metric_doc(name)
             assert described is not None
             assert described.name.startswith("eval/*/"), name
-    assert "eval/gsm8k/mean" in render_report([read_run(folder)])
+    assert "eval/gsm8k/mean" in render_report([read_run(complete)])
 
 
-def test_a_run_without_problems_of_its_own_is_evaluated_on_benchmarks_alone(run: pg.Run) -> None:
-    result = pg.train(replace(run, evaluation=replace(run.evaluation, problems=0, every=0)), display=False)
+def test_a_run_without_problems_of_its_own_is_evaluated_on_benchmarks_alone(run: pg.Run, tmp_path: Path) -> None:
+    evaluation = replace(run.evaluation, problems=0, every=0)
+    result = pg.train(replace(run, evaluation=evaluation, output=str(tmp_path / "run")), display=False)
     log = {row["step"]: row for row in rows(result.output / "metrics.jsonl")}
     assert "eval/gsm8k/mean" in log[0]
     assert "eval/gsm8k/mean" not in log[1]
@@ -61,11 +71,11 @@ def test_a_run_without_problems_of_its_own_is_evaluated_on_benchmarks_alone(run:
     assert result.before is result.after is None
 
 
-def test_a_resumed_run_continues_bit_for_bit_and_may_name_other_benchmarks(run: pg.Run, tmp_path: Path) -> None:
-    complete = pg.train(run, display=False).output
-    halves = replace(run, output=str(tmp_path / "halves"))
-    pg.train(halves, stop_after=1, display=False)
-    pg.train(halves, resume=str(tmp_path / "halves"), display=False)
+def test_a_resumed_run_continues_bit_for_bit_and_may_name_other_benchmarks(
+    run: pg.Run, complete: Path, tmp_path: Path
+) -> None:
+    pieces = rewind(complete, tmp_path / "pieces", 1)
+    pg.train(resume=pieces, allow_code=("/",), display=False)
 
     def values(folder: Path) -> list[list[float]]:
         return [
@@ -73,12 +83,13 @@ def test_a_resumed_run_continues_bit_for_bit_and_may_name_other_benchmarks(run: 
             for row in rows(folder / "metrics.jsonl")
         ]
 
-    assert values(complete) == values(tmp_path / "halves")
+    assert values(complete) == values(pieces)
+    write_rows(tmp_path / "gsm8k.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
     write_rows(tmp_path / "amc23.jsonl", [{"question": "1?", "answer": 1.0}])
-    more = replace(run, steps=3, output=str(tmp_path / "halves"))
-    more = replace(more, evaluation=replace(run.evaluation, benchmarks=("gsm8k", "amc23")))
-    pg.train(more, resume=str(tmp_path / "halves"), display=False)
-    last = rows(tmp_path / "halves" / "metrics.jsonl")[-1]
+    evaluation = replace(run.evaluation, benchmarks=("gsm8k", "amc23"), benchmark_data=str(tmp_path))
+    more = replace(run, steps=3, output=str(pieces), evaluation=evaluation)
+    pg.train(more, resume=pieces, display=False)
+    last = rows(pieces / "metrics.jsonl")[-1]
     assert {"eval/gsm8k/mean", "eval/amc23/mean"} <= last.keys()
 
 
@@ -98,7 +109,8 @@ def test_the_configuration_keeps_the_benchmarks(run: pg.Run, tmp_path: Path) -> 
     ],
 )
 def test_what_is_missing_is_refused_before_the_model_is_loaded(
-    run: pg.Run, changes: dict[str, object], message: str
+    run: pg.Run, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
+    run = replace(run, model="/no/such/model", output=str(tmp_path / "run"))
     with pytest.raises(pg.PolicygradError, match=message):
-        pg.train(replace(run, model="/no/such/model", evaluation=replace(run.evaluation, **changes)), display=False)
+        pg.train(replace(run, evaluation=replace(run.evaluation, **changes)), display=False)

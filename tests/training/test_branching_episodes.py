@@ -53,15 +53,24 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         small,
         model=str(model),
         reward=(),
-        steps=3,
-        samples_per_prompt=4,
-        sampling=pg.SamplingParams(max_tokens=48),
+        steps=2,
+        prompts_per_step=2,
+        samples_per_prompt=3,
+        sampling=pg.SamplingParams(max_tokens=24),
         environment=f"{tmp_path / 'asks.py'}:Asks",
         output=str(tmp_path / "run"),
     )
 
 
-@pytest.mark.parametrize("algorithm", [CARRIED, BY_TURN, pg.GIGPO, PREDICTED], ids=["gspo", "ppo", "gigpo", "echo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(CARRIED, id="groups that wait"),
+        pytest.param(BY_TURN, id="a critic", marks=pytest.mark.full),
+        pytest.param(pg.GIGPO, id="states", marks=pytest.mark.full),
+        pytest.param(PREDICTED, id="predicted observations", marks=pytest.mark.full),
+    ],
+)
 def test_resume_is_bitwise_with_branching_episodes(run: pg.Run, tmp_path: Path, algorithm: pg.Algorithm) -> None:
     run = replace(run, algorithm=algorithm)
     full = check_resume(run, tmp_path)
@@ -80,6 +89,6 @@ def test_resume_is_bitwise_with_branching_episodes(run: pg.Run, tmp_path: Path, 
 
 
 def test_branching_episodes_are_noted_once(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
-    pg.train(replace(run, steps=2))
+    pg.train(replace(run, prompts_per_step=1, samples_per_prompt=2))
     said = "".join(capsys.readouterr())
     assert said.count("the chat template rewrites earlier turns in") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,25 +24,47 @@ from policygrad.training.run_folder import check_resumable, with_end_marker
 Command = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def run(small: pg.Run, tmp_path: Path) -> pg.Run:
-    """Stopped after its first step; the task, held-out problems and reward are files of its own."""
-    (tmp_path / "mine.py").write_text(
+@pytest.fixture(scope="module")
+def begun(small: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[pg.Run, Path]:
+    """A run stopped after its first step, whose task, held-out problems and reward are files of its own; and a copy of them all."""
+    folder = tmp_path_factory.mktemp("changes") / "files"
+    folder.mkdir()
+    (folder / "mine.py").write_text(
         "def one(prompts, completions, **columns): return [float(len(c)) for c in completions]\n"
     )
     rows = [{"prompt": f"{i} + 1 =\n", "answer": "1"} for i in range(8)]
     run = replace(
         small,
-        task=write_rows(tmp_path / "task.jsonl", rows[:4]),
-        eval_data=write_rows(tmp_path / "held_out.jsonl", rows[4:]),
-        reward=(f"{tmp_path / 'mine.py'}:one",),
-        output=str(tmp_path / "run"),
+        task=write_rows(folder / "task.jsonl", rows[:4]),
+        eval_data=write_rows(folder / "held_out.jsonl", rows[4:]),
+        reward=(f"{folder / 'mine.py'}:one",),
+        output=str(folder / "run"),
         steps=3,
         prompts_per_step=2,
         samples_per_prompt=2,
+        sampling=pg.SamplingParams(max_tokens=4),
     )
     pg.train(run, stop_after=1, display=False)
-    return run
+    shutil.copytree(folder, folder.with_name("copy"))
+    return run, folder.with_name("copy")
+
+
+@pytest.fixture
+def run(begun: tuple[pg.Run, Path]) -> pg.Run:
+    """The run as it was after its first step."""
+    restore(begun)
+    return begun[0]
+
+
+def restore(begun: tuple[pg.Run, Path]) -> None:
+    run, copy = begun
+    shutil.rmtree(find_folder(run))
+    shutil.copytree(copy, find_folder(run))
+
+
+def find_folder(run: pg.Run) -> Path:
+    """Where its files are."""
+    return Path(str(run.output)).parent
 
 
 def go_on(run: pg.Run, **changes: Any) -> str:
@@ -51,52 +74,50 @@ def go_on(run: pg.Run, **changes: Any) -> str:
     return record.said
 
 
-@pytest.mark.parametrize("file", ["task.jsonl", "held_out.jsonl"])
-def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, file: str) -> None:
-    before = (tmp_path / file).read_text()
-    (tmp_path / file).write_text(before.replace("1 =", "2 ="))
-    with pytest.raises(
-        RunError, match=rf"{file} is not what the run in .* started with.*restore the old file, or start a new run"
-    ):
-        go_on(run)
-    (tmp_path / file).write_text(before)
+def test_changed_training_or_eval_data_are_refused(run: pg.Run) -> None:
+    for file in ("task.jsonl", "held_out.jsonl"):
+        path = find_folder(run) / file
+        before = path.read_text()
+        path.write_text(before.replace("1 =", "2 ="))
+        with pytest.raises(
+            RunError, match=rf"{file} is not what the run in .* started with.*restore the old file, or start a new run"
+        ):
+            go_on(run)
+        path.write_text(before)
     assert "checkpoint" not in go_on(run)
 
 
-def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> None:
-    message = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+def test_changes_that_may_be_intended_are_noted(run: pg.Run) -> None:
+    message = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=3), learner=pg.LearnerConfig(dtype="bf16"))
     assert (
-        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16" in message
+        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 4 -> 3, learner.dtype fp32 -> bf16" in message
     )
     assert "no longer bit for bit" in message
-    mine = tmp_path / "mine.py"
+    mine = find_folder(run) / "mine.py"
     mine.write_text(mine.read_text() + "\n# mended\n")
-    changed = replace(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    changed = replace(run, seed=7, sampling=pg.SamplingParams(max_tokens=3), learner=pg.LearnerConfig(dtype="bf16"))
     message = go_on(changed)
     assert f"{mine} changed since the checkpoint" in message
     assert "set otherwise" not in message
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lr": 0.5}, "lr 0.01 -> 0.5; the run continues, but no longer bit for bit"),
-        ({"optimizer": pg.OptimizerConfig(clip=0.5)}, "optimizer.clip 1.0 -> 0.5; the run continues"),
-        (
-            {"algorithm": replace(pg.DAPO, gate=pg.Clip(0.1, 0.1))},
-            "algorithm.gate Clip(low=0.2, high=0.28, c=none) -> Clip(low",
-        ),
-        ({"steps": 4}, "steps 3 -> 4"),
-        ({"checkpoint": pg.CheckpointConfig(every=2, keep=3)}, "checkpoint.every 1 -> 2"),
-        ({"rewards": pg.RewardConfig(num_workers=2)}, "rewards.num_workers 1 -> 2"),
-    ],
-)
-def test_every_changed_option_is_noted(run: pg.Run, change: dict[str, Any], message: str) -> None:
-    run = replace(run, algorithm=pg.DAPO, lr=0.01, output=f"{run.output}-dapo")
-    pg.train(run, stop_after=1, display=False)
-    result = go_on(run, **change)
-    assert f"changed since the checkpoint: {message}" in result
-    assert ("bit for bit" in result) is (not {"steps", "checkpoint", "rewards"} & set(change))
+def test_every_changed_option_is_noted(begun: tuple[pg.Run, Path]) -> None:
+    run = begun[0]
+    cases: dict[str, dict[str, Any]] = {
+        "lr 0.003 -> 0.5; the run continues, but no longer bit for bit": {"lr": 0.5},
+        "optimizer.clip 1.0 -> 0.5; the run continues": {"optimizer": pg.OptimizerConfig(clip=0.5)},
+        "algorithm.gate Clip(low=0.2, high=0.2, c=none) -> Clip(low=0.1": {
+            "algorithm": replace(run.algorithm, gate=pg.Clip(0.1, 0.1))
+        },
+        "steps 3 -> 4": {"steps": 4},
+        "checkpoint.every 1 -> 2": {"checkpoint": pg.CheckpointConfig(every=2, keep=3)},
+        "rewards.num_workers 1 -> 2": {"rewards": pg.RewardConfig(num_workers=2)},
+    }
+    before = fingerprint_run(run, "cpu")
+    for message, change in cases.items():
+        (note,) = compare_fingerprints(before, fingerprint_run(replace(run, **change), "cpu"), run, Path())
+        assert note.startswith(f"changed since the checkpoint: {message}"), note
+        assert ("bit for bit" in note) is (not {"steps", "checkpoint", "rewards"} & set(change)), note
 
 
 def test_card_and_report_list_changed_options_by_step(run: pg.Run) -> None:
@@ -113,19 +134,20 @@ def test_card_and_report_list_changed_options_by_step(run: pg.Run) -> None:
         assert "| " + line.replace(": ", " | ") + " |" in card
 
 
-def test_a_changed_rubric_is_noted(run: pg.Run, tmp_path: Path) -> None:
+def test_a_changed_rubric_is_noted(begun: tuple[pg.Run, Path], tmp_path: Path) -> None:
+    run = begun[0]
     (tmp_path / "rubric.md").write_text("Short answers are good.")
     with judging(lambda completion, times: (200, '{"score": ' + str(1 + len(completion) % 5) + "}", {})) as asked:
         judge = f"judge:{tmp_path / 'rubric.md'},model=m,url={asked.url},cache={tmp_path / 'cache'}"
         judged = replace(run, reward=(f"0.5*{judge}", *run.reward), output=str(tmp_path / "judged"))
         pg.train(judged, stop_after=1, display=False)
-        assert "rubric.md" not in go_on(judged)
         (tmp_path / "rubric.md").write_text("Long answers are good.")
         assert "rubric.md changed since the checkpoint" in go_on(judged)
     assert asked.bodies
 
 
-def test_changed_versions_and_device_are_noted(run: pg.Run, tmp_path: Path) -> None:
+def test_changed_versions_and_device_are_noted(begun: tuple[pg.Run, Path], tmp_path: Path) -> None:
+    run = begun[0]
     before = fingerprint_run(run, "cuda")
     old = {**before, "versions": {**before["versions"], "torch": "1.0", "gone": "2"}}
     (message,) = compare_fingerprints(old, fingerprint_run(run, "cpu"), run, tmp_path)
@@ -135,9 +157,9 @@ def test_changed_versions_and_device_are_noted(run: pg.Run, tmp_path: Path) -> N
     assert compare_fingerprints(before, fingerprint_run(run, "cuda"), run, tmp_path) == []
 
 
-def test_inputs_without_a_file_have_no_hash(run: pg.Run) -> None:
+def test_inputs_without_a_file_have_no_hash(begun: tuple[pg.Run, Path]) -> None:
     for task in ("embedded", "x" * 5000, "a\0b", [{"prompt": "1"}]):
-        assert fingerprint_run(replace(run, task=task, eval_data=None), "cpu")["files"] == {}
+        assert fingerprint_run(replace(begun[0], task=task, eval_data=None), "cpu")["files"] == {}
 
 
 @pytest.mark.parametrize(
@@ -155,8 +177,8 @@ def test_an_empty_configuration_is_refused(
     assert f"{file} is empty, so the run's options are lost: restore a copy of it, or write it again" in err
 
 
-def test_a_truncated_configuration_is_refused_wherever_it_ends(run: pg.Run, tmp_path: Path) -> None:
-    file = tmp_path / "run" / "run.toml"
+def test_a_truncated_configuration_is_refused_wherever_it_ends(run: pg.Run) -> None:
+    file = Path(str(run.output)) / "run.toml"
     text = file.read_text()
     assert check_resumable(file.parent, "train") == file.parent
     lines = text.splitlines(keepends=True)

@@ -12,6 +12,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
+from doubles.resuming import rewind
 from doubles.trackers import Record
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.supervised import SFTConfig
@@ -49,6 +50,9 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         row_map=f"{tmp_path / 'mapping.py'}:shorter",
         reward=("exact_match",),
         steps=3,
+        prompts_per_step=2,
+        samples_per_prompt=3,
+        sampling=pg.SamplingParams(max_tokens=4),
     )
 
 
@@ -57,20 +61,16 @@ def test_a_run_on_parquet_resumes_bit_for_bit_and_refuses_another_file(run: pg.R
     message = {row["prompt"] for row in rows(full / "completions.jsonl")}
     assert len(message) > 4
     assert all(prompt.endswith(" + 1 =\n") and int(prompt.split()[0]) % 2 == 0 for prompt in message)
-    pieces = tmp_path / "pieces"
-    pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
-    pg.train(resume=pieces, allow_code=("/",), stop_after=1, display=False)
+    pieces, second = (rewind(full, tmp_path / name, 1) for name in ("pieces", "other"))
     record = Record()
     (tmp_path / "mapping.py").write_text(MAP + "\n# edited\n")
     pg.train(resume=pieces, allow_code=("/",), display=record)
     assert "mapping.py changed since the checkpoint" in record.said
     assert same(weights(full), weights(pieces))
     assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
-    second = replace(run, output=str(tmp_path / "other"))
-    pg.train(second, stop_after=1, display=False)
     pq.write_table(pa.Table.from_pylist(VERL[1:]), tmp_path / "train.parquet")
     with pytest.raises(RunError, match=r"train\.parquet is not what the run in .* started with"):
-        pg.train(second, resume=second.output, display=False)
+        pg.train(resume=second, allow_code=("/",), display=False)
 
 
 def test_the_command_applies_a_row_map_and_skips_bad_rows(

@@ -29,7 +29,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         small,
         task=TASK,
         reward=(shouted,),
-        steps=6,
+        steps=3,
         prompts_per_step=4,
         samples_per_prompt=3,
         sampling=pg.SamplingParams(max_tokens=6),
@@ -55,7 +55,7 @@ def shown_logp(folder: Path | str, run: pg.Run) -> float:
 @pytest.mark.parametrize("name", ["luffy", "chord"])
 def test_demonstrations_teach_answers_that_are_never_sampled(run: pg.Run, name: str) -> None:
     """Every sample is wrong, every demonstration right: GRPO would learn nothing, these make the demonstrations likely."""
-    run = replace(run, algorithm=pg.ALGORITHMS[name])
+    run = replace(run, algorithm=pg.ALGORITHMS[name], lr=1e-2)
     before = shown_logp(str(run.model), run)
     result = pg.train(run, display=False)
     assert shown_logp(result.output / "model", run) > before + 0.1
@@ -64,7 +64,7 @@ def test_demonstrations_teach_answers_that_are_never_sampled(run: pg.Run, name: 
     assert len(shown) * 4 == len(written)
     assert all((row["reward"], row["tokens"], row["truncated"]) == (1.0, 0, False) for row in shown)
     measured = [row for row in rows(result.output / "metrics.jsonl") if "demonstrations/count" in row]
-    assert [row["demonstrations/count"] for row in measured] == [4] * 6
+    assert [row["demonstrations/count"] for row in measured] == [4] * 3
     assert all(row["demonstrations/reward"] == 1 for row in measured)
     assert measured[0]["reward"] == 0
     assert all(row["completions/max_length"] <= 6 for row in measured)
@@ -143,12 +143,13 @@ def test_a_task_that_makes_no_demonstration_is_refused_before_anything_is_sample
 def test_steps_without_a_demonstration_are_trained(run: pg.Run) -> None:
     """One row of twelve has one, four prompts a step: two of three steps have none."""
     sparse = [{**row, "demonstration": row["demonstration"] if i == 0 else None} for i, row in enumerate(TASK)]
-    result = pg.train(replace(run, task=sparse, algorithm=pg.LUFFY, reward=(brief,), steps=3), display=False)
+    reward = (brief, "exact_match")  # which reads a column
+    result = pg.train(replace(run, task=sparse, algorithm=pg.LUFFY, reward=reward, steps=3), display=False)
     measured = [row for row in rows(result.output / "metrics.jsonl") if "demonstrations/count" in row]
     assert sorted(row["demonstrations/count"] for row in measured) == [0, 0, 1]
 
 
-@pytest.mark.parametrize("name", ["luffy", "chord"])
+@pytest.mark.parametrize("name", ["luffy", pytest.param("chord", marks=pytest.mark.full)])
 def test_a_step_whose_demonstrations_are_all_too_long_trains_on_the_samples(run: pg.Run, name: str) -> None:
     run = replace(run, task=Endless(), algorithm=pg.ALGORITHMS[name], reward=(brief,), steps=2)
     result = pg.train(run, display=False)
@@ -213,20 +214,22 @@ class Spy:
         return self.inner.update(batch, psi, algorithm)
 
 
-def test_turn_level_advantages_are_learned(run: pg.Run) -> None:
-    """The whole way: an environment of two turns, states named by it, each turn's Ψ its own, and more answers in the end."""
+@pytest.mark.parametrize("steps", [1, pytest.param(6, marks=pytest.mark.full)])
+def test_turns_have_advantages_of_their_own_which_are_learned(run: pg.Run, steps: int) -> None:
+    """The whole way: an environment of two turns, states named by it, each turn's Ψ its own, and more answers after six steps."""
     spies: list[Spy] = []
 
     def learner(model: torch.nn.Module, given: pg.Run) -> Spy:
         spies.append(Spy(model, given))
         return spies[0]
 
-    run = replace(run, model="tiny", task="embedded", algorithm=pg.GIGPO, reward=(), steps=6, samples_per_prompt=8)
+    run = replace(run, model="tiny", task="embedded", algorithm=pg.GIGPO, reward=(), steps=steps, samples_per_prompt=8)
     run = replace(run, lr=1e-3, sampling=pg.SamplingParams(max_tokens=64))
     result = pg.train(run, environment=Twice, learner=learner, display=False)
     measured = [row for row in rows(result.output / "metrics.jsonl") if "environment/turns" in row]
     assert all(row["environment/turns"] > 1.5 for row in measured)
-    assert sum(row["reward"] for row in measured[-2:]) > sum(row["reward"] for row in measured[:2]) + 0.3
+    if steps > 1:
+        assert sum(row["reward"] for row in measured[-2:]) > sum(row["reward"] for row in measured[:2]) + 0.3
     batch, psi = spies[0].seen[0]
     assert batch.turn_state is not None
     assert batch.token_reward is not None

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,29 +52,44 @@ def test_only_what_needs_cuda_names_it() -> None:
     assert found == CUDA
 
 
-USUAL = ("grpo", "ppo")
 LEFT_OUT = {"trpo", "natural", "trpo_vine", "distill"}
 """Three need forward-mode derivatives, which torch does not do on such a device, and one a teacher."""
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [*USUAL, *(pytest.param(n, marks=pytest.mark.full) for n in SINGLE_TURN if n not in {*USUAL, *LEFT_OUT})],
-)
-def test_run_on_a_device_without_float64_equals_the_cpus(algorithm: str, tmp_path: Path) -> None:
+def test_a_run_without_float64_equals_one_with_it(
+    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a critic, a reference and several updates; on the CPU, which has it."""
+    sizes: dict[str, Any] = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4}
+    run = replace(small, algorithm=pg.PPO, **sizes)
+    pg.train(replace(run, output=str(tmp_path / "with")), display=False)
+    monkeypatch.setattr(precision, "DEVICES_WITHOUT_FLOAT64", {"cpu"})
+    pg.train(replace(run, output=str(tmp_path / "without")), display=False)
+    check_equal(tmp_path / "with", tmp_path / "without")
+
+
+@pytest.mark.full
+def test_every_run_on_a_device_without_float64_equals_the_cpus(tmp_path: Path) -> None:
     """Every tensor is where it belongs, as the device refuses those of the CPU; and the same tokens are sampled."""
+    algorithms = [name for name in SINGLE_TURN if name not in LEFT_OUT]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(SOURCE.parent), str(TESTS)))}
-    command = [sys.executable, "-m", "doubles.python_device", str(tmp_path), algorithm]
+    command = [sys.executable, "-m", "doubles.python_device", str(tmp_path), *algorithms]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected, actual = (read_rows(tmp_path / algorithm / device) for device in ("cpu", python_device.NAME))
+    for algorithm in algorithms:
+        check_equal(tmp_path / algorithm / "cpu", tmp_path / algorithm / python_device.NAME)
+
+
+def check_equal(one: Path, other: Path) -> None:
+    """Compare what two runs of two steps have logged."""
+    expected, actual = read_rows(one), read_rows(other)
     assert len(actual) == 2
-    assert [row.keys() for row in actual] == [row.keys() for row in expected]
+    assert [row.keys() for row in actual] == [row.keys() for row in expected], other
     here, there = actual[0], expected[0]
     for name in {"tokens/sampled", "reward", "entropy", "completions/computed"} & there.keys():
-        assert here[name] == pytest.approx(there[name], rel=1e-4, abs=1e-6), name
+        assert here[name] == pytest.approx(there[name], rel=1e-4, abs=1e-6), (other, name)
     if "grad_norm" in there:  # a mean over updates that have moved the weights, in which Adam makes much of rounding
-        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=0.2, abs=1e-6)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=0.2, abs=1e-6), other
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

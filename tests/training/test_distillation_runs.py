@@ -37,7 +37,7 @@ def test_distillation_needs_no_rewards(small: Run, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} + 1 =\n"} for i in range(40)])
     record = Record()
     run = replace(small, algorithm=TAUGHT, task=prompts, reward=(), steps=2, output=str(tmp_path / "run"))
-    run = replace(run, evaluation=pg.EvaluationConfig(problems=8))
+    run = replace(run, samples_per_prompt=2, evaluation=pg.EvaluationConfig(problems=8))
     result = train(run, display=record)
     assert result.before is result.after is None
     assert "no reward" in record.info.facts["eval data"]
@@ -58,7 +58,7 @@ def test_an_implicit_reward_model_is_trained(small: Run, tmp_path: Path) -> None
     letter = "def letter(prompts, completions, **columns):\n    return [float(c[:1].isalpha()) for c in completions]\n"
     (tmp_path / "first.py").write_text(letter)
     algorithm = replace(pg.PRIME, filters=(), reward_model=pg.ImplicitReward(0.5, lr=3e-3))
-    run = replace(small, algorithm=algorithm, reward=(f"{tmp_path / 'first.py'}:letter",), steps=4, lr=1e-4)
+    run = replace(small, algorithm=algorithm, reward=(f"{tmp_path / 'first.py'}:letter",), steps=3, lr=1e-4)
     result = train(replace(run, output=str(tmp_path / "run")), display=False)
     results = rows(result.output / "metrics.jsonl")
     assert results[0]["reward_model/reward"] == 0

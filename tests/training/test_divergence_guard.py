@@ -14,6 +14,7 @@ import torch
 import policygrad as pg
 from doubles.failing import learner_with_a_spike
 from doubles.files import rows, same, untimed, weights
+from doubles.resuming import rewind
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, RunError
@@ -120,7 +121,12 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         "def mine(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 / 7 for c in completions]\n"
     )
     reward = (f"{tmp_path / 'mine.py'}:mine",)
-    return replace(small, steps=6, guard=GUARD, reward=reward, output=str(tmp_path / "run"))
+    sizes: dict[str, Any] = {
+        "prompts_per_step": 2,
+        "samples_per_prompt": 4,
+        "sampling": pg.SamplingParams(max_tokens=4),
+    }
+    return replace(small, steps=5, **sizes, guard=GUARD, reward=reward, output=str(tmp_path / "run"))
 
 
 def spiking(at: int) -> Callable[[Any, pg.Run], pg.LocalLearner]:
@@ -140,7 +146,7 @@ def test_the_default_warns_and_leaves_the_run_unchanged(run: pg.Run, tmp_path: P
     pg.train(run, learner=spiking(4), display=record)
     assert "step 4: grad_norm is " in record.said
     assert "(training continues; --guard.action changes that)" in record.said
-    assert [row["guard/alarms"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [0, 0, 0, 1, 0, 0]
+    assert [row["guard/alarms"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [0, 0, 0, 1, 0]
     away = replace(run, guard=GuardConfig(grad_norm=0), output=str(tmp_path / "away"))
     record = Record()
     pg.train(away, learner=spiking(4), display=record)
@@ -157,7 +163,7 @@ def test_a_skipped_step_is_undone_and_resume_is_bitwise(run: pg.Run, tmp_path: P
     assert same(learned(full, 3), learned(full, 4))
     assert not same(learned(full, 4), learned(full, 5))
     assert rows(full / "metrics.jsonl")[3]["guard/undone"] == 1
-    pg.train(replace(run, output=str(pieces)), stop_after=3, display=False)
+    rewind(full, pieces, 3)
     pg.train(run, resume=pieces, learner=spiking(1), stop_after=1, display=False)
     pg.train(run, resume=pieces, display=False)
     assert same(weights(full), weights(pieces))
@@ -170,12 +176,15 @@ def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwis
 ) -> None:
     """waits: with groups that are left over for the next step, which are of weights that are gone after a rollback."""
     guard = replace(GUARD, action="rollback", lr_factor=0.25)
-    run = replace(run, guard=guard, checkpoint=pg.CheckpointConfig(every=2, keep=9))
+    run = replace(run, steps=6, guard=guard, checkpoint=pg.CheckpointConfig(every=2, keep=9))
     if waits:
         algorithm = replace(pg.DR_GRPO, filters=(pg.DropZeroVariance(),))
-        run = replace(
-            run, algorithm=algorithm, seed=1, prompts_per_step=5
-        )  # with this seed some wait after steps 2 and 4
+        sizes: dict[str, Any] = {
+            "prompts_per_step": 5,
+            "samples_per_prompt": 8,
+            "sampling": pg.SamplingParams(max_tokens=8),
+        }
+        run = replace(run, algorithm=algorithm, seed=1, **sizes)  # with this seed some wait after steps 2 and 4
         (tmp_path / "mine.py").write_text(
             "def mine(prompts, completions, **columns):\n"
             "    return [(p[0] in '135') * (sum(map(ord, c)) % 7) / 7 for p, c in zip(prompts, completions)]\n"
@@ -189,7 +198,7 @@ def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwis
     assert not saved(full, 4).state["leftover_groups"]
     rates = [row["lr"] for row in rows(full / "metrics.jsonl")]
     assert rates == pytest.approx([3e-3] * 4 + [0.75e-3] * 2)
-    pg.train(replace(run, output=str(pieces)), learner=spiking(4), stop_after=4, display=False)
+    rewind(full, pieces, 4)
     pg.train(run, resume=pieces, display=False)
     assert same(weights(full), weights(pieces))
     assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
@@ -200,10 +209,12 @@ def test_a_stop_undoes_the_updates_and_is_resumable(run: pg.Run, tmp_path: Path)
     with pytest.raises(RunError, match=r"step 4: grad_norm is .* saved without its updates: .*resume"):
         pg.train(run, learner=spiking(4), display=False)
     assert same(learned(tmp_path / "run", 3), learned(tmp_path / "run", 4))
-    assert pg.train(resume=tmp_path / "run", display=False).steps == 6
+    assert pg.train(resume=tmp_path / "run", display=False).steps == 5
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo", "reinforce"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "ppo", *(pytest.param(n, marks=pytest.mark.full) for n in ("rloo", "reinforce"))]
+)
 def test_constant_rewards_are_reported_for_any_algorithm(run: pg.Run, tmp_path: Path, name: str) -> None:
     (tmp_path / "equal.py").write_text(
         "def one(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"

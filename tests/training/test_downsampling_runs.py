@@ -18,25 +18,41 @@ ODD = "def odd(prompts, completions, **columns):\n    return [float(len(c) % 2) 
 """A reward that about half of the answers have."""
 
 
-@pytest.mark.parametrize("statistics", ["all", "kept"])
-def test_resume_is_bitwise_with_downsampling(small: Run, tmp_path: Path, statistics: Any) -> None:
+def write_odd_reward(folder: Path) -> str:
+    """Write the reward to a file, and return its name."""
+    (folder / "odd.py").write_text(ODD)
+    return f"{folder / 'odd.py'}:odd"
+
+
+@pytest.fixture
+def run(small: Run) -> Run:
+    return replace(small, steps=2, prompts_per_step=2, sampling=pg.SamplingParams(max_tokens=4))
+
+
+@pytest.mark.parametrize("statistics", ["all", pytest.param("kept", marks=pytest.mark.full)])
+def test_resume_is_bitwise_with_downsampling(run: Run, tmp_path: Path, statistics: Any) -> None:
     """Which completions train is drawn anew in every step, and in a resumed step as if nothing had stopped."""
     part = pg.Downsample(3, "random", statistics)
     algorithm = replace(pg.DR_GRPO, filters=(part,), update_rule=pg.GradientSteps(minibatches=2))
-    run = replace(small, algorithm=algorithm, steps=3)
+    run = replace(run, algorithm=algorithm, reward=(write_odd_reward(tmp_path),))
     full = check_resume(run, tmp_path)
     metrics = rows(full / "metrics.jsonl")
-    assert [m["completions/sampled_per_trained"] for m in metrics] == pytest.approx([8 / 3] * 3)
+    assert [m["completions/sampled_per_trained"] for m in metrics] == pytest.approx([8 / 3] * 2)
     everyone = train(
         replace(run, algorithm=replace(algorithm, filters=()), output=str(tmp_path / "all")), display=False
     )
     assert not same(weights(full), weights(everyone.output))
 
 
-def test_keeping_all_samples_changes_nothing(small: Run, tmp_path: Path) -> None:
+def test_keeping_all_samples_changes_nothing(run: Run, tmp_path: Path) -> None:
     runs = [
         train(
-            replace(small, steps=2, output=str(tmp_path / name), algorithm=replace(pg.DR_GRPO, filters=filters)),
+            replace(
+                run,
+                reward=(write_odd_reward(tmp_path),),
+                output=str(tmp_path / name),
+                algorithm=replace(pg.DR_GRPO, filters=filters),
+            ),
             display=False,
         )
         for name, filters in (
@@ -45,14 +61,13 @@ def test_keeping_all_samples_changes_nothing(small: Run, tmp_path: Path) -> None
             ("kept", (pg.Downsample(8, statistics="kept"),)),
         )
     ]
-    assert all(same(weights(runs[0].output), weights(run.output)) for run in runs[1:])
+    assert all(same(weights(runs[0].output), weights(other.output)) for other in runs[1:])
 
 
 def test_downsampling_with_dynamic_sampling_and_overlong_mask(small: Run, tmp_path: Path) -> None:
     """Two of eight are trained on; where the mask leaves none, none is, which is counted and moves nothing."""
     filters = (pg.DropZeroVariance(max_rounds=3), pg.Downsample(2, "max_variance"))
-    (tmp_path / "odd.py").write_text(ODD)
-    reward, output = (f"{tmp_path / 'odd.py'}:odd",), str(tmp_path / "run")
+    reward, output = (write_odd_reward(tmp_path),), str(tmp_path / "run")
     run = replace(small, algorithm=replace(pg.DAPO, filters=filters), reward=reward, steps=2, output=output)
     train(run, display=False)
     for m in rows(tmp_path / "run" / "metrics.jsonl"):

@@ -68,9 +68,10 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         small,
         model="tiny",  # which ends its turns
         reward=(),
-        steps=3,
-        samples_per_prompt=4,
-        sampling=pg.SamplingParams(max_tokens=48),
+        steps=2,
+        prompts_per_step=2,
+        samples_per_prompt=3,
+        sampling=pg.SamplingParams(max_tokens=24),
         environment=f"{tmp_path / 'mine.py'}:Guess",
         output=str(tmp_path / "run"),
     )
@@ -83,8 +84,11 @@ BY_TURN = replace(
 
 @pytest.mark.parametrize(
     ("name", "algorithm"),
-    [("Guess", None), ("LOOKS", BY_TURN), ("LOOKS", pg.ECHO)],
-    ids=["Guess", "LOOKS", "LOOKS, predicted"],
+    [
+        pytest.param("Guess", None, id="Guess"),
+        pytest.param("LOOKS", BY_TURN, id="LOOKS"),
+        pytest.param("LOOKS", pg.ECHO, id="LOOKS, predicted", marks=pytest.mark.full),
+    ],
 )
 def test_resume_is_bitwise_with_an_environment(
     run: pg.Run, tmp_path: Path, name: str, algorithm: pg.Algorithm | None
@@ -116,7 +120,7 @@ def test_the_command_takes_an_environment_by_name(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ("--task", str(run.task), "--environment", "mine.py:Guess", "--max-tokens", "48", "--steps", "2")
+    argv = ("--task", str(run.task), "--environment", "mine.py:Guess", "--max-tokens", "24", "--steps", "2")
     small = ("--prompts-per-step", "2", "--samples-per-prompt", "2", "--evaluation.problems", "0", "--output", "out")
     code, _, err = run_command("train", "dr_grpo", "--model", str(run.model), *argv, *small, "--stop-after", "1")
     assert code in (0, 3), err
@@ -127,7 +131,7 @@ def test_the_command_takes_an_environment_by_name(
     code, _, err = run_command("train", "--resume", "out")
     assert code == 0, err
     code, out, err = run_command("eval", "out", "--task", str(run.task), "--environment", "mine.py:Guess", "--problems", "2",
-                                 "--samples", "1", "--max-tokens", "48")  # fmt: skip
+                                 "--samples", "1", "--max-tokens", "24")  # fmt: skip
     assert code == 0, err
     assert " no, " in out
 

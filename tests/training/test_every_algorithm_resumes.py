@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from doubles.algorithms import SINGLE_TURN, runnable
+from doubles.algorithms import SINGLE_TURN, trainable
 from doubles.files import untimed, write_rows
 from doubles.resuming import check_resume
 
@@ -26,25 +26,29 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         small,
         task=write_rows(tmp_path / "rows.jsonl", TASK),
         reward=(*small.reward, digits),
-        steps=3,
+        steps=2,
         prompts_per_step=3,
-        samples_per_prompt=4,
+        samples_per_prompt=3,
         sampling=pg.SamplingParams(max_tokens=6),
     )
 
 
-SOME = ("dapo", "ppo", "prime", "trpo_vine", "reinforce")
-"""With rollouts that are drawn ahead too: with groups that wait, a critic, a reward model, a trust region, a baseline's state. The
-others with them are `make test-full`."""
+FIRST = {
+    *(("dapo", 1), ("ppo", 1), ("prime", 1)),  # groups that wait, a critic, a reward model; drawn ahead
+    *(("reinforce", 0), ("scale_rl", 0), ("astar_po", 0)),  # a mean of rewards, solved prompts, values of prompts
+    *(("sdpo", 0), ("trpo_vine", 0), ("luffy", 0)),  # a moving average for a teacher, a trust region, demonstrations
+}
+"""One for each kind of state, with and without rollouts that are drawn ahead. The others are `make test-full`."""
 CASES = [
-    *((name, 0) for name in SINGLE_TURN),
-    *(pytest.param(name, 1, marks=[] if name in SOME else pytest.mark.full) for name in SINGLE_TURN),
+    pytest.param(name, staleness, marks=[] if (name, staleness) in FIRST else pytest.mark.full)
+    for name in SINGLE_TURN
+    for staleness in (0, 1)
 ]
 
 
 @pytest.mark.parametrize(("name", "staleness"), CASES)
 def test_resume_is_bitwise_for_every_algorithm(run: pg.Run, tmp_path: Path, name: str, staleness: int) -> None:
-    algorithm = runnable(name)
+    algorithm = trainable(name)
     run = replace(
         run, algorithm=algorithm, lr=run.lr if algorithm.update_rule.uses_lr else None, max_staleness=staleness
     )

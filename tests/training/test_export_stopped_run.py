@@ -12,6 +12,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import same, weights, write_rows
+from doubles.resuming import rewind
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, RunError
 from policygrad.models.loading import load_model
@@ -22,21 +23,28 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(small: pg.Run, tmp_path: Path) -> pg.Run:
-    return replace(small, steps=3, prompts_per_step=2, samples_per_prompt=4, output=str(tmp_path / "run"))
+    (tmp_path / "mine.py").write_text(
+        "def mine(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 / 7 for c in completions]\n"
+    )
+    reward = (f"{tmp_path / 'mine.py'}:mine",)
+    return replace(
+        small, steps=2, prompts_per_step=2, samples_per_prompt=2, reward=reward, output=str(tmp_path / "run")
+    )
 
 
 def test_the_export_equals_a_run_of_that_many_steps(run: pg.Run, tmp_path: Path, run_command: Command) -> None:
-    stopped = pg.train(run, stop_after=2, display=False).output
+    full = pg.train(run, display=False).output
+    stopped = rewind(full, tmp_path / "stopped", 1)
     code, out, err = run_command("export", str(stopped))
-    assert (code, out.strip()) == (0, str(stopped / "model-step-2")), err
-    two = pg.train(replace(run, steps=2, output=str(tmp_path / "two")), display=False)
+    assert (code, out.strip()) == (0, str(stopped / "model-step-1")), err
+    one = pg.train(replace(run, steps=1, output=str(tmp_path / "one")), display=False)
     result = load_model(out.strip()).state_dict()
-    assert same(result, load_model(str(two.output)).state_dict())
-    card = (stopped / "model-step-2" / "README.md").read_text()
-    assert "| steps | 2 |" in card
+    assert same(result, load_model(str(one.output)).state_dict())
+    assert not same(result, load_model(str(run.model)).state_dict())
+    card = (stopped / "model-step-1" / "README.md").read_text()
+    assert "| steps | 1 |" in card
     assert "The model was not evaluated." in card
-    full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
-    assert same(weights(pg.train(resume=stopped, allow_code=("/",), display=False).output), weights(full.output))
+    assert same(weights(pg.train(resume=stopped, allow_code=("/",), display=False).output), weights(full))
     code, _, err = run_command("export", str(stopped))  # which is over now
     assert code == 2
     assert "the trained model is already in" in err

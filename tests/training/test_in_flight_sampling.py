@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rollout.async_producer import RolloutProducer
 from policygrad.training.loop import StepResult
 
-STEPS, PROMPTS, SAMPLES = 5, 4, 8
+STEPS, PROMPTS, SAMPLES = 5, 2, 4
 
 
 @pytest.fixture(scope="module")
 def run(small: pg.Run) -> pg.Run:
     assert small.algorithm.update_rule.updates == 1  # a version is a step
-    return replace(small, steps=STEPS, max_staleness=2)
+    return replace(small, steps=STEPS, prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_staleness=2)
 
 
 class Counting(pg.Trainer):
@@ -173,7 +173,12 @@ PHASES: dict[str, tuple[Callable[[list[InFlight]], dict[str, Any]], int]] = {
 """What is given to the run, and the steps that are then saved."""
 
 
-@pytest.mark.parametrize("phase", PHASES)
+def mark_all_but(phases: Iterable[str], *first: str) -> list[Any]:
+    """The phases as parameters, of which the fast tier has the first."""
+    return [pytest.param(phase, marks=[] if phase in first else pytest.mark.full) for phase in phases]
+
+
+@pytest.mark.parametrize("phase", mark_all_but(PHASES, "drawing beside an update", "waiting for the buffer"))
 def test_a_signal_in_any_phase_is_resumable_and_repeats_nothing(
     run: pg.Run, tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +246,7 @@ LOCAL: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("phase", LOCAL)
+@pytest.mark.parametrize("phase", mark_all_but(LOCAL, "drawing beside an update"))
 def test_resume_is_bitwise_with_the_local_sampler(run: pg.Run, local: Path, tmp_path: Path, phase: str) -> None:
     given, steps = LOCAL[phase]
     folder = tmp_path / "run"

@@ -7,12 +7,13 @@ from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 from torch import nn
 
 import policygrad as pg
-from doubles.algorithms import runnable
+from doubles.algorithms import trainable
 from doubles.failing import FailingSampler, learner_cut_short
 from doubles.files import rows, same, untimed, weights
 from doubles.rollouts import empty
@@ -23,6 +24,7 @@ from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutRequest
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.config.checkpoint import CheckpointConfig
 from policygrad.training.config.run import Run
@@ -44,11 +46,26 @@ class Late(LocalSampler):
             self.held.popleft()
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-@pytest.mark.parametrize("name", ["dr_grpo", "dapo"])
-def test_max_staleness_equals_a_sampler_with_late_weights(small: Run, tmp_path: Path, name: str, lag: int) -> None:
+@pytest.fixture(scope="module")
+def run(small: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """With a reward that about half of the answers have."""
+    file = tmp_path_factory.mktemp("reward") / "odd.py"
+    file.write_text("def odd(prompts, completions, **columns):\n    return [float(len(c) % 2) for c in completions]\n")
+    sizes: dict[str, Any] = {"steps": 4, "prompts_per_step": 3, "samples_per_prompt": 4}
+    return replace(small, **sizes, reward=(f"{file}:odd",), sampling=SamplingParams(max_tokens=6))
+
+
+@pytest.mark.parametrize(
+    ("name", "lag"),
+    [
+        ("dr_grpo", 2),
+        ("dapo", 1),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("dr_grpo", 1), ("dapo", 2))),
+    ],
+)
+def test_max_staleness_equals_a_sampler_with_late_weights(run: Run, tmp_path: Path, name: str, lag: int) -> None:
     """Bit for bit, though one of them samples and learns at the same time."""
-    run = replace(small, algorithm=pg.get_algorithm(name), samples_per_prompt=24)
+    run = replace(run, algorithm=trainable(name))
     late = train(replace(run, output=str(tmp_path / "late")), sampler=lambda m, t: Late(m, t, lag), display=False)
     ahead = train(replace(run, max_staleness=lag, output=str(tmp_path / "ahead")), display=False)
     prompt = train(replace(run, output=str(tmp_path / "prompt")), display=False)
@@ -63,25 +80,28 @@ def test_max_staleness_equals_a_sampler_with_late_weights(small: Run, tmp_path: 
     assert max(report) >= lag
 
 
-@pytest.mark.parametrize("name", ["dapo", "trpo_vine"])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_resume_is_bitwise_with_queued_rollouts(small: Run, tmp_path: Path, name: str, depth: int) -> None:
-    _bitwise(replace(small, algorithm=runnable(name), lr=None, max_staleness=depth), tmp_path)
-
-
-def _bitwise(run: Run, folder: Path) -> None:
-    full = train(replace(run, output=str(folder / "whole"), checkpoint=CheckpointConfig(every=9)), display=False)
-    pieces = folder / "pieces"
-    result = train(replace(run, output=str(pieces)), stop_after=1, display=False)
-    while result.model is None:
-        result = train(resume=pieces, stop_after=1, display=False)
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [
+        ("dapo", 3),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("dapo", 1), ("trpo_vine", 1), ("trpo_vine", 3))),
+    ],
+)
+def test_resume_is_bitwise_with_queued_rollouts(run: Run, tmp_path: Path, name: str, depth: int) -> None:
+    """Stopped after its first step, resumed for one with all that is queued, and for the others."""
+    run = replace(run, algorithm=trainable(name), lr=None, max_staleness=depth)
+    full = train(replace(run, output=str(tmp_path / "whole"), checkpoint=CheckpointConfig(every=9)), display=False)
+    pieces = tmp_path / "pieces"
+    train(replace(run, output=str(pieces)), stop_after=1, display=False)
+    train(resume=pieces, stop_after=1, display=False)
+    train(resume=pieces, display=False)
     assert same(weights(full.output), weights(pieces))
     assert untimed(full.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
-def test_a_background_failure_fails_the_step_and_resumes(small: Run, tmp_path: Path) -> None:
-    run = replace(small, max_staleness=1)
+def test_a_background_failure_fails_the_step_and_resumes(run: Run, tmp_path: Path) -> None:
+    run = replace(run, max_staleness=1)
     full = train(replace(run, output=str(tmp_path / "whole")), display=False)
     for where, given in {
         "rollout": {"sampler": lambda m, t: FailingSampler(m, t, 3, OSError("no room"))},

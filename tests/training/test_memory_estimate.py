@@ -19,7 +19,7 @@ from policygrad.learners.local import activation_memory
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.models.loading import load_model
 from policygrad.training.cost_estimate import MemoryEstimate, estimate_memory
-from policygrad.training.memory_probe import count_model, load_stored_facts
+from policygrad.training.memory_probe import LIBRARY_BYTES, count_model, load_stored_facts
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
@@ -146,7 +146,19 @@ def test_what_changes_the_numbers_is_counted() -> None:
         assert load_stored_facts(run.resolve(), "cpu") is None
 
 
-def test_the_memory_of_libraries_that_are_not_loaded_is_added() -> None:
+def test_the_memory_of_libraries_that_are_not_loaded_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pg.Run(algorithm=pg.GRPO).resolve()
+    assert "transformers.modeling_utils" in sys.modules
+    loaded = load_stored_facts(run, "cpu")
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    missing = load_stored_facts(run, "cpu")
+    assert loaded is not None
+    assert missing is not None
+    assert missing.libraries - loaded.libraries == pytest.approx(LIBRARY_BYTES, rel=0.1)
+
+
+@pytest.mark.full
+def test_the_memory_of_libraries_equals_what_they_take_when_they_are_loaded() -> None:
     program = (
         "import policygrad as pg; from policygrad.training.memory_probe import count_model, load_stored_facts\n"
         "run = pg.Run(algorithm=pg.GRPO).resolve()\n"

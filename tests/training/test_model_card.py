@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import policygrad as pg
 from policygrad.training.model_card import as_merged_card, render_model_card
@@ -70,7 +71,12 @@ def test_a_run_writes_a_card_beside_its_model(tmp_path: Path) -> None:
     """Of so few prompts none are held out, and the card does not say that they were."""
     task = [{"prompt": f"1 + {i} =", "answer": str(1 + i)} for i in range(2)]
     evaluation = pg.EvaluationConfig(problems=2, samples_per_prompt=2)
-    run = pg.Run(steps=1, prompts_per_step=2, samples_per_prompt=2, task=task, reward=("math",), evaluation=evaluation)
+    sizes: dict[str, Any] = {
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "sampling": pg.SamplingParams(max_tokens=8),
+    }
+    run = pg.Run(steps=1, task=task, reward=("exact_match",), evaluation=evaluation, **sizes)
     result = pg.train(replace(run, output=str(tmp_path / "mine")), display=False)
     text = (result.output / "model" / "README.md").read_text(encoding="utf-8")
     assert "# mine\n\ntiny, trained by `dapo`, with policygrad" in text

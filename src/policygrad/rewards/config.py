@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.workers.limits import parse_size
+from policygrad.rewards.workers.limits import SandboxChoice, parse_size
 from policygrad.utils.child_environment import check_variable_names, parse_names
 from policygrad.utils.field_types import check_field_types
 
-SandboxChoice = Literal["none", "auto", "bubblewrap", "landlock"]
-"""Sandbox around reward workers; auto = the first that works on this machine."""
 # Names separated by commas, as one argument of a command line.
 VARIABLE_NAMES: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,

@@ -66,7 +66,9 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
     prompts, completions, columns = reward_inputs(groups)
     scored = [i for i, t in enumerate(rows) if not t.failure]  # the others get None
     scores = RewardScores([None] * len(rows), {})
-    if len(scored) == len(rows):
+    if not rows:  # as of a step without demonstrations, whose columns nobody has
+        pass
+    elif len(scored) == len(rows):
         scores = score(prompts, completions, columns)
     elif scored:
 

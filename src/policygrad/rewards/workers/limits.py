@@ -1,4 +1,4 @@
-"""Limits of a reward worker: its memory, and its rank when the machine runs out of memory."""
+"""Limits of a reward worker: its memory, its rank when the machine runs out of memory, its sandbox."""
 
 import contextlib
 import errno
@@ -6,9 +6,13 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 from policygrad.errors import ConfigError
 
+# Here and not with the options, for which workers would have to import the command line's parser.
+SandboxChoice = Literal["none", "auto", "bubblewrap", "landlock"]
+"""Sandbox around reward workers; auto = the first that works on this machine."""
 _UNITS = {"": 1 << 30, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")

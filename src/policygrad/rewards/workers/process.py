@@ -24,8 +24,7 @@ from typing import Any, get_args
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import Reward
-from policygrad.rewards.config import SandboxChoice
-from policygrad.rewards.workers.limits import raise_oom_score
+from policygrad.rewards.workers.limits import SandboxChoice, raise_oom_score
 from policygrad.rewards.workers.messages import NONCE_BYTES, Chunk, ReplyParser, WorkerStart, replace_control_characters
 from policygrad.utils.child_environment import ONE_THREAD, filter_environment
 from policygrad.utils.processes import (
