@@ -16,3 +16,13 @@ def shouted(prompts: object, completions: list[str], **columns: object) -> list[
 def brief(prompts: object, completions: list[str], **columns: object) -> list[float]:
     """The fewer characters the better."""
     return [-float(len(c)) for c in completions]
+
+
+def count_digits(prompts: object, completions: list[str], **columns: object) -> list[float]:
+    """The number of digits, of one completion."""
+    return [float(sum(c.isdigit() for c in completions[0]))]
+
+
+def nothing_or_raise(prompts: object, completions: list[str], **columns: object) -> list[float | None]:
+    """None, 1 or an exception by the length of one completion."""
+    return [None if len(completions[0]) % 3 else 1 / (len(completions[0]) % 2)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import policygrad as pg
-from doubles import agents
+from doubles import plain_agents
 from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import code_references, resolve_environment
@@ -25,7 +25,8 @@ from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
 from policygrad.samplers.base import Generation, Request
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
 
-FILE = Path(agents.__file__)
+FILE = Path(plain_agents.__file__)
+CLIENTS = FILE.with_name("agents.py")  # not imported here: a client takes a second
 EXAMPLE = pg.Example([{"role": "user", "content": "Solve for q: 7*q + 4 = 39"}], {"answer": "5"})
 
 
@@ -51,13 +52,14 @@ class Noting(pg.LocalSampler):
 
 
 def play(
-    name: str = "", *, samples: int = 2, max_tokens: int = 64, example: pg.Example = EXAMPLE, **options: Any
+    name: str = "", *, file: Path = FILE, samples: int = 2, max_tokens: int = 64, **options: Any
 ) -> tuple[EpisodeGroup, Noting]:
+    """The episodes of a function in a file, or of a command, and the sampler that answered it."""
     model, encoder = loaded()
     sampler = Noting.from_tokenizer(model, encoder)
     assert isinstance(sampler, Noting)
-    program = AgentProgram(function=f"{FILE}:{name}" if name else "", **options)
-    spec = EpisodeSpec(example, (0, TRAIN, 1, 0), max_tokens)
+    program = AgentProgram(function=f"{file}:{name}" if name else "", **options)
+    spec = EpisodeSpec(EXAMPLE, (0, TRAIN, 1, 0), max_tokens)
     sampling = pg.SamplingParams(max_tokens=max_tokens)
     try:
         work = run_agent_episodes([spec], samples, sampling, sampler=sampler, encoder=encoder, program=program)
@@ -68,7 +70,7 @@ def play(
 
 
 def test_what_was_sampled_is_what_the_template_made_of_the_messages_and_is_recorded_token_by_token() -> None:
-    group, sampler = play("two_turns", samples=3)
+    group, sampler = play("two_turns", file=CLIENTS, samples=2)
     encoder = loaded()[1]
     noted = {tuple(r.key): (r.prompt_ids, g) for call in sampler.calls for r, g in call}
     for sample, trajectory in enumerate(group.trajectories):
@@ -93,27 +95,26 @@ def test_what_was_sampled_is_what_the_template_made_of_the_messages_and_is_recor
 
 def test_programs_that_wait_are_sampled_for_together() -> None:
     """So that equal prompts are read once, and a run is the same again whoever asks first."""
-    group, sampler = play("two_turns", samples=4, batch_seconds=600)
-    assert [len(call) for call in sampler.calls] == [4, 4]
+    group, sampler = play("two_turns", samples=3, batch_seconds=600)
+    assert [len(call) for call in sampler.calls] == [3, 3]
     assert len({id(r.prompt_ids) for r, _ in sampler.calls[0]}) == 1
-    again, _ = play("two_turns", samples=4, batch_seconds=600)
+    again, _ = play("two_turns", samples=3, batch_seconds=600)
     for one, two in zip(group.trajectories, again.trajectories, strict=True):
         assert torch.equal(one.tokens, two.tokens)
         assert torch.equal(one.logp, two.logp)
 
 
 def test_a_sub_agent_of_another_client_is_a_branch() -> None:
-    group, _ = play("with_helper", samples=2)
-    for trajectory in group.trajectories:
-        assert trajectory.reward == 1.0
-        assert trajectory.metrics == {"calls": 3.0, "helped": 1.0}
-        assert trajectory.num_branches == 2
-        texts = [loaded()[1].decode(s.tokens) for s in trajectory.segments if s.is_sampled]
-        assert trajectory.text == texts[1]  # the main conversation's end is its second text
+    (trajectory,) = play("with_helper", file=CLIENTS, samples=1)[0].trajectories
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics == {"calls": 3.0, "helped": 1.0}
+    assert trajectory.num_branches == 2
+    texts = [loaded()[1].decode(s.tokens) for s in trajectory.segments if s.is_sampled]
+    assert trajectory.text == texts[1]  # the main conversation's end is its second text
 
 
 def test_a_coroutine_and_an_answer_for_reward_functions() -> None:
-    group, sampler = play("in_a_coroutine", samples=1)
+    group, sampler = play("in_a_coroutine", file=CLIENTS, samples=1)
     (trajectory,) = group.trajectories
     assert trajectory.reward is None
     assert trajectory.text == loaded()[1].decode(sampler.calls[0][0][1].tokens)
@@ -183,6 +184,7 @@ def test_tokens_of_all_turns_are_limited_together() -> None:
     group, sampler = play("call_until_refused", samples=1, max_tokens=10, max_calls=100)
     (trajectory,) = group.trajectories
     assert trajectory.num_sampled_tokens == sum(len(g.tokens) for call in sampler.calls for _, g in call) <= 10
+    assert trajectory.text.startswith("403 ")
     assert "sampled all of its 10 tokens" in trajectory.text
     assert (trajectory.stop_reason, trajectory.truncated) == ("tokens", True)
 

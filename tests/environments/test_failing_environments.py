@@ -284,7 +284,14 @@ HALVES = pg.ToolUse((surrogate,), lambda answer, example: 1, tools_in_prompt=Fal
 def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     (tmp_path / "mine.py").write_text(MINE)
     return replace(
-        small, model="tiny", reward=(), steps=3, output=str(tmp_path / "run"), environment=f"{tmp_path}/mine.py:Away"
+        small,
+        model="tiny",
+        reward=(),
+        steps=2,
+        prompts_per_step=2,
+        samples_per_prompt=4,
+        output=str(tmp_path / "run"),
+        environment=f"{tmp_path}/mine.py:Away",
     )
 
 
@@ -295,13 +302,13 @@ def test_an_environment_that_always_raises_ends_the_run_resumably(run: pg.Run, t
     ):
         pg.train(run, display=False)
     (tmp_path / "mended").touch()
-    assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 3
+    assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 2
 
 
 def test_lone_surrogates_are_replaced_and_the_run_resumes(run: pg.Run, tmp_path: Path) -> None:
     run = replace(run, environment=f"{tmp_path}/mine.py:HALVES", sampling=pg.SamplingParams(max_tokens=24))
     assert pg.train(run, stop_after=1, display=False).steps == 1
-    assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 3
+    assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 2
     said = [
         argv
         for row in rows(tmp_path / "run" / "completions.jsonl")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import resolve_environment
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout.trajectory import TRAIN, EpisodeSpec, Trajectory
+from policygrad.samplers.base import Generation, Request
 from policygrad.sandbox import landlock
 
 FILE = Path(hostile_agents.__file__)
@@ -52,16 +53,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert [path.name for path in place.iterdir() if path.name.startswith("policygrad")] == []
 
 
-def play(*cases: str, program: AgentProgram | None = None, **options: Any) -> dict[str, Trajectory]:
+class Answering(pg.LocalSampler):
+    """A sampler with a clock that stands still until it is asked, so that nothing before counts."""
+
+    ticks = 0
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        type(self).ticks = 1
+        return await super().generate(requests)
+
+    @classmethod
+    def read_clock(cls) -> float:
+        cls.ticks += cls.ticks > 0
+        return 0.1 * cls.ticks
+
+
+def play(
+    *cases: str,
+    program: AgentProgram | None = None,
+    sampler_type: type[pg.LocalSampler] = pg.LocalSampler,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> dict[str, Trajectory]:
     """Run an episode of each case, all at once."""
     model, encoder = loaded()
     program = program or AgentProgram(function=f"{FILE}:main", **options)
     specs = [EpisodeSpec(pg.Example("x", {"case": case}), (0, TRAIN, 1, i), 16) for i, case in enumerate(cases)]
-    sampler = pg.LocalSampler.from_tokenizer(model, encoder)
+    sampler = sampler_type.from_tokenizer(model, encoder)
     sampling = pg.SamplingParams(max_tokens=16)
     try:
         groups = asyncio.run(
-            run_agent_episodes(specs, 1, sampling, sampler=sampler, encoder=encoder, program=program, timeout=60)
+            run_agent_episodes(
+                specs, 1, sampling, sampler=sampler, encoder=encoder, program=program, timeout=60, clock=clock
+            )
         )
     finally:
         program.close()
@@ -223,9 +247,9 @@ def test_a_host_that_is_killed_costs_its_episodes_and_the_next_ones_have_another
 
 @linux
 def test_a_program_that_stops_or_kills_what_it_can_reach_costs_its_own_episode() -> None:
-    played = play("stops_itself", "kills_its_parent", "behaves", max_seconds=1)
-    assert "exceeded 1 s of its own" in played["stops_itself"].failure
-    assert played["behaves"].reward == 1.0
+    stopped = play("stops_itself", max_seconds=1, sampler_type=Answering, clock=Answering.read_clock)["stops_itself"]
+    assert "exceeded 1 s of its own" in stopped.failure
+    assert play("kills_its_parent", "behaves")["behaves"].reward == 1.0
 
 
 TRAINER = """

@@ -1,9 +1,10 @@
-"""Tools of MCP servers: real servers of the package mcp, as programs and over HTTP; whatever happens to them, the run goes on."""
+"""Tools of MCP servers: real ones of the package mcp, and light ones; programs and addresses. Whatever happens, the run goes on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
 import re
 import signal
@@ -20,21 +21,27 @@ import pytest
 import torch
 
 import policygrad as pg
-from doubles import mcp_server
+from doubles import light_mcp_server, mcp_server
 from doubles.files import rows, same, untimed, weights, write_rows
+from doubles.forked import Forked
+from doubles.models import changed_copy
 from doubles.scripted_sampler import conversation
 from policygrad.cli import main
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, code_in_argv, missing_permissions
+from policygrad.utils.async_runner import background_loop
 from policygrad.utils.message_parts import list_pictures
 from policygrad.utils.pictures import Picture
 from policygrad.verification.verify import verify_run
 
 TESTS = Path(__file__).parents[1]
-SERVER = (sys.executable, mcp_server.__file__)
+REAL = (sys.executable, mcp_server.__file__)
+SERVER = (sys.executable, light_mcp_server.__file__)
 COMMAND = " ".join(SERVER)
+LIGHT = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from doubles import light_mcp_server as light; "
+"""How a program begins that is the light server with a change."""
 QUESTION = pg.Example("1 + 2 =\n", {"answer": "3"})
 CHAT = pg.Example(({"role": "user", "content": "1 + 2 ="},), {"answer": "3"})
 
@@ -104,6 +111,7 @@ def address() -> Iterator[str]:
 
 def list_served(folder: Path) -> list[int]:
     """Return the ids of the processes that have served, and of those that they have started."""
+    (folder / light_mcp_server.HANGING).unlink(missing_ok=True)
     return [int(pid) for file in folder.iterdir() for pid in (file.name, file.read_text())]
 
 
@@ -115,7 +123,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_schemas_are_those_of_the_server_and_names_choose_among_them() -> None:
-    with pg.ToolUse((pg.McpTools(SERVER, names=("forges", "add")),)) as environment:
+    with pg.ToolUse((pg.McpTools(REAL, names=("forges", "add")),)) as environment:
 
         async def reset() -> Any:
             episode = environment(QUESTION)
@@ -161,8 +169,8 @@ def test_results_of_calls(tokenizer: Tokenizer, shared: pg.ToolUse, message: str
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[pg.ToolUse]:
-    """One process for all episodes, which are of several loops."""
-    with pg.ToolUse((pg.McpTools(SERVER, shared=True),), count_right, tools_in_prompt=False) as environment:
+    """One process of the package mcp for all episodes, which are of several loops."""
+    with pg.ToolUse((pg.McpTools(REAL, shared=True),), count_right, tools_in_prompt=False) as environment:
         yield environment
 
 
@@ -286,7 +294,7 @@ def write_program(folder: Path, text: str) -> Sequence[str]:
             "import sys\nwhile True: sys.stdout.write('x' * 99999)",
             "it wrote a line of more than 16 MiB to its standard output",
         ),
-        ("from mcp.server import MCPServer; MCPServer('none').run()", "lists no tools"),
+        (f"{LIGHT}light.TOOLS.clear(); light.serve()", "lists no tools"),
     ],
 )
 def test_a_server_that_does_not_start_ends_the_run_with_its_last_lines(
@@ -338,12 +346,12 @@ def test_an_episode_whose_server_does_not_start_has_failed(tokenizer: Tokenizer,
         import sys
         from pathlib import Path
         sys.path.insert(0, {str(TESTS)!r})
-        from doubles.mcp_server import server
+        from doubles.light_mcp_server import serve
         try:
             Path({str(tmp_path)!r}, "started").touch(exist_ok=False)
         except FileExistsError:
             sys.exit("only once")
-        server.run()
+        serve()
     """
     server = pg.McpTools(write_program(tmp_path, "\n".join(line[8:] for line in program.splitlines())))
     (trajectory,) = play(tokenizer, call("add", a=1), "3", server=server)
@@ -381,14 +389,7 @@ def test_a_missing_address_is_reported() -> None:
 
 
 def test_descriptions_end_no_turn(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    program = """
-from mcp.server import MCPServer
-server = MCPServer("forger")
-@server.tool(description="Adds.<eos>")
-def add(a: int) -> int:
-    return a
-server.run()
-"""
+    program = f"{LIGHT}light.TOOLS['add'] = ('Adds.<eos>', light.TOOLS['add'][1]); light.serve()"
     with pg.ToolUse((pg.McpTools(write_program(tmp_path, program)),)) as environment:
         group, _ = conversation(tokenizer, environment, QUESTION, ["3"])
     ids = group.prompt_ids.tolist()
@@ -467,22 +468,21 @@ TOOLS = pg.ToolUse((pg.McpTools(SERVER),), call_reward=reward, max_turns=3, tool
 """
 
 
-def test_a_run_with_calls_is_resumed_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_calls_is_resumed_to_the_bit(small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn is a call, whatever the policy writes; the reward depends on the results."""
     monkeypatch.chdir(tmp_path)
     served = tmp_path / "served"
     served.mkdir()
     Path("mine.py").write_text(TRAINING.replace("SERVER", repr((*SERVER, str(served)))))
-    run = pg.Run(
+    run = replace(
+        small,
         algorithm=pg.GRPO,
-        task=write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} + 1 =\n", "answer": str(i + 1)} for i in range(8)]),
+        reward=(),
         environment="mine.py:TOOLS",
-        steps=3,
-        prompts_per_step=2,
-        samples_per_prompt=2,
-        sampling=pg.SamplingParams(max_tokens=48),
-        evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1),
-        checkpoint=pg.CheckpointConfig(every=1, keep=3),
+        steps=2,
+        prompts_per_step=1,
+        samples_per_prompt=3,
+        sampling=pg.SamplingParams(max_tokens=48, stop=tuple("abcdefghij0123456789")),  # so that its turns end
         output="full",
         verify=2,
     )
@@ -499,12 +499,26 @@ def test_a_run_with_calls_is_resumed_to_the_bit(tmp_path: Path, monkeypatch: pyt
     assert not any(map(is_running, list_served(served)))
 
 
-def test_a_run_names_its_server_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_names_its_server_on_the_command_line(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(Path("rows.jsonl"), [{"prompt": f"{i} + 1 =\n", "answer": str(i + 1)} for i in range(8)])
     fewer = "--prompts-per-step 2 --samples-per-prompt 2 --steps 2 --max-tokens 8 --evaluation.problems 2 --output run"
     name = f"mcp:{COMMAND}"
-    words = ["train", "grpo", "--task", "rows.jsonl", "--reward", "exact_match", "--environment", name]
+    model = changed_copy(random_model, tmp_path / "model", config={"max_position_embeddings": 1024})
+    words = [
+        "train",
+        "grpo",
+        "--model",
+        str(model),
+        "--task",
+        "rows.jsonl",
+        "--reward",
+        "exact_match",
+        "--environment",
+        name,
+    ]
     assert main([*words, *fewer.split(), "--stop-after", "1"]) == 0
     assert main(["train", "--resume", "run"]) == pg.ConfigError.code  # the file names a program
     assert main(["train", "--resume", "run", "--allow-code", name]) == 0
@@ -512,26 +526,29 @@ def test_a_run_names_its_server_on_the_command_line(tmp_path: Path, monkeypatch:
     assert {row["step"] for row in steps if "environment/calls" in row} == {1, 2}
 
 
+def call_what_hangs(folder: Path) -> None:
+    """An episode in this process, which is a fork: the thread of the connections is not."""
+    background_loop.cache_clear()
+
+    async def play_it() -> None:
+        episode = pg.ToolUse((pg.McpTools((*SERVER, str(folder))),))(QUESTION)
+        await episode.reset()
+        await episode.step(pg.Action(call("hangs")))
+
+    asyncio.run(play_it())
+
+
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path, ending: signal.Signals) -> None:
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path, forked: Forked, ending: signal.Signals) -> None:
     """The server hangs in a call, and has started a process in a session of its own."""
-    program = f"""
-import asyncio
-import policygrad as pg
-
-async def main():
-    episode = pg.ToolUse((pg.McpTools({(*SERVER, str(tmp_path))!r}),))(pg.Example("1"))
-    await episode.reset()
-    print("calling", flush=True)
-    await episode.step(pg.Action('{call("hangs")}'))
-
-asyncio.run(main())
-"""
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    with owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"calling\n"
-        owner.send_signal(ending)
+    owner = forked.start(call_what_hangs, tmp_path)
+    hanging = tmp_path / light_mcp_server.HANGING
+    while not hanging.exists():
+        assert owner.is_alive()
+        time.sleep(0.01)
+    os.kill(owner.pid, ending)
+    owner.join()
+    assert owner.exitcode == -ending
     served = list_served(tmp_path)
     assert len(served) == 2
     while any(map(is_running, served)):

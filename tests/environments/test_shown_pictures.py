@@ -48,7 +48,10 @@ class Slides:
         return Step(Observation(({"role": "user", "content": shown},)), reward)
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl", "gemma3"])
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_5_vl", "gemma3")]
+
+
+@pytest.fixture(scope="module", params=["idefics3", *OTHERS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_family(request.param, tmp_path_factory.mktemp(request.param))
     ends = list(range(1, 33))  # so that a quarter of the tokens of a random policy ends its turn

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -156,8 +159,6 @@ def test_an_answer_without_a_reward_is_told_what_a_program_does_for_one(tmp_path
 
 
 def test_what_an_abandoned_request_sampled_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     fifo, left = tmp_path / "sampling", asyncio.Event()
     os.mkfifo(fifo)
     abandon = agent_episodes._Call.abandon
@@ -219,14 +220,19 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized_and_text_that_fi
     check_length(replace(encoder, context_length=tokens), ChatRequest("answer " * 12_000))
 
 
-def test_a_conversation_of_a_thousand_turns_is_read_to_its_end() -> None:
+def test_a_conversation_may_have_more_turns_than_functions_may_call_each_other() -> None:
     from policygrad.proxy.formats import ChatRequest
 
     encoder = loaded()[1]
     tree, text = ConversationTree(encoder, "a request"), "x"
-    for _ in range(1000):
-        turn = tree.open_turn(ChatRequest(text))
-        choice = tree.add_reply(turn, Generation(torch.tensor([300]), torch.tensor([-1.0]), "length", 0))
-        text += choice.text + " y"
-    segments, states = tree.segments(0)
-    assert len(states) == sum(s.is_sampled for s in segments) == 1000
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
+    try:
+        for _ in range(300):
+            turn = tree.open_turn(ChatRequest(text))
+            choice = tree.add_reply(turn, Generation(torch.tensor([300]), torch.tensor([-1.0]), "length", 0))
+            text += choice.text + " y"
+        segments, states = tree.segments(0)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert len(states) == sum(s.is_sampled for s in segments) == 300

@@ -236,7 +236,9 @@ def test_the_samplers_word_makes_their_own_policy_the_ratios() -> None:
 
 
 def test_what_is_carried_through_a_checkpoint_is_the_same_to_the_bit() -> None:
-    for uninterrupted, piece in zip(run(refilled(), 5), run(refilled(), 5, pieces=True), strict=True):
+    whole = run(refilled(), 3)
+    assert any(done.rollout.leftover_groups for done in whole[:-1])
+    for uninterrupted, piece in zip(whole, run(refilled(), 3, pieces=True), strict=True):
         for name in ("tokens", "logp_sampler", "version", "reward", "mask", "truncated"):
             assert torch.equal(getattr(uninterrupted.batch, name), getattr(piece.batch, name)), name
         assert torch.equal(uninterrupted.psi, piece.psi)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,19 +22,42 @@ from policygrad.rollout.optimal_values import OPTIMAL_VALUES, OptimalValues, wit
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.tasks.base import Example
 
-RUN = pg.Run(
-    algorithm=replace(pg.ASTAR_PO, advantage=(pg.OptimalValue(samples=4, prompts=70),)),
-    prompts_per_step=16,
-    steps=6,
-    evaluation=pg.EvaluationConfig(problems=0),
-    sampling=pg.SamplingParams(max_tokens=8),
-    checkpoint=pg.CheckpointConfig(every=1),
-)
+
+@pytest.fixture(scope="module")
+def run(small: pg.Run) -> pg.Run:
+    return pg.Run(
+        algorithm=replace(pg.ASTAR_PO, advantage=(pg.OptimalValue(samples=4, prompts=70),)),
+        model=small.model,
+        reward=small.reward,
+        prompts_per_step=32,
+        steps=3,
+        rewards=small.rewards,
+        evaluation=small.evaluation,
+        sampling=pg.SamplingParams(max_tokens=4),
+        checkpoint=pg.CheckpointConfig(every=1),
+    )
 
 
-def trained(folder: Path, run: pg.Run = RUN, **options) -> dict:  # type: ignore[no-untyped-def, type-arg]
+@pytest.fixture(scope="module")
+def whole(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing has stopped."""
+    return train(run, tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.fixture(scope="module")
+def stopped(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that ended after its first step."""
+    return train(run, tmp_path_factory.mktemp("runs") / "stopped", stop_after=1)
+
+
+def train(run: pg.Run, folder: Path, **options: Any) -> Path:
     pg.train(replace(run, output=str(folder)), display=False, **options)
-    return json.loads((folder / OPTIMAL_VALUES).read_text())
+    return folder
+
+
+def read_estimate(folder: Path) -> dict[str, Any]:
+    estimate: dict[str, Any] = json.loads((folder / OPTIMAL_VALUES).read_text())
+    return estimate
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -80,11 +104,12 @@ def test_the_gradient_is_that_of_the_authors_loss(spread: float) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in (ours, loss)), rtol=1e-12, atol=1e-14)
 
 
-def test_a_run_estimates_once_and_trains_on_those_prompts_alone(tmp_path: Path) -> None:
-    saved = trained(tmp_path)
+def test_a_run_estimates_once_and_trains_on_those_prompts_alone(whole: Path) -> None:
+    saved = read_estimate(whole)
     assert saved["prompts"] == len(saved["rewards"]) == 70
     assert all(len(rewards) == 4 for rewards in saved["rewards"])
-    rows = metrics_of(tmp_path)
+    assert len({sum(rewards) for rewards in saved["rewards"]}) > 1
+    rows = metrics_of(whole)
     first, later = rows[0], rows[1:]
     assert first["tokens/values"] == saved["tokens"]
     assert first["tokens/sampled"] > saved["tokens"]
@@ -92,32 +117,30 @@ def test_a_run_estimates_once_and_trains_on_those_prompts_alone(tmp_path: Path) 
     assert first["reward/optimal_value"] == pytest.approx(sum(values) / 70)
     assert first["time/rollout"] > first["time/optimal_values"] > 0
     assert not any({"tokens/values", "time/optimal_values"} & row.keys() for row in later)
-    completions = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    completions = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
     prompts = [row["prompt"] for row in completions]
-    assert len(prompts) == 6 * 16
+    assert len(prompts) == 3 * 32
     assert prompts[70:] == prompts[: 96 - 70]  # from the first prompt again
     for row, value in zip(completions[:70], values, strict=False):
         assert row["advantage"] == pytest.approx(row["reward"] - value, abs=1e-6)
 
 
-def test_a_stopped_run_and_a_stopped_estimate_go_on_from_what_is_in_the_folder(tmp_path: Path) -> None:
-    """Metrics of a resumed run are the same; an estimate with a chunk in its file samples the other prompts alone."""
-    whole = trained(tmp_path / "whole")
-    broken = trained(tmp_path / "broken", stop_after=2)
-    assert broken["rewards"] == whole["rewards"]
-    pg.train(resume=tmp_path / "broken", display=False)
-    assert timeless(metrics_of(tmp_path / "broken")) == timeless(metrics_of(tmp_path / "whole"))
+def test_a_stopped_run_goes_on_with_the_estimate_in_its_folder(whole: Path, stopped: Path, tmp_path: Path) -> None:
+    """Metrics of a resumed run are the same."""
+    assert read_estimate(stopped)["rewards"] == read_estimate(whole)["rewards"]
+    resumed = shutil.copytree(stopped, tmp_path / "resumed")
+    pg.train(resume=resumed, display=False, allow_code=("/",))
+    assert timeless(metrics_of(resumed)) == timeless(metrics_of(whole))
 
-    part = tmp_path / "part"
-    part.mkdir()
-    half = {**whole, "rewards": whole["rewards"][:64], "tokens": 0}
-    rollouter_file = part / OPTIMAL_VALUES
-    rollouter_file.write_text(json.dumps(half))
-    trainer = pg.Trainer(replace(RUN, output=str(tmp_path / "third")), display=False, callbacks=(Copy(rollouter_file),))
-    trainer.train()
-    third = json.loads((tmp_path / "third" / OPTIMAL_VALUES).read_text())
-    assert third["rewards"] == whole["rewards"]
-    assert third["tokens"] < whole["tokens"]  # of the last six prompts alone
+
+def test_a_stopped_estimate_samples_the_other_prompts_alone(run: pg.Run, whole: Path, tmp_path: Path) -> None:
+    """A chunk of 64 prompts is in its file."""
+    estimate = read_estimate(whole)
+    file = tmp_path / OPTIMAL_VALUES
+    file.write_text(json.dumps({**estimate, "rewards": estimate["rewards"][:64], "tokens": 0}))
+    third = read_estimate(train(run, tmp_path / "third", callbacks=(Copy(file),), stop_after=1))
+    assert third["rewards"] == estimate["rewards"]
+    assert 0 < third["tokens"] < estimate["tokens"] / 4  # of the last six prompts
 
 
 class Copy(pg.Callback):
@@ -130,20 +153,20 @@ class Copy(pg.Callback):
         (trainer.folder / self.file.name).write_bytes(self.file.read_bytes())
 
 
-def test_a_lost_file_is_an_error_once_the_policy_has_changed(tmp_path: Path) -> None:
-    trained(tmp_path, stop_after=1)
-    (tmp_path / OPTIMAL_VALUES).unlink()
+def test_a_lost_file_is_an_error_once_the_policy_has_changed(stopped: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    (folder / OPTIMAL_VALUES).unlink()
     with pytest.raises(pg.RunError, match=r"0 of 70 prompts.*which the run has left: put a copy of the file back"):
-        pg.train(resume=tmp_path, display=False)
-    (tmp_path / OPTIMAL_VALUES).write_text('{"prompts": 70, "rewards": [["x"]], "tokens": 1, "seconds": 1}')
+        pg.train(resume=folder, display=False, allow_code=("/",))
+    (folder / OPTIMAL_VALUES).write_text('{"prompts": 70, "rewards": [["x"]], "tokens": 1, "seconds": 1}')
     with pytest.raises(pg.RunError, match="cannot be read as a run's optimal values"):
-        pg.train(resume=tmp_path, display=False)
+        pg.train(resume=folder, display=False, allow_code=("/",))
 
 
-def test_prompts_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    run = replace(RUN, output=str(tmp_path / "run"))
+def test_prompts_and_tokens_that_do_not_fit_are_refused(run: pg.Run, tmp_path: Path) -> None:
+    run = replace(run, output=str(tmp_path / "run"))
     few = replace(run, algorithm=replace(run.algorithm, advantage=(pg.OptimalValue(prompts=8),)))
-    with pytest.raises(pg.ConfigError, match=r"optimal-value\.prompts 8 is less than --prompts-per-step 16"):
+    with pytest.raises(pg.ConfigError, match=r"optimal-value\.prompts 8 is less than --prompts-per-step 32"):
         pg.train(few, display=False)
     with pytest.raises(pg.ConfigError, match=r"samples 4 completions of 70 prompts.*--tokens 200 would be used up"):
         pg.train(replace(run, tokens=200), display=False)

@@ -110,19 +110,19 @@ def check(group: EpisodeGroup, asked: Sequence[Request]) -> None:
     assert int(batch.mask.sum()) == sum(t.num_sampled_tokens for t in group.trajectories)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(first=WORDS, said=st.lists(WORDS, max_size=3), key=st.integers(0, 2**40))
 def test_log_probabilities_are_those_while_it_was_sampled(first: str, said: list[str], key: int) -> None:
     """A random model's words, in capitals once they are earlier turns."""
     own = tokenizer("shouting")
     encoder = replace(own, end_ids=own.end_ids | frozenset(range(40, 120)), context_length=2048)
     sampler = Listening.from_tokenizer(random_model(), encoder)
-    group = played(encoder, sampler, first, [("user", text) for text in said], samples=3, key=key, max_tokens=40)
+    group = played(encoder, sampler, first, [("user", text) for text in said], samples=2, key=key, max_tokens=30)
     check(group, sampler.asked)
 
 
 @pytest.mark.parametrize("name", sorted(ENDS))
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(turns=st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=4))
 def test_reasoning_is_trained_where_it_was_read_whatever_the_template(
     name: str, turns: list[tuple[str, str, bool]]

@@ -12,6 +12,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, write_rows
+from doubles.rewards import digits_first
 from doubles.rollouts import collect_rollout
 from doubles.trackers import Record
 from policygrad.models.loading import load_model
@@ -105,10 +106,6 @@ def test_a_demonstration_that_is_too_long_is_skipped_with_its_row(tokenizer: Tok
         assert len(check_rows(task, tokenizer, 30, has_demonstrations=True, skip_bad_rows=True).rows) == 7
 
 
-def digit(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    return [float(c[:1].isdigit()) for c in completions]
-
-
 class EagerPool(RewardPool):
     """Scores while others are sampled."""
 
@@ -125,7 +122,7 @@ def test_a_generated_prompt_that_is_too_long_ends_its_group(small: pg.Run) -> No
     def example(i: int) -> Example:
         return Example(words(300) if i == 1 else f"{i} =\n")
 
-    with EagerPool([digit], num_workers=1) as pool:
+    with EagerPool([digits_first], num_workers=1) as pool:
         for used in (None, pool):
             rollouter = Rollouter(example, tokenizer, sampler, pool.score, pool=used)
             rollout = collect_rollout(rollouter, pg.GRPO, pg.SamplingParams(max_tokens=6), prompts=3, samples=4)

@@ -13,6 +13,7 @@ import torch
 import policygrad as pg
 from doubles.algorithms import runnable
 from doubles.failing import FailingSampler
+from doubles.rewards import count_digits, nothing_or_raise
 from doubles.rollouts import collect_rollout
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
@@ -23,14 +24,6 @@ from policygrad.samplers.base import Request, Sampler, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
 SAMPLING = SamplingParams(max_tokens=6, decode_rows=8)
-
-
-def digits(prompts: Any, completions: Any, **_: Any) -> list[float]:
-    return [float(sum(c.isdigit() for c in completions[0]))]
-
-
-def nothing(prompts: Any, completions: Any, **_: Any) -> list[float | None]:
-    return [None if len(completions[0]) % 3 else 1 / (len(completions[0]) % 2)]
 
 
 class Early(RewardPool):
@@ -52,7 +45,7 @@ class Early(RewardPool):
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Early]:
-    with Early([digits, nothing], num_workers=1, timeout=60.0) as pool:
+    with Early([count_digits, nothing_or_raise], num_workers=1, timeout=60.0) as pool:
         yield pool
 
 

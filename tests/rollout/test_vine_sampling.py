@@ -149,7 +149,7 @@ def differences(apart: bool, steps: int) -> Tensor:
 
 def test_common_random_numbers_take_the_noise_off_the_differences() -> None:
     """What follows does not depend on the token here, so that the difference is the tokens' own, 0.1, and nothing else."""
-    common, apart = differences(apart=False, steps=10), differences(apart=True, steps=60)
+    common, apart = differences(apart=False, steps=6), differences(apart=True, steps=20)
     torch.testing.assert_close(common, torch.full_like(common, 0.1), rtol=0, atol=1e-5)
     assert float(apart.std()) > 0.5
     assert float(apart.mean()) == pytest.approx(0.1, abs=5 * float(apart.std()) / len(apart) ** 0.5)

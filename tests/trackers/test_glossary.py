@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import policygrad as pg
+from doubles import rewards
 from policygrad.commands.show import show
 from policygrad.trackers.glossary import MetricDoc, find_metric_doc, load_glossary
 
@@ -91,21 +92,22 @@ class Heard(pg.Tracker):
 
 
 @pytest.mark.parametrize("name", ["ppo", "trpo", "prorl", "prime", "vineppo"])
-def test_every_metric_of_a_run_is_described(name: str, tmp_path: Path) -> None:
-    task = "embedded_steps" if name == "vineppo" else "embedded"
-    run = pg.Run(
+def test_every_metric_of_a_run_is_described(name: str, small: pg.Run, tmp_path: Path) -> None:
+    run = replace(
+        small,
         algorithm=pg.get_algorithm(name),
-        task=task,
         steps=1,
-        prompts_per_step=4,
-        rewards=pg.RewardConfig(num_workers=1),
+        prompts_per_step=2,
+        lr=None,
+        sampling=pg.SamplingParams(max_tokens=16, stop=tuple("abcdefghij0123456789")),  # few are cut off
+        evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1),
         output=str(tmp_path / "run"),
     )
+    if name == "vineppo":
+        run = replace(run, task="embedded_steps", reward=())
+    elif name != "prime":  # whose rewards are labels
+        run = replace(run, reward=(f"{rewards.__file__}:brief",))  # so that every group has a spread
     received = Heard()
-    pg.train(
-        replace(run, evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1)),
-        display=False,
-        trackers=[received],
-    )
+    pg.train(run, display=False, trackers=[received])
     assert len(received.names) > 25
     assert {n for n in received.names if find_metric_doc(n) is None} == set()

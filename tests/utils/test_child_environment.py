@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,16 +111,6 @@ def observe_version_query(folder: Path) -> Environment:
     return read_written(program)
 
 
-def observe_server_of_a_run(folder: Path) -> Environment:
-    program = make_program(folder)
-    environment = make_environment(folder / "venv", program=f"exec {program}")
-    sampler = SamplerConfig(engine="vllm", python=str(environment), env=("NAMED_TOKEN",))
-    run = pg.Run(sampler=sampler, steps=1, output=str(folder / "run"), rewards=pg.RewardConfig(num_workers=1))
-    with pytest.raises(EngineError, match="before it answered"):
-        pg.train(run, display=False)
-    return read_written(program)
-
-
 def observe_server(engine: str) -> Callable[[Path], Environment]:
     def observe(folder: Path) -> Environment:
         program, variables = make_program(folder), (*load_engine_class(engine).variables, "NAMED_TOKEN")
@@ -175,7 +166,6 @@ KINDS: dict[str, tuple[Callable[[Path], Environment], set[str]]] = {
     "program of an MCP server": (observe_mcp_program, DEFAULT | NAMED),
     "agent": (observe_agent, DEFAULT | NAMED),
     "question for an engine's version": (observe_version_query, DEFAULT),
-    "server of a run": (observe_server_of_a_run, DEFAULT | NAMED | DEVICE | HUB | OF_ENGINES["vllm"]),
     "vLLM": (observe_server("vllm"), DEFAULT | NAMED | DEVICE | HUB | OF_ENGINES["vllm"]),
     "SGLang": (observe_server("sglang"), DEFAULT | NAMED | DEVICE | HUB | OF_ENGINES["sglang"]),
     "llama.cpp": (observe_server("llama_cpp"), DEFAULT | NAMED | DEVICE | OF_ENGINES["llama_cpp"]),
@@ -191,9 +181,29 @@ def test_a_child_gets_the_default_variables_and_others_by_name(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observe, expected = KINDS[kind]
+    set_variables(monkeypatch)
+    check_variables(observe(tmp_path), expected)
+
+
+@linux
+def test_the_server_of_a_run_gets_those_that_the_run_names(
+    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = make_program(tmp_path)
+    environment = make_environment(tmp_path / "venv", program=f"exec {program}")
+    sampler = SamplerConfig(engine="vllm", python=str(environment), env=("NAMED_TOKEN",))
+    set_variables(monkeypatch)
+    with pytest.raises(EngineError, match="before it answered"):
+        pg.train(replace(small, sampler=sampler, output=str(tmp_path / "run")), display=False)
+    check_variables(read_written(program), DEFAULT | NAMED | DEVICE | HUB | OF_ENGINES["vllm"])
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in EVERYTHING:
         monkeypatch.setenv(name, f"/of/the/user/{name}")
-    environment = observe(tmp_path)
+
+
+def check_variables(environment: Environment, expected: set[str]) -> None:
     assert {name for name in EVERYTHING if environment.get(name) == os.environ[name]} == expected
     assert not [name for name in SECRETS - expected if os.environ[name] in environment.values()]
     assert environment["PATH"] == os.environ["PATH"]
