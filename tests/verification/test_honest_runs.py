@@ -24,6 +24,11 @@ Stops = tuple[int, ...]
 CASES: dict[str, tuple[str, Stops, dict[str, Any]]] = {
     "dapo, stale and stopped": ("dapo", (2,), {"max_staleness": 2, "seed": 5}),
     "grpo, evaluated, a budget of tokens": ("grpo", (), {"tokens": 300, "evaluation": EvaluationConfig(4, every=1)}),
+    "grpo, adapters in bf16": ("grpo", (1,), {"learner": LearnerConfig(lora="rank=4", dtype="bf16"), "seed": 8}),
+    "grpo, steps undone": ("grpo", (), {"guard": GuardConfig(action="skip", window=2, grad_norm=1.01), "seed": 11}),
+    "ppo_penalty, an adaptive β": ("ppo_penalty", (2,), {"seed": 19}),
+}
+MORE: dict[str, tuple[str, Stops, dict[str, Any]]] = {
     "grpo, adapters, with a calculator": (
         "grpo",
         (1,),
@@ -35,10 +40,6 @@ CASES: dict[str, tuple[str, Stops, dict[str, Any]]] = {
             "seed": 7,
         },
     ),
-    "grpo, steps undone": ("grpo", (), {"guard": GuardConfig(action="skip", window=2, grad_norm=1.01), "seed": 11}),
-    "ppo_penalty, an adaptive β": ("ppo_penalty", (2,), {"seed": 19}),
-}
-MORE: dict[str, tuple[str, Stops, dict[str, Any]]] = {
     "dapo": ("dapo", (), {"seed": 1}),
     "dapo, stopped after every step": ("dapo", (1, 1), {"seed": 3}),
     "grpo, stale and stopped": ("grpo", (1, 1), {"max_staleness": 1, "seed": 6}),
