@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 import policygrad as pg
+from doubles.cases import naming
 from doubles.random_batches import NAN, Random, Shape, close, extra_of, gradients, make, passed, policy, shapes
 from policygrad.core.objective import find_nonfinite_factors, measure_forward, with_selected_tokens
 
@@ -56,10 +57,21 @@ def test_weights_are_those_of_sampled_tokens() -> None:
     assert torch.equal(observed_c, pg.ECHO.all_coefficients(batch)[1])
 
 
+def test_no_other_part_reads_anything_there() -> None:
+    for name in WITHOUT:
+        with naming(name):
+            check_unread(name, Shape((4, 1, 3), 5, seed=3, binary=False))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", WITHOUT)
-@settings(max_examples=5, derandomize=True)
+@settings(max_examples=4, derandomize=True)
 @given(shape=shapes())
-def test_no_other_part_reads_anything_there(name: str, shape: Shape) -> None:
+def test_no_other_part_reads_anything_there_on_random_shapes(name: str, shape: Shape) -> None:
+    check_unread(name, shape)
+
+
+def check_unread(name: str, shape: Shape) -> None:
     """With marks, and numbers where there was NaN, every algorithm's gradient, value and metrics are the same bits."""
     algorithm = pg.ALGORITHMS[name]
     batch, logits = make(shape, 0.2, extra_of(algorithm))

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
+from doubles.cases import naming
 from doubles.paper_variants import EXTRA_FIELDS, ROWS, TABLE
 from doubles.random_batches import Random, Shape, close, distributions, gradients, make, passed, policy, shapes
 from policygrad.core.objective import with_selected_tokens
@@ -17,6 +19,7 @@ from policygrad.papers.completions import read_batch
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
+SEED = 3
 
 
 def test_the_table_is_complete() -> None:
@@ -50,19 +53,45 @@ def with_old_policy(batch: pg.Batch, algorithm: pg.Algorithm, logp: Tensor) -> p
     return batch
 
 
-@pytest.mark.parametrize("off_policy", OFF_POLICY.values(), ids=OFF_POLICY.keys())
-@pytest.mark.parametrize("name", TABLE)
-@settings(max_examples=6, derandomize=True)
-@given(shape=shapes())
-def test_gradient_and_value_are_the_papers(name: str, off_policy: float | None, shape: Shape) -> None:
+def check_against_paper(name: str, off_policy: float | None, shape: Shape) -> None:
     (value, by_token, by_parameter), (paper, paper_by_token, paper_by_parameter) = both(name, shape, off_policy)
     close(by_token, paper_by_token)
     close(by_parameter, paper_by_parameter, scale=paper_by_token)
     torch.testing.assert_close(value, paper, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("spread", OFF_POLICY)
+def test_gradient_and_value_are_the_papers(spread: str) -> None:
+    """Groups of 4, 1 and 3 with holes and an empty completion; rewards of 0 and 1 and others in turn."""
+    for number, name in enumerate(TABLE):
+        with naming(name):
+            check_against_paper(name, OFF_POLICY[spread], Shape((4, 1, 3), 5, seed=SEED, binary=number % 2 == 0))
+            if OFF_POLICY[spread] == 0.15:
+                check_against_paper(name, 0.15, Shape((4, 1, 3), 5, seed=SEED, binary=number % 2 == 1))
+
+
+def test_the_fixed_shape_has_holes_an_empty_completion_and_several_lengths() -> None:
+    mask = make(Shape((4, 1, 3), 5, seed=SEED, binary=True))[0].mask
+    assert not mask.any(1).all()
+    assert (mask[:, :-1] < mask[:, 1:]).any()
+    assert len(set(mask.sum(1).tolist())) > 3
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", TABLE)
-def test_transcriptions_have_non_zero_gradients(name: str) -> None:
+@settings(max_examples=8, derandomize=True)
+@given(off_policy=st.sampled_from(list(OFF_POLICY.values())), shape=shapes())
+def test_gradient_and_value_are_the_papers_on_random_shapes(name: str, off_policy: float | None, shape: Shape) -> None:
+    check_against_paper(name, off_policy, shape)
+
+
+def test_transcriptions_have_non_zero_gradients() -> None:
+    for name in TABLE:
+        with naming(name):
+            check_non_zero_gradient(name)
+
+
+def check_non_zero_gradient(name: str) -> None:
     """A fixed batch with a gradient that is not 0, clipped on both sides where the gate clips."""
     shape = Shape((4, 4, 4), 6, seed=7, binary=False)
     (_, by_token, _), _ = both(name, shape, 1.5)
@@ -79,22 +108,25 @@ def test_transcriptions_have_non_zero_gradients(name: str) -> None:
         assert (above & batch.mask).any()
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_a_bare_leaf_of_log_probabilities(name: str) -> None:
+def test_a_bare_leaf_of_log_probabilities() -> None:
     """No model at all: plain tensors from any training code, NaN at padded positions, gradient exactly 0 there."""
-    algorithm, _ = TABLE[name]
-    batch, logits = make(Shape((3, 4), 5, seed=11, binary=False), 0.15, EXTRA_FIELDS.get(name))
-    read = algorithm.read_tokens(batch)
-    logp = policy(logits, batch.tokens, read).detach()
-    grads = []
-    for padding in (float("nan"), 0.0):
-        leaf = torch.where(read, logp, padding).requires_grad_()
-        rollout = algorithm.apply_filters(padded_with(batch, padding))
-        loss = pg.surrogate(passed(leaf, rollout, algorithm), rollout, algorithm.compute_advantages(rollout), algorithm)
-        grads.append(gradients(loss, leaf)[0])
-    assert torch.equal(*grads)
-    assert grads[0][~read].abs().sum() == 0
-    assert torch.isfinite(grads[0]).all()
+    for name in TABLE:
+        with naming(name):
+            algorithm, _ = TABLE[name]
+            batch, logits = make(Shape((3, 4), 5, seed=11, binary=False), 0.15, EXTRA_FIELDS.get(name))
+            read = algorithm.read_tokens(batch)
+            logp = policy(logits, batch.tokens, read).detach()
+            grads = []
+            for padding in (float("nan"), 0.0):
+                leaf = torch.where(read, logp, padding).requires_grad_()
+                rollout = algorithm.apply_filters(padded_with(batch, padding))
+                loss = pg.surrogate(
+                    passed(leaf, rollout, algorithm), rollout, algorithm.compute_advantages(rollout), algorithm
+                )
+                grads.append(gradients(loss, leaf)[0])
+            assert torch.equal(*grads)
+            assert grads[0][~read].abs().sum() == 0
+            assert torch.isfinite(grads[0]).all()
 
 
 def padded_with(batch: pg.Batch, padding: float) -> pg.Batch:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 import policygrad as pg
+from doubles.cases import naming
 from doubles.data_fields import blank
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy
 from policygrad.algorithms import ALGORITHMS
@@ -132,18 +134,20 @@ def constant_batch(value: float) -> pg.Batch:
     )
 
 
-@pytest.mark.parametrize("value", ROUNDED)
-@pytest.mark.parametrize("chain", SPREADS.values(), ids=SPREADS.keys())
-def test_equal_rewards_give_exactly_zero_advantage(chain, value: float) -> None:
-    batch = constant_batch(value)
-    if isinstance(chain[0], pg.ProcessReward):
-        batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
-    if isinstance(chain[0], pg.RewardZScores):
-        batch = replace(batch, token_reward=None)
-    psi = pg.Algorithm(advantage=chain).compute_advantages(batch)
-    if any(isinstance(link, pg.TurnLeaveOneOut) for link in chain):  # a turn that no sibling has is compared with 0
-        psi = psi[batch.group < 2]
-    assert (psi == 0).all()
+def test_equal_rewards_give_exactly_zero_advantage() -> None:
+    for (name, chain), value in product(SPREADS.items(), ROUNDED):
+        with naming(name, value):
+            batch = constant_batch(value)
+            if isinstance(chain[0], pg.ProcessReward):
+                batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
+            if isinstance(chain[0], pg.RewardZScores):
+                batch = replace(batch, token_reward=None)
+            psi = pg.Algorithm(advantage=chain).compute_advantages(batch)
+            if any(
+                isinstance(link, pg.TurnLeaveOneOut) for link in chain
+            ):  # a turn that no sibling has is compared with 0
+                psi = psi[batch.group < 2]
+            assert (psi == 0).all()
 
 
 @pytest.mark.parametrize("value", ROUNDED)
@@ -175,16 +179,16 @@ OWN_SIGNAL = {
 """Rows whose Ψ is not of rewards compared with each other: a baseline of the past or a constant, values, another model."""
 
 
-@pytest.mark.parametrize("value", ROUNDED)
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - OWN_SIGNAL))
-def test_group_algorithms_have_zero_gradient_on_equal_rewards(name: str, value: float) -> None:
-    algorithm = replace(ALGORITHMS[name], shaping=())  # a penalty of length, or a KL, is a spread
-    batch = constant_batch(0.0 if name == "grpo_process" else value)  # whose outcome is one step's alone
-    if name == "grpo_process":
-        batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
-    if name == "gdpo":
-        batch = replace(batch, token_reward=None)
-    assert (algorithm.compute_advantages(batch) == 0).all()
+def test_group_algorithms_have_zero_gradient_on_equal_rewards() -> None:
+    for name, value in product(sorted(ALGORITHMS.keys() - OWN_SIGNAL), ROUNDED):
+        with naming(name, value):
+            algorithm = replace(ALGORITHMS[name], shaping=())  # a penalty of length, or a KL, is a spread
+            batch = constant_batch(0.0 if name == "grpo_process" else value)  # whose outcome is one step's alone
+            if name == "grpo_process":
+                batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
+            if name == "gdpo":
+                batch = replace(batch, token_reward=None)
+            assert (algorithm.compute_advantages(batch) == 0).all()
 
 
 @pytest.mark.parametrize("of", ["advantages", "rewards"])
@@ -313,15 +317,14 @@ def test_statistics_over_more_completions_than_the_gradient() -> None:
     assert psi_of(same, pg.GroupMean()) == pytest.approx([0, 0, 0, 1])
 
 
-@pytest.mark.parametrize("change", [95.0, -95.0])
-@pytest.mark.parametrize("gate", GATES, ids=repr)
-@pytest.mark.parametrize("ratio", RATIOS, ids=repr)
-def test_extreme_float32_log_ratios_stay_finite(ratio, gate, change: float) -> None:
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    r = ratio(torch.full((2, 4), change), mask)
-    psi = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
-    assert torch.isfinite(gate.weight(r, psi, plain(r))).all()
-    assert torch.isfinite(gate.value(r, psi, plain(r))).all()
+def test_extreme_float32_log_ratios_stay_finite() -> None:
+    for ratio, gate, change in product(RATIOS, GATES, (95.0, -95.0)):
+        with naming(ratio, gate, change):
+            mask = torch.ones(2, 4, dtype=torch.bool)
+            r = ratio(torch.full((2, 4), change), mask)
+            psi = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
+            assert torch.isfinite(gate.weight(r, psi, plain(r))).all()
+            assert torch.isfinite(gate.value(r, psi, plain(r))).all()
 
 
 @pytest.mark.parametrize("form", ["k2", "k3", "r*k1", "r*k3"])
@@ -337,36 +340,36 @@ def test_extreme_float32_kl_terms_and_metrics_stay_finite(form, change: float) -
     assert [name for name, metric in metrics.items() if not math.isfinite(metric.value)] == []
 
 
-@pytest.mark.parametrize("name", pg.ALGORITHMS)
-@pytest.mark.parametrize("width", [0, 3])
-def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
-    algorithm = pg.get_algorithm(name)
-    shape = (4, width)
-    nan = torch.full(shape, math.nan)
-    batch = pg.Batch(
-        mask=torch.zeros(shape, dtype=torch.bool),
-        group=torch.tensor([0, 0, 1, 1]),
-        reward=torch.full((4,), math.nan),
-        logp_old=nan,
-        logp_ref=nan,
-        values=nan,
-        step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.all_needs else None,
-        token_reward=None if "rewards" in algorithm.all_needs else nan,
-        logp_sampler=nan,
-        baseline=torch.full((4,), math.nan),
-        example_id=torch.tensor([0, 0, 1, 1]),
-        implicit_reward=nan,
-        entropy=nan,
-        **blank(nan),
-    )
-    batch = algorithm.apply_filters(batch)
-    logp = nan.clone().requires_grad_()
-    psi = algorithm.compute_advantages(batch)
-    loss = pg.surrogate(passed(logp, batch), batch, psi, algorithm)
-    assert gradients(loss, logp)[0].abs().sum() == 0
-    assert loss == 0
-    assert pg.objective(passed(logp, batch), batch, psi, algorithm) == 0
-    assert algorithm.update_state(algorithm.init_state(), batch) == algorithm.init_state()
+def test_a_fully_masked_batch_gives_zero_not_nan() -> None:
+    for name, width in product(pg.ALGORITHMS, (0, 3)):
+        with naming(name, width):
+            algorithm = pg.get_algorithm(name)
+            shape = (4, width)
+            nan = torch.full(shape, math.nan)
+            batch = pg.Batch(
+                mask=torch.zeros(shape, dtype=torch.bool),
+                group=torch.tensor([0, 0, 1, 1]),
+                reward=torch.full((4,), math.nan),
+                logp_old=nan,
+                logp_ref=nan,
+                values=nan,
+                step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.all_needs else None,
+                token_reward=None if "rewards" in algorithm.all_needs else nan,
+                logp_sampler=nan,
+                baseline=torch.full((4,), math.nan),
+                example_id=torch.tensor([0, 0, 1, 1]),
+                implicit_reward=nan,
+                entropy=nan,
+                **blank(nan),
+            )
+            batch = algorithm.apply_filters(batch)
+            logp = nan.clone().requires_grad_()
+            psi = algorithm.compute_advantages(batch)
+            loss = pg.surrogate(passed(logp, batch), batch, psi, algorithm)
+            assert gradients(loss, logp)[0].abs().sum() == 0
+            assert loss == 0
+            assert pg.objective(passed(logp, batch), batch, psi, algorithm) == 0
+            assert algorithm.update_state(algorithm.init_state(), batch) == algorithm.init_state()
 
 
 def test_soft_overlong_hand_numbers() -> None:

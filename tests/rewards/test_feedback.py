@@ -99,8 +99,8 @@ def test_a_run_of_sdpo_reads_and_logs_it(tmp_path: Path) -> None:
     run = pg.Run(
         algorithm=replace(pg.SDPO, samples_per_prompt=2),
         reward=(shorter,),
-        prompts_per_step=4,
-        steps=2,
+        prompts_per_step=2,
+        steps=1,
         evaluation=pg.EvaluationConfig(problems=0),
         sampling=pg.SamplingParams(max_tokens=8),
         output=str(tmp_path / "run"),

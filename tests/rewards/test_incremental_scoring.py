@@ -85,7 +85,7 @@ def pool() -> Iterator[RewardPool]:
 DEEDS = st.sampled_from(["a", "bb", "ccc", "a", "bb", "raise", "none", "nan", "two", "exit"])
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data(), st.lists(DEEDS, min_size=1, max_size=12))
 def test_scores_do_not_depend_on_when_completions_finish(
     pool: RewardPool, data: st.DataObject, completions: list[str]

@@ -63,6 +63,12 @@ def score(rewards, completions, columns=None, **options):
         return pool.score(["p"] * len(completions), completions, columns or {})
 
 
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool([unruly], timeout=60.0, num_workers=1) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(
     ("deed", "reason", "message"),
     [
@@ -80,9 +86,12 @@ def score(rewards, completions, columns=None, **options):
         ("none", "none", "all functions returned None"),
     ],
 )
-def test_each_failure_costs_its_sample_only(deed, reason, message):
-    timeout = TIMEOUT if reason == "timeout" else 60.0
-    scores = score([unruly], ["bool", deed, "bool"], timeout=timeout, num_workers=1)
+def test_each_failure_costs_its_sample_only(pool, deed, reason, message):
+    completions = ["bool", deed, "bool"]
+    if reason == "timeout":
+        scores = score([unruly], completions, timeout=TIMEOUT, num_workers=1)
+    else:
+        scores = pool.score(["p"] * 3, completions, {})
     assert scores.total == [1.0, None, 1.0]
     assert scores.parts == {"unruly": [1.0, None, 1.0]}
     assert scores.failures == {reason: 1}

@@ -64,7 +64,7 @@ def test_demonstrations_score_one_at_every_step(task: str) -> None:
     problems = load_task(task)
     assert problems.steps == ("worked_steps",)
     kinds = set()
-    for i in range(60):
+    for i in range(20):
         columns = problems.train_example(i).columns
         entry = columns["entry"]
         kinds.add(columns["dataset"])
@@ -128,7 +128,8 @@ def test_hacks_earn_less_than_honest_work(name: str) -> None:
     assert not (worth[useless] > 0).any()
 
 
-def test_adversarial_text_is_scored_quickly() -> None:
+def test_adversarial_text_is_scored_in_reasonable_time() -> None:
+    """In CPU seconds, which a busy machine does not add to."""
     began = time.process_time()
     for text in ("1+" * 3000, "1 + " * 1500, "9" * 20_000, "a-" * 5000, "a=" * 5000, " " * 20_000 + "="):
         steps(SUM, text)

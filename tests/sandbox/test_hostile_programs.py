@@ -32,6 +32,9 @@ def stands(name):
 
 STANDING = [name for name in BACKENDS if stands(name)]
 behind = pytest.mark.parametrize("wall", STANDING)
+behind_one = pytest.mark.parametrize(  # the tests' process judges alike whatever the wall is
+    "wall", [name if name == STANDING[-1] else pytest.param(name, marks=pytest.mark.full) for name in STANDING]
+)
 SHORT = Limits(timeout=2.0)
 EACH = """
 import os, sys
@@ -449,7 +452,7 @@ FORGED = {
 }
 
 
-@behind
+@behind_one
 @pytest.mark.parametrize("name", FORGED)
 def test_verdicts_cannot_be_forged(wall, name):
     assert run_function_tests(FORGED[name], TESTS, SHORT, wall).points == (0.0,) * 4
@@ -466,7 +469,7 @@ CRAFTED = (  # what a program that writes its messages itself sends as the value
 )
 
 
-@behind
+@behind_one
 def test_crafted_messages_build_only_plain_data(wall):
     """Each arrives as data or as an object that equals only itself, and none makes the row unfit."""
     source = f"""
@@ -485,7 +488,7 @@ def g(x): return x
     assert (verdict.points, verdict.unfit) == ((*(0.0,) * len(CRAFTED), 1.0), "")
 
 
-@behind
+@behind_one
 def test_a_program_cannot_mark_its_row_unfit_by_what_it_returns(wall):
     """An unfit row has no reward, which is more than 0."""
     source = """
@@ -503,7 +506,7 @@ def g(x): return x
     assert (verdict.points, verdict.unfit) == ((0.0,) * 17, "")
 
 
-@behind
+@behind_one
 def test_names_that_tests_assign_are_theirs(wall):
     """A program that guesses the name and its first value cannot give it another one between two tests."""
     source = "passed = False\ndef f(x):\n    global passed\n    passed = True\n    return 5"
@@ -511,7 +514,7 @@ def test_names_that_tests_assign_are_theirs(wall):
     assert run_function_tests(source, FunctionTests(tests), SHORT, wall).points == (1.0, 1.0, 0.0)
 
 
-@behind
+@behind_one
 def test_arrays_cannot_lie(wall):
     pytest.importorskip("numpy")
     source = """
@@ -570,14 +573,14 @@ STOPPED = FunctionTests(
 )
 
 
-@behind
+@behind_one
 @pytest.mark.parametrize("name", STOPS)
 def test_exceptions_of_a_program_end_only_its_call(name, wall):
     """A StopIteration that got into a test's `map` would end it as if every call had been right."""
     assert run_function_tests(STOPS[name], STOPPED, SHORT, wall).points == (0.0,) * len(STOPPED.tests)
 
 
-@behind
+@behind_one
 def test_values_from_tests_run_no_program_code_in_the_examiner(wall):
     """`eval` is each process's own; of a function of the tests' nothing can be had but what it returns."""
     source = """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.files import write_rows
 from policygrad.core.algorithm import Algorithm
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.updates import LocalGradientProblem
+from policygrad.rewards.config import RewardConfig
 from policygrad.rollout import rollouter
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
@@ -33,21 +36,30 @@ def brevity(prompts, completions, **columns):
 """
 
 
-def make_run(folder: Path, recorded: int = 3) -> Run:
-    """A run of 3 steps, all of them recorded: 4 prompts × 4 completions, two updates per step."""
+@pytest.fixture(scope="module")
+def settings(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A random model of 30k parameters, sums, and one worker for the rewards."""
+    sums = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(4) for j in range(4)]
+    task = write_rows(tmp_path_factory.mktemp("task") / "sums.jsonl", sums)
+    return {"model": str(random_model), "task": task, "rewards": RewardConfig(num_workers=1)}
+
+
+def make_run(folder: Path, settings: dict[str, Any], steps: int = 2, recorded: int = 2) -> Run:
+    """A run of 2 steps, both recorded: 4 prompts × 4 completions, two updates per step."""
     (folder / "mine.py").write_text(REWARD.format(factor=8))
     rule = replace(pg.GRPO.update_rule, minibatches=2)
     return Run(
         algorithm=replace(pg.GRPO, update_rule=rule),
-        steps=3,
+        steps=steps,
         prompts_per_step=4,
         samples_per_prompt=4,
         reward=(f"{folder}/mine.py:brevity",),
         output=str(folder / "run"),
         verify=recorded,
-        sampling=SamplingParams(max_tokens=12),
+        sampling=SamplingParams(max_tokens=8, stop=("a", "e", "1", " ")),  # of several lengths
         evaluation=EvaluationConfig(problems=0),
         checkpoint=CheckpointConfig(every=1, keep=1),
+        **settings,
     )
 
 
@@ -71,7 +83,7 @@ def in_call(number: int, change: Callable[[Any], Any], original: Callable[..., A
     return changed
 
 
-# Faults during training, in step 2 of 3
+# Faults during training, in step 2 of 2
 
 
 def scale_advantages(patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +92,8 @@ def scale_advantages(patch: pytest.MonkeyPatch) -> None:
 
 def shift_mask(patch: pytest.MonkeyPatch) -> None:
     def shift(batch: pg.Batch) -> pg.Batch:
-        return replace(batch, mask=batch.mask.roll(1, dims=1))
+        shifted = torch.cat([torch.zeros_like(batch.mask[:, :1]), batch.mask[:, :-1]], dim=1)
+        return replace(batch, mask=shifted)
 
     patch.setattr(rollouter, "batch_groups", in_call(2, shift, rollouter.batch_groups))
 
@@ -190,27 +203,49 @@ DURING_TRAINING = {
 }
 
 
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(scope="module")
+def train(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plant | None], Path]:
+    """`train(fault)`: the folder of a run with the fault, or of an honest one; each is trained once."""
+
+    @cache
+    def train_with(plant: Plant | None) -> Path:
+        folder = tmp_path_factory.mktemp("faulty" if plant else "honest")
+        with pytest.MonkeyPatch.context() as patch:
+            if plant is not None:
+                plant(patch)
+            pg.train(make_run(folder, settings), display=False)
+        return folder
+
+    return train_with
+
+
 @pytest.mark.parametrize("fault", DURING_TRAINING)
-def test_a_fault_in_training_is_named(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_training_is_named(fault: str, train: Callable[[Plant | None], Path]) -> None:
     plant, subject, text = DURING_TRAINING[fault]
-    with monkeypatch.context() as patch:
-        plant(patch)
-        pg.train(make_run(tmp_path), display=False)
-    failures = verify(tmp_path).failures
+    failures = verify(train(plant)).failures
     named = [finding for finding in failures if finding.subject == subject and text in finding.message]
     assert named, [str(finding) for finding in failures]
-    assert all(finding.step in (None, 2, 3) for finding in failures), failures
-    assert min(finding.step or 2 for finding in failures) == 2
+    assert all(finding.step in (None, 2) for finding in failures), failures
 
 
 # Faults in the files of a finished run
 
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("honest")
-    pg.train(make_run(folder), display=False)
-    return folder
+@pytest.fixture
+def honest(train: Callable[[Plant | None], Path]) -> Iterator[Path]:
+    """An honest run's folder, whose files a test may change: they are put back."""
+    folder = train(None)
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    yield folder
+    for path in folder.rglob("*"):
+        if path.is_file() and path not in kept:
+            path.unlink()
+    for path, data in kept.items():
+        if not path.exists() or path.read_bytes() != data:
+            path.write_bytes(data)
 
 
 def test_an_honest_run_has_no_failure(honest: Path) -> None:
@@ -219,7 +254,7 @@ def test_an_honest_run_has_no_failure(honest: Path) -> None:
     assert not result.failures
     recorded = {(finding.subject, finding.step) for finding in result.findings if finding.status == "holds"}
     stages = ("prompts", "samples", "rewards", "batch", "sampler's weights", "advantages", "metrics", "weights")
-    assert recorded >= {(stage, step) for stage in stages for step in (1, 2, 3)}
+    assert recorded >= {(stage, step) for stage in stages for step in (1, 2)}
 
 
 def edit_reward(folder: Path) -> None:
@@ -255,7 +290,7 @@ def drop_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def repeat_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first = [row for row in rows if row["step"] == 1]
-    return [row for row in rows if row["step"] != 3] + [row | {"step": 3} for row in first]
+    return first + [row | {"step": 2} for row in first]
 
 
 def flip_bit(folder: Path) -> None:
@@ -265,32 +300,35 @@ def flip_bit(folder: Path) -> None:
     file.write_bytes(data)
 
 
-IN_FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "a reward file changed": (edit_reward, "code", "mine.py changed since the step"),
-    "its rewards": (edit_reward, "rewards", "every value is 2 times as large"),
-    "the seed changed": (edit_seed, "settings", "seed 0 -> 7"),
-    "a completion altered": (lambda f: edit_rows(f, alter_text), "completions", "completion of row 4"),
-    "two rows exchanged": (lambda f: edit_rows(f, exchange_rows), "completions", "2 rows differ"),
-    "a group dropped": (lambda f: edit_rows(f, drop_rows), "groups", "3 groups are logged"),
-    "a rollout trained twice": (lambda f: edit_rows(f, repeat_rows), "repetitions", "are those of step 1"),
-    "a bit of a record": (flip_bit, "record", "is damaged: its sha256"),
+IN_FILES: dict[str, tuple[Callable[[Path], None], list[tuple[str, str]]]] = {
+    "a reward file changed": (
+        edit_reward,
+        [("code", "mine.py changed since the step"), ("rewards", "every value is 2 times as large")],
+    ),
+    "the seed changed": (edit_seed, [("settings", "seed 0 -> 7")]),
+    "a completion altered": (lambda f: edit_rows(f, alter_text), [("completions", "completion of row 4")]),
+    "two rows exchanged": (lambda f: edit_rows(f, exchange_rows), [("completions", "2 rows differ")]),
+    "a group dropped": (lambda f: edit_rows(f, drop_rows), [("groups", "3 groups are logged")]),
+    "a rollout trained twice": (lambda f: edit_rows(f, repeat_rows), [("repetitions", "are those of step 1")]),
+    "a bit of a record": (flip_bit, [("record", "is damaged: its sha256")]),
 }
 
 
 @pytest.mark.parametrize("fault", IN_FILES)
-def test_a_fault_in_the_files_is_named(fault: str, tmp_path: Path) -> None:
-    plant, subject, text = IN_FILES[fault]
-    pg.train(make_run(tmp_path), display=False)
-    plant(tmp_path)
-    failures = verify(tmp_path).failures
-    assert [c for c in failures if c.subject == subject and text in c.message], [str(finding) for finding in failures]
+def test_a_fault_in_the_files_is_named(fault: str, honest: Path) -> None:
+    plant, expected = IN_FILES[fault]
+    plant(honest)
+    failures = verify(honest, None if fault == "a rollout trained twice" else [2]).failures
+    for subject, text in expected:
+        named = [finding for finding in failures if finding.subject == subject and text in finding.message]
+        assert named, [str(finding) for finding in failures]
 
 
 # Steps without a record, and machines that round otherwise
 
 
-def test_steps_without_a_record_are_repeated_up_to_a_checkpoint(tmp_path: Path) -> None:
-    pg.train(make_run(tmp_path, recorded=0), display=False)
+def test_steps_without_a_record_are_repeated_up_to_a_checkpoint(settings: dict[str, Any], tmp_path: Path) -> None:
+    pg.train(make_run(tmp_path, settings, steps=3, recorded=0), display=False)
     assert [finding.step for finding in verify(tmp_path).findings if finding.subject == "metrics"] == [1]
     result = verify(tmp_path, steps=[3])
     held = {(finding.subject, finding.step) for finding in result.findings if finding.status == "holds"}
@@ -304,14 +342,11 @@ def test_steps_without_a_record_are_repeated_up_to_a_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize("fault", [None, reset_moments, scale_advantages, keep_old_weights])
 def test_another_machine_is_compared_within_bounds(
-    fault: Callable[[pytest.MonkeyPatch], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Plant | None, train: Callable[[Plant | None], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        if fault is not None:
-            fault(patch)
-        pg.train(make_run(tmp_path), display=False)
+    folder = train(fault)
     monkeypatch.setattr(provenance, "describe_cpu", lambda: "another one")
-    result = verify(tmp_path)
+    result = verify(folder)
     named = {None: set(), reset_moments: {"weights"}, scale_advantages: {"advantages"}}
     failed = {finding.subject for finding in result.failures}
     assert named.get(fault, {"sampler's weights"}) <= failed
