@@ -15,6 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
 
+Respond = Callable[[str, Any], Any]
+"""`respond(path, JSON body)` returns the answer; None = there is no such path."""
+
 
 def serve_judge() -> None:
     """A chat-completions server that gives every text the score 1. Needs only the standard library."""
@@ -49,7 +52,12 @@ def serve_openenv() -> None:
 
 
 def serve_vllm() -> None:
-    """A server with vLLM's routes that samples from the weights it is given, one token at a time. Needs transformers."""
+    """A server with vLLM's routes that samples from the weights it is given. Needs transformers."""
+    _serve_json(make_vllm(), int(sys.argv[sys.argv.index("--port") + 1]) if "--port" in sys.argv else 0)
+
+
+def make_vllm() -> Respond:
+    """Return what a server like vLLM answers, which samples one token at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -96,12 +104,17 @@ def serve_vllm() -> None:
             return {"success": True}
         return {"status": "done"} if path.startswith(("/pause", "/reset_prefix_cache", "/resume")) else None
 
-    _serve_json(respond, int(sys.argv[sys.argv.index("--port") + 1]) if "--port" in sys.argv else 0)
+    return respond
 
 
-def _serve_json(respond: Callable[[str, Any], Any], port: int = 0) -> None:
-    """Answer GET and POST, one at a time, with `respond(path, JSON body)`; None is a 404."""
-    lock = Lock()
+def _serve_json(respond: Respond, port: int = 0) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", port), make_handler(respond, Lock()))
+    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+    server.serve_forever()
+
+
+def make_handler(respond: Respond, lock: Lock) -> type[BaseHTTPRequestHandler]:
+    """Return what answers GET and POST, one at a time, with `respond(path, JSON body)`; None is a 404."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -121,9 +134,7 @@ def _serve_json(respond: Callable[[str, Any], Any], port: int = 0) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
-    server.serve_forever()
+    return Handler
 
 
 if __name__ == "__main__":

@@ -140,6 +140,12 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, 
 
 
 @pytest.fixture
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an engine's server compared with the learner on 6 completions instead of 48, wherever it gets weights."""
+    monkeypatch.setattr("policygrad.samplers.engines.probe.NUM_PROMPTS", 2)
+
+
+@pytest.fixture
 def forked() -> Iterator[Forked]:
     """Calls functions in processes of their own, which need not import torch again."""
     with forking() as processes:

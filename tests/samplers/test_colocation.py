@@ -180,11 +180,11 @@ def with_a_gpu(config: SamplerConfig, learner: object, count: int) -> SamplerCon
 
 
 @pytest.fixture
-def sampler(tmp_path: Path, wait: AsyncRunner) -> Iterator[VllmSampler]:
-    model = load_model("tiny", dtype="fp32", device="cpu")
+def sampler(random_model: Path, short_probes: None, tmp_path: Path, wait: AsyncRunner) -> Iterator[VllmSampler]:
+    model = load_model(str(random_model), dtype="fp32", device="cpu")
     environment = make_environment(tmp_path / "venv")
     config = replace(VLLM, gpus=(0,), python=str(environment), max_concurrency=4, recovery_timeout=60.0)
-    made = VllmSampler(model, load_tokenizer("tiny", model), config, tmp_path / "weights")
+    made = VllmSampler(model, load_tokenizer(str(random_model), model), config, tmp_path / "weights")
     wait(made.update(PublishedWeights(0, dict(model.named_parameters()))))
     yield made
     wait(made.close())
@@ -275,17 +275,16 @@ class Order(Callback):
         self.held.append(colocated.memory)
 
 
-def test_run_lends_the_memory_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_probes")
+def test_run_lends_the_memory_in_every_step(small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "assign_gpus", with_a_gpu)
     environment, order = make_environment(tmp_path / "venv"), Order()
-    run = pg.Run(
-        algorithm=pg.get_algorithm("grpo"),
+    run = replace(
+        small,
         sampler=replace(VLLM, python=str(environment), max_concurrency=4),
         steps=2,
-        prompts_per_step=2,
-        samples_per_prompt=4,
+        samples_per_prompt=2,
         evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1),
-        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
     updates: list[Memory] = []

@@ -26,7 +26,7 @@ from policygrad.samplers.base import Request, SamplingParams, SupportsStreaming
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import server_pool
 from policygrad.samplers.engines.base import EngineCompletion, repeat_during
-from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.samplers.engines.http import HttpClient, ServerStartingError, ServerUnavailableError
 from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
 from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import VersionFolder
@@ -200,6 +200,22 @@ def test_waiting_for_servers_is_reported_and_ended(
     assert "http://two: not there" in message[1]
     assert message[-1] == ""
     assert message.count("") == 1
+
+
+def test_a_server_that_starts_is_waited_for_longer_than_one_that_is_away(make: Make, wait: AsyncRunner) -> None:
+    """Until it is no longer starting, even if the time to recover is shorter than that between two attempts."""
+    sampler = make(recovery_timeout=1e-6)
+    load_weights, attempts = sampler.load_weights, list[str]()
+
+    async def starts(url: str, version: Any) -> None:
+        attempts.append(url)
+        if len(attempts) < 4:
+            raise ServerStartingError("starting", 1.0, 600.0)
+        await load_weights(url, version)
+
+    sampler.load_weights = starts  # type: ignore[method-assign]
+    wait(sampler.update(weights(sampler, 0)))
+    assert len(attempts) == 4
 
 
 def test_chunks_continue_with_the_remaining_tokens(make: Make, wait: AsyncRunner) -> None:

@@ -61,9 +61,14 @@ def wait() -> Iterator[AsyncRunner]:
         yield waiter
 
 
+@pytest.fixture
+def model(random_model: Path) -> Any:
+    return load_model(str(random_model), dtype="fp32", device="cpu")
+
+
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer("tiny", load_model("tiny", dtype="fp32", device="cpu"))
+def tokenizer(random_model: Path) -> Tokenizer:
+    return load_tokenizer(str(random_model), load_model(str(random_model), dtype="fp32", device="cpu"))
 
 
 def publish(model: Any, version: int, change: float = 0.0) -> PublishedWeights:
@@ -106,9 +111,12 @@ def test_exported_architectures_agree_to_1e_4_nats(
         wait(sampler.close())
 
 
-def test_adapter_is_merged_for_llama_cpp(tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner) -> None:
+@pytest.mark.usefixtures("short_probes")
+def test_adapter_is_merged_for_llama_cpp(
+    random_model: Path, tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
+) -> None:
     pytest.importorskip("peft")
-    model = load_model("tiny", dtype="fp32", device="cpu", lora=Lora(rank=4))
+    model = load_model(str(random_model), dtype="fp32", device="cpu", lora=Lora(rank=4))
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     try:
         for version in range(2):
@@ -139,9 +147,8 @@ def test_unsupported_models_are_refused_before_a_server_starts(tokenizer: Tokeni
 
 
 def test_server_that_does_not_start_ends_the_run_with_its_log(
-    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
+    model: Any, tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
-    model = load_model("tiny", dtype="fp32", device="cpu")
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     sampler.versions.write = lambda tensors, folder: (folder / "model.gguf").write_text("no such thing") and None
     try:
@@ -166,8 +173,10 @@ def find_child(pid: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
-def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner) -> None:
-    model = load_model("tiny", dtype="fp32", device="cpu")
+@pytest.mark.usefixtures("short_probes")
+def test_killed_server_restarts_with_its_weights(
+    model: Any, tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
+) -> None:
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path / "weights")
     wait(sampler.update(publish(model, 0)))
     wait(sampler.update(publish(model, 7, 1e-3)))
@@ -201,10 +210,10 @@ def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path:
     wait_for_exit(served)
 
 
+@pytest.mark.usefixtures("short_probes")
 def test_llama_cpp_tokens_match_their_version_during_updates(
-    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
+    model: Any, tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
-    model = load_model("tiny", dtype="fp32", device="cpu")
     sampler = LlamaCppSampler(model, tokenizer, replace(CONFIG, chunk_tokens=2), tmp_path)
     wait(sampler.update(publish(model, 0)))
     models = {0: copy.deepcopy(model)}
@@ -260,31 +269,42 @@ class Killing(Callback):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
-def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_probes")
+def test_run_survives_a_killed_server_and_resumes(small: pg.Run, tmp_path: Path) -> None:
+    run = replace(small, sampler=CONFIG, steps=4, samples_per_prompt=2, output=str(tmp_path / "run"))
+    killing = Killing()
+    assert pg.train(run, stop_after=3, display=False, callbacks=[killing]).steps == 3
+    assert not killing.folder.exists()
+    assert pg.train(resume=tmp_path / "run", display=False).steps == 4
+    check_rows(tmp_path / "run", 4)
+
+
+@pytest.mark.full
+def test_run_with_llama_cpp_learns(tmp_path: Path) -> None:
     run = pg.Run(
         sampler=replace(CONFIG, max_concurrency=16),
-        steps=5,
+        steps=4,
         prompts_per_step=32,
-        evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
+        evaluation=pg.EvaluationConfig(problems=32, samples_per_prompt=2),
         rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
-    killing = Killing()
-    first = pg.train(run, stop_after=3, display=False, callbacks=[killing])
-    assert first.steps == 3
-    assert not killing.folder.exists()
-    resumed = pg.train(resume=tmp_path / "run", display=False)
-    assert resumed.steps == 5
-    assert resumed.before is not None
-    assert resumed.after is not None
-    assert resumed.after - resumed.before > 0.3
-    rows = [row for row in map(_json, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if "reward" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert all(row["publication/bytes"] > 2e6 and row["publication/seconds"] > 0 for row in rows)
+    result = pg.train(run, display=False)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after - result.before > 0.3
+    check_rows(tmp_path / "run", 4)
+
+
+def check_rows(folder: Path, steps: int) -> None:
+    rows = [row for row in map(_json, (folder / "metrics.jsonl").read_text().splitlines()) if "reward" in row]
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    assert all(row["publication/bytes"] > 1e5 and row["publication/seconds"] > 0 for row in rows)
     assert all(row["publication/probe_max"] < 1e-4 for row in rows)
     assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/leftover"))
 
 
+@pytest.mark.usefixtures("short_probes")
 def test_eval_with_servers_equals_local_eval_and_scores_early(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,26 +318,20 @@ def test_eval_with_servers_equals_local_eval_and_scores_early(
 
     monkeypatch.setattr(IncrementalScoring, "add_completions", counted)
     monkeypatch.setattr(RewardPool, "is_overlap_worthwhile", lambda *_: True)
-    argv = ["eval", "tiny", "--problems", "12", "--samples", "1", "--temperature", "0", "--json"]
+    argv = ["eval", "tiny", "--problems", "6", "--samples", "1", "--temperature", "0", "--max-tokens", "8", "--json"]
     code, local, _ = run_command(*argv)
     assert code == 0
     counts.clear()
     code, remote, _ = run_command(*argv, "--sampler.engine", "llama_cpp", "--sampler.context-length", "256")
     assert code == 0
     assert remote == local
-    assert counts.count(1) == 12  # one by one, as they finish
+    assert counts.count(1) == 6  # one by one, as they finish
 
 
-def test_collect_samples_from_servers() -> None:
+@pytest.mark.usefixtures("short_probes")
+def test_collect_samples_from_servers(small: pg.Run) -> None:
     sampler = SamplerConfig(engine="llama_cpp", context_length=256)
-    run = pg.Run(
-        algorithm=pg.GRPO,
-        prompts_per_step=2,
-        samples_per_prompt=2,
-        sampling=pg.SamplingParams(max_tokens=4),
-        sampler=sampler,
-    )
-    batch = pg.collect(run).batch
+    batch = pg.collect(replace(small, prompts_per_step=2, samples_per_prompt=2, sampler=sampler)).batch
     assert len(batch.mask) == 4
     assert batch.version is not None
     assert bool((batch.version[batch.mask] == 0).all())
@@ -334,38 +348,38 @@ class Versions(pg.Trainer):
         return super().on_step(done)
 
 
-def test_run_updates_weights_during_its_next_rollout(tmp_path: Path) -> None:
-    run = pg.Run(
-        algorithm=pg.get_algorithm("grpo"),
+@pytest.mark.usefixtures("short_probes")
+def test_run_updates_weights_during_its_next_rollout(small: pg.Run, tmp_path: Path) -> None:
+    run = replace(
+        small,
         sampler=replace(CONFIG, chunk_tokens=2),
         max_staleness=1,
-        steps=4,
-        prompts_per_step=8,
+        steps=3,
         samples_per_prompt=4,
         sampling=SamplingParams(temperature=3.0, max_tokens=24),  # seldom ends early
-        evaluation=pg.EvaluationConfig(problems=0),
-        rewards=pg.RewardConfig(num_workers=1),
         output=str(tmp_path / "run"),
     )
     trainer = Versions(run, display=False)
     trainer.seen = []
-    assert trainer.train().steps == 4
+    assert trainer.train().steps == 3
     assert any(len(versions) == 2 for versions in trainer.seen)
     assert all(len(versions) <= 2 for versions in trainer.seen)
     rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1]
     assert all(row["staleness/mean"] < 1 for row in rows)
     assert all(row["publication/probe_max"] < 1e-4 for row in rows)
 
 
 class Ending(Callback):
-    """Stops the server after step 2, for good."""
+    """Stops the server after step 2, for good, and has it waited for for 0.2 seconds from then on."""
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
         if step == 2:
-            [process] = trainer.resources.rollouter.sampler.processes.values()
+            sampler = trainer.resources.rollouter.sampler
+            [process] = sampler.processes.values()
             process.stop()
             process.ensure_running = lambda: ""
+            sampler.servers.recovery_timeout = 0.2
 
 
 class Phases(pg.Tracker):
@@ -378,28 +392,25 @@ class Phases(pg.Tracker):
         self.texts.append(text)
 
 
-def test_run_without_server_waits_ends_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_probes")
+def test_run_without_server_waits_ends_and_resumes(
+    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_pool, "WAIT_REPORT_SECONDS", 0.0)
-    run = pg.Run(
-        algorithm=pg.get_algorithm("grpo"),
-        sampler=replace(CONFIG, recovery_timeout=2.0),
-        steps=4,
-        prompts_per_step=2,
-        samples_per_prompt=4,
-        evaluation=pg.EvaluationConfig(problems=0),
-        rewards=pg.RewardConfig(num_workers=1),
-        output=str(tmp_path / "run"),
-    )
+    run = replace(small, sampler=CONFIG, steps=3, samples_per_prompt=2, output=str(tmp_path / "run"))
     phases = Phases()
-    with pytest.raises(EngineError, match=r"no server has answered for 2 seconds") as error:
+    with pytest.raises(EngineError, match=r"no server has answered for 0\.2 seconds") as error:
         pg.train(run, display=phases, callbacks=[Ending()])
-    assert any("step 2 is saved" in note and "--resume" in note for note in error.value.__notes__)
-    assert any(text.startswith("waiting for a server, each for up to 2 s (http://127.0.0.1:") for text in phases.texts)
+    assert any("--resume" in note and "resumes from step 2" in note for note in error.value.__notes__), (
+        error.value.__notes__
+    )
+    assert any(
+        text.startswith("waiting for a server, each for up to 0.2 s (http://127.0.0.1:") for text in phases.texts
+    )
     assert phases.texts[-1] == ""
-    patient = replace(run, sampler=CONFIG)
-    assert pg.train(patient, resume=tmp_path / "run", display=False).steps == 4
+    assert pg.train(run, resume=tmp_path / "run", display=False).steps == 3
     rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3]
 
 
 def _json(line: str) -> dict[str, Any]:
@@ -409,6 +420,7 @@ def _json(line: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.usefixtures("short_probes")
 def test_server_started_by_command_follows_the_runs_folder(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, run_command: Any
 ) -> None:
@@ -422,7 +434,7 @@ def test_server_started_by_command_follows_the_runs_folder(
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(shlex.split(command), stdout=subprocess.DEVNULL) as server:
         try:
-            model = load_model("tiny", dtype="fp32", device="cpu")
+            model = load_model("tiny", dtype="fp32", device="cpu")  # what the command compares with
             config = replace(CONFIG, urls=(url,), folder=str(tmp_path / "shared"))
             sampler = build_engine_sampler(config, model, tokenizer, tmp_path / "run", 1.0)
             wait(sampler.update(publish(model, 0)))

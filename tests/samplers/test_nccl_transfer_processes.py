@@ -160,7 +160,10 @@ def test_weights_arrive_byte_for_byte_in_another_process(
 
 @pytest.mark.parametrize(
     ("sampler_class", "form", "group"),
-    [(SglangSampler, SglangTaking, GlooGroup), (VllmSampler, VllmTaking, GlooIdGroup)],
+    [
+        (SglangSampler, SglangTaking, GlooGroup),
+        pytest.param(VllmSampler, VllmTaking, GlooIdGroup, marks=pytest.mark.full),
+    ],
 )
 def test_successor_of_a_killed_process_joins_and_the_learner_survives(
     sampler_class: type[EngineSampler],

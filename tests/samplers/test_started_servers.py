@@ -17,6 +17,8 @@ import pytest
 import policygrad as pg
 import policygrad.weight_sync.folder as folder_module
 from doubles.engine_environment import make_environment
+from doubles.forked import Forked
+from policygrad import cli
 from policygrad.errors import ConfigError, EngineError
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.factory import assign_gpus
@@ -28,17 +30,9 @@ VLLM = SamplerConfig(engine="vllm", max_concurrency=4)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for child processes in /proc")
 
 
-def make_run(folder: Path, environment: Path, **sampler: Any) -> pg.Run:
-    return pg.Run(
-        algorithm=pg.get_algorithm("grpo"),
-        sampler=replace(VLLM, python=str(environment), **sampler),
-        steps=4,
-        prompts_per_step=2,
-        samples_per_prompt=4,
-        evaluation=pg.EvaluationConfig(problems=0),
-        rewards=pg.RewardConfig(num_workers=1),
-        output=str(folder),
-    )
+def make_run(small: pg.Run, folder: Path, environment: Path, **sampler: Any) -> pg.Run:
+    engine = replace(VLLM, python=str(environment), **sampler)
+    return replace(small, sampler=engine, steps=2, samples_per_prompt=2, output=str(folder))
 
 
 def find_processes(word: str) -> list[int]:
@@ -59,7 +53,7 @@ def find_children(pid: int) -> list[int]:
 
 
 class Killing(Callback):
-    """Kills a server after every step but the last, in turn."""
+    """Kills a server after every step, in turn."""
 
     def __init__(self) -> None:
         self.killed: list[str] = []
@@ -77,16 +71,19 @@ class Killing(Callback):
 
 
 @linux
+@pytest.mark.usefixtures("short_probes")
 @pytest.mark.parametrize("servers", [1, 2])
-def test_servers_that_are_killed_are_started_again_and_nothing_is_lost(servers: int, tmp_path: Path) -> None:
+def test_servers_that_are_killed_are_started_again_and_nothing_is_lost(
+    servers: int, small: pg.Run, tmp_path: Path
+) -> None:
     environment, killing = make_environment(tmp_path / "venv"), Killing()
-    run = make_run(tmp_path / "run", environment, servers=servers)
+    run = make_run(small, tmp_path / "run", environment, servers=servers)
     result = pg.train(run, display=False, callbacks=[killing])
-    assert result.steps == 4
-    assert len(killing.killed) == 4
+    assert result.steps == 2
+    assert len(killing.killed) == 2
     assert len(set(killing.killed)) == servers
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2]
     assert all(row["publication/probe_max"] < 1e-4 for row in rows if "publication/probe_max" in row)
     logs = [(tmp_path / "run" / f"server-{i}.log").read_text() for i in range(servers)]
     assert sum(log.count("http://127.0.0.1:") for log in logs) > servers  # each start is in them
@@ -99,15 +96,18 @@ def test_servers_that_are_killed_are_started_again_and_nothing_is_lost(servers: 
 
 
 @linux
-def test_no_server_is_left_when_the_run_is_killed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_probes")
+def test_no_server_is_left_when_the_run_is_killed(random_model: Path, forked: Forked, tmp_path: Path) -> None:
     environment = make_environment(tmp_path / "venv")
-    options = ("--steps", "500", "--prompts-per-step", "2", "--samples-per-prompt", "4", "--evaluation.problems", "0")
+    options = ("--model", str(random_model), "--steps", "500", "--prompts-per-step", "2", "--samples-per-prompt", "4")
     engine = ("--sampler.engine", "vllm", "--sampler.python", str(environment), "--output", str(tmp_path / "run"))
-    command = [sys.executable, "-m", "policygrad", "train", "grpo", *options, *engine, "--plain"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        assert run.stdout is not None
+    command = ["train", "grpo", *options, *engine, "--max-tokens", "4", "--evaluation.problems", "0", "--plain"]
+    reading, writing = os.pipe()
+    run = forked.start(cli.main, command, stdout=writing)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as output:
         printed = []
-        for line in run.stdout:
+        for line in output:
             printed.append(line)
             if line.startswith("step "):
                 break
@@ -119,6 +119,7 @@ def test_no_server_is_left_when_the_run_is_killed(tmp_path: Path) -> None:
         [folder] = [Path(word) for word in words if Path(word).parent == SHARED_MEMORY]
         assert list(folder.iterdir())
         run.kill()
+        run.join()
     for pid in (guard, server):
         subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=60, check=True)
     assert not folder.exists()
@@ -136,28 +137,28 @@ def test_weights_go_through_memory_where_there_is_room(tmp_path: Path, monkeypat
     assert choose_folder(other, free) == other  # one version, and no room for the next
 
 
-def test_server_that_cannot_start_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_server_that_cannot_start_ends_the_run_with_the_end_of_its_log(small: pg.Run, tmp_path: Path) -> None:
     program = "echo loading; echo 'CUDA out of memory' >&2; exit 7"
     environment = make_environment(tmp_path / "venv", program=program)
     with pytest.raises(
         EngineError, match=r"(?s)ended with exit code 7 .*server-0\.log:\n  loading\n  CUDA out of memory"
     ):
-        pg.train(make_run(tmp_path / "run", environment), display=False)
+        pg.train(make_run(small, tmp_path / "run", environment), display=False)
     assert "CUDA out of memory" in (tmp_path / "run" / "server-0.log").read_text()
 
 
-def test_server_that_never_answers_is_given_up_after_its_time_to_start(tmp_path: Path) -> None:
+def test_server_that_never_answers_is_given_up_after_its_time_to_start(small: pg.Run, tmp_path: Path) -> None:
     environment = make_environment(tmp_path / "venv", program="echo loading; exec sleep 600")
-    run = make_run(tmp_path / "run", environment, start_timeout=0.5, recovery_timeout=0.5)
+    run = make_run(small, tmp_path / "run", environment, start_timeout=0.5, recovery_timeout=0.5)
     with pytest.raises(EngineError, match=r"(?s)no server has answered for 0\.5 seconds .*loading"):
         pg.train(run, display=False)
     assert not find_processes(str(environment))
 
 
-def test_missing_engine_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_missing_engine_is_refused_before_the_model_is_loaded(small: pg.Run, tmp_path: Path) -> None:
     environment = make_environment(tmp_path / "venv", package="sglang")
     with pytest.raises(ConfigError, match=r"vLLM is not in .*venv. `policygrad engine install vllm --into DIR`"):
-        pg.train(replace(make_run(tmp_path / "run", environment), model="no-such/model"), display=False)
+        pg.train(replace(make_run(small, tmp_path / "run", environment), model="no-such/model"), display=False)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def datum(ids: list[int]) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
+@pytest.mark.usefixtures("short_probes")
 def test_each_clients_weights_are_sampled_from(tmp_path: Path) -> None:
     """Two adapters, all weights and the base model in turns, by one server: log-probabilities are forward's. With a real vLLM where
     POLICYGRAD_VLLM names one."""

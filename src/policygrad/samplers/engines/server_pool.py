@@ -227,7 +227,7 @@ class ServerPool:
                     self._error = error
             except Exception as error:  # a bug must reach the caller too
                 self._error = error
-            timed_out = time.monotonic() + delay > deadline
+            timed_out = starting is None and time.monotonic() + delay > deadline
             server.given_up = not server.ready and (timed_out or server.rejections == MAX_ATTEMPTS)
             async with self._slot_free:
                 self._notify_all()
