@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import subprocess
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo  # before ranks are forked, which then need not import it each
 import transformers as tf
 from torch import Tensor, nn
 
@@ -18,14 +23,15 @@ from doubles.data_fields import by_tokens
 from policygrad.core.metrics import Metrics
 from policygrad.core.staleness import resolve_old_policy
 from policygrad.learners.fsdp.controller import FsdpController
-from policygrad.learners.fsdp.processes import WorkerGroup
+from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher
+from policygrad.learners.fsdp.worker import serve_controller
 from policygrad.learners.local.learner import LocalLearner
 
 BATCH = make_batch(5, groups=5)
 SIZES = {
     "n_embd": 12,
     "n_inner": 15,
-    "n_layer": 3,
+    "n_layer": 2,
     "n_head": 2,
     "n_positions": 16,
     "bos_token_id": 1,
@@ -41,10 +47,47 @@ def make_spec(algorithm: pg.Algorithm, **changes: Any) -> pg.LearnerSpec:
     return replace(spec, **changes)
 
 
+class ForkedRank:
+    """A rank forked from this process, which need not import torch first; with the interface of `subprocess.Popen`."""
+
+    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=_serve, args=(host, port, rank, size))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _serve(host: str, port: int, rank: int, size: int) -> None:
+    """Do what `policygrad.learners.fsdp.worker.main` does in an interpreter of its own."""
+    code = 1
+    try:
+        code = serve_controller(WorkerGroup.join(port, rank, size, host))
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
 @contextmanager
 def started(size: int) -> Iterator[WorkerGroup]:
-    """Start processes for the block, and restore this one's number of threads."""
-    threads, workers = torch.get_num_threads(), WorkerGroup.start(size)
+    """Fork ranks for the block. OpenMP's threads do not survive a fork, so all compute with one thread meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model()  # imports much of transformers, which the ranks need then not do each
+    try:
+        workers = WorkerGroup.start(size, WorkerLauncher(ForkedRank))
+    except BaseException:
+        torch.set_num_threads(threads)
+        raise
     try:
         yield workers
     finally:
@@ -53,7 +96,7 @@ def started(size: int) -> Iterator[WorkerGroup]:
 
 
 def model(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> nn.Module:
-    """A model whose sizes (15 rows, 12 columns, 3 layers) are not all even. Unlike Llama it computes nothing in float32."""
+    """A model whose sizes (15 rows, 12 columns) are not all even. Unlike Llama it computes nothing in float32."""
     torch.manual_seed(seed)
     config = tf.GPT2Config(
         **(SIZES | sizes), vocab_size=VOCABULARY, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.5
@@ -73,8 +116,8 @@ def learned(learner: Any, algorithm: pg.Algorithm, batch: pg.Batch = BATCH) -> M
     return metrics
 
 
-def agree(local: LocalLearner, ranked: FsdpController, tolerance: float = 1e-12) -> None:
-    """Compare weights and moments (averages of the gradients) relative to each tensor's largest number."""
+def agree(local: LocalLearner, ranked: FsdpController, tolerance: float = 1e-12) -> dict[str, Tensor]:
+    """Compare weights and moments (averages of the gradients) relative to each tensor's largest number; return the ranks'."""
     (expected, expected_values), (tensors, values) = local.state(), ranked.state()
     assert values == expected_values
     assert expected.keys() == tensors.keys()
@@ -82,6 +125,7 @@ def agree(local: LocalLearner, ranked: FsdpController, tolerance: float = 1e-12)
         assert tensors[name].shape == tensor.shape
         bound = max(tolerance, 1e-6) if name.startswith("critic/") else tolerance  # its values are float32
         assert float((tensors[name] - tensor).abs().max()) <= bound * max(1e-30, float(tensor.abs().max())), name
+    return dict(tensors)
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -14,17 +14,29 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.exc import InductorError
 
 import policygrad as pg
+from doubles.architectures import PLAIN
 from doubles.batches import float_batch
 from policygrad.learners.local import compilation
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with one block, which is what is compiled."""
+    result = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(**PLAIN, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    tf.LlamaForCausalLM(config).save_pretrained(result)
+    return result
 
 
 def learner_for(folder: Path, dtype: str = "fp32", **config: object) -> LocalLearner:
@@ -54,28 +66,26 @@ def check(folder: Path, **config: object) -> None:
         assert torch.allclose(weight, compiled.optimizer.masters[name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_take_the_same_steps(
-    random_model: Path, recompute: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_compiled_blocks_take_the_same_steps(folder: Path, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    check(random_model, gradient_checkpointing=recompute)
+    check(folder, gradient_checkpointing=recompute)
 
 
 @pytest.mark.full
-def test_compiled_blocks_take_the_same_steps_by_inductor(random_model: Path) -> None:
-    check(random_model)
+def test_compiled_blocks_take_the_same_steps_by_inductor(folder: Path) -> None:
+    check(folder)
 
 
 def test_a_machine_without_a_compiler_and_a_model_without_blocks_are_refused(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilation, "get_backbone", lambda _: torch.nn.Linear(1, 1))
     with pytest.raises(pg.ConfigError, match=r"LlamaForCausalLM has no list of `layers`"):
-        learner_for(random_model, compile=True)
+        learner_for(folder, compile=True)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(pg.ConfigError, match=r"needs a C\+\+ compiler.*apt install g\+\+"):
-        learner_for(random_model, compile=True)
+        learner_for(folder, compile=True)
 
 
 def update(learner: LocalLearner, batch: pg.Batch) -> pg.Metrics:
@@ -101,7 +111,7 @@ def check_fallback(plain: LocalLearner, compiled: LocalLearner) -> None:
     assert all(torch.equal(w, compiled.optimizer.masters[n]) for n, w in plain.optimizer.masters.items())
 
 
-def test_blocks_that_cannot_be_compiled_run_as_they_are(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_cannot_be_compiled_run_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile(call: object, **options: object) -> object:
         def fail(*args: object, **kwargs: object) -> None:
             raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no such kernel"), None)
@@ -109,7 +119,7 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are(random_model: Path, monk
         return fail
 
     monkeypatch.setattr(torch, "compile", compile)
-    check_fallback(learner_for(random_model), learner_for(random_model, compile=True))
+    check_fallback(learner_for(folder), learner_for(folder, compile=True))
 
 
 def fail_backward(after: int, error: Exception) -> Callable[..., Any]:
@@ -127,15 +137,15 @@ def fail_backward(after: int, error: Exception) -> Callable[..., Any]:
     return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=compile_backward)
 
 
-@pytest.mark.parametrize(("dtype", "recompute"), [("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize(("dtype", "recompute"), [pytest.param("fp32", False, marks=pytest.mark.full), ("bf16", True)])
 def test_an_update_whose_backward_pass_cannot_be_compiled_starts_anew_without_the_compiler(
-    random_model: Path, dtype: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, dtype: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = InductorError(RuntimeError("no such kernel"), currentframe())
-    backend = fail_backward(20, error)  # in a later micro-batch than the first
+    backend = fail_backward(3, error)  # in a later micro-batch than the first
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     config = {"dtype": dtype, "gradient_checkpointing": recompute, "micro_tokens": 1}
-    check_fallback(learner_for(random_model, **config), learner_for(random_model, compile=True, **config))
+    check_fallback(learner_for(folder, **config), learner_for(folder, compile=True, **config))
 
 
 class OutOfMemory(torch.autograd.Function):
@@ -151,14 +161,14 @@ class OutOfMemory(torch.autograd.Function):
 
 
 def test_running_out_of_memory_in_a_compiled_backward_pass_ends_the_update(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compile(call: Callable[..., Any], **options: object) -> Callable[..., Any]:
         return lambda *args, **kwargs: OutOfMemory.apply(call(*args, **kwargs))
 
     monkeypatch.setattr(torch, "compile", compile)
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
-        update(learner_for(random_model, compile=True), scored_batch())
+        update(learner_for(folder, compile=True), scored_batch())
 
 
 def test_a_models_own_error_is_not_taken_for_the_compilers() -> None:

@@ -103,7 +103,7 @@ def _follows_the_weights(alone: LocalLearner, ranked: FsdpController) -> None:
     assert ranked.publish().version == 1  # and all go on
 
 
-@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("idefics3", marks=pytest.mark.full)])
 def test_logits_of_texts_with_pictures_are_those_of_one_process(ranks: WorkerGroup, name: str) -> None:
     """Which the probe of an engine reads; two pictures, one, and none."""
     whole, processor = make_family(name)

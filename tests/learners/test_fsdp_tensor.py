@@ -76,13 +76,15 @@ TABLE = {name: runnable(name) for name in ALGORITHMS} | {"kl_cov": replace(pg.KL
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_equals_one_process_for_every_gradient_algorithm(size: int) -> None:
-    """Two processes that share each layer, and two pairs of such. A reference that is a model of its own is not cut."""
+    """Two processes that share each layer; two pairs of such for some. A reference that is a model of its own is not cut."""
     cases = {
         name: algorithm
         for name, algorithm in TABLE.items()
         if algorithm.update_rule.uses_lr and "grad_logp_sq_norm" not in algorithm.needs
     }
     assert len(cases) > 0.8 * len(TABLE)
+    if size == 4:
+        cases = {name: cases[name] for name in ("grpo", "gspo", "ppo", "prime", *PARTS)}
     with started(size) as ranks:
         wrong = {}
         for name, algorithm in cases.items():

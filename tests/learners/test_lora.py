@@ -295,7 +295,8 @@ def test_only_one_file_imports_peft_and_only_when_asked() -> None:
     source = Path(pg.__file__).parent
     result = set()
     for file in source.rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        tree = ast.parse(text if "peft" in text else "")  # to parse all takes seconds
         for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []

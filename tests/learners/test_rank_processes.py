@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from doubles.ranked import started
+import policygrad as pg
+from doubles.ranked import agree, learned, pair, values
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp import processes
 from policygrad.learners.fsdp.processes import (
@@ -57,8 +58,11 @@ def test_a_rank_exits_with_rank_0_before_connecting() -> None:
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists its sockets there")
 def test_processes_of_one_machine_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GLOO_INTERFACE, raising=False)
-    with started(2) as ranks:
+    ranks = WorkerGroup.start(2)
+    try:
         addresses = [listening_addresses(pid) for pid in (os.getpid(), ranks._processes[0].pid)]  # type: ignore[attr-defined]
+    finally:
+        ranks.close(in_sync=False)
     assert all(addresses)
     assert {address for of_process in addresses for address in of_process} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -133,6 +137,16 @@ class IdleProcess:
 
     def kill(self) -> None:
         self.killed = True
+
+
+def test_one_rank_equals_one_process() -> None:
+    """And starts no other."""
+    ranks = WorkerGroup.start(1)
+    local, ranked, _ = pair(ranks, pg.GSPO)
+    expected, result = (values(learned(learner, pg.GSPO)) for learner in (local, ranked))
+    assert result == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    agree(local, ranked)
+    ranked.close()
 
 
 def test_an_interrupted_start_leaves_no_processes() -> None:

@@ -70,8 +70,9 @@ def test_reference_scores_completions_after_its_own_prompts(model: nn.Module, al
         assert float((expected - naive_logp(model, batch, 0.7))[read].abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.2, 0.0])
-@pytest.mark.parametrize("micro_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize(
+    ("alpha", "micro_tokens"), [(1.0, 40), (0.5, 40), (0.2, 1), (0.2, 40), (0.2, 10_000), (0.0, 40)]
+)
 def test_exact_divergence_has_the_gradient_of_its_definition(model: nn.Module, alpha: float, micro_tokens: int) -> None:
     """Autograd through the divergence of one completion at a time, each read twice, for any division into micro-batches."""
     algorithm = replace(EXACT, terms=(pg.ExactKLToReference(0.7, alpha),))

@@ -130,7 +130,7 @@ def test_a_run_with_routing_replay(tmp_path: Path) -> None:
         tokenizer=tokenizer,
         algorithm=replace(pg.DR_GRPO, update_rule=pg.GradientSteps(minibatches=2)),
         steps=2,
-        prompts_per_step=4,
+        prompts_per_step=2,
         samples_per_prompt=4,
         lr=1e-2,
         sampling=SamplingParams(max_tokens=6),

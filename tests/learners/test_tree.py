@@ -45,7 +45,7 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
     monkeypatch.setattr(tree_attention, "_MAX_SCORES", limits[0])
     monkeypatch.setattr(tree_attention, "_SMALL_CALL", limits[1])
 
-    @settings(max_examples=60)
+    @settings(max_examples=25)
     @given(forests())
     def check(texts: list[tuple[int, ...]]) -> None:
         nodes, tree = laid_out(texts)

@@ -50,9 +50,10 @@ def same(a: list[Tensor], module: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, module.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("hidden", [0, 16])
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_checkpointing": True}, {"dtype": "bf16"}, {"micro_tokens": 20}], ids=str
+    ("options", "hidden"),
+    [({}, 0), ({}, 16), ({"gradient_checkpointing": True}, 16), ({"dtype": "bf16"}, 0), ({"micro_tokens": 20}, 0)],
+    ids=str,
 )
 def test_a_value_head_on_policy_states_trains_alone(
     random_model: Path, hidden: int, options: dict[str, object]
@@ -190,7 +191,7 @@ def test_pretraining_goes_over_each_rollout_several_times_without_the_clip(rando
 
 
 @pytest.mark.parametrize(
-    "critic", [POLICY, replace(POLICY, hidden=8), pg.Critic(pretrain=1)], ids=["linear", "hidden", "separate"]
+    "critic", [replace(POLICY, hidden=8), pg.Critic(pretrain=1)], ids=["on the policy's states", "separate"]
 )
 def test_a_critic_resumes_bit_for_bit(random_model: Path, critic: pg.Critic) -> None:
     algorithm, batch = with_critic(critic), float_batch()
