@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +18,19 @@ from torch import nn
 import policygrad as pg
 from doubles import wrong_ranks
 from doubles.files import rows, same, untimed, weights
+from doubles.forked import Forked
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoints
 from policygrad.learners.fsdp.controller import FsdpController
-from policygrad.training.config.serialization import dump_config
 from policygrad.training.export import export_stopped
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 LOOSE = 2e-4
 """Sums are taken in another order."""
 
 
 @pytest.fixture(scope="module")
-def run(small: pg.Run) -> pg.Run:
+def run(small: pg.Run, forked_ranks: None) -> pg.Run:
     return replace(small, algorithm=pg.GRPO, steps=3, learner=pg.LearnerConfig(micro_tokens=64, world_size=2))
 
 
@@ -122,42 +122,31 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_run_that_resumes(
     check_same(unbroken, folder)
 
 
-KILLED = """
-import os, signal, sys
-from policygrad.checkpoint import format as checkpoints
-from policygrad.cli import main
+def train_and_die_before_the_seal(run: pg.Run) -> None:
+    """Rank 0 is killed once all shares of its second checkpoint are on the disk, and its manifest is not."""
+    finish = checkpoints.CheckpointWriter.finish
 
-finish = checkpoints.CheckpointWriter.finish
+    def die(self: Any, written: Any = tuple) -> Any:
+        if written is not tuple and self.final.name == "step-000002":  # a checkpoint, not a record
+            written()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return finish(self, written)
 
-def killed(self, written=tuple):
-    if written is not tuple and self.final.name == "step-000002":  # a checkpoint, not a record
-        written()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return finish(self, written)
-
-checkpoints.CheckpointWriter.finish = killed
-sys.exit(main(sys.argv[1:]))
-"""
+    checkpoints.CheckpointWriter.finish = die  # type: ignore[method-assign]
+    pg.train(run, display=False)
 
 
 @pytest.mark.full
 def test_rank_0_that_is_killed_before_it_seals_leaves_a_run_that_resumes(
-    run: pg.Run, unbroken: Path, tmp_path: Path
+    run: pg.Run, unbroken: Path, tmp_path: Path, forked: Forked
 ) -> None:
-    """All shares are on the disk, and there is no manifest: the checkpoint before it is the newest."""
-    (tmp_path / "run.toml").write_text(dump_config(run))
+    """There is no manifest: the checkpoint before it is the newest."""
     folder = tmp_path / "run"
-    words = ["train", "--config", "run.toml", "--output", str(folder), "--plain"]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *words, "--allow-code", run.reward[0].rpartition(":")[0]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    code = forked.exit_code(train_and_die_before_the_seal, replace(run, output=str(folder)))
+    assert code == -signal.SIGKILL
     assert checkpoints.newest_step(folder / "checkpoints") == 1
     pg.train(run, resume=folder, display=False)
-    check_alike(unbroken, folder)  # another process may compute with another number of threads
+    check_same(unbroken, folder)
 
 
 def test_a_share_that_cannot_be_written_is_said_and_training_goes_on(

@@ -18,7 +18,7 @@ from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import check_part_field, list_parts
 
 
-@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("distinct", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_run_respects_delta_and_resume_is_bitwise(small: Run, tmp_path: Path, distinct: bool) -> None:
     algorithm = replace(pg.TRPO_VINE, advantage=(pg.Vine(states=2, actions=3, distinct=distinct),))
     own = tmp_path / "own.py"
