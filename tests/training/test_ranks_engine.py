@@ -18,10 +18,17 @@ from doubles.stops import send
 from policygrad.checkpoint.format import newest_step
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.samplers.config import ENGINES, SamplerConfig
+from policygrad.samplers.engines import probe
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 LOOSE = 2e-4
 """Sums are taken in another order."""
+
+
+@pytest.fixture(autouse=True)
+def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of an engine after each of its loads is most of such a run."""
+    monkeypatch.setattr(probe, "NUM_PROMPTS", 1)
 
 
 class Bare(pg.Callback):

@@ -56,7 +56,7 @@ def test_each_stage_of_the_path_takes_what_the_one_before_has_written(random_mod
     run("train", "ppo", "--model", sft, *task, *reward, *sizes, "--output", ppo)
     metrics = [row for row in rows(Path(ppo, "metrics.jsonl")) if "reward" in row]
     assert all(row["grad_norm"] > 0 and row["reward_std"] > 0 for row in metrics)
-    assert abs(metrics[0]["kl"]) < 1e-6 < metrics[1]["kl"]  # it has left the SFT model, which is its reference
+    assert metrics[-1]["kl"] > 1e-4  # it has left the SFT model, which is its reference
     check_scores(ppo, judge)
 
 

@@ -32,19 +32,20 @@ def test_run_toml_is_the_first_file(random_model: Path, tmp_path: Path, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(base_trainer, "JsonlTracker", killed)
+    run = pg.Run(
+        **SMALL,
+        model=str(random_model),
+        task=TASK,
+        reward=(mine(tmp_path, "[0.5]"),),
+        evaluation=pg.EvaluationConfig(problems=0),
+        rewards=pg.RewardConfig(num_workers=1),
+        output=str(tmp_path / "run"),
+    )
     with pytest.raises(KeyboardInterrupt):
-        pg.train(
-            pg.Run(
-                **SMALL,
-                model=str(random_model),
-                evaluation=pg.EvaluationConfig(problems=0),
-                rewards=pg.RewardConfig(num_workers=1),
-                output=str(tmp_path / "run"),
-            )
-        )
+        pg.train(run)
     monkeypatch.undo()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["lock", "run.toml"]
-    assert pg.train(resume=tmp_path / "run").steps == 1
+    assert pg.train(run, resume=tmp_path / "run").steps == 1
 
 
 def test_eval_completions_without_a_reward_count_as_zero(random_model: Path, tmp_path: Path) -> None:
@@ -70,6 +71,8 @@ def test_the_seed_sets_the_global_random_state(random_model: Path, tmp_path: Pat
             pg.Run(
                 **SMALL,
                 model=str(random_model),
+                task=TASK,
+                reward=(mine(tmp_path, "[0.5]"),),
                 evaluation=pg.EvaluationConfig(problems=0),
                 rewards=pg.RewardConfig(num_workers=1),
                 output=str(tmp_path / name),

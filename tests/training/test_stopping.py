@@ -28,7 +28,7 @@ from doubles.trackers import Record
 from policygrad import cli
 from policygrad.checkpoint.format import newest_step
 from policygrad.commands import STOPPED
-from policygrad.samplers.engines import registry
+from policygrad.samplers.engines import probe, registry
 from policygrad.trackers.console import PlainTracker
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
@@ -83,8 +83,13 @@ PHASES: dict[str, tuple[Callable[[signal.Signals], dict[str, Any]], int]] = {
 """What to give to a run, and the steps that are then saved."""
 
 
+FEW = ("loading", "measuring before", "sampling", "updating", "evaluating")
+"""The others are `make test-full`."""
 CASES = [
-    *((phase, ALL[i % 3]) for i, phase in enumerate(PHASES)),
+    *(
+        (phase, ALL[i % 3]) if phase in FEW else pytest.param(phase, ALL[i % 3], marks=pytest.mark.full)
+        for i, phase in enumerate(PHASES)
+    ),
     *(pytest.param("loading", number, marks=pytest.mark.full) for number in ALL[1:]),
 ]
 
@@ -125,8 +130,13 @@ def test_a_signal_while_saving_finishes_the_checkpoint(run: pg.Run, uninterrupte
 def test_a_silent_engine_does_not_delay_a_stop(run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step whose weights it was to load is complete, and a resumed run ends as one that never stopped."""
     monkeypatch.setitem(registry.ENGINES, "silent", "doubles.folder_engine:SilentEngine")
+    monkeypatch.setattr(
+        probe, "NUM_PROMPTS", 1
+    )  # what is asked of an engine after each of its loads, which is most of the run
     folders = {name: tmp_path / name for name in ("stopped", "whole")}
-    served = replace(run, sampler=pg.SamplerConfig(engine="silent", urls=("http://silent",)), steps=3)
+    sampler = pg.SamplerConfig(engine="silent", urls=("http://silent",))
+    served = replace(run, sampler=sampler, steps=3, prompts_per_step=2, samples_per_prompt=2)
+    served = replace(served, evaluation=pg.EvaluationConfig(problems=0))
     monkeypatch.setattr(SilentEngine, "loads", 0)
     stopped = pg.train(replace(served, output=str(folders["stopped"])), display=False)
     assert (stopped.steps, stopped.interrupted) == (2, True)
