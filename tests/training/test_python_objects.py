@@ -249,7 +249,7 @@ def test_objects_without_required_methods_are_refused(run: pg.Run) -> None:
 
 
 def test_resume_requires_the_same_kind_of_environment(run: pg.Run) -> None:
-    run = replace(run, reward=(), steps=2)
+    run = replace(run, model="tiny", reward=(), task="embedded", steps=2)
     record = Record()
     stopped = pg.train(run, environment=Chat, stop_after=1, display=record)
     assert "environment given as objects" in record.said

@@ -81,11 +81,12 @@ def test_players_of_one_role_can_be_compared(run_command: Command, tmp_path: Pat
     assert (folder / "model").exists()
 
 
-def test_a_critic_and_single_turns_fit(run_command: Command, tmp_path: Path) -> None:
+def test_a_critic_and_single_turns_fit(small: pg.Run, run_command: Command, tmp_path: Path) -> None:
     """A critic values each player's own text; and without a game there is one role, whose mean is that of all completions."""
     code, _, err = run_command("train", "a2c", *SMALL, "--output", str(tmp_path / "critic"))
     assert code == 0, err
     argv = ("--steps", "1", "--prompts-per-step", "4", "--evaluation.problems", "0", "--plain")
+    argv = (*argv, "--model", str(small.model), "--task", str(small.task), "--reward", small.reward[0])
     code, _, err = run_command("train", "spiral", *argv, "--output", str(tmp_path / "one"))
     assert code == 0, err
 
