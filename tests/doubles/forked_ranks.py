@@ -13,15 +13,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
 import pytest
 import torch
+from torch.distributed.tensor import debug
 from torch.distributed.tensor._redistribute import _gen_transform_infos
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from policygrad.learners.fsdp import processes, worker
 
@@ -91,5 +91,6 @@ def _serve(reader: int, port: int, rank: int, size: int) -> NoReturn:
 
 def _forget_rank_0() -> None:
     """Empty torch's caches: a mesh equals another process's of the same size, and cached is which part rank 0 has."""
-    _clear_sharding_prop_cache()
+    clear: Callable[[], object] = debug._clear_sharding_prop_cache
+    clear()
     _gen_transform_infos.cache_clear()

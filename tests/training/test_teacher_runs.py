@@ -48,8 +48,8 @@ def taught_by(**reference: Any) -> pg.Algorithm:
 
 
 def taught(small: Run, output: Path, **reference: Any) -> Run:
-    sizes: dict[str, int] = {"steps": 3, "prompts_per_step": 2, "samples_per_prompt": 4, "verify": 3}
-    return replace(small, algorithm=taught_by(**reference), output=str(output), **sizes)  # type: ignore[arg-type]
+    run = replace(small, steps=3, prompts_per_step=2, samples_per_prompt=4, verify=3)
+    return replace(run, algorithm=taught_by(**reference), output=str(output))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
