@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,6 @@ import pytest
 
 import policygrad as pg
 from doubles import wrong_ranks
-from doubles.forked import Forked
-from policygrad import cli
 from policygrad.checkpoint.format import newest_step
 from policygrad.commands import STOPPED
 from policygrad.training.config.serialization import dump_config
@@ -38,42 +35,20 @@ def run(small: pg.Run) -> pg.Run:
     return replace(small, algorithm=pg.GRPO, steps=3, learner=learner)
 
 
-def hang_under_torchrun(run: pg.Run, folder: Path) -> tuple[int, str]:
-    """A training in which rank 1 hangs in an update: its exit code and what its processes say."""
-    words = ["localhost:0", "hang.py", "update", "1", *write_run(run, folder)]
-    (folder / "hang.py").write_text(SCRIPT)
-    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
-
-
-def hang_in_forks(forked: Forked, run: pg.Run, folder: Path, where: str, rank: int) -> tuple[int, str]:
-    """A training in which a rank hangs: its exit code and what its processes say. All are forks of this one."""
-    words = write_run(run, folder)
-    with (folder / "said.txt").open("wb") as file:
-        code = forked.exit_code(train_and_hang, folder, where, rank, words, stdout=file.fileno())
-    return code, (folder / "said.txt").read_text()
-
-
-def train_and_hang(folder: Path, where: str, rank: int, words: Sequence[str]) -> int:
-    os.chdir(folder)
-    wrong_ranks.hang(where, rank)
-    return cli.main(words)
-
-
-def write_run(run: pg.Run, folder: Path) -> list[str]:
-    """Write the run's file into the folder, and return the command's words there."""
+def hung(run: pg.Run, folder: Path, where: str, rank: int, start: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a training in which a process hangs."""
     folder.mkdir()
     (folder / "run.toml").write_text(dump_config(run))
-    code = run.reward[0].rpartition(":")[0]
-    return ["train", "--config", "run.toml", "--output", "run", "--plain", "--allow-code", code]
+    (folder / "hang.py").write_text(SCRIPT)
+    words = [*start, "hang.py", where, str(rank), "train", "--config", "run.toml", "--output", "run", "--plain"]
+    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, *words, "--allow-code", run.reward[0].rpartition(":")[0]],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
 
 
 def alive(pid: int) -> bool:
@@ -84,10 +59,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-def check_named(said: str, folder: Path, message: str, stack: str) -> None:
+def check_named(done: subprocess.CompletedProcess[str], folder: Path, message: str, stack: str) -> None:
     """The message names the rank, the stacks are written, the run can be resumed, and no process is left."""
-    assert message in said
-    assert "resume from the last checkpoint with --resume run" in said
+    assert message in done.stderr
+    assert "resume from the last checkpoint with --resume run" in done.stderr
     shown = (folder / "run" / "stacks.txt").read_text()
     assert re.findall(r"^rank (\d) ", shown, re.MULTILINE) == ["0", "1"]
     assert stack in shown
@@ -98,45 +73,37 @@ def check_named(said: str, folder: Path, message: str, stack: str) -> None:
     assert newest_step(folder / "run" / "checkpoints") == 1
 
 
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
-    ("where", "what"), [("update", "updating"), pytest.param("draw", "drawing", marks=pytest.mark.full)]
-)
-def test_a_process_that_hangs_is_named_and_ends_the_run(
-    run: pg.Run, tmp_path: Path, forked: Forked, where: str, what: str
-) -> None:
-    code, said = hang_in_forks(forked, run, tmp_path / where, where, 1)
-    assert code == STOPPED, said
-    check_named(said, tmp_path / where, "rank 1 hung in for_ever (", f"in {what}\n")
-    assert any(line.startswith("error: rank 1 hung in for_ever (") for line in said.splitlines())
+@pytest.mark.full
+@pytest.mark.parametrize(("where", "what"), [("update", "updating"), ("draw", "drawing")])
+def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: Path, where: str, what: str) -> None:
+    done = hung(run, tmp_path / where, where, 1, [])
+    assert done.returncode == STOPPED, done.stderr
+    check_named(done, tmp_path / where, "rank 1 hung in for_ever (", f"in {what}\n")
+    assert any(line.startswith("error: rank 1 hung in for_ever (") for line in done.stderr.splitlines())
     if where == "update":
         left = replace(run, learner=replace(run.learner, world_size=1, hang_timeout=45.0))
         assert pg.train(left, resume=tmp_path / where / "run", display=False).steps == 3
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("where", ["stop", "hold"])
-def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(
-    run: pg.Run, tmp_path: Path, forked: Forked, where: str
-) -> None:
+def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, tmp_path: Path, where: str) -> None:
     """The second shows its stack all the same."""
-    code, said = hang_in_forks(forked, run, tmp_path / where, where, 1)
-    assert code == STOPPED, said
-    check_named(said, tmp_path / where, "rank 1 did not answer for 5 seconds", "its last heartbeat was")
-    assert ("wrong_ranks.py" in said and " in updating\n" in said) == (where == "hold")
+    done = hung(run, tmp_path / where, where, 1, [])
+    assert done.returncode == STOPPED, done.stderr
+    check_named(done, tmp_path / where, "rank 1 did not answer for 5 seconds", "its last heartbeat was")
+    assert ("wrong_ranks.py" in done.stderr and " in updating\n" in done.stderr) == (where == "hold")
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("forked_ranks")
-def test_rank_0_that_hangs_ends_with_the_resumable_exit_code(run: pg.Run, tmp_path: Path, forked: Forked) -> None:
-    code, said = hang_in_forks(forked, run, tmp_path / "zero", "update", 0)
-    assert code == STOPPED, said
-    check_named(said, tmp_path / "zero", "rank 0 hung in for_ever (", "in updating\n")
+def test_rank_0_that_hangs_ends_with_the_resumable_exit_code(run: pg.Run, tmp_path: Path) -> None:
+    done = hung(run, tmp_path / "zero", "update", 0, [])
+    assert done.returncode == STOPPED, done.stderr
+    check_named(done, tmp_path / "zero", "rank 0 hung in for_ever (", "in updating\n")
 
 
 @pytest.mark.full
 def test_a_hang_under_torchrun(run: pg.Run, tmp_path: Path) -> None:
-    code, said = hang_under_torchrun(run, tmp_path / "torchrun")
-    assert code == 1, said
-    check_named(said, tmp_path / "torchrun", "rank 1 hung in for_ever (", "in updating\n")
+    done = hung(run, tmp_path / "torchrun", "update", 1, [*TORCHRUN, "localhost:0"])
+    assert done.returncode == 1, done.stderr
+    check_named(done, tmp_path / "torchrun", "rank 1 hung in for_ever (", "in updating\n")
