@@ -94,6 +94,10 @@ import policygrad as pg
 def starts_with_a_digit(prompts, completions, **columns):
     return [float(c[:1].isdigit()) for c in completions]
 
+def letters(prompts, completions, **columns):
+    '''Another for every other text, so that each step moves the weights.'''
+    return [sum(map(ord, c)) % 7 / 7 for c in completions]
+
 @pg.reward(process=True)
 def digits(prompts, completions, **columns):
     '''A step per third of the text, worth 1 where it holds a digit.'''
@@ -150,6 +154,15 @@ def forked() -> Iterator[Forked]:
     """Calls functions in processes of their own, which need not import torch again."""
     with forking() as processes:
         yield processes
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks above 0 are forks of this process meanwhile, which need not import torch again; all compute with one thread."""
+    from doubles.forked_ranks import forking_ranks
+
+    with forking_ranks():
+        yield
 
 
 @pytest.fixture(scope="module")

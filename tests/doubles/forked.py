@@ -55,7 +55,7 @@ def _call(function: Callable[..., object], args: tuple[object, ...], stdout: int
     if stdout is not None:
         os.dup2(stdout, 1)
         os.dup2(stdout, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)  # line by line
     result = function(*args)
     if isinstance(result, int):
         sys.exit(result)

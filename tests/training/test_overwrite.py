@@ -122,17 +122,18 @@ def test_every_file_of_a_run_is_a_known_one(run: pg.Run) -> None:
 
 
 def test_overwrite_needs_output_and_excludes_resume(
-    run: pg.Run, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
+    run: pg.Run, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
     with pytest.raises(ConfigError, match="--overwrite replaces the run in the folder of --output"):
         pg.train(replace(run, output=None), overwrite=True, display=False)
     with pytest.raises(ConfigError, match="leave one of them out"):
-        pg.train(run, resume=tmp_path, overwrite=True, display=False)
+        pg.train(run, resume=str(run.output), overwrite=True, display=False)
     sizes = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --max-tokens 4 --evaluation.problems 0"
-    argv = ["train", "--output", str(tmp_path / "run"), *sizes.split()]
+    argv = ["train", "--output", str(run.output), "--model", str(run.model), *sizes.split()]
+    argv += ["--task", str(run.task), "--reward", run.reward[0], "--rewards.num-workers", "1"]
     assert run_command(*argv)[0] == 0
     assert run_command(*argv)[0] == 2
     assert run_command(*argv, "--overwrite")[0] == 0
-    code, _, err = run_command("train", "--resume", str(tmp_path / "run"), "--overwrite")
+    code, _, err = run_command("train", "--resume", str(run.output), "--overwrite")
     assert code == 2
     assert "--resume continues a run and --overwrite replaces it" in err

@@ -16,6 +16,7 @@ from doubles.algorithms import SINGLE_TURN, runnable
 from doubles.files import rows, untimed, weights, write_rows
 from doubles.resuming import check_resume
 from doubles.vision_models import make_family, make_picture, save_family
+from policygrad.core.trust_region import TrustRegion
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,8 @@ def run(small: pg.Run, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def adapt(run: pg.Run, name: str, model: Path) -> pg.Run:
     """The run with an algorithm, and what that needs."""
     algorithm = runnable(name)
+    if isinstance(algorithm.update_rule, TrustRegion):
+        algorithm = replace(algorithm, update_rule=replace(algorithm.update_rule, cg_iters=2))
     if name == "distill":  # its teacher has this model's tokenizer
         teacher = save_family("idefics3", model.with_name("teacher"), seed=1)
         algorithm = replace(algorithm, reference=replace(algorithm.reference, model=str(teacher)))
@@ -59,12 +62,22 @@ def adapt(run: pg.Run, name: str, model: Path) -> pg.Run:
     return run
 
 
+@pytest.fixture(scope="module")
+def trained(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    return pg.train(replace(run, steps=1, output=str(output)), display=False).output
+
+
 STILL = ("vapo", "dapo", "fipo", "prorl", "high_entropy")
 """Those whose policy need not move in two steps: a critic is trained alone at first, or completions that the limit ended are left
 out, and here it ends nearly all."""
 READS_TEXT = ("sdpo", "sdft", "opsd")
 """Those whose reference reads other prompts, which a picture is no part of."""
-RESUMED = ("grpo", "ppo", "trpo", "prime", "remax", "trpo_vine")
+RESUMED = ("grpo", "ppo", "trpo_vine")
+FEW = ("a2c", "distill", "grpo", "luffy", "prime", "remax", "trpo", "vineppo")
+"""A kind each of what reads pictures: a critic, a teacher, a reference (with rollouts drawn ahead, resumed), demonstrations, a
+reward model, a greedy answer, a trust region, branches. The others are `make test-full`."""
 
 
 def test_a_reference_that_reads_other_prompts_refuses_pictures(run: pg.Run, model: Path, tmp_path: Path) -> None:
@@ -81,7 +94,14 @@ def test_a_reference_that_reads_other_prompts_refuses_pictures(run: pg.Run, mode
         pg.train(run, display=False)
 
 
-@pytest.mark.parametrize("name", [name for name in SINGLE_TURN if name not in READS_TEXT])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FEW else pytest.param(name, marks=pytest.mark.full)
+        for name in SINGLE_TURN
+        if name not in READS_TEXT
+    ],
+)
 def test_every_algorithm_learns_from_pictures(run: pg.Run, model: Path, tmp_path: Path, name: str) -> None:
     run = adapt(run, name, model)
     if name in RESUMED:
@@ -123,8 +143,9 @@ def test_a_model_that_does_not_see_has_no_vision_to_freeze(small: pg.Run, tmp_pa
         pg.train(run, display=False)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_processes_learn_what_one_learns(run: pg.Run, tmp_path: Path) -> None:
-    run = replace(run, algorithm=pg.GRPO, learner=replace(run.learner, micro_tokens=64))
+    run = replace(run, algorithm=pg.GRPO, steps=1, learner=replace(run.learner, micro_tokens=64))
     one = pg.train(replace(run, output=str(tmp_path / "one")), display=False).output
     learner = replace(run.learner, world_size=2)
     two = pg.train(replace(run, learner=learner, output=str(tmp_path / "two")), display=False).output
@@ -135,23 +156,22 @@ def test_two_processes_learn_what_one_learns(run: pg.Run, tmp_path: Path) -> Non
     assert all(torch.allclose(expected[name], results[name], atol=2e-4) for name in expected)
 
 
-def test_a_trained_model_is_loaded_with_its_processor(run: pg.Run, tmp_path: Path) -> None:
+def test_a_trained_model_is_loaded_with_its_processor(trained: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    folder = pg.train(replace(run, steps=1, output=str(tmp_path / "run")), display=False).output / "model"
+    folder = trained / "model"
     processor = AutoProcessor.from_pretrained(folder)
     picture = make_picture(32, 24, 3).decode()
     inputs = processor(text="<image>how many?", images=[picture], return_tensors="pt")
-    trained = AutoModelForImageTextToText.from_pretrained(folder)
+    loaded = AutoModelForImageTextToText.from_pretrained(folder)
     with torch.no_grad():
-        assert trained(**inputs).logits.isfinite().all()
+        assert loaded(**inputs).logits.isfinite().all()
     again, _ = make_family("idefics3")
-    assert type(trained) is type(again)
+    assert type(loaded) is type(again)
 
 
-def test_logs_name_pictures_by_their_digest(run: pg.Run, tmp_path: Path) -> None:
-    folder = pg.train(replace(run, steps=1, output=str(tmp_path / "run")), display=False).output
-    content = rows(folder / "completions.jsonl")[0]["prompt"][0]["content"]
+def test_logs_name_pictures_by_their_digest(trained: Path) -> None:
+    content = rows(trained / "completions.jsonl")[0]["prompt"][0]["content"]
     assert set(content[0]) == {"type", "sha256"}
     assert content[1] == {"type": "text", "text": "how many?"}
 
@@ -209,14 +229,13 @@ def test_demonstrations_with_pictures_are_learned(model: Path, tmp_path: Path) -
     assert result.before["eval/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-def test_evaluation_reads_pictures(run: pg.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_reads_pictures(run: pg.Run, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from policygrad.cli import main
 
-    folder = pg.train(replace(run, steps=1, output=str(tmp_path / "run")), display=False).output
     task, reward = str(run.task), run.reward[0]
     command = [
         "eval",
-        str(folder),
+        str(trained),
         "--task",
         task,
         "--reward",

@@ -25,7 +25,7 @@ def stepwise(small: Run) -> Run:
         small,
         algorithm=pg.GRPO_PROCESS,
         reward=(*small.reward, process),
-        steps=3,
+        steps=2,
         prompts_per_step=2,
         samples_per_prompt=6,
         evaluation=EvaluationConfig(problems=2, samples_per_prompt=2),
@@ -89,7 +89,6 @@ def test_the_display_describes_step_rewards(stepwise: Run, tmp_path: Path) -> No
 
     process = stepwise.reward[1]
     assert told(stepwise, "a").endswith(f"{process} (of steps)")
-    assert told(replace(stepwise, algorithm=pg.DR_GRPO), "b").endswith(f"{process} (of steps)")
     assert told(replace(vine(stepwise), reward=stepwise.reward, step_end=None), "c").endswith(
         f"{process} (only where steps end)"
     )

@@ -77,7 +77,7 @@ def test_progress_shows_by_default(run: pg.Run, capsys: pytest.CaptureFixture[st
 
 
 def test_display_false_prints_nothing(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
-    pg.train(run, display=False)
+    pg.train(replace(run, steps=1), display=False)
     assert capsys.readouterr().out == ""
 
 
@@ -245,18 +245,18 @@ def test_objects_without_required_methods_are_refused(run: pg.Run) -> None:
         (Ends, r"Ends\.step returned NoneType: return a Step"),
     ):
         with pytest.raises(pg.EngineError, match=message):
-            pg.collect(replace(run, model="tiny", task="embedded"), environment=environment)
+            pg.collect(run, environment=environment)
 
 
 def test_resume_requires_the_same_kind_of_environment(run: pg.Run) -> None:
-    run = replace(run, model="tiny", reward=(), task="embedded")
+    run = replace(run, model="tiny", reward=(), task="embedded", steps=2)
     record = Record()
     stopped = pg.train(run, environment=Chat, stop_after=1, display=record)
     assert "environment given as objects" in record.said
     assert record.summary["resume with"].startswith("pg.train(run, resume=")
     with pytest.raises(pg.RunError, match=r"the run was given an environment from Python.*resume=.*environment="):
         pg.train(resume=stopped.output, display=False)
-    assert pg.train(run, environment=Chat, resume=stopped.output, display=False).steps == 3
+    assert pg.train(run, environment=Chat, resume=stopped.output, display=False).steps == 2
 
 
 class Apart(pg.LocalLearner):
@@ -306,7 +306,7 @@ def test_a_class_is_a_factory(run: pg.Run) -> None:
         def __init__(self, model: Any, tokenizer: Any) -> None:
             super().__init__(model, tokenizer.end_ids, 0)
 
-    assert pg.train(run, sampler=Own, display=False).steps == 3
+    assert pg.train(run, sampler=Own, display=False, stop_after=1).steps == 1
 
 
 def test_a_sampler_whose_lengths_do_not_agree_is_refused(run: pg.Run) -> None:
@@ -356,7 +356,8 @@ def test_a_tokenizer_of_another_model_is_refused(run: pg.Run, tmp_path: Path) ->
 
 def test_a_tokenizer_may_have_its_own_folder(run: pg.Run, tmp_path: Path) -> None:
     load_tokenizer(str(run.model), load_model(str(run.model))).hf.save_pretrained(tmp_path / "tokenizer")
-    assert pg.train(replace(run, tokenizer=str(tmp_path / "tokenizer")), display=False).steps == 3
+    run = replace(run, tokenizer=str(tmp_path / "tokenizer"))
+    assert pg.train(run, display=False, stop_after=1).steps == 1
 
 
 def test_async_code_runs_inside_a_running_loop_and_is_interruptible() -> None:

@@ -25,12 +25,13 @@ from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.export import export_stopped
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 LOOSE = 2e-4
 """Sums are taken in another order."""
 
 
 @pytest.fixture(scope="module")
-def run(small: pg.Run) -> pg.Run:
+def run(small: pg.Run, forked_ranks: None) -> pg.Run:
     return replace(small, algorithm=pg.GRPO, steps=3, learner=pg.LearnerConfig(micro_tokens=64, world_size=2))
 
 

@@ -18,9 +18,17 @@ from doubles.stops import send
 from policygrad.checkpoint.format import newest_step
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.samplers.config import ENGINES, SamplerConfig
+from policygrad.samplers.engines import probe
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 LOOSE = 2e-4
 """Sums are taken in another order."""
+
+
+@pytest.fixture(autouse=True)
+def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of an engine after each of its loads is most of such a run."""
+    monkeypatch.setattr(probe, "NUM_PROMPTS", 1)
 
 
 class Bare(pg.Callback):
@@ -81,7 +89,7 @@ def test_a_signal_during_the_transfer_of_weights_stops_resumably(
 
     @wraps(gather)  # it is sent to the other process by its name
     def gather_and_send(learner: FsdpLearner, *args: Any) -> Any:
-        if engine == "Folder" and learner.version == 2 and not sent:
+        if engine == "Folder" and learner.workers.rank == 0 and learner.version == 2 and not sent:
             send(signal.SIGTERM)
             sent.append(learner.version)
         return gather(learner, *args)

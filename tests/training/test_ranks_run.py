@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, untimed, weights
+from doubles.forked_ranks import forking_ranks
 from policygrad.errors import NumericsError, PolicygradError
 from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.samplers.base import Generation, Request
@@ -67,12 +69,14 @@ class Killing(pg.Callback):
             other.kill()
 
 
+@pytest.mark.parametrize("ranks", ["forked", pytest.param("started", marks=pytest.mark.full)])
 def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
-    run: pg.Run, alone: Path, tmp_path: Path
+    run: pg.Run, alone: Path, tmp_path: Path, ranks: str
 ) -> None:
     folder = tmp_path / "run"
     two = replace(run, learner=replace(run.learner, world_size=2), output=str(folder))
-    with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), during") as raised:
+    killed = pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), during")
+    with killed as raised, forking_ranks() if ranks == "forked" else nullcontext():
         pg.train(two, display=False, callbacks=[Killing(2)])
     assert f"--resume {folder}" in "".join(raised.value.__notes__)
     result = pg.train(replace(two, learner=run.learner), resume=folder, display=False)
@@ -81,6 +85,7 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
 
 
 @pytest.mark.full
+@forking_ranks()
 def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     learner = replace(run.learner, lora="rank=4")

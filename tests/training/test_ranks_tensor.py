@@ -11,6 +11,7 @@ import torch
 import policygrad as pg
 from doubles.files import rows, weights
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 LOOSE = 2e-4
 """Sums are taken in another order."""
 

@@ -71,8 +71,8 @@ def settings(folder: Path, name: str = "run.toml") -> dict[str, Any]:
 def test_resume_from_another_folder_is_bitwise(
     project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done(run_command, *RUN, "--steps", "3", "--output", "runs/whole")
-    done(run_command, *RUN, "--steps", "3", "--output", "runs/pieces", "--stop-after", "1")
+    done(run_command, *RUN, "--steps", "2", "--output", "runs/whole")
+    done(run_command, *RUN, "--steps", "2", "--output", "runs/pieces", "--stop-after", "1")
     full, pieces = project / "runs" / "whole", project / "runs" / "pieces"
     monkeypatch.chdir(project.parent / "elsewhere")
     done(run_command, "train", "--resume", "../project/runs/pieces", "--allow-code", project, "--plain")
@@ -90,14 +90,13 @@ def test_resume_from_another_folder_is_bitwise(
     assert "2 problems × 1 samples" in report
     (project / "runs").rename(project.parent / "kept")  # without its data, so from where that is
     monkeypatch.chdir(project)
-    done(run_command, "train", "--resume", project.parent / "kept" / "pieces", "--steps", "4", "--plain")
+    done(run_command, "train", "--resume", project.parent / "kept" / "pieces", "--steps", "3", "--plain")
     assert settings(project.parent / "kept" / "pieces")["directory"] == "../../project"
 
 
 def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    done(run_command, *RUN, "--steps", "3", "--output", "runs/whole")
+    """Its card tells names, not the folder. (That it ends bit for bit alike is the test above.)"""
     done(run_command, *RUN, "--steps", "3", "--output", "runs/pieces", "--stop-after", "1")
-    full = weights(project / "runs" / "whole")
     moved = project.parent / "moved"
     monkeypatch.chdir(project.parent)
     project.rename(moved)
@@ -106,11 +105,11 @@ def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypa
     model = done(run_command, "export", result.output).strip()
     assert model == str(moved / "runs" / "pieces" / "model-step-2")
     assert str(moved) not in (Path(model) / "README.md").read_text()
-    pg.train(resume=moved / "runs" / "pieces", allow_code=(str(moved),), display=False)
-    assert same(full, weights(moved / "runs" / "pieces"))
+    result = pg.train(resume=moved / "runs" / "pieces", allow_code=(str(moved),), display=False)
+    assert result.steps == 3
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward-model"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("reward-model", marks=pytest.mark.full)])
 def test_fine_tuning_and_reward_models_resume_from_another_folder(
     kind: str, project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

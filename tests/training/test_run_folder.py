@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import policygrad as pg
 from doubles.files import rows
 from doubles.trackers import Record
 
-SMALL = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
+SMALL: dict[str, Any] = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
 TASK = [{"prompt": "1 + 1 ="}, {"prompt": "1 + 2 ="}]
 
 
@@ -24,31 +25,34 @@ def mine(folder: Path, body: str) -> str:
     return f"{folder / 'mine.py'}:mine"
 
 
-def test_run_toml_is_the_first_file(tmp_path: Path, monkeypatch) -> None:
+def test_run_toml_is_the_first_file(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from policygrad.training import base_trainer
 
-    def killed(folder: Path):
+    def killed(folder: Path) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(base_trainer, "JsonlTracker", killed)
+    run = pg.Run(
+        **SMALL,
+        model=str(random_model),
+        task=TASK,
+        reward=(mine(tmp_path, "[0.5]"),),
+        evaluation=pg.EvaluationConfig(problems=0),
+        rewards=pg.RewardConfig(num_workers=1),
+        output=str(tmp_path / "run"),
+    )
     with pytest.raises(KeyboardInterrupt):
-        pg.train(
-            pg.Run(
-                **SMALL,
-                evaluation=pg.EvaluationConfig(problems=0),
-                rewards=pg.RewardConfig(num_workers=1),
-                output=str(tmp_path / "run"),
-            )
-        )
+        pg.train(run)
     monkeypatch.undo()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["lock", "run.toml"]
-    assert pg.train(resume=tmp_path / "run").steps == 1
+    assert pg.train(run, resume=tmp_path / "run").steps == 1
 
 
-def test_eval_completions_without_a_reward_count_as_zero(tmp_path: Path) -> None:
+def test_eval_completions_without_a_reward_count_as_zero(random_model: Path, tmp_path: Path) -> None:
     display = Record()
     run = pg.Run(
         **SMALL,
+        model=str(random_model),
         task=TASK,
         reward=(mine(tmp_path, "[None]"),),
         evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=2),
@@ -59,13 +63,16 @@ def test_eval_completions_without_a_reward_count_as_zero(tmp_path: Path) -> None
     assert "4 of 4 held-out completions have no reward and count as 0" in display.notes
 
 
-def test_the_seed_sets_the_global_random_state(tmp_path: Path) -> None:
+def test_the_seed_sets_the_global_random_state(random_model: Path, tmp_path: Path) -> None:
     states = []
     for name in ("a", "b"):
         torch.manual_seed(len(name) + len(states))
         pg.train(
             pg.Run(
                 **SMALL,
+                model=str(random_model),
+                task=TASK,
+                reward=(mine(tmp_path, "[0.5]"),),
                 evaluation=pg.EvaluationConfig(problems=0),
                 rewards=pg.RewardConfig(num_workers=1),
                 output=str(tmp_path / name),
@@ -76,10 +83,11 @@ def test_the_seed_sets_the_global_random_state(tmp_path: Path) -> None:
     assert torch.equal(*states)
 
 
-def test_a_completion_without_a_reward_is_logged(tmp_path: Path) -> None:
-    reward = mine(tmp_path, "[None if len(completions[0]) % 2 else 1.0]")
+def test_a_completion_without_a_reward_is_logged(random_model: Path, tmp_path: Path) -> None:
+    reward = mine(tmp_path, "[None if sum(map(ord, completions[0])) % 2 else 1.0]")
     run = pg.Run(
         algorithm=pg.DR_GRPO,
+        model=str(random_model),
         task=TASK,
         reward=(reward,),
         steps=1,
@@ -97,10 +105,11 @@ def test_a_completion_without_a_reward_is_logged(tmp_path: Path) -> None:
     assert sum(row["tokens"] for row in completions) == sampled
 
 
-def test_a_run_without_any_score_reports_it(tmp_path: Path) -> None:
+def test_a_run_without_any_score_reports_it(random_model: Path, tmp_path: Path) -> None:
     display = Record()
     run = pg.Run(
         **SMALL,
+        model=str(random_model),
         task=TASK,
         reward=(mine(tmp_path, "[None]"),),
         evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=2),
@@ -119,7 +128,7 @@ def test_a_run_without_any_score_reports_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are not Windows's")
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+@pytest.mark.parametrize("umask", [0o027, *(pytest.param(umask, marks=pytest.mark.full) for umask in (0o022, 0o077))])
 def test_files_have_the_umasks_modes(small: pg.Run, tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:

@@ -15,7 +15,7 @@ from doubles.resuming import check_resume
 from policygrad.environments.nim import Nim
 
 Command = Callable[..., tuple[int, str, str]]
-SMALL = ("--steps", "2", "--prompts-per-step", "4", "--max-tokens", "24", "--evaluation.problems", "4")
+SMALL = ("--steps", "2", "--prompts-per-step", "4", "--max-tokens", "24", "--evaluation.problems", "2")
 SMALL = (*SMALL, "--evaluation.samples-per-prompt", "2", "--environment", "nim", "--plain")
 
 
@@ -26,8 +26,8 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         model="tiny",
         algorithm=pg.SPIRAL,
         reward=(),
-        steps=3,
-        prompts_per_step=6,
+        steps=2,
+        prompts_per_step=4,
         samples_per_prompt=1,
         sampling=pg.SamplingParams(max_tokens=24),
         environment="nim",
@@ -43,6 +43,7 @@ def test_resume_is_bitwise(run: pg.Run, tmp_path: Path) -> None:
     assert any("baseline/first" in row for row in measured)
 
 
+@pytest.mark.full
 def test_rollouts_that_wait_for_a_later_step_resume_bitwise(run: pg.Run, tmp_path: Path) -> None:
     check_resume(replace(run, max_staleness=1), tmp_path)
 
@@ -58,7 +59,9 @@ def test_a_run_is_verified(run_command: Command, tmp_path: Path) -> None:
     assert {"samples", "advantages", "gradient", "weights"} <= subjects
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "remax"])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("dapo", "remax"))]
+)
 def test_algorithms_that_compare_all_players_are_refused(run_command: Command, tmp_path: Path, algorithm: str) -> None:
     code, _, err = run_command(
         "train", algorithm, *SMALL, "--samples-per-prompt", "2", "--output", str(tmp_path / "run")
@@ -78,11 +81,12 @@ def test_players_of_one_role_can_be_compared(run_command: Command, tmp_path: Pat
     assert (folder / "model").exists()
 
 
-def test_a_critic_and_single_turns_fit(run_command: Command, tmp_path: Path) -> None:
+def test_a_critic_and_single_turns_fit(small: pg.Run, run_command: Command, tmp_path: Path) -> None:
     """A critic values each player's own text; and without a game there is one role, whose mean is that of all completions."""
     code, _, err = run_command("train", "a2c", *SMALL, "--output", str(tmp_path / "critic"))
     assert code == 0, err
     argv = ("--steps", "1", "--prompts-per-step", "4", "--evaluation.problems", "0", "--plain")
+    argv = (*argv, "--model", str(small.model), "--task", str(small.task), "--reward", small.reward[0])
     code, _, err = run_command("train", "spiral", *argv, "--output", str(tmp_path / "one"))
     assert code == 0, err
 
@@ -91,7 +95,7 @@ def take_one(turn: pg.Turn) -> str:
     return "1"
 
 
-@pytest.mark.parametrize("opponent", ["random", "initial", "tiny", take_one])
+@pytest.mark.parametrize("opponent", ["random", "initial", pytest.param("tiny", marks=pytest.mark.full), take_one])
 def test_the_policy_can_play_against_somebody_else(run: pg.Run, opponent: object) -> None:
     environment = pg.SelfPlay(Nim, opponent=opponent, eval_opponent=opponent)  # type: ignore[arg-type]
     rollout = pg.collect(replace(run, environment=None), environment=environment)

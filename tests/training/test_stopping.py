@@ -28,7 +28,7 @@ from doubles.trackers import Record
 from policygrad import cli
 from policygrad.checkpoint.format import newest_step
 from policygrad.commands import STOPPED
-from policygrad.samplers.engines import registry
+from policygrad.samplers.engines import probe, registry
 from policygrad.trackers.console import PlainTracker
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
@@ -41,8 +41,10 @@ ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 def run(small: pg.Run) -> pg.Run:
     return replace(
         small,
+        reward=(small.reward[0].replace(":starts_with_a_digit", ":letters"),),
         steps=4,
         prompts_per_step=3,
+        samples_per_prompt=4,
         evaluation=pg.EvaluationConfig(problems=3, samples_per_prompt=2, every=2),
         checkpoint=pg.CheckpointConfig(every=100),
     )
@@ -81,7 +83,15 @@ PHASES: dict[str, tuple[Callable[[signal.Signals], dict[str, Any]], int]] = {
 """What to give to a run, and the steps that are then saved."""
 
 
-CASES = [(phase, s) for i, phase in enumerate(PHASES) for s in (ALL if phase == "loading" else [ALL[i % 3]])]
+FEW = ("loading", "measuring before", "sampling", "updating", "evaluating")
+"""The others are `make test-full`."""
+CASES = [
+    *(
+        (phase, ALL[i % 3]) if phase in FEW else pytest.param(phase, ALL[i % 3], marks=pytest.mark.full)
+        for i, phase in enumerate(PHASES)
+    ),
+    *(pytest.param("loading", number, marks=pytest.mark.full) for number in ALL[1:]),
+]
 
 
 @pytest.mark.parametrize(("phase", "number"), CASES)
@@ -120,8 +130,13 @@ def test_a_signal_while_saving_finishes_the_checkpoint(run: pg.Run, uninterrupte
 def test_a_silent_engine_does_not_delay_a_stop(run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step whose weights it was to load is complete, and a resumed run ends as one that never stopped."""
     monkeypatch.setitem(registry.ENGINES, "silent", "doubles.folder_engine:SilentEngine")
+    monkeypatch.setattr(
+        probe, "NUM_PROMPTS", 1
+    )  # what is asked of an engine after each of its loads, which is most of the run
     folders = {name: tmp_path / name for name in ("stopped", "whole")}
-    served = replace(run, sampler=pg.SamplerConfig(engine="silent", urls=("http://silent",)), steps=3)
+    sampler = pg.SamplerConfig(engine="silent", urls=("http://silent",))
+    served = replace(run, sampler=sampler, steps=3, prompts_per_step=2, samples_per_prompt=2)
+    served = replace(served, evaluation=pg.EvaluationConfig(problems=0))
     monkeypatch.setattr(SilentEngine, "loads", 0)
     stopped = pg.train(replace(served, output=str(folders["stopped"])), display=False)
     assert (stopped.steps, stopped.interrupted) == (2, True)
@@ -410,22 +425,33 @@ def argv(run: pg.Run, tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(("options", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
 def test_the_command_exits_with_75_and_prints_the_resume_command(
-    argv: list[str], options: tuple[str, ...], number: signal.Signals
+    argv: list[str], forked: Forked, options: tuple[str, ...], number: signal.Signals
 ) -> None:
+    reader, writer = os.pipe()
+    child = forked.start(cli.main, [*argv, "--steps", "100000", *options], stdout=writer)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        assert any(line.startswith("step ") for line in said)
+        os.kill(child.pid, number)
+        message = said.read()
+    child.join()
+    assert child.exitcode == STOPPED == 75
+    assert "resume with    policygrad train --resume" in message
+
+
+@pytest.mark.full
+def test_the_command_in_a_process_of_its_own_exits_with_75(argv: list[str]) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-m", "policygrad", *argv, "--steps", "100000", *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "policygrad", *argv, "--steps", "100000"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # also where these tests run below nohup
     )
     assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(b"step "):
-            break
-    child.send_signal(number)
-    message, _ = child.communicate(timeout=300)
-    assert child.returncode == STOPPED == 75
+    assert any(line.startswith(b"step ") for line in child.stdout)
+    child.send_signal(signal.SIGHUP)
+    message, _ = child.communicate()
+    assert child.returncode == STOPPED
     assert b"resume with    policygrad train --resume" in message
 
 
@@ -460,17 +486,23 @@ def test_a_closed_terminal_does_not_end_the_run() -> None:
         stream.close()
 
 
+SUPERVISED = {"evaluating before training": 0, "updating": 2, "evaluating after training": 3}
+"""Phases, and the steps that are then saved."""
+
+
 @pytest.mark.parametrize(
-    ("number", "phase", "steps"),
+    ("kind", "number", "phase"),
     [
-        (signal.SIGINT, "evaluating before training", 0),
-        (signal.SIGTERM, "evaluating after training", 3),
-        (signal.SIGHUP, "updating", 2),
+        ("reward-model", signal.SIGINT, "evaluating before training"),
+        ("sft", signal.SIGHUP, "updating"),
+        ("sft", signal.SIGTERM, "evaluating after training"),
+        pytest.param("sft", signal.SIGINT, "evaluating before training", marks=pytest.mark.full),
+        pytest.param("reward-model", signal.SIGHUP, "updating", marks=pytest.mark.full),
+        pytest.param("reward-model", signal.SIGTERM, "evaluating after training", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_fine_tuning_and_reward_models_stop_resumably(
-    random_model: Path, tmp_path: Path, kind: str, number: signal.Signals, phase: str, steps: int
+    random_model: Path, tmp_path: Path, kind: str, number: signal.Signals, phase: str
 ) -> None:
     rows = [{"prompt": f"{i} =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(6)]
     held = [{"prompt": f"{i} + 1 =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(2)]
@@ -480,7 +512,7 @@ def test_fine_tuning_and_reward_models_stop_resumably(
     train: Any = pg.train_sft if kind == "sft" else pg.train_reward_model
     given: dict[str, Any] = {"callbacks": [AtUpdate(2, number)]} if phase == "updating" else {}
     stopped = train(config, display=AtPhase(phase, number), **given)
-    assert (stopped.steps, stopped.model, stopped.interrupted) == (steps, None, True)
+    assert (stopped.steps, stopped.model, stopped.interrupted) == (SUPERVISED[phase], None, True)
     train(resume=tmp_path / "run", display=False)
     uninterrupted = train(replace(config, output=str(tmp_path / "whole")), display=False)
     assert same(weights(uninterrupted.output), weights(tmp_path / "run"))

@@ -22,7 +22,10 @@ Train = Callable[..., Any]
 GUARD = SupervisedGuardConfig(window=2, loss=0)
 
 
-@pytest.fixture(params=["sft", "reward-model"])
+BOTH = pytest.mark.parametrize("kind", ["sft", "reward-model"], indirect=True)
+
+
+@pytest.fixture(params=["sft", pytest.param("reward-model", marks=pytest.mark.full)])
 def kind(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> tuple[Any, Train]:
     """(a configuration of six steps, what trains it)."""
     how: dict[str, Any] = {"model": str(random_model), "batch_size": 4, "lr": 1e-3, "guard": GUARD}
@@ -88,6 +91,7 @@ def test_a_spike_is_noted_and_training_continues(kind: tuple[Any, Train], tmp_pa
     assert same(weights(tmp_path / "run"), weights(tmp_path / "away"))
 
 
+@BOTH
 def test_a_skipped_step_is_undone_and_resume_is_bitwise(kind: tuple[Any, Train], tmp_path: Path) -> None:
     config, train = kind
     config = replace(config, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
@@ -130,7 +134,7 @@ def test_a_stop_undoes_the_update_and_is_resumable(kind: tuple[Any, Train], tmp_
     assert train(resume=tmp_path / "run", display=False).steps == 6
 
 
-@pytest.mark.parametrize("action", ["warn", "skip"])
+@pytest.mark.parametrize("action", ["warn", pytest.param("skip", marks=pytest.mark.full)])
 def test_a_nonfinite_gradient_ends_the_run_with_weights_unchanged(
     kind: tuple[Any, Train], tmp_path: Path, action: str
 ) -> None:

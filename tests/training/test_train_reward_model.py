@@ -140,16 +140,37 @@ def test_micro_batches_hold_every_text_once_within_the_budget() -> None:
 # --- as a reward
 
 
-def test_the_reward_model_scores_in_a_dedicated_worker(changed: Callable[..., Path]) -> None:
-    """The weighted score is transformers' own, the other workers do not load the model, and what is too long is told."""
-    judge = changed(config={"max_position_embeddings": 40})
+SCORED = ["2 + 3 =\n", "7 - 1 =\n", "1 + 1 =\n"] * 3
+TEXTS = ["5", "", "a longer answer: 2", "6", "<answer>5</answer>", "x", "5" * 40, "z", "5 5 5 5"]
+TOO_LONG = "tokens, and the reward model reads 40: lower --max-tokens"
+
+
+def score_by_transformers(judge: Path) -> list[float | None]:
+    """The scores of `TEXTS`, one at a time; None: the one that is too long."""
     model, tokenizer = load_classifier(str(judge)), load_classifier_tokenizer(str(judge))
-    prompts = ["2 + 3 =\n", "7 - 1 =\n", "1 + 1 =\n"] * 3
-    completions = ["5", "", "a longer answer: 2", "6", "<answer>5</answer>", "x", "5" * 40, "z", "5 5 5 5"]
-    expected = [
+    return [
         model(torch.tensor([encode_for_scoring(tokenizer, p, c)])).logits.item() if c != "5" * 40 else None
-        for p, c in zip(prompts, completions, strict=True)
+        for p, c in zip(SCORED, TEXTS, strict=True)
     ]
+
+
+def test_scores_are_transformers_own_and_what_is_too_long_is_told(changed: Callable[..., Path]) -> None:
+    judge = changed(config={"max_position_embeddings": 40})
+    results = RewardCaller("it", ModelReward.from_name(str(judge)))(SCORED, TEXTS, {})
+    expected = score_by_transformers(judge)
+    for result, score_alone in zip(results, expected, strict=True):
+        assert result.value == (None if score_alone is None else pytest.approx(score_alone, abs=1e-5))
+    assert [i for i, result in enumerate(results) if result.reason] == [6]
+    assert TOO_LONG in results[6].message
+    known = [x for x in expected if x is not None]
+    assert max(known) - min(known) > 0.01
+
+
+@pytest.mark.full
+def test_the_reward_model_scores_in_a_dedicated_worker(changed: Callable[..., Path]) -> None:
+    """The weighted score is transformers' own, and the other workers do not load the model. (test_rlhf.py has a run with one.)"""
+    judge = changed(config={"max_position_embeddings": 40})
+    expected, prompts, completions = score_by_transformers(judge), SCORED, TEXTS
     with RewardPool([f"model:{judge}*0.5", "format"], num_workers=2) as pool:
         loads = [tuple(code is not None for _, code, _ in slot.start.functions) for slot in pool._slots]
         assert loads == [(True, False), (False, True), (False, True)]
@@ -158,12 +179,11 @@ def test_the_reward_model_scores_in_a_dedicated_worker(changed: Callable[..., Pa
     results = scores.parts[f"model:{judge}"]
     assert results[6] is scores.total[6] is None
     assert scores.failures == {"raised": 1}
-    assert "tokens, and the reward model reads 40: lower --max-tokens" in scores.messages[0]
+    assert TOO_LONG in scores.messages[0]
     assert scores.parts == rerun.parts
     known = [(x, y) for x, y in zip(results, expected, strict=True) if x is not None and y is not None]
     assert len(known) == 8
     assert all(x == pytest.approx(y, abs=1e-5) for x, y in known)
-    assert max(y for _, y in known) - min(y for _, y in known) > 0.01
     assert results[4] is not None
     assert scores.total[4] == pytest.approx(0.5 * results[4] + 1.0)
     assert resolve_reward(f"0.25*model:{judge}").weight == 0.25
@@ -271,15 +291,15 @@ def test_the_pairs_of_a_prompt_stay_together(config: pg.RewardModelConfig) -> No
 
 
 def test_training_learns_resumes_bitwise_and_loads_elsewhere(config: pg.RewardModelConfig, tmp_path: Path) -> None:
-    """Stopped after every second step and taken up again; and the saved model scores as the trained one."""
-    uninterrupted = pg.train_reward_model(replace(config, epochs=4, output=str(tmp_path / "whole")))
+    """Stopped twice and taken up again; and the saved model scores as the trained one."""
+    uninterrupted = pg.train_reward_model(replace(config, output=str(tmp_path / "whole")))
     assert uninterrupted.after is not None
     assert uninterrupted.model is not None
     assert uninterrupted.after["eval/loss"] < uninterrupted.before["eval/loss"]
     pieces = tmp_path / "pieces"
-    result = pg.train_reward_model(replace(config, epochs=4, output=str(pieces)), stop_after=5)
+    result = pg.train_reward_model(replace(config, output=str(pieces)), stop_after=3)
     while result.model is None:
-        result = pg.train_reward_model(resume=pieces, stop_after=7)
+        result = pg.train_reward_model(resume=pieces, stop_after=4)
     assert result.steps == uninterrupted.steps
     assert result.after == uninterrupted.after
     one, other = (load_file(run / "model" / "model.safetensors") for run in (uninterrupted.output, pieces))

@@ -25,21 +25,31 @@ from policygrad.training.trainer import train
 
 
 def test_the_reward_rises(small: Run, tmp_path: Path) -> None:
-    """A random model starts 2 % of its answers with a digit; after 60 short steps it does most of the time.
+    """A random model writes a digit in 10 to 25 % of its answers; after 24 short steps it does most of the time.
 
-    (Of 32 samples a step every other one holds no right answer, and a run's luck decides; with 96 four seeds end above 0.9.)
+    (After 20 steps of three seeds: 0.90, 0.63, 0.65.)
     """
-    measured = EvaluationConfig(problems=3, samples_per_prompt=32, every=30)
-    run = replace(small, steps=60, samples_per_prompt=24, output=str(tmp_path / "run"), evaluation=measured)
+    (tmp_path / "rewards.py").write_text(
+        "def has_a_digit(completions, **columns):\n    return [float(any(x.isdigit() for x in c)) for c in completions]\n"
+    )
+    run = replace(
+        small,
+        reward=(f"{tmp_path / 'rewards.py'}:has_a_digit",),
+        steps=24,
+        lr=6e-3,
+        checkpoint=CheckpointConfig(every=100),
+        evaluation=EvaluationConfig(problems=3, samples_per_prompt=32, every=12),
+        output=str(tmp_path / "run"),
+    )
     record = Record()
     result = train(run, display=record)
     assert result.before is not None
     assert result.after is not None
-    assert result.after > result.before + 0.5
+    assert result.after > result.before + 0.3
     assert json.loads((result.output / "result.json").read_text())["eval_reward_after"] == result.after
     metrics = rows(result.output / "metrics.jsonl")
-    assert [m["step"] for m in metrics if "eval/reward" in m] == [0, 30, 60]
-    assert [s for s, _ in record.steps] == list(range(1, 61))
+    assert [m["step"] for m in metrics if "eval/reward" in m] == [0, 12, 24]
+    assert [s for s, _ in record.steps] == list(range(1, 25))
     for name in (
         "reward",
         "reward_std",
@@ -57,7 +67,7 @@ def test_the_reward_rises(small: Run, tmp_path: Path) -> None:
         assert all(name in m for m in metrics if "reward" in m and m.get("updates/taken")), name
     assert max(m["mismatch/logp_max"] for m in metrics if "mismatch/logp_max" in m) < 1e-3
     completions = rows(result.output / "completions.jsonl")
-    assert len(completions) == 60 * 96
+    assert len(completions) == 24 * 32
     assert {"step", "prompt", "completion", "reward", "advantage", "tokens", "truncated"} <= completions[0].keys()
 
 
@@ -80,7 +90,7 @@ def test_the_saved_model_has_the_same_logprobs_in_transformers(small: Run, tmp_p
     assert not torch.equal(model(ids).logits, original(ids).logits)
 
 
-FEW = ("dapo", "kl_cov", "prorl", "trpo", "vapo", "vineppo")
+FEW = ("dapo", "vapo")
 """What trains the base model in every test run; the others, which `test_every_algorithm_resumes` trains on a random model, do in
 `make test-full`."""
 
@@ -109,7 +119,14 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
         assert ("lambda/max" in metrics) is (name == "vapo")
 
 
-@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "grpo", "magistral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reinforce_pp",
+        "grpo",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("reinforce_pp_baseline", "magistral")),
+    ],
+)
 def test_training_on_constant_rewards_leaves_the_weights_as_they_are(name: str, small: Run, tmp_path: Path) -> None:
     """0.7 is no float32: the mean of several is another number, and a spread of rounding alone used to train `reinforce_pp`."""
     (tmp_path / "rewards.py").write_text("def constant(completions, **columns):\n    return [0.7] * len(completions)\n")

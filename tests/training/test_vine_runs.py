@@ -18,12 +18,12 @@ from policygrad.training.config.run import Run
 from policygrad.training.config.serialization import check_part_field, list_parts
 
 
-@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("distinct", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_run_respects_delta_and_resume_is_bitwise(small: Run, tmp_path: Path, distinct: bool) -> None:
     algorithm = replace(pg.TRPO_VINE, advantage=(pg.Vine(states=2, actions=3, distinct=distinct),))
     own = tmp_path / "own.py"
     own.write_text("def variety(prompts, completions, **columns):\n    return [len(set(c)) / 8 for c in completions]\n")
-    run = replace(small, algorithm=algorithm, lr=None, steps=3, samples_per_prompt=2, reward=(f"{own}:variety",))
+    run = replace(small, algorithm=algorithm, lr=None, steps=2, samples_per_prompt=2, reward=(f"{own}:variety",))
     record = Record()
     check_resume(run, tmp_path, display=record)
     for _, metrics in record.steps:
