@@ -165,10 +165,11 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
         return code
     report = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     called = shlex.join(["python", "scripts/measure_algorithms.py", *args])
-    page = (folder / "comparison.html").read_text(encoding="utf-8")
     if before is not None:
         report, page = merge_reports(before, report)
         called, left_out = f"{before['measured_by']}\n{called}", before["left_out"] | left_out
+    else:
+        page = (folder / "comparison.html").read_text(encoding="utf-8")
     report |= {"measured_by": called, "left_out": left_out}
     write_packed_result(f"{name}.json", format_report(report), results)
     write_packed_result(f"{name}.html", page, results)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import load_result, read_result
 
 import measure_algorithms
 import measure_control
@@ -110,7 +111,7 @@ def test_the_regime_is_handed_to_every_row(tmp_path: Path, result: dict[str, Any
     rows = argv[: argv.index("--budget-tokens")]
     assert [row.partition("=")[0] for row in rows] == [*measure_algorithms.GATED, measure_algorithms.UNGATED]
     assert all("--max-staleness 4" in row and "--algorithm.update-rule.minibatches 16" in row for row in rows)
-    assert (tmp_path / "results" / "gates.json").exists()
+    assert load_result("gates", tmp_path / "results") is not None
 
 
 def test_before_anything_was_measured_the_page_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -205,20 +206,18 @@ def test_the_script_hands_every_row_on_and_keeps_the_report(
     assert left_out["sdft"]
     assert argv[-2:] == ["--jobs", "2"]
     assert argv[argv.index("--lr-grid") + 1] == measure_algorithms.LR_GRID
-    kept = json.loads((tmp_path / "results" / "algorithms.json").read_text())
+    text = read_result("algorithms.json", tmp_path / "results") or ""
+    kept = json.loads(text)
     without_claims = {key: value for key, value in result.items() if key != "claims"}
     assert kept == without_claims | {
         "measured_by": "python scripts/measure_algorithms.py -- --jobs 2",
         "left_out": left_out,
     }
-    assert (
-        sum(line.startswith('{"label"') for line in (tmp_path / "results" / "algorithms.json").read_text().splitlines())
-        == 5
-    )
-    assert (tmp_path / "results" / "algorithms.html").exists()
+    assert sum(line.startswith('{"label"') for line in text.splitlines()) == 5
+    assert read_result("algorithms.html", tmp_path / "results") == "<!doctype html>"
     measure_algorithms.main(["--ladder", "dapo"], compare, tmp_path / "results", tmp_path / "work")
     assert asked[1][:2] == ["--ladder", "dapo"]
-    assert (tmp_path / "results" / "ladder-dapo.json").exists()
+    assert load_result("ladder-dapo", tmp_path / "results") is not None
 
 
 def test_a_try_or_a_stop_leaves_the_results_alone(tmp_path: Path) -> None:

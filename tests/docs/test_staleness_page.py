@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import load_result, read_result
 
 import measure_staleness
 import policygrad as pg
@@ -42,7 +43,7 @@ def test_rates_are_those_that_were_measured() -> None:
         measure_staleness.best_rates({"rows": rows[:-1]})
 
 
-def test_a_caller_of_compare(tmp_path: Path) -> None:
+def test_the_measurement_calls_compare_and_keeps_its_report_and_page(tmp_path: Path) -> None:
     def compare(words: list[str]) -> int:
         folder = Path(words[words.index("--output") + 1])
         folder.mkdir(parents=True)
@@ -52,9 +53,9 @@ def test_a_caller_of_compare(tmp_path: Path) -> None:
         return 0
 
     assert measure_staleness.main(["--", "--jobs", "2"], compare, tmp_path / "results", tmp_path / "work") == 0
-    reported = json.loads((tmp_path / "results" / "staleness.json").read_text())
+    reported = load_result("staleness", tmp_path / "results") or {}
     assert reported["measured_by"] == "python scripts/measure_staleness.py -- --jobs 2"
-    assert (tmp_path / "results" / "staleness.html").read_text() == "page"
+    assert read_result("staleness.html", tmp_path / "results") == "page"
 
 
 def steps(staleness: int) -> list[dict[str, Any]]:

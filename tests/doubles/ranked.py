@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import subprocess
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,18 +9,17 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch._dynamo  # before ranks are forked, which then need not import it each
 import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch, naive_logp, with_reference_prompts
 from doubles.data_fields import by_tokens
+from doubles.forked_ranks import ForkedWorker
 from policygrad.core.metrics import Metrics
 from policygrad.core.staleness import resolve_old_policy
 from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher
-from policygrad.learners.fsdp.worker import serve_controller
 from policygrad.learners.local.learner import LocalLearner
 
 BATCH = make_batch(5, groups=5)
@@ -47,47 +42,10 @@ def make_spec(algorithm: pg.Algorithm, **changes: Any) -> pg.LearnerSpec:
     return replace(spec, **changes)
 
 
-class ForkedRank:
-    """A rank forked from this process, which need not import torch first; with the interface of `subprocess.Popen`."""
-
-    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=_serve, args=(host, port, rank, size))
-        self._process.start()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _serve(host: str, port: int, rank: int, size: int) -> None:
-    """Do what `policygrad.learners.fsdp.worker.main` does in an interpreter of its own."""
-    code = 1
-    try:
-        code = serve_controller(WorkerGroup.join(port, rank, size, host))
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
-
-
 @contextmanager
 def started(size: int) -> Iterator[WorkerGroup]:
-    """Fork ranks for the block. OpenMP's threads do not survive a fork, so all compute with one thread meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model()  # imports much of transformers, which the ranks need then not do each
-    try:
-        workers = WorkerGroup.start(size, WorkerLauncher(ForkedRank))
-    except BaseException:
-        torch.set_num_threads(threads)
-        raise
+    """Fork ranks for the block, and restore this process's number of threads."""
+    threads, workers = torch.get_num_threads(), WorkerGroup.start(size, WorkerLauncher(ForkedWorker))
     try:
         yield workers
     finally:
