@@ -150,6 +150,12 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a server that does not fit refused after it was tried, and so compared with the learner, twice instead of ten times."""
+    monkeypatch.setattr("policygrad.samplers.engines.server_pool.MAX_ATTEMPTS", 2)
+
+
+@pytest.fixture
 def forked() -> Iterator[Forked]:
     """Calls functions in processes of their own, which need not import torch again."""
     with forking() as processes:

@@ -428,6 +428,7 @@ def test_steps_of_uneven_units_are_counted_or_refused() -> None:
         BatchSchedule(uneven, 10**9, 3, seed=0)
 
 
+@pytest.mark.full
 def test_sft_of_ten_million_epochs_begins_at_once(tmp_path: Path, run_command: Command) -> None:
     rows = write_rows(tmp_path / "a.jsonl", [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(16)])
     out = tmp_path / "run"

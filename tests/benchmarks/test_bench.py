@@ -375,6 +375,7 @@ def test_turns_of_a_step_are_summed_and_its_conversations_counted_once() -> None
     assert clock.sum_turns(facts, 1) == facts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["conversations", "geometric"])
 def test_a_small_work_is_measured_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -33,6 +33,7 @@ def measure(forked: Forked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     return call
 
 
+@pytest.mark.full
 def test_later_calls_keep_what_earlier_ones_have_measured(measure: Measure) -> None:
     code, parts = measure("head")
     assert (code, list(parts)) == (0, ["head"]), parts

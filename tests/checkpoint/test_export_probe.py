@@ -39,6 +39,7 @@ def write_random_adapter(folder: Path, **options: Any) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("part", ["lm_head", "embed_tokens", "modules_to_save"])
 def test_one_of_two_tied_layers_is_merged_alone(part: str, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_kill_at_every_stage_of_a_save(tmp_path, step):
     assert stage > 20
 
 
+@pytest.mark.full
 def test_kill_at_random_moments(tmp_path):
     """A child saves in a loop and tells of each stage; the parent kills it, unannounced, after the n-th word."""
     draw = random.Random(0)

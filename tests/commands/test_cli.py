@@ -215,6 +215,7 @@ def test_only_the_final_configuration_is_checked(run_command: Any, tmp_path: Pat
     assert "set samples_per_prompt to 2 or more" in err
 
 
+@pytest.mark.full
 def test_max_tokens_on_the_command_line_changes_a_files_aggregation_length(run_command: Any, tmp_path: Path) -> None:
     written = tmp_path / "run.toml"
     written.write_text(run_command("train", "dr_grpo", "--max-tokens", "40", "--dry-run")[1], encoding="utf-8")

@@ -213,6 +213,7 @@ def test_paired_bootstrap_by_enumeration() -> None:
         paired_difference([1.0], [1.0, 0.0])
 
 
+@pytest.mark.full
 def test_the_heading_names_the_evaluation_data(
     run_command: Command, small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_run_from_training_to_its_report(read_json: Callable[..., list[Any]], 
     assert "the trained model is already in run/model" in error["error"]["message"]
 
 
+@pytest.mark.full
 def test_a_stopped_run_says_how_it_continues(
     read_json: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_stopped_run_says_how_it_continues(
     assert (last["event"], last["steps"]) == ("finished", 2)
 
 
+@pytest.mark.full
 def test_fine_tuning_and_reward_models(read_json: Callable[..., list[Any]], tmp_path: Path) -> None:
     pairs = [{"prompt": f"{i} + 1 =\n", "completion": str(i + 1)} for i in range(8)]
     events = read_json(
@@ -169,6 +171,7 @@ def test_the_machine(read_json: Callable[..., list[Any]], monkeypatch: pytest.Mo
     assert {check["group"] for check in result["findings"]} >= {"Machine", "Learner", "Sampler"}
 
 
+@pytest.mark.full
 def test_the_lab(read_json: Callable[..., list[Any]]) -> None:
     [experiments] = read_json(0, "lab", "--list-experiments")
     name = next(iter(experiments["experiments"]))

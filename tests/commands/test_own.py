@@ -68,6 +68,7 @@ def test_an_unnamed_algorithm_gets_its_variables_name(here: Path) -> None:
     assert load_algorithm("own_file.py:TENTED").name == "tented"
 
 
+@pytest.mark.full
 def test_a_changed_custom_algorithm_gets_another_name(run_command: Any, here: Path) -> None:
     """No row of the matrix would tell later that a part is not what its name stands for."""
     assert dry(run_command, "own_file.py:TENTED")["algorithm"]["name"] == "tented"
@@ -154,6 +155,7 @@ def test_errors_name_file_line_and_similar_names(run_command: Any, here: Path, c
     assert "Traceback" not in out + err
 
 
+@pytest.mark.full
 def test_a_run_with_a_custom_file_resumes_from_another_folder(
     run_command: Any, here: Path, small: pg.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from doubles.guides import Command, enter_page, list_blocks
 from policygrad.commands.skills import DEFAULT_FOLDER, Skill, load_skills
 
 GUIDES = {guide.name: guide for guide in load_skills()}
-OTHERS = ("policygrad-debug-run", "policygrad-reproduce-run")
-"""Guides of commands that other guides and test_json.py run too."""
+FAST = ("policygrad-check-run",)
+"""Guides whose commands run in the fast tier; those of the others are `make test-full`."""
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -39,7 +39,7 @@ def test_a_guide_has_the_form_of_the_specification(guide: Skill) -> None:
 
 @pytest.mark.parametrize(
     "guide",
-    [pytest.param(guide, id=name, marks=[pytest.mark.full] * (name in OTHERS)) for name, guide in GUIDES.items()],
+    [pytest.param(guide, id=name, marks=[pytest.mark.full] * (name not in FAST)) for name, guide in GUIDES.items()],
 )
 def test_every_command_of_a_guide_runs(
     guide: Skill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command

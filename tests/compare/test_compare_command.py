@@ -70,6 +70,7 @@ def test_rows_are_parsed_into_labels_and_options() -> None:
     assert result["grpo"].measure != result["tight"].measure
 
 
+@pytest.mark.full
 def test_evaluations_cost_at_most_their_share() -> None:
     for row in rows("grpo", "vapo", "rloo", "ppo").values():
         run = resolve_row(row.label, row.argv)
@@ -80,6 +81,7 @@ def test_evaluations_cost_at_most_their_share() -> None:
     assert resolve_row("own", rows("grpo", common=("--evaluation.every", "1"))["grpo"].argv).evaluation.every == 1
 
 
+@pytest.mark.full
 def test_the_tuned_option_follows_the_algorithm() -> None:
     grids = {"lr_grid": (1e-4, 1e-3), "delta_grid": (0.01, 0.03)}
     result = rows("grpo", "trpo", "fixed=grpo --lr 1e-3", **grids)
@@ -91,6 +93,7 @@ def test_the_tuned_option_follows_the_algorithm() -> None:
         rows("grpo", common=("--lr", "1e-3"), **grids)
 
 
+@pytest.mark.full
 def test_overrides_for_short_answers_are_printed_and_can_be_disabled() -> None:
     result = rows("vapo", "grpo")
     assert result["vapo"].reason == OVERRIDES["vapo"].reason
@@ -153,6 +156,7 @@ def test_dry_run_prints_every_command(run_command: Any, tmp_path: Path, monkeypa
     assert not Path("comparisons").exists()
 
 
+@pytest.mark.full
 def test_seeds_that_can_tell_no_rows_apart_are_announced_before_the_runs(
     run_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +185,7 @@ def test_too_few_seeds_are_announced_before_the_first_run(
     assert share in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LADDERS)
 def test_a_ladder_ends_at_its_method(name: str) -> None:
     """Every rung is another algorithm than the one below, and the last is the method itself."""

@@ -247,6 +247,7 @@ def test_what_deviates_is_refused_by_name_or_listed(here: Path, run_command: Any
     assert "deviates from c/preregistration.json" in err
 
 
+@pytest.mark.full
 def test_a_plan_in_a_file_cannot_be_changed_by_options_beside_it(here: Path, run_command: Any) -> None:
     assert run_command("compare", *ROWS, "--preregister", "plans/plan.json", *TASK)[0] == 0
     for more, named in (
@@ -261,6 +262,7 @@ def test_a_plan_in_a_file_cannot_be_changed_by_options_beside_it(here: Path, run
         assert f"and {named} would" in " ".join(err.split())
 
 
+@pytest.mark.full
 def test_seeds_added_later_are_a_deviation(here: Path, run_command: Any) -> None:
     assert run_command("compare", *ROWS, "--preregister", "plans/plan.json", *TASK)[0] == 0
     assert run_command("compare", "--preregistered", "plans/plan.json", "--output", "c")[0] == 0
@@ -273,6 +275,7 @@ def test_seeds_added_later_are_a_deviation(here: Path, run_command: Any) -> None
     assert len(json.loads((here / "c" / "comparison.json").read_text())["preregistration"]["deviations"]) == 1
 
 
+@pytest.mark.full
 def test_runs_from_before_cannot_be_preregistered(here: Path, run_command: Any) -> None:
     assert run_command("compare", *ROWS, "--output", "c", *TASK)[0] == 0
     assert run_command("compare", *ROWS, "--preregister", "plans/plan.json", *TASK)[0] == 0
@@ -297,6 +300,7 @@ def test_a_file_from_others_names_no_code_without_permission(
     )
 
 
+@pytest.mark.full
 def test_a_file_beside_the_code_that_it_names_needs_permission_too(here: Path, run_command: Any) -> None:
     """Both may have come from somebody else, in one folder."""
     assert run_command("compare", *ROWS, "--preregister", "plan.json", *TASK)[0] == 0

@@ -131,6 +131,7 @@ def test_a_resumed_run_keeps_the_permissions_of_its_command_line(tmp_path: Path,
     assert f"words: train --resume {folder} {permitted} --plain" in (tmp_path / "run.log").read_text()
 
 
+@pytest.mark.full
 def test_a_run_does_not_import_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `policygrad train` there does not."""
     for name in ("json", "shlex", "tomllib", "tyro"):

@@ -62,12 +62,14 @@ def test_core_imports_torch_and_the_standard_library_alone() -> None:
     assert rooms == {"core", "errors", "algorithms"}
 
 
+@pytest.mark.full
 def test_the_example_learns_in_sixty_lines(example: ModuleType) -> None:
     rewards = example.train("grpo", 20)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 60
 
 
+@pytest.mark.full
 def test_the_example_takes_every_row_whose_fields_it_fills_and_the_others_name_what_is_missing(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

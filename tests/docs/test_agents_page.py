@@ -59,6 +59,7 @@ def test_the_agent_is_trained_evaluated_and_resumed(
     assert code == 0, err
 
 
+@pytest.mark.full
 def test_a_model_alone_is_served_to_the_agent(folder: Path, forked: Forked) -> None:
     reading, writing = os.pipe()
     server = forked.start(cli.main, [*COMMANDS[0][1:], "--json", "--record", "record.jsonl"], stdout=writing)

@@ -46,6 +46,7 @@ def test_a_served_teacher_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(form.scored) >= 2
 
 
+@pytest.mark.full
 def test_two_teachers_teach(capsys: pytest.CaptureFixture[str]) -> None:
     [command] = [argv for argv in COMMANDS if "math=tiny" in argv]
     assert main([*command, *SMALL]) == 0, capsys.readouterr().err

@@ -330,6 +330,7 @@ def test_own_algorithm_in_15_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert markdown.run_code_blocks(OWN) == OWN
 
 
+@pytest.mark.full
 def test_own_algorithm_trains(small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's gate and its advantage, trained from Python as the page does, at a small size."""
     write_own(tmp_path)

@@ -76,6 +76,7 @@ def test_every_name_and_option_on_the_page_exists(run_command: Command) -> None:
     assert all(f"`{name}`" in PAGE for name in load_benchmarks())
 
 
+@pytest.mark.full
 def test_the_fields_of_the_json_object_are_those_of_the_page(folder: Path, run_command: Command) -> None:
     rows = [{"question": "1 + 1?", "answer": "#### 2"}]
     Path("benchmarks/gsm8k.jsonl").write_text(json.dumps(rows[0]))

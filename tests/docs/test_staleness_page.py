@@ -20,6 +20,7 @@ from policygrad.compare.runner import ComparisonRun
 RATES = dict.fromkeys(measure_staleness.NAMES, 3e-4)
 
 
+@pytest.mark.full
 def test_its_rows_are_runs_of_the_staleness_that_they_say() -> None:
     specs = measure_staleness.specs(RATES)
     assert len(specs) == len({spec.partition("=")[0] for spec in specs}) == 5 * (1 + 5 * 2)

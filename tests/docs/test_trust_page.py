@@ -14,6 +14,7 @@ from policygrad.cli import main
 PAGE = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_commands_do_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

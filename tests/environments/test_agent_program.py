@@ -104,6 +104,7 @@ def test_programs_that_wait_are_sampled_for_together() -> None:
         assert torch.equal(one.logp, two.logp)
 
 
+@pytest.mark.full
 def test_a_sub_agent_of_another_client_is_a_branch() -> None:
     (trajectory,) = play("with_helper", file=CLIENTS, samples=1)[0].trajectories
     assert trajectory.reward == 1.0
@@ -113,6 +114,7 @@ def test_a_sub_agent_of_another_client_is_a_branch() -> None:
     assert trajectory.text == texts[1]  # the main conversation's end is its second text
 
 
+@pytest.mark.full
 def test_a_coroutine_and_an_answer_for_reward_functions() -> None:
     group, sampler = play("in_a_coroutine", file=CLIENTS, samples=1)
     (trajectory,) = group.trajectories

@@ -200,6 +200,7 @@ def tiny_run(small: pg.Run, folder: Path, environment: str, **changes: Any) -> p
     return replace(small, environment=environment, output=str(folder), **{**options, **changes})
 
 
+@pytest.mark.full
 def test_a_run_resumes_bitwise(small: pg.Run, tmp_path: Path) -> None:
     run = tiny_run(
         small, tmp_path / "whole", "gymnasium:FrozenLake-v1", model="tiny", sampling=pg.SamplingParams(max_tokens=40)

@@ -468,6 +468,7 @@ TOOLS = pg.ToolUse((pg.McpTools(SERVER),), call_reward=reward, max_turns=3, tool
 """
 
 
+@pytest.mark.full
 def test_a_run_with_calls_is_resumed_to_the_bit(small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn is a call, whatever the policy writes; the reward depends on the results."""
     monkeypatch.chdir(tmp_path)
@@ -538,6 +539,7 @@ def call_what_hangs(folder: Path) -> None:
     asyncio.run(play_it())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path, forked: Forked, ending: signal.Signals) -> None:
     """The server hangs in a call, and has started a process in a session of its own."""

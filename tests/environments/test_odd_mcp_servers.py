@@ -68,6 +68,7 @@ def test_two_tools_of_one_name_are_refused_unless_others_are_named() -> None:
         environment(QUESTION)
 
 
+@pytest.mark.full
 def test_a_picture_is_described_to_a_model_that_reads_text(tokenizer: Tokenizer) -> None:
     server = pg.McpTools((sys.executable, mcp_server.__file__), names=("show",), shared=True)
     for listed in (True, False):

@@ -77,6 +77,7 @@ def make_run(model: Path, folder: Path) -> Run:
     )
 
 
+@pytest.mark.full
 def test_a_run_with_pictures_in_observations_holds(model: Path, tmp_path: Path) -> None:
     folder = pg.train(make_run(model, tmp_path), display=False).output
     turns = [row["turns"] for row in rows(folder / "completions.jsonl") if "turns" in row]

@@ -124,6 +124,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "seed"), RUNS)
 def test_every_run_shows_its_failure(name: str, seed: int) -> None:
     with single_threaded():

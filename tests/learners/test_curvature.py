@@ -13,6 +13,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import policygrad as pg
+from doubles.cases import keep_fast
 from doubles.files import same, weights
 from doubles.tabular_learner import TabularLearner, TabularProblem
 from doubles.trackers import Record
@@ -112,7 +113,7 @@ def directions(size: int, n: int = 3) -> list[Tensor]:
     return [torch.randn(size, generator=g, dtype=torch.float64) for _ in range(n)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", keep_fast(MODELS, "llama, tied head"))
 def test_fisher_products_are_those_of_the_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one micro-batch or several, the head at once or two tokens at a time, with shared prompts and merged duplicates."""
     model, batch = small_model(name), make_batch()
@@ -440,6 +441,7 @@ def test_an_unused_learning_rate_is_refused() -> None:
         LocalLearner(small_model(), LearnerSpec(pg.DR_GRPO, lr=None, steps=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["trpo", "natural"])
 def test_runs_respect_delta(small: Run, tmp_path: Path, name: str) -> None:
     algorithm = replace(pg.get_algorithm(name), critic=pg.Critic(lr=1e-3))

@@ -260,6 +260,7 @@ def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         check_devices("cuda", 2)
 
 
+@pytest.mark.full
 def test_world_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_world_size(3) == 3
     check_not_torchrun(1)

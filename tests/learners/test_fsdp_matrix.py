@@ -104,6 +104,7 @@ def test_several_processes_equal_one(size: int, names: tuple[str, ...]) -> None:
         assert failures(cases) == {}
 
 
+@pytest.mark.full
 def test_two_processes_equal_one_for_references_that_read_other_prompts() -> None:
     names = ("opsd", "a live teacher", "an average as teacher")  # all others: the table above
     with started(2) as ranks:

@@ -38,6 +38,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux reports the end of another process's child")
 def test_a_rank_exits_with_rank_0_before_connecting() -> None:
     """It tries to connect for minutes to a port where nothing answers any more."""
@@ -107,6 +108,7 @@ def test_values_that_no_rank_has_signed_are_absent() -> None:
     assert not ranks.contains("heartbeat 1")
 
 
+@pytest.mark.full
 def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("json", "os", "tempfile", "torch", "policygrad"):
         (tmp_path / f"{name}.py").write_text(f"import sys; sys.stderr.write('{name} of the folder'); sys.exit(7)\n")

@@ -95,6 +95,7 @@ def test_changed_weights_are_copied_again() -> None:
     assert torch.equal(logits(made), logits(model))
 
 
+@pytest.mark.full
 def test_a_model_without_a_configuration_needs_a_build_function(random_model: Path) -> None:
     """For the reference, π_old and the critic's backbone alike; without `build` the message names it."""
     algorithm = replace(pg.PPO, terms=(pg.KLToReference(0.1), pg.ExactKLToOld(0.1)), shaping=())

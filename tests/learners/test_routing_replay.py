@@ -119,6 +119,7 @@ def test_recomputed_activations_use_the_same_experts(name: str) -> None:
     assert gradients[0].abs().max() > 1e-4
 
 
+@pytest.mark.full
 def test_a_run_with_routing_replay(tmp_path: Path) -> None:
     """The whole path on a small real mixture: after two updates of a rollout some choices would have changed, and are replayed."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.architectures import CONFIGS, PLAIN, long_batch
 from doubles.batches import make_batch, naive_logp
+from doubles.cases import keep_fast
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import build_evaluator
@@ -163,7 +164,7 @@ def test_equal_completions_of_one_prompt_are_computed_once(gpt2: nn.Module, monk
     torch.testing.assert_close(result, naive_norms(gpt2, batch), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", keep_fast(CONFIGS, "gpt2", "gemma3", "mamba"))
 def test_score_norms_for_every_architecture(name: str, tmp_path: Path) -> None:
     """Local attention, parallel blocks, untied heads, ALiBi, convolutions, state spaces; all but one take several at once."""
     torch.manual_seed(0)
@@ -189,6 +190,7 @@ def test_the_learner_computes_score_norms_when_needed(random_model: Path) -> Non
     assert LocalLearner(load_model(str(random_model)), LearnerSpec(pg.DR_GRPO, lr=1e-3, steps=1)).norms is None
 
 
+@pytest.mark.full
 def test_a_run_with_exact_norms_resumes_bit_for_bit(random_model: Path, tmp_path: Path) -> None:
     """From the command line's parts to the weights; another run with the siblings' plain mean ends elsewhere."""
     (tmp_path / "mine.py").write_text(

@@ -190,6 +190,7 @@ def test_pretraining_goes_over_each_rollout_several_times_without_the_clip(rando
     assert free.item() == pytest.approx(0.5 * 0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "critic", [replace(POLICY, hidden=8), pg.Critic(pretrain=1)], ids=["on the policy's states", "separate"]
 )

@@ -98,6 +98,7 @@ def test_larger_pictures_are_resized(processor: Any) -> None:
     assert int((inputs["input_ids"] == processor.image_token_id).sum()) == IMAGE_TOKENS
 
 
+@pytest.mark.full
 def test_it_usually_guesses_but_is_right_when_it_looks(model: Any, processor: Any) -> None:
     problems = [read_problem(example) for example in load_task("shapes").eval_examples(96)]
     torch.manual_seed(0)

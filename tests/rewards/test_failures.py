@@ -32,6 +32,7 @@ def raises_or_hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
 # --- unresponsive functions
 
 
+@pytest.mark.full
 def test_an_unresponsive_function_ends_scoring_after_two_calls_per_worker() -> None:
     with RewardPool([hangs], num_workers=2, timeout=TIMEOUT) as pool:
         with pytest.raises(RewardError) as caught:
@@ -50,6 +51,7 @@ def test_calls_that_raise_do_not_count_as_rewards() -> None:
         pool.score(["p"] * 64, [str(i) for i in range(64)], {})
 
 
+@pytest.mark.full
 def test_scoring_continues_after_one_reward_or_when_tolerated() -> None:
     with RewardPool([hangs], num_workers=1, timeout=TIMEOUT) as pool:
         assert pool.score(["p"], ["fine"], {}).total == [1.0]

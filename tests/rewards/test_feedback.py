@@ -95,6 +95,7 @@ def shorter(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> lis
     return [{"score": 0.0, "feedback": f"It has {len(completions[0])} letters."}]
 
 
+@pytest.mark.full
 def test_a_run_of_sdpo_reads_and_logs_it(tmp_path: Path) -> None:
     run = pg.Run(
         algorithm=replace(pg.SDPO, samples_per_prompt=2),

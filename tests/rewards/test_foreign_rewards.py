@@ -115,6 +115,7 @@ def test_verl(here: Path) -> None:
     assert total("verl:from_verl.py:plain", [""], ["xyz"]) == [None]  # no ground truth
 
 
+@pytest.mark.full
 def test_openrlhf(here: Path) -> None:
     chat = ({"role": "system", "content": "Sum."}, {"role": "user", "content": "2+2"})
     assert total("openrlhf:from_openrlhf.py", ["2+2=", chat], ["4", "5"], answer=["4", "4"]) == [1.0, 0.0]
@@ -153,6 +154,7 @@ def test_a_function_without_its_prefix_is_answered_with_it(here: Path) -> None:
             total(name, ["2+2="], ["4"], answer=["4"])
 
 
+@pytest.mark.full
 def test_trl(here: Path) -> None:
     messages = [{"role": "user", "content": "2+2"}]
     rollout: dict[str, list[object]] = {

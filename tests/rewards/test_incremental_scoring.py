@@ -96,6 +96,7 @@ def test_scores_do_not_depend_on_when_completions_finish(
     assert told(pool, completions, looks) == at_once(pool, completions)
 
 
+@pytest.mark.full
 def test_a_hanging_call_costs_its_sample_and_no_call_is_repeated(tmp_path: Path) -> None:
     def counted(prompts: Any, completions: Any, **_: Any) -> list[float]:
         with (tmp_path / "calls").open("a") as file:
@@ -163,6 +164,7 @@ def break_off(pool: RewardPool, result: list[IncrementalScoring], error: type[Ba
         raise error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_interrupted_scoring_leaves_the_pool_usable(error: type[BaseException]) -> None:
     threads = {thread.name for thread in threading.enumerate()}

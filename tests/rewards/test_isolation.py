@@ -179,6 +179,7 @@ def leaks(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return [float(os.getpid())]
 
 
+@pytest.mark.full
 @linux
 def test_a_leaking_worker_is_replaced() -> None:
     scores = score([leaks], [str(i) for i in range(12)], num_workers=2, memory="64MiB")

@@ -148,6 +148,7 @@ def test_the_note_about_output_comes_once():
     assert (len(first.messages), second.messages) == (1, [])
 
 
+@pytest.mark.full
 def test_order_is_kept_when_workers_are_killed_in_the_middle():
     def bad_at_tens(prompts, completions, **_):
         i = int(completions[0])
@@ -341,6 +342,7 @@ def test_a_function_that_no_worker_can_load_is_named():
         score([crashes], ["a"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failing", [2, 9])
 def test_a_worker_that_ends_while_loading_is_retried(tmp_path, failing):
     """As happens while the machine is short of memory."""
@@ -443,6 +445,7 @@ def test_a_busy_worker_dies_with_its_parent(tmp_path):
         assert script.stderr.read() == b""  # the end of the pipe: the worker, which held it too, is gone
 
 
+@pytest.mark.full
 def test_a_garbage_collected_pool_kills_its_workers():
     gc.collect()  # what other tests have left warns now, and not below
     with warnings.catch_warnings():

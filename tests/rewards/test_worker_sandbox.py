@@ -95,6 +95,7 @@ def test_a_sandboxed_reward_reaches_only_what_it_needs(wall, tmp_path):
     assert secret.read_text() == "hunter2"
 
 
+@pytest.mark.full
 @behind
 def test_a_hanging_sandboxed_worker_is_killed_with_its_children(wall, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

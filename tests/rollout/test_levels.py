@@ -127,6 +127,7 @@ def run(random_model: Path, tmp_path: Path) -> pg.Run:
     )
 
 
+@pytest.mark.full
 def test_a_run_remembers_its_level(run: pg.Run, tmp_path: Path) -> None:
     uninterrupted = pg.train(run, display=False)
     assert [row["prompts/level"] for row in rows(uninterrupted.output / "metrics.jsonl")] == [0, 1, 2]

@@ -125,6 +125,7 @@ def test_a_run_estimates_once_and_trains_on_those_prompts_alone(whole: Path) -> 
         assert row["advantage"] == pytest.approx(row["reward"] - value, abs=1e-6)
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on_with_the_estimate_in_its_folder(whole: Path, stopped: Path, tmp_path: Path) -> None:
     """Metrics of a resumed run are the same."""
     assert read_estimate(stopped)["rewards"] == read_estimate(whole)["rewards"]

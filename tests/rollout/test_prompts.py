@@ -133,6 +133,7 @@ def test_a_rollout_says_which_and_goes_on_behind_the_last() -> None:
     assert position == 14
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("part", "resting"), [(pg.NoPositiveResampling(0.9), [0, 4, 6]), (pg.PassRateBand(cooldown=2), [0, 4, 6])]
 )

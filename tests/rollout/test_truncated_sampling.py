@@ -209,6 +209,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
+@pytest.mark.full
 def test_run_with_top_p_learns_under_the_mask_and_resumes_bit_for_bit(run: pg.Run, tmp_path: Path) -> None:
     whole = pg.train(run, display=False)
     pg.train(replace(run, output=str(tmp_path / "cut")), display=False, stop_after=1)

@@ -147,6 +147,7 @@ def differences(apart: bool, steps: int) -> Tensor:
     return torch.tensor(result)
 
 
+@pytest.mark.full
 def test_common_random_numbers_take_the_noise_off_the_differences() -> None:
     """What follows does not depend on the token here, so that the difference is the tokens' own, 0.1, and nothing else."""
     common, apart = differences(apart=False, steps=6), differences(apart=True, steps=20)

@@ -197,6 +197,7 @@ def sample(sampler: VllmSampler, wait: AsyncRunner) -> list[Any]:
     return wait(sampler.generate(requests))
 
 
+@pytest.mark.full
 def test_real_process_sleeps_wakes_and_survives(sampler: VllmSampler, wait: AsyncRunner) -> None:
     [(url, process)] = sampler.processes.items()
     routes: list[str] = []

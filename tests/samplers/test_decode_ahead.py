@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from doubles.cases import keep_fast
 from policygrad.errors import NumericsError
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Request, SamplingParams
@@ -28,12 +29,14 @@ def requests(sampling: SamplingParams) -> list[Request]:
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        SamplingParams(max_tokens=90, decode_rows=16),
-        SamplingParams(max_tokens=90, decode_rows=64, temperature=0.7, top_p=0.9),
-        SamplingParams(max_tokens=90, decode_rows=8, top_k=3),
-        SamplingParams(max_tokens=90, decode_rows=16, temperature=0.0),
-    ],
+    keep_fast(
+        (
+            SamplingParams(max_tokens=90, decode_rows=16),
+            SamplingParams(max_tokens=90, decode_rows=64, temperature=0.7, top_p=0.9),
+            SamplingParams(max_tokens=90, decode_rows=8, top_k=3),
+            SamplingParams(max_tokens=90, decode_rows=16, temperature=0.0),
+        )
+    ),
     ids=str,
 )
 def test_completions_are_those_drawn_one_token_at_a_time(random_model: Path, sampling: SamplingParams) -> None:

@@ -30,7 +30,7 @@ from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
-pytestmark = pytest.mark.usefixtures("short_probes")  # a server that is refused is tried, and so compared, ten times
+pytestmark = pytest.mark.usefixtures("short_probes", "few_attempts")
 URL = "http://engine:8000"
 PROMPT = torch.tensor([3, 9, 17, 4, 30])
 

@@ -41,6 +41,8 @@ from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.pictures import Picture
 from policygrad.weight_sync.base import PublishedWeights
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 URL = "http://engine:8000"
 KINDS: dict[str, tuple[type[EngineSampler], type[Seeing]]] = {
     "vllm": (VllmSampler, SeeingVllm),
@@ -218,6 +220,7 @@ def test_a_written_placeholder_before_a_later_picture_is_named(make: Make, wait:
         wait(sampler.complete(URL, request(later), 7))
 
 
+@pytest.mark.usefixtures("few_attempts")
 def test_sglang_refuses_a_prompt_that_it_would_encode_differently(make: Make, wait: AsyncRunner) -> None:
     sampler, _ = make("sglang")
     wait(sampler.update(publish(sampler.model, 0)))
@@ -231,6 +234,7 @@ def test_sglang_refuses_a_prompt_that_it_would_encode_differently(make: Make, wa
         wait(sampler.generate([request(longer)]))
 
 
+@pytest.mark.usefixtures("few_attempts")
 def test_requests_without_compact_ids_or_files_are_refused(make: Make, wait: AsyncRunner) -> None:
     sampler, _ = make("vllm")
     wait(sampler.update(publish(sampler.model, 0)))
@@ -256,8 +260,9 @@ def test_engines_that_are_sent_ids_alone_refuse_pictures(tmp_path: Path, wait: A
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_probe_scores_tokens_as_the_learner_does(name: str) -> None:
+def test_probe_scores_tokens_as_the_learner_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After pictures, without them, and with placeholder tokens that stand for no picture."""
+    monkeypatch.setattr(probe, "NUM_PROMPTS", 16)
     model, processor = make_family(name)
     tokenizer = load_tokenizer(processor, model)
     requests = probe.make_probe_requests(128, 1.0, 0, probe.make_pictured_prompts(tokenizer, 512))[:10]

@@ -30,6 +30,8 @@ from policygrad.samplers.local.sampling import log_probabilities
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 URL = "http://engine:8000"
 KINDS: dict[str, tuple[type[EngineSampler], type[FormServer]]] = {
     "vllm": (VllmSampler, VllmForm),

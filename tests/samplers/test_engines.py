@@ -24,12 +24,14 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams, SupportsStreaming
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines import server_pool
+from policygrad.samplers.engines import probe, server_pool
 from policygrad.samplers.engines.base import EngineCompletion, repeat_during
 from policygrad.samplers.engines.http import HttpClient, ServerStartingError, ServerUnavailableError
 from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
 from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import VersionFolder
+
+pytestmark = pytest.mark.usefixtures("short_probes")
 
 ONE, TWO = "http://one", "http://two"
 Make = Callable[..., Standins]
@@ -466,7 +468,7 @@ def test_requests_of_an_unavailable_server_move_and_it_loads_the_weights_again(m
         if sampler.servers.all[0].ready:
             break
     assert first.loaded == loaded + 1
-    assert first.drawn >= num_sampled + 48  # it was probed
+    assert first.drawn >= num_sampled + 3 * probe.NUM_PROMPTS  # it was probed
     metrics = wait(sampler.update(weights(sampler, 1)))
     assert metrics["publication/retries"].value >= 1
     assert wait(sampler.update(weights(sampler, 2)))["publication/retries"].value == 0

@@ -268,6 +268,7 @@ class Killing(Callback):
             os.kill(find_server_pid(trainer.resources.rollouter.sampler), signal.SIGKILL)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
 @pytest.mark.usefixtures("short_probes")
 def test_run_survives_a_killed_server_and_resumes(small: pg.Run, tmp_path: Path) -> None:
@@ -304,6 +305,7 @@ def check_rows(folder: Path, steps: int) -> None:
     assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/leftover"))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_probes")
 def test_eval_with_servers_equals_local_eval_and_scores_early(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
@@ -392,6 +394,7 @@ class Phases(pg.Tracker):
         self.texts.append(text)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_probes")
 def test_run_without_server_waits_ends_and_resumes(
     small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

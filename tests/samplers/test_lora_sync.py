@@ -26,6 +26,8 @@ from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 peft = pytest.importorskip("peft")
 URL = "http://engine:8000"
 KINDS: dict[str, tuple[type[EngineSampler], type[Adapters]]] = {

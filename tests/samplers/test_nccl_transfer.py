@@ -31,6 +31,8 @@ from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 KINDS: dict[str, tuple[type[EngineSampler], type[Taking]]] = {
     "vllm": (VllmSampler, VllmTaking),
     "sglang": (SglangSampler, SglangTaking),

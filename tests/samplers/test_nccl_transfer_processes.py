@@ -116,6 +116,7 @@ def same(result: Tensor, expected: Tensor) -> bool:
     return bits and torch.equal(result.reshape(-1).view(torch.uint8), expected.detach().reshape(-1).view(torch.uint8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sampler_class", "form", "group"),
     [(SglangSampler, SglangTaking, GlooGroup), (VllmSampler, VllmTaking, GlooIdGroup)],

@@ -14,6 +14,7 @@ import transformers as tf
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from doubles.cases import keep_fast
 from policygrad.models.moe_routing import Routing
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.local import shared_prefix
@@ -64,7 +65,7 @@ def whole(model: nn.Module, request: Request, tokens: Tensor) -> Tensor:
     return logp.gather(-1, tokens[:, None]).squeeze(1)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("rows", [512, 6, 1])
+@pytest.mark.parametrize("rows", keep_fast((512, 6, 1), 6))
 @pytest.mark.parametrize("name", SHARING)
 def test_shared_prefix_logprobs_equal_full_sequences(name: str, rows: int) -> None:
     model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=rows)
@@ -76,7 +77,7 @@ def test_shared_prefix_logprobs_equal_full_sequences(name: str, rows: int) -> No
         assert torch.allclose(x.logp.double(), whole(model, request, x.tokens), rtol=0, atol=2e-6)  # kept in float32
 
 
-@pytest.mark.parametrize("rows", [512, 7, 1])
+@pytest.mark.parametrize("rows", keep_fast((512, 7, 1)))
 def test_unused_columns_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """With the attention and the alignment of half precision: beyond a multiple of 32, after moves, with later rows, and with
     uninitialised memory set to NaN."""
@@ -117,7 +118,7 @@ def test_shared_prefix_logits_are_exact_in_float64() -> None:
         assert torch.allclose(stepped, torch.stack(truth), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", keep_fast(CONFIGS, "gpt2", "gemma2", "lfm2", "mamba"))
 def test_plain_cache_samples_the_same(name: str) -> None:
     model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=6)
     model = model if name in SHARING else model.float()  # transformers' eager attention has no float64 for padded rows
@@ -160,6 +161,7 @@ def passes(model: nn.Module, memory: DecodeCache, requests: list[Request]) -> li
     return sizes
 
 
+@pytest.mark.full
 def test_forward_passes_follow_the_sum_of_lengths() -> None:
     """No end tokens; lengths 1 to 64 in four slots, first in rounds, then refilled."""
     model, sampling = built("qwen3"), SamplingParams(max_tokens=64, decode_rows=4)

@@ -16,6 +16,7 @@ import pytest
 
 import policygrad as pg
 import policygrad.weight_sync.folder as folder_module
+from doubles.cases import keep_fast
 from doubles.engine_environment import make_environment
 from doubles.forked import Forked
 from policygrad import cli
@@ -72,7 +73,7 @@ class Killing(Callback):
 
 @linux
 @pytest.mark.usefixtures("short_probes")
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", keep_fast((1, 2), 2))
 def test_servers_that_are_killed_are_started_again_and_nothing_is_lost(
     servers: int, small: pg.Run, tmp_path: Path
 ) -> None:

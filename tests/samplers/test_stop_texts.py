@@ -204,6 +204,7 @@ def test_a_turn_that_ended_at_a_stop_text_is_closed_by_the_template() -> None:
     assert " or so" in plain.trajectories[0].text
 
 
+@pytest.mark.full
 def test_a_run_ends_completions_at_its_stop_text_and_records_it(
     random_model: Path, own: Tokenizer, tmp_path: Path
 ) -> None:

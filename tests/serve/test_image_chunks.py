@@ -327,6 +327,7 @@ def test_an_engine_gets_one_mark_for_each_picture(network: ServedNetwork, monkey
         assert all(set(request.prompt_ids[m.slots].tolist()) == {mark} for m in request.media)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, tmp_path: Path) -> None:
     """Prompts are scored, and data are learned from, alike: several targets for a position, texts that share a picture,

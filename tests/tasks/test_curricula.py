@@ -60,6 +60,7 @@ def test_a_training_example_is_a_pure_function_of_its_index_and_never_an_eval_pr
         task.train_example(-1)
 
 
+@pytest.mark.full
 def test_eval_examples_cycle_through_all_levels_and_are_the_same_for_every_seed(task: CurriculumTask) -> None:
     result = task.eval_examples(44)
     assert [e.columns["level"] for e in result[:11]] == list(range(11))

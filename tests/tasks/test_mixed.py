@@ -200,6 +200,7 @@ def test_the_digest_changes_with_a_part(files: tuple[str, str]) -> None:
     assert digest_data(name) != before
 
 
+@pytest.mark.full
 def test_a_run_logs_each_part_and_resumes_bitwise(small: pg.Run, tmp_path: Path) -> None:
     a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(40, name)) for name in "cf")
     measured = pg.EvaluationConfig(problems=8, samples_per_prompt=2)

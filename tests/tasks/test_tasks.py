@@ -62,6 +62,7 @@ def test_eval_problems_are_fixed_distinct_and_never_trained_on(name):
     assert not task.eval_on_train
 
 
+@pytest.mark.full
 def test_another_process_generates_the_same_examples():
     code = "from policygrad.tasks import load_task; t = load_task('embedded', seed=5); "
     code += "print([t.train_example(7), t.eval_examples(3)])"

@@ -126,6 +126,7 @@ def records(file: Path) -> Iterator[Any]:
     assert not parts
 
 
+@pytest.mark.full
 def test_mlflow_resumes_the_same_run(folder: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     tell("mlflow", folder, 1, 2, finish=False)

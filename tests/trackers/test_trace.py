@@ -130,6 +130,7 @@ def train_killed(run: pg.Run) -> None:
     pg.train(run, display=False, callbacks=[KilledAt(3)])
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_what_happened_and_a_resumed_one_goes_on(
     small: pg.Run, tmp_path: Path, forked: Forked
 ) -> None:
@@ -198,6 +199,7 @@ def test_rollouts_ahead_are_a_track_that_overlaps_learning(small: pg.Run, tmp_pa
     assert end(sampled) < end(update)
 
 
+@pytest.mark.full
 def test_every_rank_has_a_process_in_the_trace(small: pg.Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two = replace(small.learner, world_size=2)

@@ -71,6 +71,7 @@ def test_a_run_without_problems_of_its_own_is_evaluated_on_benchmarks_alone(run:
     assert result.before is result.after is None
 
 
+@pytest.mark.full
 def test_a_resumed_run_continues_bit_for_bit_and_may_name_other_benchmarks(
     run: pg.Run, complete: Path, tmp_path: Path
 ) -> None:

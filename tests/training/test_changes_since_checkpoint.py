@@ -134,6 +134,7 @@ def test_card_and_report_list_changed_options_by_step(run: pg.Run) -> None:
         assert "| " + line.replace(": ", " | ") + " |" in card
 
 
+@pytest.mark.full
 def test_a_changed_rubric_is_noted(begun: tuple[pg.Run, Path], tmp_path: Path) -> None:
     run = begun[0]
     (tmp_path / "rubric.md").write_text("Short answers are good.")

@@ -56,6 +56,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
+@pytest.mark.full
 def test_a_run_on_parquet_resumes_bit_for_bit_and_refuses_another_file(run: pg.Run, tmp_path: Path) -> None:
     full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     message = {row["prompt"] for row in rows(full / "completions.jsonl")}

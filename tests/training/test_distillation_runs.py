@@ -53,6 +53,7 @@ def test_distillation_needs_no_rewards(small: Run, tmp_path: Path) -> None:
         train(replace(run, algorithm=pg.GRPO, output=str(tmp_path / "grpo")), display=False)
 
 
+@pytest.mark.full
 def test_an_implicit_reward_model_is_trained(small: Run, tmp_path: Path) -> None:
     """PRIME on outcomes that a first letter decides: r_φ is 0 in the first rollout, and says something in every later one."""
     letter = "def letter(prompts, completions, **columns):\n    return [float(c[:1].isalpha()) for c in completions]\n"

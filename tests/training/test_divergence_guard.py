@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.cases import keep_fast
 from doubles.failing import learner_with_a_spike
 from doubles.files import rows, same, untimed, weights
 from doubles.resuming import rewind
@@ -154,6 +155,7 @@ def test_the_default_warns_and_leaves_the_run_unchanged(run: pg.Run, tmp_path: P
     assert same(weights(tmp_path / "run"), weights(tmp_path / "away"))
 
 
+@pytest.mark.full
 def test_a_skipped_step_is_undone_and_resume_is_bitwise(run: pg.Run, tmp_path: Path) -> None:
     run = replace(run, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     record = Record()
@@ -170,7 +172,7 @@ def test_a_skipped_step_is_undone_and_resume_is_bitwise(run: pg.Run, tmp_path: P
     assert untimed(full / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", keep_fast((False, True), True))
 def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwise(
     run: pg.Run, tmp_path: Path, waits: bool
 ) -> None:

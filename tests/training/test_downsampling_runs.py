@@ -64,6 +64,7 @@ def test_keeping_all_samples_changes_nothing(run: Run, tmp_path: Path) -> None:
     assert all(same(weights(runs[0].output), weights(other.output)) for other in runs[1:])
 
 
+@pytest.mark.full
 def test_downsampling_with_dynamic_sampling_and_overlong_mask(small: Run, tmp_path: Path) -> None:
     """Two of eight are trained on; where the mask leaves none, none is, which is counted and moves nothing."""
     filters = (pg.DropZeroVariance(max_rounds=3), pg.Downsample(2, "max_variance"))

@@ -64,6 +64,7 @@ def whole(refilling: Run) -> tuple[Path, int]:
     return folder, next(checkpoint.step for checkpoint in saved if checkpoint.state["leftover_groups"])
 
 
+@pytest.mark.full
 def test_resume_is_bitwise_with_leftover_groups(refilling: Run, whole: tuple[Path, int], tmp_path: Path) -> None:
     full, step = whole
     assert step < refilling.steps

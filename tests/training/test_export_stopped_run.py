@@ -61,6 +61,7 @@ def test_export_needs_permission_for_remote_code(run: pg.Run) -> None:
     assert export_stopped(stopped, trust_remote_code=True).is_dir()
 
 
+@pytest.mark.full
 def test_an_exported_adapter_can_be_merged(run: pg.Run, run_command: Command) -> None:
     pytest.importorskip("peft")
     lora = replace(run, learner=pg.LearnerConfig(lora="rank=4", dtype="bf16"), lr=1e-2)

@@ -120,6 +120,7 @@ def test_a_failed_first_evaluation_ends_the_run(run: pg.Run, tmp_path: Path) -> 
     assert pg.train(resume=tmp_path / "run", display=False).before is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("problems", [0, 3])
 def test_a_reward_that_hangs_on_every_sample_ends_the_run(
     run: pg.Run, tmp_path: Path, problems: int, run_command: Callable[..., tuple[int, str, str]]
@@ -152,6 +153,7 @@ class Phases(pg.Tracker):
         self.told.append((text, done, total))
 
 
+@pytest.mark.full
 def test_the_display_shows_what_is_waited_for(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "REPORT_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(pool, "MIN_LOST_CALLS", 1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.cases import keep_fast
 from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
@@ -84,7 +85,7 @@ def test_a_full_disk_at_the_start_leaves_no_folder(run: pg.Run, tmp_path: Path, 
     pg.train(replace(run, steps=1, evaluation=pg.EvaluationConfig(problems=0)), display=False)
 
 
-@pytest.mark.parametrize("name", [METRICS, COMPLETIONS])
+@pytest.mark.parametrize("name", keep_fast((METRICS, COMPLETIONS)))
 def test_a_failed_step_saves_the_state_before_it(run: pg.Run, whole: Path, tmp_path: Path, name: str) -> None:
     record, folder = Record(), tmp_path / "run"
     with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device") as caught:

@@ -51,6 +51,7 @@ def test_refresh_after_stall_that_never_acts(steps: int, acts: bool) -> None:
         assert "Set --steps above 7" in result[0]
 
 
+@pytest.mark.full
 def test_the_report_is_correct(small: Run, tmp_path: Path) -> None:
     """Of three steps a reference taken anew after the third changes no weight, after the second it does."""
     algorithm = replace(pg.GRPO, terms=(pg.KLToReference(1.0, "k3"),))

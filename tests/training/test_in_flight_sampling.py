@@ -105,6 +105,7 @@ def test_each_rollout_and_completion_is_sampled_once(full: tuple[Path, InFlight]
     assert told == [0] + [1] * (STEPS - 1)
 
 
+@pytest.mark.full
 def test_resume_amid_a_weight_change_repeats_nothing(run: pg.Run, full: tuple[Path, InFlight], tmp_path: Path) -> None:
     folder, made = tmp_path / "run", list[InFlight]()
     stopped = replace(run, output=str(folder))
@@ -178,6 +179,7 @@ def mark_all_but(phases: Iterable[str], *first: str) -> list[Any]:
     return [pytest.param(phase, marks=[] if phase in first else pytest.mark.full) for phase in phases]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phase", mark_all_but(PHASES, "drawing beside an update", "waiting for the buffer"))
 def test_a_signal_in_any_phase_is_resumable_and_repeats_nothing(
     run: pg.Run, tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch

@@ -318,6 +318,7 @@ def test_saved_activations_under_adapters_are_counted(name: str) -> None:
     assert states.requires_grad
 
 
+@pytest.mark.full
 def test_the_memory_estimate_counts_one_base_and_all_adapters(trained: Path, run: pg.Run) -> None:
     def static(name: str, learner: pg.LearnerConfig = LORA, **options: object) -> dict[str, int]:
         return estimate_memory(

@@ -58,9 +58,8 @@ def run(small: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("name", "lag"),
     [
-        ("dr_grpo", 2),
         ("dapo", 1),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("dr_grpo", 1), ("dapo", 2))),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("dr_grpo", 1), ("dr_grpo", 2), ("dapo", 2))),
     ],
 )
 def test_max_staleness_equals_a_sampler_with_late_weights(run: Run, tmp_path: Path, name: str, lag: int) -> None:
@@ -100,6 +99,7 @@ def test_resume_is_bitwise_with_queued_rollouts(run: Run, tmp_path: Path, name: 
     assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
+@pytest.mark.full
 def test_a_background_failure_fails_the_step_and_resumes(run: Run, tmp_path: Path) -> None:
     run = replace(run, max_staleness=1)
     full = train(replace(run, output=str(tmp_path / "whole")), display=False)

@@ -91,6 +91,7 @@ def test_folders_with_other_files_are_not_overwritten(run: pg.Run, tmp_path: Pat
     assert files(old) == before
 
 
+@pytest.mark.full
 def test_overwriting_survives_a_kill_at_any_moment(run: pg.Run) -> None:
     """Put aside and killed before the new one began; the next try takes its place all the same."""
     old = pg.train(run, stop_after=1, display=False).output

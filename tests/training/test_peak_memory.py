@@ -38,6 +38,7 @@ def test_the_parents_memory_is_not_counted() -> None:
     assert 2**22 < float(result.stdout) < 0.5 * 2**30
 
 
+@pytest.mark.full
 def test_released_memory_is_counted() -> None:
     before = measure_peak_memory()["peak_memory_mib"]
     size = int(before + 64) * 2**20

@@ -75,9 +75,9 @@ out, and here it ends nearly all."""
 READS_TEXT = ("sdpo", "sdft", "opsd")
 """Those whose reference reads other prompts, which a picture is no part of."""
 RESUMED = ("grpo", "ppo", "trpo_vine")
-FEW = ("a2c", "distill", "grpo", "luffy", "prime", "remax", "trpo", "vineppo")
-"""A kind each of what reads pictures: a critic, a teacher, a reference (with rollouts drawn ahead, resumed), demonstrations, a
-reward model, a greedy answer, a trust region, branches. The others are `make test-full`."""
+FEW = ("a2c", "grpo", "trpo", "vineppo")
+"""A kind each of what reads pictures: a critic, a reference (with rollouts drawn ahead, resumed), a trust region, branches. The
+others are `make test-full`."""
 
 
 def test_a_reference_that_reads_other_prompts_refuses_pictures(run: pg.Run, model: Path, tmp_path: Path) -> None:
@@ -143,6 +143,7 @@ def test_a_model_that_does_not_see_has_no_vision_to_freeze(small: pg.Run, tmp_pa
         pg.train(run, display=False)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_processes_learn_what_one_learns(run: pg.Run, tmp_path: Path) -> None:
     run = replace(run, algorithm=pg.GRPO, steps=1, learner=replace(run.learner, micro_tokens=64))

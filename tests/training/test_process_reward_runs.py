@@ -37,6 +37,7 @@ def vine(run: Run) -> Run:
     return replace(run, algorithm=algorithm, reward=run.reward[:1], step_end="[a-z ]")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["grpo_process", "vineppo"])
 def test_resume_is_bitwise_with_process_rewards(stepwise: Run, tmp_path: Path, name: str) -> None:
     run = stepwise if name == "grpo_process" else vine(stepwise)

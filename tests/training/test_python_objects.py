@@ -54,6 +54,7 @@ def test_a_run_of_objects_equals_the_run_of_names(run: pg.Run, tmp_path: Path) -
     assert "from the command line" in record.said
 
 
+@pytest.mark.full
 def test_a_run_of_objects_resumes_from_python_only(run: pg.Run, tmp_path: Path) -> None:
     full = pg.train(replace(objects(run), output=str(tmp_path / "whole")), display=False)
     record = Record()
@@ -248,6 +249,7 @@ def test_objects_without_required_methods_are_refused(run: pg.Run) -> None:
             pg.collect(run, environment=environment)
 
 
+@pytest.mark.full
 def test_resume_requires_the_same_kind_of_environment(run: pg.Run) -> None:
     run = replace(run, model="tiny", reward=(), task="embedded", steps=2)
     record = Record()
@@ -278,6 +280,7 @@ def test_the_saved_model_has_the_learners_weights(run: pg.Run, tmp_path: Path) -
     assert same(weights(named.output), weights(rerun.output))
 
 
+@pytest.mark.full
 def test_an_evaluation_after_resume_uses_the_checkpoints_weights(run: pg.Run) -> None:
     """Killed after the last checkpoint and before the last measurement: the sampler has its weights by then."""
     seen: list[int] = []

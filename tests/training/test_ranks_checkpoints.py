@@ -161,6 +161,7 @@ def test_rank_0_that_is_killed_before_it_seals_leaves_a_run_that_resumes(
     check_alike(unbroken, folder)  # another process may compute with another number of threads
 
 
+@pytest.mark.full
 def test_a_share_that_cannot_be_written_is_said_and_training_goes_on(
     run: pg.Run, unbroken: Path, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_an_invalid_seed_is_refused_in_python() -> None:
         pg.Run(seed=2**64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["x" * 300, "a/" + "b" * 300])
 def test_a_name_that_is_too_long_is_refused(
     run_command: Command, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,12 +64,14 @@ def test_resume_at_every_step_is_bitwise(small: Run, tmp_path: Path) -> None:
     assert rows(full.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
 
 
+@pytest.mark.full
 def test_resume_is_bitwise_while_only_the_critic_is_fitted(small: Run, tmp_path: Path) -> None:
     """Killed in that phase, which ends within the run."""
     algorithm = replace(pg.PPO, critic=pg.Critic(pretrain=2, pretrain_until=1.0))
     check_resume(replace(small, algorithm=algorithm, steps=3), tmp_path)
 
 
+@pytest.mark.full
 def test_resume_is_bitwise_with_a_reference_that_has_moved(small: Run, tmp_path: Path) -> None:
     reference = pg.Reference(refresh_every=2, reset_optimizer=True)
     algorithm = replace(pg.PRORL, filters=(), shaping=(), reference=reference)
@@ -150,6 +152,7 @@ def test_a_failed_step_leaves_the_checkpoint_before_it(
     assert untimed(uninterrupted / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
 
 
+@pytest.mark.full
 def test_a_failure_between_updates_reports_the_saved_step(small: Run, tmp_path: Path) -> None:
     algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2, minibatches=2))
     run = replace(
@@ -241,6 +244,7 @@ def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: P
     assert more.steps == full.steps + 1
 
 
+@pytest.mark.full
 def test_resume_is_bitwise_with_refresh_after_stall(small: Run, tmp_path: Path) -> None:
     """Held-out problems that nothing can solve: best after step 1, no better after 2 and 3, so anew with the 4th rollout."""
     folder = Path(small.task).parent

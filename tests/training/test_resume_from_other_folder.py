@@ -68,6 +68,7 @@ def settings(folder: Path, name: str = "run.toml") -> dict[str, Any]:
     return {key: value for key, value in data.items() if key != "output"}
 
 
+@pytest.mark.full
 def test_resume_from_another_folder_is_bitwise(
     project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_code_in_another_folder_needs_permission(
     assert (code, "--allow-code" in err) == (0, False), err  # one's own, in the current folder
 
 
+@pytest.mark.full
 def test_a_run_can_be_repeated_from_another_folder(
     project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_resume_in_a_copy_is_bitwise_and_leaves_the_run_unchanged(
     assert content(stopped).keys() == before.keys() | {"result.json"}
 
 
+@pytest.mark.full
 def test_fine_tuning_resumes_in_a_copy(random_model: Path, tmp_path: Path, run_command: Command) -> None:
     data = write_rows(tmp_path / "sums.jsonl", [{"prompt": f"{i} + 1 =", "completion": str(i + 1)} for i in range(40)])
     argv = ("sft", "--data", data, "--model", random_model, "--batch-size", "8", "--plain")

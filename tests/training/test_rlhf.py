@@ -39,6 +39,7 @@ def check_scores(ppo: str, judge: str) -> None:
     assert torch.allclose(scores, torch.tensor([row["reward"] for row in sampled]), atol=1e-4)
 
 
+@pytest.mark.full
 def test_each_stage_of_the_path_takes_what_the_one_before_has_written(random_model: Path, tmp_path: Path) -> None:
     """With a random model, which learns nothing in so few steps."""
     folder = tmp_path / "data"

@@ -63,6 +63,7 @@ def test_eval_completions_without_a_reward_count_as_zero(random_model: Path, tmp
     assert "4 of 4 held-out completions have no reward and count as 0" in display.notes
 
 
+@pytest.mark.full
 def test_the_seed_sets_the_global_random_state(random_model: Path, tmp_path: Path) -> None:
     states = []
     for name in ("a", "b"):
@@ -105,6 +106,7 @@ def test_a_completion_without_a_reward_is_logged(random_model: Path, tmp_path: P
     assert sum(row["tokens"] for row in completions) == sampled
 
 
+@pytest.mark.full
 def test_a_run_without_any_score_reports_it(random_model: Path, tmp_path: Path) -> None:
     display = Record()
     run = pg.Run(

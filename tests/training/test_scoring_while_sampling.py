@@ -95,6 +95,7 @@ def test_scoring_while_sampling_leaves_the_run_unchanged(
     assert equal(without, early)
 
 
+@pytest.mark.full
 def test_resume_after_a_stop_during_scoring_is_bitwise(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

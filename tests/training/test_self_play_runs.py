@@ -35,6 +35,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
+@pytest.mark.full
 def test_resume_is_bitwise(run: pg.Run, tmp_path: Path) -> None:
     """With means by role in the checkpoint, and opponents that move at random in evaluations."""
     full = check_resume(run, tmp_path)
@@ -48,6 +49,7 @@ def test_rollouts_that_wait_for_a_later_step_resume_bitwise(run: pg.Run, tmp_pat
     check_resume(replace(run, max_staleness=1), tmp_path)
 
 
+@pytest.mark.full
 def test_a_run_is_verified(run_command: Command, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     code, _, err = run_command("train", "spiral", *SMALL, "--output", folder)
@@ -81,6 +83,7 @@ def test_players_of_one_role_can_be_compared(run_command: Command, tmp_path: Pat
     assert (folder / "model").exists()
 
 
+@pytest.mark.full
 def test_a_critic_and_single_turns_fit(small: pg.Run, run_command: Command, tmp_path: Path) -> None:
     """A critic values each player's own text; and without a game there is one role, whose mean is that of all completions."""
     code, _, err = run_command("train", "a2c", *SMALL, "--output", str(tmp_path / "critic"))

@@ -31,6 +31,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing that handles errors sees it."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_process_that_ends_beside_a_checkpoint_loses_no_record(
     small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

@@ -83,7 +83,7 @@ PHASES: dict[str, tuple[Callable[[signal.Signals], dict[str, Any]], int]] = {
 """What to give to a run, and the steps that are then saved."""
 
 
-FEW = ("loading", "measuring before", "sampling", "updating", "evaluating")
+FEW = ("loading", "sampling", "updating")
 """The others are `make test-full`."""
 CASES = [
     *(
@@ -127,6 +127,7 @@ def test_a_signal_while_saving_finishes_the_checkpoint(run: pg.Run, uninterrupte
     assert same(weights(uninterrupted), weights(folder))
 
 
+@pytest.mark.full
 def test_a_silent_engine_does_not_delay_a_stop(run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step whose weights it was to load is complete, and a resumed run ends as one that never stopped."""
     monkeypatch.setitem(registry.ENGINES, "silent", "doubles.folder_engine:SilentEngine")
@@ -189,6 +190,7 @@ def test_sampling_stops_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
     assert made[0].passes == 2
 
 
+@pytest.mark.full
 def test_an_evaluation_that_parts_need_is_finished(run: pg.Run, tmp_path: Path) -> None:
     """A reference that waits for better scores counts evaluations: that one is finished first."""
     algorithm = replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(refresh_after_stall=1))

@@ -91,6 +91,7 @@ def test_a_spike_is_noted_and_training_continues(kind: tuple[Any, Train], tmp_pa
     assert same(weights(tmp_path / "run"), weights(tmp_path / "away"))
 
 
+@pytest.mark.full
 @BOTH
 def test_a_skipped_step_is_undone_and_resume_is_bitwise(kind: tuple[Any, Train], tmp_path: Path) -> None:
     config, train = kind

@@ -41,6 +41,7 @@ def resume_and_die(kind: str, folder: str, moment: str, at: int) -> None:
     train(resume=folder, display=False, callbacks=[KilledAfterStep(at)] if moment == "logged" else [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_resume_is_bitwise_after_sigkill(random_model: Path, tmp_path: Path, kind: str, forked: Forked) -> None:
     asked = [{"prompt": f"{i} =\n"} for i in range(12)]

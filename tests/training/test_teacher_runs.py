@@ -79,6 +79,7 @@ def test_a_served_teacher_teaches_what_one_in_memory_does(
     form.engine = "vllm"
 
 
+@pytest.mark.full
 def test_a_run_resumes_with_rollouts_that_the_teacher_has_scored(small: Run, tmp_path: Path, form: TeacherForm) -> None:
     """Sampled one step ahead: the queued rollout's log-probabilities are in the checkpoint."""
     run = replace(taught(small, tmp_path / "straight", model=form.url), max_staleness=1)
@@ -91,6 +92,7 @@ def test_a_run_resumes_with_rollouts_that_the_teacher_has_scored(small: Run, tmp
         assert torch.equal(tensor, weights(tmp_path / "stopped")[name])
 
 
+@pytest.mark.full
 def test_a_run_whose_teacher_goes_away_ends_resumably(small: Run, tmp_path: Path, form: TeacherForm) -> None:
     run = taught(small, tmp_path / "run", model=form.url)
     run = replace(run, teacher_server=pg.TeacherServerConfig(recovery_timeout=0.2))
@@ -111,6 +113,7 @@ def test_a_run_whose_teacher_goes_away_ends_resumably(small: Run, tmp_path: Path
         assert torch.equal(tensor, weights(result.output)[name])
 
 
+@pytest.mark.full
 def test_verify_needs_no_server(small: Run, tmp_path: Path, form: TeacherForm) -> None:
     result = train(taught(small, tmp_path / "run", model=form.url), display=False)
     form.change = lambda path, body, reply: (503, {"error": "gone"})

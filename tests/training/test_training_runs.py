@@ -90,7 +90,7 @@ def test_the_saved_model_has_the_same_logprobs_in_transformers(small: Run, tmp_p
     assert not torch.equal(model(ids).logits, original(ids).logits)
 
 
-FEW = ("dapo", "vapo")
+FEW = ("vapo",)
 """What trains the base model in every test run; the others, which `test_every_algorithm_resumes` trains on a random model, do in
 `make test-full`."""
 
@@ -139,6 +139,7 @@ def test_training_on_constant_rewards_leaves_the_weights_as_they_are(name: str, 
     assert same(trained, load_file(Path(small.model) / "model.safetensors"))
 
 
+@pytest.mark.full
 def test_value_pretraining_is_noted_at_start_and_end(small: Run, tmp_path: Path) -> None:
     record = Record()
     critic = pg.Critic(pretrain=2, pretrain_until=2.0)  # more than there is to explain: both rollouts go into the fit

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import policygrad as pg
+from doubles.cases import keep_fast
 from policygrad.learners.config import LearnerConfig
 from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
@@ -57,7 +58,7 @@ MORE: dict[str, tuple[str, Stops, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)])
+@pytest.mark.parametrize("case", keep_fast([*CASES, *MORE], *list(CASES)[:2]))
 def test_an_honest_run_holds(case: str, small: Run, tmp_path: Path) -> None:
     name, stops, options = (CASES | MORE)[case]
     algorithm = pg.ALGORITHMS[name]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.cases import keep_fast
 from doubles.files import write_rows
 from policygrad.core.algorithm import Algorithm
 from policygrad.learners.local.optimizer import Optimizer
@@ -222,7 +223,7 @@ def train(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     return train_with
 
 
-@pytest.mark.parametrize("fault", DURING_TRAINING)
+@pytest.mark.parametrize("fault", keep_fast(DURING_TRAINING, *list(DURING_TRAINING)[:4]))
 def test_a_fault_in_training_is_named(fault: str, train: Callable[[Plant | None], Path]) -> None:
     plant, subject, text = DURING_TRAINING[fault]
     failures = verify(train(plant)).failures
@@ -327,6 +328,7 @@ def test_a_fault_in_the_files_is_named(fault: str, honest: Path) -> None:
 # Steps without a record, and machines that round otherwise
 
 
+@pytest.mark.full
 def test_steps_without_a_record_are_repeated_up_to_a_checkpoint(settings: dict[str, Any], tmp_path: Path) -> None:
     pg.train(make_run(tmp_path, settings, steps=3, recorded=0), display=False)
     assert [finding.step for finding in verify(tmp_path).findings if finding.subject == "metrics"] == [1]

@@ -98,6 +98,7 @@ def test_presets_are_the_named_algorithms() -> None:
     assert (other.advantage[0].gamma, other.critic.gamma) == (0.9, 0.9)  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "curve.json"
     argv = ["lab", "control", "--steps", "512", "--num-envs", "2", "--rollout", "128", "--episodes", "3"]

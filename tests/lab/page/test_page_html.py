@@ -64,6 +64,7 @@ class Tags(HTMLParser):
         self.seen.append((tag, dict(attrs)))
 
 
+@pytest.mark.full
 def test_the_page_is_one_file_without_network_access(text: str) -> None:
     tags = Tags(text).seen
     assert not [a for tag, a in tags if "src" in a]
