@@ -34,10 +34,13 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint suite
 	@echo "Passed. make test-full adds kills at random moments, every algorithm and architecture in every kind of run, and engines' faults."
 
+# CPU seconds that the fast tier should take; half as much again is a failure (scripts/test_costs.py).
+BUDGET := 1000
+
 # Tests start many processes: without what Python keeps of its compiled modules each of them compiles the package anew.
 suite test-full: export PYTHONDONTWRITEBYTECODE :=
 suite: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full" --budget $(BUDGET) $(ARGS)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m full $(ARGS)

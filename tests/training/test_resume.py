@@ -6,12 +6,13 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import policygrad as pg
 from doubles.failing import FailingSampler, learner_cut_short, learner_with_a_bad_gradient
@@ -36,6 +37,15 @@ def small(small: Run) -> Run:
     return replace(
         small, reward=reward, steps=4, prompts_per_step=2, samples_per_prompt=4, sampling=SamplingParams(max_tokens=6)
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """All runs compute with one thread, as forks of this process must: sums of two threads differ in their last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
