@@ -15,6 +15,7 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
+from doubles.cases import keep_fast
 from doubles.experts import LAYERS, MODELS
 from doubles.http_engines import FormServer, SglangForm, VllmForm
 from policygrad.errors import EngineError
@@ -130,7 +131,7 @@ def wait() -> Iterator[AsyncRunner]:
         yield waiter
 
 
-@pytest.mark.parametrize("chunk_tokens", [0, 3])
+@pytest.mark.parametrize("chunk_tokens", keep_fast((0, 3), 3))
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_experts_are_those_that_reading_the_text_takes(
