@@ -23,8 +23,8 @@ import jsonschema
 import pytest
 
 import policygrad as pg
+from doubles.cases import keep_fast
 from doubles.files import write_rows
-from doubles.forked import Forked
 from policygrad import cli
 from policygrad.commands import COMMANDS, doctor
 from policygrad.commands import engine as engine_command
@@ -210,8 +210,8 @@ def enter(argv: list[str], output: int) -> int:
     return cli.main(argv)
 
 
-@pytest.mark.parametrize("command", ["serve", "proxy", "report"])
-def test_servers_print_their_address_and_end(command: str, here: Path, forked: Forked) -> None:
+@pytest.mark.parametrize("command", keep_fast(("serve", "proxy", "report"), "report"))
+def test_servers_print_their_address_and_end(command: str, here: Path) -> None:
     if command == "serve":
         for name in ("tinker", "starlette", "uvicorn"):
             pytest.importorskip(name)
@@ -221,17 +221,14 @@ def test_servers_print_their_address_and_end(command: str, here: Path, forked: F
     else:
         assert cli.main(["train", "grpo", *SHORT, "--evaluation.problems", "0", "--output", "run"]) == 0
         argv = ["report", "run", "--watch"]
-    source, output = os.pipe()
-    child = forked.start(enter, [*argv, "--json"], output)
-    os.close(output)
-    with open(source) as stdout:
+    child = subprocess.Popen([sys.executable, "-m", "policygrad", *argv, "--json"], stdout=subprocess.PIPE, text=True)
+    with child, child.stdout as stdout:  # type: ignore[union-attr]
         lines = [stdout.readline()]
         with contextlib.suppress(urllib.error.HTTPError):  # it answers, so it is past its start
             urllib.request.urlopen(json.loads(lines[0])["url"]).read()
-        os.kill(child.pid, signal.SIGINT)
+        child.send_signal(signal.SIGINT)
         lines += stdout.readlines()
-    child.join()
-    assert child.exitcode == 0
+    assert child.returncode == 0
     values = [json.loads(line) for line in lines]
     for value in values:
         jsonschema.validate(value, build_schema(command))
