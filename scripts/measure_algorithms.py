@@ -27,8 +27,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from results import RESULTS, load_result, write_packed_result
-
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import STOPPED
 from policygrad.commands.compare import build_rows, compare
@@ -37,6 +35,7 @@ from policygrad.compare.plan import LADDERS, ComparisonPlan, ComparisonRow, Job,
 from policygrad.compare.report import build_report
 from policygrad.compare.runner import AXES, Results, RunOutcome
 from policygrad.errors import PolicygradError
+from results import RESULTS, load_result, write_packed_result
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "comparisons"

@@ -23,13 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from results import RESULTS, load_result, write_packed_result
-
 import policygrad as pg
 from measure_algorithms import ROOT, WORK, format_report
 from policygrad.commands import STOPPED
 from policygrad.commands.compare import compare
 from policygrad.samplers.config import SamplerConfig
+from results import RESULTS, load_result, write_packed_result
 
 MODEL, STEPS = "tiny", 24
 SETTINGS = ((0, 0), (1, 0), (2, 0), (0, 8), (1, 8), (2, 8), (4, 8))

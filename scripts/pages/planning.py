@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from results import RESULTS
-
 from pages.markdown import table
 from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
@@ -18,6 +16,7 @@ from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
 from policygrad.planning.planner import CapacityPlan, PlanRequest
 from policygrad.planning.render import GIB
 from policygrad.training.calibration import CPU
+from results import RESULTS
 
 NEMO = AlgorithmCost("grpo", frozen_models=1, scoring_passes=2, recomputes_head=True, updates=4)
 """Its GRPO scores every rollout twice, for log π_old and log π_ref, and makes four updates of 512 completions."""

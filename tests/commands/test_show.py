@@ -25,6 +25,13 @@ def plain(width: int | None) -> list[str]:
     return ["".join(text for text, _ in line).rstrip() for line in format_matrix(width)]
 
 
+def test_a_class_without_a_file_has_no_field_docs() -> None:
+    """As one that is typed at a prompt or in a notebook: its module has no file."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Typed:\n    lam: float = 1.0", namespace)
+    assert read_field_docs(namespace["Typed"]) == {}
+
+
 @pytest.mark.parametrize("width", [50, 72, 80, 100, 120, 200, 300, None])
 def test_the_matrix_fits_the_terminal(width: int | None) -> None:
     lines = plain(width)

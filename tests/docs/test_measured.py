@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results import load_result, read_result
 
 import measure_algorithms
 import measure_control
@@ -22,6 +21,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS
 from policygrad.compare.report import build_report
 from policygrad.compare.runner import ComparisonRun
+from results import load_result, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = (3e-4, 1e-3)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results import load_result, read_result
 
 import measure_staleness
 import policygrad as pg
@@ -16,6 +15,7 @@ from pages import staleness
 from policygrad.commands.compare import build_rows
 from policygrad.compare.report import build_report
 from policygrad.compare.runner import ComparisonRun
+from results import load_result, read_result
 
 RATES = dict.fromkeys(measure_staleness.NAMES, 3e-4)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jsonschema
 
 from doubles.comparison import forking_runs
-from doubles.files import write_rows
+from doubles.small_task import write_task
 from policygrad.commands.json_schemas import build_schema
 
 SMALL = {  # what makes seconds of a minute; an option that is given twice is the last
@@ -83,4 +83,4 @@ def shrink(argv: list[str]) -> list[str]:
 
 def write_own_task() -> None:
     """Write the file that `OWN_TASK` names into the current folder."""
-    write_rows(Path("small_sums.jsonl"), [{"prompt": f"{i} + {i} =\n", "answer": str(2 * i)} for i in range(40)])
+    write_task(Path(), "small_sums.jsonl")

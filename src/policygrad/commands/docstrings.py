@@ -42,7 +42,7 @@ def _read_class(kind: type) -> tuple[list[ast.stmt], list[str]]:
     """Return (statements of a class, lines of its file); nothing of a class without a file, as a built-in is."""
     try:
         file = inspect.getsourcefile(kind) or ""
-    except TypeError:
+    except (OSError, TypeError):  # OSError: a class of `__main__` in a notebook or at a prompt
         return [], []
     lines = linecache.getlines(file, vars(sys.modules[kind.__module__]))
     return _read_classes("".join(lines)).get(kind.__qualname__, []), lines

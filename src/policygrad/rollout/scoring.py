@@ -66,9 +66,7 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
     prompts, completions, columns = reward_inputs(groups)
     scored = [i for i, t in enumerate(rows) if not t.failure]  # the others get None
     scores = RewardScores([None] * len(rows), {})
-    if not rows:  # as of a step without demonstrations, whose columns nobody has
-        pass
-    elif len(scored) == len(rows):
+    if scored and len(scored) == len(rows):  # none: as of a step without demonstrations, whose columns nobody has
         scores = score(prompts, completions, columns)
     elif scored:
 
