@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,11 +26,12 @@ def plain(width: int | None) -> list[str]:
     return ["".join(text for text, _ in line).rstrip() for line in format_matrix(width)]
 
 
-def test_a_class_without_a_file_has_no_field_docs() -> None:
+def test_a_class_without_a_file_has_no_field_docs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is typed at a prompt or in a notebook: its module has no file."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec("class Typed:\n    lam: float = 1.0", namespace)
-    assert read_field_docs(namespace["Typed"]) == {}
+    module = ModuleType("prompt")
+    monkeypatch.setitem(sys.modules, "prompt", module)
+    exec("class Typed:\n    lam: float = 1.0", vars(module))
+    assert read_field_docs(module.Typed) == {}
 
 
 @pytest.mark.parametrize("width", [50, 72, 80, 100, 120, 200, 300, None])
