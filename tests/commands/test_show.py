@@ -28,8 +28,8 @@ def plain(width: int | None) -> list[str]:
 
 def test_a_class_without_a_file_has_no_field_docs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is typed at a prompt or in a notebook: its module has no file."""
-    module = ModuleType("prompt")
-    monkeypatch.setitem(sys.modules, "prompt", module)
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
     exec("class Typed:\n    lam: float = 1.0", vars(module))
     assert read_field_docs(module.Typed) == {}
 
