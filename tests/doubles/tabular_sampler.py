@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.models.messages import EncodedText
-from policygrad.models.tool_calls import TAGGED_PARSER
+from policygrad.models.chat.formats import TAGGED
+from policygrad.models.chat.messages import EncodedText
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
 from policygrad.weight_sync.base import PublishedWeights
@@ -54,7 +54,7 @@ class TabularTokenizer:
 
     context_length = None
     pictures = None
-    tool_call_parser = TAGGED_PARSER
+    chat_format = TAGGED
 
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> EncodedText:
         return EncodedText(torch.tensor([int(word) for word in prompt.split()]))
@@ -66,8 +66,8 @@ class TabularTokenizer:
 
     end_ids = frozenset({0})
 
-    def opens_thought(self, context_ids: Tensor) -> bool:
-        return False
+    def find_opening(self, context_ids: Tensor) -> str:
+        return ""
 
     def decode(self, tokens: Tensor) -> str:
         return " ".join(str(int(t)) for t in tokens if int(t) != 0)

@@ -19,7 +19,7 @@ from doubles import plain_agents
 from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import code_references, resolve_environment
-from policygrad.models.chat_template import render_ids
+from policygrad.models.chat.rendering import render_ids
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
 from policygrad.samplers.base import Generation, Request

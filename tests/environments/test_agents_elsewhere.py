@@ -20,7 +20,7 @@ from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.chat_template import render_ids
+from policygrad.models.chat.rendering import render_ids
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.proxy.formats import ChatRequest

@@ -18,9 +18,9 @@ from doubles import mcp_server, odd_mcp_server
 from doubles.scripted_sampler import conversation
 from policygrad.environments import mcp
 from policygrad.environments.tools import Tool
+from policygrad.models.chat.turns import ToolCall
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.models.tool_calls import ToolCall
 from policygrad.utils.message_parts import UNSEEN_PICTURE
 
 QUESTION = pg.Example(({"role": "user", "content": "Look."},), {})

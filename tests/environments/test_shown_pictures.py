@@ -14,7 +14,7 @@ import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.vision_models import make_picture, save_family
 from policygrad.environments.tools import ToolUse
-from policygrad.models.tool_calls import ToolCall
+from policygrad.models.chat.turns import ToolCall
 from policygrad.rollout.environment import Action, Observation, Step
 from policygrad.training.config.evaluation import EvaluationConfig
 from policygrad.training.config.run import Run

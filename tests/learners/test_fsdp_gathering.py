@@ -17,7 +17,7 @@ from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.messages import EncodedText
+from policygrad.models.chat.messages import EncodedText
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.models.vision import read_texts
 from policygrad.samplers.engines.probe import make_pictured_prompts

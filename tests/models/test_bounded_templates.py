@@ -8,9 +8,9 @@ import pytest
 
 from doubles.templates import ENDS, template, tokenizer, tokenizer_with
 from policygrad.errors import ModelError
-from policygrad.models import bounded_templates
-from policygrad.models.bounded_templates import bounded_rendering
-from policygrad.models.chat_template import render
+from policygrad.models.chat import bounded_templates
+from policygrad.models.chat.bounded_templates import bounded_rendering
+from policygrad.models.chat.rendering import render
 
 USER: dict[str, Any] = {"role": "user", "content": "<b>a</b> & 'b'"}
 TOOLS = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from doubles.models import changed_copy
 from doubles.templates import ENDS, tokenizer
 from policygrad.errors import DataError, ModelError
-from policygrad.models.chat_template import render
+from policygrad.models.chat.rendering import render
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 

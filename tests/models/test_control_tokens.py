@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from doubles.templates import ENDS, MARKS, tokenizer
 from policygrad.errors import ModelError
-from policygrad.models.control_tokens import escape_special_tokens
+from policygrad.models.chat.control_tokens import escape_special_tokens
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 

@@ -153,7 +153,7 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(t
     row = {"prompt": messages, "completion": "Done."}
     [(prompt, _)] = look(tmp_path, own, row)
     assert 'I see.\n<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call><|observation|>' in prompt
-    own.hf.chat_template = own.hf.chat_template.replace("<tool_call>{", "<tool_call><arg_key>{")
+    own.hf.chat_template = own.hf.chat_template.replace("<tool_call>", "<call>")
     with pytest.raises(ModelError, match=r"does not show the calls of a message, such as 'read', and"):
         look(tmp_path, replace(own), row)
 

@@ -10,8 +10,8 @@ import torch
 import policygrad as pg
 from doubles.scripted_sampler import conversation
 from doubles.templates import tokenizer_with
+from policygrad.models.chat.tool_calls import TaggedToolCallParser
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.models.tool_calls import TaggedToolCallParser
 from policygrad.proxy.formats import ChatRequest
 from policygrad.rewards.builtin import Format
 from policygrad.rollout.conversation_tree import ConversationTree

@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from policygrad.errors import ModelError
-from policygrad.models.chat_template import format_tools, inline_tools
-from policygrad.models.tool_calls import (
+from policygrad.models.chat.formats import TAGGED, find_format, supports_tools
+from policygrad.models.chat.rendering import format_tools, inline_tools
+from policygrad.models.chat.tool_calls import (
     TAGGED_PARSER,
     JsonToolCallParser,
-    TaggedToolCallParser,
-    ToolCall,
-    UnsupportedToolCalls,
-    parser_for_template,
-    supports_tools,
 )
+from policygrad.models.chat.turns import ToolCall
 
 TEMPLATES = Path(__file__).parent / "templates"
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -29,27 +25,30 @@ def template(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "expected"),
     [
-        ("qwen3", TaggedToolCallParser()),
-        ("llama31", JsonToolCallParser("<|python_tag|>")),
-        ("mistral_tools", JsonToolCallParser("[TOOL_CALLS]")),
-        ("chatml", TAGGED_PARSER),
-        ("gemma", TAGGED_PARSER),
-        ("phi4", TAGGED_PARSER),
-        ("reasoning", UnsupportedToolCalls("reasoning")),
+        ("qwen3", "hermes"),
+        ("llama31", "llama3"),
+        ("mistral_tools", "mistral_list"),
+        ("chatml", "hermes"),
+        ("gemma", "hermes"),
+        ("phi4", "hermes"),
+        ("reasoning", "unknown"),
     ],
 )
-def test_the_parser_follows_the_chat_template(name: str, form: Any) -> None:
-    assert parser_for_template(template(name), name) == form
+def test_the_format_follows_the_chat_template(name: str, expected: str) -> None:
+    assert find_format(template(name), name).name == expected
     assert supports_tools(template(name)) is (name in ("qwen3", "llama31", "mistral_tools", "reasoning"))
 
 
-def test_models_without_template_use_tags_and_unknown_formats_are_refused() -> None:
-    assert parser_for_template(None) == TAGGED_PARSER
+def test_models_without_template_use_tags_and_unknown_formats_say_so() -> None:
+    assert find_format(None) == TAGGED
     assert not supports_tools("{{ '# no tools' }}")
-    with pytest.raises(ModelError, match=r"'glm' has an unknown format for tool calls: .*ToolUse\(parser=…\)"):
-        parser_for_template("{% if tools %}<tool_call>f<arg_key>{% endif %}", "glm")("anything")
+    unknown = find_format("{% if tools %}<tool>f{% endif %}", "new").parse("<think>hm</think>anything")
+    assert unknown.unread.startswith(
+        "the chat template of 'new' has an unknown format for tool calls: give ToolUse(parser=…)"
+    )
+    assert (unknown.reasoning, unknown.content, unknown.calls) == ("hm", "anything", ())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from policygrad.models.tool_calls import ToolCall
+from policygrad.models.chat.turns import ToolCall
 from policygrad.proxy import server
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatReply, ChatRequest
 from policygrad.proxy.server import Proxy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from policygrad.models.tool_calls import ToolCall
+from policygrad.models.chat.turns import ToolCall
 from policygrad.proxy.fields import TABLES
 from policygrad.proxy.formats import (
     CHAT,

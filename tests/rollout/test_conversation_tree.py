@@ -14,7 +14,7 @@ import policygrad as pg
 from doubles.templates import logp_of, random_model, tokenizer
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.chat_template import render_ids
+from policygrad.models.chat.rendering import render_ids
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest, parse_chat
 from policygrad.rollout.batching import batch_groups

@@ -19,7 +19,7 @@ from doubles.templates import ENDS, logp_of, random_model, tokenizer
 from policygrad.checkpoint.manifest import decode_json, encode_json
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.chat_template import render
+from policygrad.models.chat.rendering import render
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout import serialization
 from policygrad.rollout.batching import batch_groups, measure_rollout
@@ -142,8 +142,8 @@ TABLE = [  # (what happens, the turns, what is said to them, the templates that 
     ("a tool answers after reasoning", (THOUGHT.format(1, 2), "4"), ["tool"], set()),
     ("the user speaks after tools", (THOUGHT.format(1, 2), "4", "5"), ["tool", "user"], {"reasoning", "qwen3"}),
 ]
-REFUSING = {"gemma": 1, "mistral_tools": 2}
-"""Templates that want user and assistant in turn, and the turns that a tool may then be answered in."""
+REFUSING = {"mistral_tools": 2}
+"""A template that wants user and assistant in turn, and the turns that a tool may then be answered in."""
 
 
 @pytest.mark.parametrize("name", sorted(ENDS))

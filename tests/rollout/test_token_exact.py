@@ -15,7 +15,7 @@ import policygrad as pg
 from doubles.scripted_sampler import conversation
 from doubles.templates import ENDS, random_model, tokenizer
 from policygrad.environments.tools import Tool
-from policygrad.models.chat_template import render
+from policygrad.models.chat.rendering import render
 from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.trajectory import TRAIN, EpisodeSpec
 

@@ -26,8 +26,8 @@ from policygrad.core.batch import Batch
 from policygrad.errors import EngineError
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.learners.local.packing import pack_micro_batches
+from policygrad.models.chat.messages import EncodedText
 from policygrad.models.loading import load_model
-from policygrad.models.messages import EncodedText
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.models.vision import encode_picture_file
 from policygrad.samplers.base import Generation, Request, SamplingParams

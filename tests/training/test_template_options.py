@@ -15,7 +15,7 @@ from doubles.templates import tokenizer_with
 from policygrad.commands.evaluate import parse_options
 from policygrad.commands.proxy import ProxyOptions, _Model
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.template_options import list_template_variables, parse_template_options
+from policygrad.models.chat.template_options import list_template_variables, parse_template_options
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ChatRequest
 from policygrad.training.config.serialization import load_config

@@ -27,7 +27,7 @@ from policygrad.environments.games import (
     choose_random_move,
 )
 from policygrad.errors import EngineError
-from policygrad.models.messages import EncodedText
+from policygrad.models.chat.messages import EncodedText
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.environment import CONTEXT, FAILED, TOKENS, Action, Observation
 from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
@@ -179,8 +179,8 @@ class _Seat(Conversation):
         self.last_ids = generation.tokens
         if generation.finish_reason == "length":
             self.cut_off = self.budget_reason
-        in_thought = encoder.opens_thought(self.context_ids)
-        self.action = Action(text, bool(self.cut_off), encoder.tool_call_parser, in_thought)
+        opening = encoder.find_opening(self.context_ids)
+        self.action = Action(text, bool(self.cut_off), encoder.chat_format, opening, self.tools or ())
 
     def pay(self, reward: float) -> None:
         """Add a reward to the last move, or to the first one if there is none yet."""

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from policygrad.environments.registry import is_http_url
 from policygrad.environments.tools import Tool, ToolError, ToolUse
 from policygrad.errors import ConfigError, DataError, EngineError, import_optional, install_command
-from policygrad.models.control_tokens import replace_surrogates
+from policygrad.models.chat.control_tokens import replace_surrogates
 from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.utils.async_runner import background_loop, run_on_background_loop
 from policygrad.utils.child_environment import filter_environment

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.models.chat_template import format_tool_response, join_tool_responses
-from policygrad.models.tool_calls import ToolCall, ToolCallParser
+from policygrad.models.chat.rendering import format_tool_response, join_tool_responses
+from policygrad.models.chat.turns import ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import quote, to_number
 from policygrad.rollout.environment import Action, Capabilities, Environment, Observation, Step, accepts_seed
 from policygrad.sandbox.python_tool import truncate_middle
@@ -354,7 +354,7 @@ class _Conversation:
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
-        calls = action.parse_calls(self.config.parser or action.parser)
+        calls = action.calls if self.config.parser is None else action.parse_calls(self.config.parser)
         metrics = {"calls": float(len(calls))} | {f"calls_{failure}": 0.0 for failure in FAILURES}
         if not calls:
             return Step(reward=await self._score(action.text), metrics=metrics, stop_reason=ANSWER)

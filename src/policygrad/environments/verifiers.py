@@ -88,15 +88,14 @@ class _Episode:
         step = Step(stop_reason=ANSWER) if self.conversation is None else await self.conversation.step(action)
         calls = action.calls if self.conversation is not None else ()
         ids = [f"call_{len(self.messages)}_{i}" for i in range(len(calls))]
-        reasoning, closed, answer = action.text.partition("</think>")
         tool_calls = [
             ToolCall(id=identity, name=call.name, arguments=json.dumps(dict(call.arguments)))
             for identity, call in zip(ids, calls, strict=True)
             if not call.error
         ]
         message = AssistantMessage(
-            content=(answer if closed else action.text).strip(),
-            reasoning_content=reasoning.replace("<think>", "", 1).strip() if closed else None,
+            content=action.message.content.strip(),
+            reasoning_content=action.message.reasoning.strip() or None,
             tool_calls=tool_calls or None,
         )
         self.messages.append((message, True))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import ModelError
 from policygrad.models.adapters import reload_saved_precision, require_peft, saved_head_dtype, train_only_adapters
-from policygrad.models.chat_template import render_ids
+from policygrad.models.chat.rendering import render_ids
 from policygrad.models.loading import (
     at_least_float32,
     check_missing_weights,

@@ -15,23 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.models.control_tokens import (
+from policygrad.models.chat.control_tokens import (
     encode_escaped,
     escape_special_tokens,
     make_placeholder,
 )
+from policygrad.models.chat.formats import ChatFormat, find_declared_format, get_chat_template
+from policygrad.models.chat.messages import ANY_END, Continuation, EncodedText, Message, Tools
+from policygrad.models.chat.template_options import check_template_options, parse_template_options
+from policygrad.models.chat.turns import ToolCall, ToolCallParser
 from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
-from policygrad.models.messages import ANY_END, EncodedText, Message, Tools
-from policygrad.models.template_options import check_template_options, parse_template_options
-from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 from policygrad.models.traits import placeholder_id
 from policygrad.utils.message_parts import list_pictures
 
 if TYPE_CHECKING:
     from policygrad.models.vision import PictureProcessor
 
-_THOUGHT_TOKENS = 16  # more than `<think>` and the white space after it have
+_OPENING_TOKENS = 64  # more than a chat template writes of a turn, with what begins it
 
 
 class PromptTooLongError(ModelError):
@@ -72,7 +73,7 @@ class Tokenizer:
         if isinstance(prompt, str):
             text = prompt
             if tools:
-                from policygrad.models.chat_template import format_tools
+                from policygrad.models.chat.rendering import format_tools
 
                 text = f"{format_tools(tools)}\n\n{prompt}"
             # with placeholders only what begins a text
@@ -81,7 +82,7 @@ class Tokenizer:
             if len(ids) > 1 and ids[-1] in self.end_ids:  # some tokenizers close every text; a prompt stays open
                 ids.pop()
         else:
-            from policygrad.models.chat_template import expand_pictures, render
+            from policygrad.models.chat.rendering import expand_pictures, render
 
             rendered = render(self, prompt, generation_prompt=True, tools=tools or None, source=source)
             ids = encode(expand_pictures(self, rendered, prompt, source))
@@ -127,7 +128,8 @@ class Tokenizer:
         tools: Tools | None = None,
         *,
         end: int | None = ANY_END,
-    ) -> EncodedText:
+        call_ids: Sequence[str] = (),
+    ) -> Continuation:
         """Encode what stands between a sampled turn and the next: prompt + sampled ids + these are the next prompt.
 
         They are the rendered difference. Decoded, the concatenation is the template's rendering of the conversation, except for
@@ -146,9 +148,9 @@ class Tokenizer:
             ModelError: See `render`; or letters that cannot be encoded without a control token.
             HistoryRewrittenError: The template renders earlier turns differently once there are more.
         """
-        from policygrad.models.conversations import encode_continuation
+        from policygrad.models.chat.continuation import encode_continuation
 
-        return encode_continuation(self, so_far, reply, new, source, tools, end=end)
+        return encode_continuation(self, so_far, reply, new, source, tools, end=end, call_ids=call_ids)
 
     def encode_rewritten(
         self,
@@ -173,7 +175,7 @@ class Tokenizer:
         Raises:
             ModelError: See `encode_continuation`.
         """
-        from policygrad.models.conversations import encode_rewritten
+        from policygrad.models.chat.continuation import encode_rewritten
 
         return encode_rewritten(self, messages, opening, new, source, tools)
 
@@ -190,16 +192,10 @@ class Tokenizer:
         Raises:
             ModelError: See `encode_demonstration`.
         """
-        from policygrad.models.demonstrations import encode_demonstration
+        from policygrad.models.chat.demonstrations import encode_demonstration
 
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source, tools)))
-
-    def opens_thought(self, context_ids: Tensor) -> bool:
-        """Return True when a context [P] ends with what opens a thought, so that the next turn begins inside of it."""
-        return (
-            str(self.hf.decode(context_ids[-_THOUGHT_TOKENS:], skip_special_tokens=False)).rstrip().endswith("<think>")
-        )
 
     def with_template_options(self, options: Sequence[str]) -> Tokenizer:
         """Return the tokenizer with values of its chat template's variables, NAME=VALUE.
@@ -212,10 +208,32 @@ class Tokenizer:
         check_template_options(self.hf, self.name, parsed)
         return replace(self, template_options=parsed)
 
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes its turns: by its tokenizer's `response_template`, or by its chat template."""
+        return find_declared_format(getattr(self.hf, "response_template", None), get_chat_template(self.hf), self.name)
+
     @property
     def tool_call_parser(self) -> ToolCallParser:
-        """The parser for the tool calls that the model's chat template defines."""
-        return parser_for_template(get_chat_template(self.hf), self.name)
+        """Returns the tool calls of a turn's text. Raises ModelError if the format is unknown."""
+
+        def parse_calls(text: str) -> tuple[ToolCall, ...]:
+            message = self.chat_format.parse(text)
+            if message.unread:
+                raise ModelError(message.unread)
+            return message.calls
+
+        return parse_calls
+
+    def find_opening(self, context_ids: Tensor) -> str:
+        """Return what a context [P] contains already of the turn that goes on there, such as `<think>`."""
+        return self.find_opening_text(str(self.hf.decode(context_ids[-_OPENING_TOKENS:], skip_special_tokens=False)))
+
+    def find_opening_text(self, context: str) -> str:
+        """Return the same of a rendered context."""
+        opening = self.chat_format.find_opening(context)
+        ends = map(str, self.hf.convert_ids_to_tokens(sorted(self.end_ids)))
+        return "" if any(end in opening for end in ends) else opening  # what follows an earlier turn that has ended
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the tokenizer's files, and those of the processor of a model that sees."""
@@ -231,6 +249,11 @@ class Tokenizer:
         ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         kept = [token for token in ids if token not in self.unread_ids]
         return str(self.hf.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def shown_roles(self) -> set[tuple[tuple[str, ...], bool, bool]]:
+        """Kinds of continuations that the chat template was seen to show whole: roles, whether after calls, whether with tools."""
+        return set()
 
     @cached_property
     def unread_ids(self) -> frozenset[int]:

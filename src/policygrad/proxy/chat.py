@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from policygrad.models.tool_calls import ToolCall
+from policygrad.models.chat.turns import ToolCall
 from policygrad.proxy.fields import CHAT_FIELDS, check_fields
 from policygrad.proxy.reading import (
     MAX_CHOICES,

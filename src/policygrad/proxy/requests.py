@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from policygrad.models.tool_calls import ToolCall
+from policygrad.models.chat.turns import ToolCall
 
 Message = dict[str, Any]
 Prompt = str | tuple[int, ...] | tuple[Message, ...]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from policygrad.errors import ConfigError, PolicygradError, import_optional
-from policygrad.models.control_tokens import replace_surrogates
+from policygrad.models.chat.control_tokens import replace_surrogates
 from policygrad.proxy.formats import FORMATS, MESSAGES, RESPONSES, ApiError, ApiFormat, ChatReply, ChatRequest, Event
 from policygrad.proxy.reading import openai_error
 from policygrad.proxy.stored import StoredResponses

@@ -9,7 +9,7 @@ of a walk that visits what branches off last first, each branch follows a beginn
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -17,9 +17,11 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from policygrad.models.messages import EncodedText, HistoryRewrittenError, Message
+from policygrad.errors import ModelError
+from policygrad.models.chat.messages import EncodedText, HistoryRewrittenError, Message
+from policygrad.models.chat.rendering import write_message
+from policygrad.models.chat.turns import END_OF_THOUGHT, THOUGHT, AssistantMessage, ToolCall, number_calls
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.models.tool_calls import ToolCall, is_unfinished_thought
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents, common_length
 from policygrad.samplers.base import Generation
@@ -84,6 +86,12 @@ class _Reply:
     keys: tuple[Hashable, ...] | str
     """The same with the reply, as the program sees it: for comparison."""
     tools: str
+    call_ids: tuple[str, ...]
+    """Those that the program knows."""
+    written: Message
+    """The reply as the chat template reads it, where it is not continued."""
+    own_ids: Mapping[str, str]
+    """Its calls' ids there, by those that the program knows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,21 +143,19 @@ class ConversationTree:
         if last is not None:
             new = prompt[len(last.keys) :]
             before = last.messages
-            messages = f"{before}{last.text}{new}"
-            if not isinstance(before, str):
-                messages = (*before, {"role": "assistant", "content": last.text}, *new)
             context = last.run.text(last.run.start + last.length)
             state = new if isinstance(new, str) else _canonical(new)
             try:
                 added = self.encoder.encode_continuation(
-                    before, last.text, new, self.source, request.tools or None, end=last.end
+                    before, last.text, new, self.source, request.tools or None, end=last.end, call_ids=last.call_ids
                 )
+                messages = f"{before}{last.text}{new}" if isinstance(before, str) else (*before, *added.messages)
                 segment = Segment(added.ids, observation=added.is_content)
                 run = self._append(last.run, last.run.start + last.length, segment)
                 return OpenTurn(torch.cat([context, added.ids]), run, request, messages, state)
-            except HistoryRewrittenError:
-                assert not isinstance(messages, str)
-                return self._rewrite(messages, len(new), request, state)
+            except HistoryRewrittenError as error:
+                assert not isinstance(before, str)
+                return self._rewrite((*before, *error.messages), len(error.messages) - 1, request, state)
         if isinstance(prompt, str):
             ids = self.encoder.encode(prompt, 1, self.source).ids
             return OpenTurn(ids, self._place(ids), request, prompt, prompt)
@@ -165,8 +171,8 @@ class ConversationTree:
         encoder, request = self.encoder, turn.request
         generation = cut_at_stop(generation, request.stop, encoder.decode)
         text, stopped_by, length = _text_before_stop(encoder, generation, request.stop)
-        in_thought = is_unfinished_thought(text, opened=encoder.opens_thought(turn.context_ids))
-        calls = () if in_thought else _read_calls(encoder, request, text)
+        message = encoder.chat_format.parse(text, encoder.find_opening(turn.context_ids), request.tools)
+        calls = _name_calls(request, message)
         ids = generation.tokens.tolist()
         choice = ChatChoice(
             text,
@@ -174,17 +180,23 @@ class ConversationTree:
             tuple(ids),
             tuple(generation.logp.tolist()),
             tuple(encoder.hf.decode([token]) for token in ids) if request.has_logprobs else (),
-            _text_before_calls(text) if calls else text,
+            _write_content(message) if calls else text,
             calls,
             tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
             stopped_by,
         )
         end = ids[-1] if not stopped_by and ids[-1] in encoder.end_ids else None
-        self._remember(turn, generation, choice, length, end)
+        self._remember(turn, generation, choice, message, length, end)
         return choice
 
     def _remember(
-        self, turn: OpenTurn, generation: Generation, choice: ChatChoice, length: int, end: int | None
+        self,
+        turn: OpenTurn,
+        generation: Generation,
+        choice: ChatChoice,
+        message: AssistantMessage,
+        length: int,
+        end: int | None,
     ) -> None:
         run = turn.run.add_sampled(Segment.from_generation(generation), turn.state)
         self.num_turns += 1
@@ -196,7 +208,15 @@ class ConversationTree:
         else:
             reply = {"role": "assistant", "content": choice.content, "calls": choice.calls}
             keys = (*map(_message_key, turn.request.prompt), _message_key(reply))  # type: ignore[arg-type]
-        self._replies.append(_Reply(run, length, end, turn.messages, choice.text, keys, _canonical(turn.request.tools)))
+        tools, written = _canonical(turn.request.tools), {"role": "assistant", "content": choice.text}
+        own_ids: dict[str, str] = {}
+        if choice.calls and message.is_complete and not isinstance(turn.messages, str):
+            numbers = number_calls(message.calls, sum(m["role"] == "assistant" for m in turn.messages))
+            written = dict(write_message(self.encoder, message, numbers))
+            own_ids = dict(zip(choice.call_ids, numbers, strict=True))
+        self._replies.append(
+            _Reply(run, length, end, turn.messages, choice.text, keys, tools, choice.call_ids, written, own_ids)
+        )
 
     def segments(self, prompt_length: int) -> tuple[tuple[Segment, ...], tuple[Hashable, ...]]:
         """Return the episode after the first `prompt_length` tokens of its first text, and the state of each sampled segment.
@@ -288,12 +308,18 @@ class ConversationTree:
 
     def _restore_replies(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return a program's messages with the replies that it repeats as the policy wrote them."""
-        texts = {r.keys[-1]: r.text for r in self._replies if not isinstance(r.keys, str)}
-        restored = list[Message]()
+        replies = {r.keys[-1]: r for r in self._replies if not isinstance(r.keys, str)}
+        restored, own_ids = list[Message](), dict[str, str]()
         for message in messages:
-            text = texts.get(_message_key(message)) if message["role"] == "assistant" else None
-            if text is not None:
-                message = {"role": "assistant", "content": text}
+            reply = replies.get(_message_key(message)) if message["role"] == "assistant" else None
+            if reply is not None:
+                own_ids |= {
+                    call["id"]: own
+                    for call, own in zip(message.get("tool_calls", ()), reply.own_ids.values(), strict=False)
+                }
+                message = reply.written
+            elif (own := own_ids.get(message.get("tool_call_id", ""))) is not None:
+                message = {**message, "tool_call_id": own}
             restored.append(message)
         return tuple(restored)
 
@@ -352,11 +378,13 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _read_calls(encoder: Tokenizer, request: ChatRequest, text: str) -> tuple[ToolCall, ...]:
+def _name_calls(request: ChatRequest, message: AssistantMessage) -> tuple[ToolCall, ...]:
     """Return a reply's tool calls. () = it has none, or one that cannot be read: the program then receives the text."""
     if not request.parses_calls:
         return ()
-    calls = encoder.tool_call_parser(text)
+    if message.unread:
+        raise ModelError(message.unread)
+    calls = message.calls
     if any(call.error for call in calls):
         return ()
     functions = {tool["function"]["name"]: tool["function"] for tool in request.tools}
@@ -370,8 +398,7 @@ def _name_arguments(call: ToolCall, function: dict[str, Any]) -> ToolCall:
     return ToolCall(call.name, {**named, **call.arguments})
 
 
-def _text_before_calls(text: str) -> str:
-    """Return what was written before the calls: a tag that the reasoning mentions is none."""
-    reasoning, closed, answer = text.rpartition("</think>")
-    before, mark, _ = answer.partition("<tool_call>")
-    return f"{reasoning}{closed}{before if mark else ''}".strip()
+def _write_content(message: AssistantMessage) -> str:
+    """Return what a turn says besides its calls, with its reasoning before it."""
+    thought = f"{THOUGHT}{message.reasoning}{END_OF_THOUGHT}" if message.reasoning.strip() else ""
+    return f"{thought}{message.content}".strip()

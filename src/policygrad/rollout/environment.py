@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from policygrad.errors import EngineError
-from policygrad.models.control_tokens import replace_surrogates
-from policygrad.models.tool_calls import TAGGED_PARSER, ToolCall, ToolCallParser, is_unfinished_thought
+from policygrad.errors import EngineError, ModelError
+from policygrad.models.chat.control_tokens import replace_surrogates
+from policygrad.models.chat.formats import TAGGED, ChatFormat
+from policygrad.models.chat.messages import Tools
+from policygrad.models.chat.turns import AssistantMessage, ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import MAX_ABS_REWARD, quote, to_number
 from policygrad.tasks.base import Example, Prompt
 
@@ -69,19 +72,32 @@ class Action:
     """The decoded tokens, without end and padding tokens."""
     truncated: bool = False
     """True when the token budget ended the turn."""
-    parser: ToolCallParser = TAGGED_PARSER
-    """Parses tool calls in the model's format."""
-    in_thought: bool = False
-    """True when the prompt opened a thought (`<think>`), inside of which the text begins."""
+    format: ChatFormat = TAGGED
+    """How the model writes its turns."""
+    opening: str = ""
+    """What the prompt contains of the turn already, such as `<think>`."""
+    tools: Tools = ()
+    """The schemas of the tools that the prompt lists, by which arguments are typed."""
+
+    @cached_property
+    def message(self) -> AssistantMessage:
+        """The turn as a message: its content, reasoning and tool calls."""
+        return self.format.parse(self.text, self.opening, self.tools)
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls in the text, none in an unfinished thought; those that cannot be parsed carry an error."""
-        return self.parse_calls(self.parser)
+        """The tool calls in the text, none in an unfinished thought; those that cannot be parsed carry an error.
+
+        Raises:
+            ModelError: The model's format is unknown.
+        """
+        if self.message.unread:
+            raise ModelError(self.message.unread)
+        return self.message.calls
 
     def parse_calls(self, parser: ToolCallParser) -> tuple[ToolCall, ...]:
         """Return the tool calls as another parser reads them."""
-        return () if is_unfinished_thought(self.text, opened=self.in_thought) else parser(self.text)
+        return () if self.message.is_thinking else parser(self.text)
 
 
 @dataclass(frozen=True)

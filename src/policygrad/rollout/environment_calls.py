@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from policygrad.errors import EngineError, PolicygradError
-from policygrad.models.control_tokens import replace_surrogates
+from policygrad.models.chat.control_tokens import replace_surrogates
 from policygrad.rewards.workers.failures import MIN_LOST_CALLS
 from policygrad.rewards.workers.messages import describe_error
 from policygrad.rollout.environment import (

@@ -20,8 +20,8 @@ from torch import Tensor
 from policygrad.checkpoint.manifest import encode_json
 from policygrad.core.media import TextMedia, distinguish_media, select_media, shift_media
 from policygrad.errors import EngineError
-from policygrad.models.control_tokens import replace_surrogates
-from policygrad.models.messages import EncodedText, HistoryRewrittenError, Tools
+from policygrad.models.chat.control_tokens import replace_surrogates
+from policygrad.models.chat.messages import EncodedText, HistoryRewrittenError, Tools
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import EPISODE_COLUMNS
 from policygrad.rollout.environment import (
@@ -193,22 +193,23 @@ class Conversation:
         so_far, before = torch.cat([self.context_ids, sampled_ids]), self.conversation
         if isinstance(before, str):
             self.conversation = f"{before}{text}{content}"
-        else:
-            messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
-            self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
         try:
             last = int(sampled_ids[-1])
             sampled_end = last if last in encoder.end_ids else None
             new = encoder.encode_continuation(before, text, content, self.spec.location, self.tools, end=sampled_end)
+            if not isinstance(before, str):
+                self.conversation = (*before, *new.messages)
             segment = Segment(new.ids, media=new.media, observation=new.is_content)
             compact_ids = new.ids if new.compact_ids is None else new.compact_ids
             self.compact_ids = torch.cat([self.compact_ids, sampled_ids, compact_ids])
-        except HistoryRewrittenError:
+        except HistoryRewrittenError as error:
             # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
             # sampled tokens stay in the context in which they were sampled
-            assert not isinstance(self.conversation, str)
+            assert not isinstance(before, str)
+            self.conversation = conversation = (*before, *error.messages)
+            num_new = len(error.messages) - 1
             rendered, end = encoder.encode_rewritten(
-                self.conversation, self.num_opening_messages, len(content), self.spec.location, self.tools
+                conversation, self.num_opening_messages, num_new, self.spec.location, self.tools
             )
             earlier = distinguish_media(so_far, self.context_media)
             shared = common_length([earlier, distinguish_media(rendered.ids, rendered.media)[:-1]])
@@ -281,7 +282,7 @@ class _Episode(Conversation):
         text = self.add_turn(generation, encoder, sampler)
         self.truncated = cut = generation.finish_reason == "length"
         try:
-            action = Action(text, cut, encoder.tool_call_parser, encoder.opens_thought(self.context_ids))
+            action = Action(text, cut, encoder.chat_format, encoder.find_opening(self.context_ids), self.tools or ())
             step = await self._call("step", action)
             if not isinstance(step, Step):
                 raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policygrad.core.batch import SamplingMask
 from policygrad.core.media import Media, TextMedia, shift_media
-from policygrad.models.messages import EncodedText
+from policygrad.models.chat.messages import EncodedText
 from policygrad.rewards.base import COMPLETION_IDS, TRAINER_STATE, StepScores, TrainerState
 from policygrad.rollout.environment import ENVIRONMENT, TOKENS
 from policygrad.samplers.base import Generation, SamplingParams

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policygrad.core.media import TextMedia, shift_media
 from policygrad.errors import ConfigError, DataError, ModelError
-from policygrad.models.messages import EncodedText
+from policygrad.models.chat.messages import EncodedText
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.utils.pictures import Picture
 

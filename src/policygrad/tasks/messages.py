@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.models.messages import MESSAGE_WEIGHT
+from policygrad.models.chat.messages import MESSAGE_WEIGHT
 from policygrad.tasks.base import Message, Prompt
 from policygrad.tasks.pictures import parse_text_parts
 

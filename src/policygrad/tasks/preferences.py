@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from policygrad.errors import DataError
-from policygrad.models.messages import MESSAGE_WEIGHT
+from policygrad.models.chat.messages import MESSAGE_WEIGHT
 from policygrad.tasks.base import Message, Prompt, prompt_key
 from policygrad.tasks.messages import check_encodable, parse_message, parse_prompt, parse_tools
 from policygrad.tasks.rows import HasPrompt, RowOptions, open_rows, parse_rows, split_indices

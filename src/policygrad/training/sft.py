@@ -20,7 +20,7 @@ from policygrad.core.precision import widest_dtype
 from policygrad.learners.local.expert_balance import find_expert_balance
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
-from policygrad.models.demonstrations import encode_demonstration_texts
+from policygrad.models.chat.demonstrations import encode_demonstration_texts
 from policygrad.models.loading import at_least_float32, load_model
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer, load_tokenizer
 from policygrad.tasks.preferences import Demonstration, read_demonstrations

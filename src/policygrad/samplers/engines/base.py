@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from policygrad.core.batch import SamplingMask
 from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum
 from policygrad.errors import ConfigError, EngineError
+from policygrad.models.chat.messages import EncodedText
 from policygrad.models.lora_config import Lora
-from policygrad.models.messages import EncodedText
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.traits import adapter_configs

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
+from policygrad.models.chat.messages import EncodedText
 from policygrad.models.loading import at_least_float32
-from policygrad.models.messages import EncodedText
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.models.traits import placeholder_id
 from policygrad.models.vision import read_texts

@@ -13,8 +13,8 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import check_rollout, frozen_problem
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig, explain_step_size
+from policygrad.models.chat.template_options import parse_template_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
-from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_sizes import EMBEDDED_MODEL, EMBEDDED_MODELS, VISION_MODEL
 from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import VARIABLE_NAMES, RewardConfig

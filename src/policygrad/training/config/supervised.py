@@ -9,8 +9,8 @@ import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.models.chat.template_options import parse_template_options
 from policygrad.models.lora_config import LORA_LR_FACTOR
-from policygrad.models.template_options import parse_template_options
 from policygrad.planning.model_sizes import EMBEDDED_MODELS
 from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking
 from policygrad.training.config.checkpoint import CheckpointConfig

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
-from policygrad.models.bounded_templates import TemplateOverrunError, bounded_rendering
-from policygrad.models.messages import MESSAGE_WEIGHT, Message, Tools
-from policygrad.models.tool_calls import ToolCall, get_chat_template, parser_for_template, supports_tools
+from policygrad.models.chat.bounded_templates import TemplateOverrunError, bounded_rendering
+from policygrad.models.chat.declared import REASONING_FIELDS
+from policygrad.models.chat.formats import get_chat_template, supports_tools, write_calls
+from policygrad.models.chat.messages import MESSAGE_WEIGHT, Message, Tools
+from policygrad.models.chat.turns import END_OF_THOUGHT, THOUGHT, AssistantMessage, ToolCall, number_calls
 from policygrad.utils.message_parts import content_text, list_pictures
 
 if TYPE_CHECKING:
@@ -119,6 +122,25 @@ def render(
         ) from error
 
 
+def write_message(tokenizer: Tokenizer, message: AssistantMessage, call_ids: Sequence[str] = ()) -> Message:
+    """Return a turn as the model's template reads it: its reasoning under the key that the template knows, or in the content."""
+    written: dict[str, Any] = {"role": "assistant", "content": message.content.strip()}
+    if reasoning := message.reasoning.strip():
+        template = get_chat_template(tokenizer.hf) or ""
+        key = next((name for name in REASONING_FIELDS if re.search(rf"\b{name}\b", template)), None)
+        if key is None:
+            written["content"] = f"{THOUGHT}\n{reasoning}\n{END_OF_THOUGHT}\n\n{written['content']}"
+        else:
+            written[key] = reasoning
+    if message.calls:
+        ids = call_ids or number_calls(message.calls, 0)
+        written["tool_calls"] = [
+            {"id": number, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for number, call in zip(ids, message.calls, strict=True)
+        ]
+    return written
+
+
 def _with_parts(message: Message, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
     """Write a message's content as its model's template reads it: text, or for a model that sees a list of parts."""
     content = message.get("content")
@@ -128,11 +150,34 @@ def _with_parts(message: Message, tokenizer: Tokenizer, source: str) -> dict[str
             raise ModelError(
                 f"{source} has a picture, and {tokenizer.name!r} does not see: give a vision-language model, with its processor"
             )
-        return {**message, "content": content if content is None else content_text(content)}
+        if content is None or not _reads_parts(get_chat_template(tokenizer.hf), tokenizer):
+            return {**message, "content": content if content is None else content_text(content)}
+        content = content_text(content)
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}
     parts = [part if part["type"] == "text" else {"type": "image"} for part in content or ()]
     return {**message, "content": parts}
+
+
+_reading_parts: dict[str | None, bool] = {}
+
+
+def _reads_parts(template: str | None, tokenizer: Tokenizer) -> bool:
+    """Return True when a chat template shows a list of parts, and not a text, as that of a model that sees does."""
+    if template not in _reading_parts:
+        word = "PARTSX"
+
+        def shows(content: Any) -> bool:
+            try:
+                with bounded_rendering():
+                    return word in str(
+                        tokenizer.hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+                    )
+            except Exception:  # it does not read this form; why it refuses a message is told when that is rendered
+                return False
+
+        _reading_parts[template] = not shows(word) and shows([{"type": "text", "text": word}])
+    return _reading_parts[template]
 
 
 # A message's calls, as its template reads them: with the content "" or none, and arguments as an object or as JSON text.
@@ -166,13 +211,14 @@ def _write_calls(
             "tool_calls": [_write_arguments(call, as_text) for call in calls],
         }
     functions = [call["function"] for call in calls]
-    write = getattr(parser_for_template(template, tokenizer.name), "write", None)
-    if write is None:
+    written = write_calls(
+        tokenizer.chat_format, [ToolCall(function["name"], function["arguments"]) for function in functions]
+    )
+    if written is None:
         raise ModelError(
             f"{source}: the chat template of {tokenizer.name!r} does not show the calls of a message, such as "
             f"{functions[0]['name']!r}, and their format is unknown: write the call into the content, as the model writes it"
         )
-    written = write([ToolCall(function["name"], function["arguments"]) for function in functions])
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     if isinstance(content, list):
         return {**rest, "content": [*content, {"type": "text", "text": written}]}

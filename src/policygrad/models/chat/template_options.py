@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.tool_calls import get_chat_template
+from policygrad.models.chat.formats import get_chat_template
 
 FLAG = "tokenizer.template-options"
 GIVEN = (

@@ -20,6 +20,13 @@ MESSAGE_WEIGHT = "weight"
 class HistoryRewrittenError(ModelError):
     """The template renders earlier turns differently once there is another message."""
 
+    messages: tuple[Message, ...] = ()
+    """The reply and the new messages, as the template reads them."""
+
+
+class LostMessageError(ModelError):
+    """The template leaves out what a message says."""
+
 
 @dataclass(frozen=True, eq=False)
 class EncodedText:
@@ -33,6 +40,14 @@ class EncodedText:
     """[P'] int64; the same text with one mark for each picture, for an engine that expands it. None = no pictures."""
     is_content: Tensor | None = None
     """[P] bool; the tokens of the messages' contents, without the chat template's and without pictures. None = not marked."""
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation(EncodedText):
+    """What stands between a sampled turn and the next."""
+
+    messages: tuple[Message, ...] = ()
+    """The reply and the new messages, as the template reads them; () = the conversation is text."""
 
 
 ANY_END = -1

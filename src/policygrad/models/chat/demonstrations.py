@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
-from policygrad.models.chat_template import encode_text, expand_pictures, render
-from policygrad.models.control_tokens import encode_escaped, escape_special_tokens, make_placeholder
-from policygrad.models.messages import MESSAGE_WEIGHT, HistoryRewrittenError, Message, Tools
+from policygrad.models.chat.control_tokens import encode_escaped, escape_special_tokens, make_placeholder
+from policygrad.models.chat.messages import MESSAGE_WEIGHT, HistoryRewrittenError, Message, Tools
+from policygrad.models.chat.rendering import encode_text, expand_pictures, render
 
 if TYPE_CHECKING:
     from policygrad.models.tokenizer import Tokenizer

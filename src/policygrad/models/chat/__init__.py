@@ -1,0 +1,1 @@
+"""Chat messages and token ids: the formats of models, conversations that go on, demonstrations."""

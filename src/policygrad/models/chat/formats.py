@@ -1,0 +1,200 @@
+"""The formats in which models write their turns: reasoning, tool calls and what they say, as text.
+
+A format is found by name, by the `response_template` of a model's tokenizer (transformers' own description of a format), or by
+what its chat template contains. Most are data, a file each in `formats/`; in code are those that `response_template` cannot say.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Protocol, runtime_checkable
+
+from policygrad.errors import ModelError
+from policygrad.models.chat.declared import DeclaredFormat
+from policygrad.models.chat.messages import Tools
+from policygrad.models.chat.tool_calls import (
+    MISTRAL_MARK,
+    TAGGED_PARSER,
+    JsonToolCallParser,
+    PythonToolCallParser,
+)
+from policygrad.models.chat.turns import THOUGHT, AssistantMessage, ToolCallParser, is_unfinished_thought, split_thought
+from policygrad.utils.plugins import find_plugin, list_plugin_names, load_plugin
+
+
+@runtime_checkable
+class ChatFormat(Protocol):
+    """How a model writes a turn. Another package adds one as `format.NAME` (`policygrad.utils.plugins`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parse(self, text: str, opening: str = "", tools: Tools = ()) -> AssistantMessage:
+        """Read a sampled turn. It never raises: what cannot be read is a call with an error.
+
+        Args:
+            text: What the policy wrote, without the token that ends the turn.
+            opening: What the chat template has written of this turn already, such as `<think>`.
+            tools: The schemas of the tools, by which arguments that are written as plain text are typed.
+        """
+
+    def find_opening(self, context: str) -> str:
+        """Return what a rendered conversation that ends where the assistant goes on contains of its turn already."""
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """Reasoning between `<think>` and `</think>`, and calls that a function finds in what follows."""
+
+    name: str
+    parser: ToolCallParser = TAGGED_PARSER
+
+    def parse(self, text: str, opening: str = "", tools: Tools = ()) -> AssistantMessage:
+        opened = self.find_opening(opening) != ""
+        message = split_thought(text, opened=opened)
+        if is_unfinished_thought(text, opened=opened) or message.is_thinking:
+            return message
+        calls = self.parser(text)
+        if not calls:
+            return message
+        before, found, _ = message.content.partition(getattr(self.parser, "mark", "") or text)
+        return replace(message, content=before.rstrip() if found else "", calls=calls)
+
+    def find_opening(self, context: str) -> str:
+        return THOUGHT if context.rstrip().endswith(THOUGHT) else ""
+
+
+@dataclass(frozen=True)
+class UnknownFormat:
+    """Reads reasoning, and says why calls cannot be read."""
+
+    model: str
+    name: str = "unknown"
+
+    def parse(self, text: str, opening: str = "", tools: Tools = ()) -> AssistantMessage:
+        reason = (
+            f"the chat template of {self.model!r} has an unknown format for tool calls: give ToolUse(parser=…), a function from "
+            "the text of a turn to policygrad.ToolCall objects, such as TaggedToolCallParser() and JsonToolCallParser() in "
+            "policygrad.models.chat.tool_calls"
+        )
+        return replace(split_thought(text, opened=self.find_opening(opening) != ""), unread=reason)
+
+    def find_opening(self, context: str) -> str:
+        return TAGGED.find_opening(context)
+
+
+TAGGED = TextFormat("hermes")
+"""For models without a format of their own, which `inline_tools` requests."""
+_IN_CODE = {
+    "hermes": TAGGED,
+    "llama3": TextFormat("llama3", JsonToolCallParser("<|python_tag|>")),
+    "mistral_list": TextFormat("mistral_list", JsonToolCallParser(MISTRAL_MARK)),
+    "lfm2": TextFormat("lfm2", PythonToolCallParser()),
+    "olmo3": TextFormat("olmo3", PythonToolCallParser("<function_calls>", "</function_calls>", in_list=False)),
+    "pythonic": TextFormat("pythonic", PythonToolCallParser("", "")),
+}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """How a format is recognised."""
+
+    name: str
+    contains: tuple[str, ...]
+    """Texts that a chat template of the format has, all of them."""
+    lacks: tuple[str, ...] = ()
+    """Texts that it does not have."""
+
+
+_RECOGNISED = (  # of those in code, after those that are data
+    _Row("lfm2", ("<|tool_list_start|>",)),
+    _Row("lfm2", ("<|tool_call_start|>",)),
+    _Row("olmo3", ("<function_calls>",)),
+    _Row("hermes", ("<tool_call>",)),
+    _Row("mistral_list", (MISTRAL_MARK,)),
+    _Row("llama3", ("ipython", "parameters")),
+    _Row("pythonic", ("[func_name1(",)),
+)
+
+
+def list_format_names() -> list[str]:
+    """Return the names of all formats, those of other packages last."""
+    return [*sorted({*_IN_CODE, *_read_declared()}), *list_plugin_names("format")]
+
+
+def get_format(name: str) -> ChatFormat:
+    """Return a format by name. Raises ModelError."""
+    if name in _IN_CODE:
+        return _IN_CODE[name]
+    if name in (declared := _read_declared()):
+        return declared[name][0]
+    if (plugin := find_plugin("format", name)) is not None:
+        loaded = load_plugin(plugin)
+        if not isinstance(loaded, ChatFormat):
+            raise ModelError(
+                f"format {name!r} of the package {plugin.package} is no ChatFormat: it needs name, parse and find_opening"
+            )
+        return loaded
+    raise ModelError(f"there is no format {name!r}: there are {', '.join(list_format_names())}")
+
+
+@cache
+def find_format(template: str | None, model: str = "") -> ChatFormat:
+    """Return the format that a chat template asks for; tagged calls if it does not support tools, as `inline_tools` requests."""
+    text = template or ""
+    for row in (*(row for _, row in _read_declared().values()), *_RECOGNISED):
+        if all(word in text for word in row.contains) and not any(word in text for word in row.lacks):
+            return get_format(row.name)
+    return UnknownFormat(model) if supports_tools(template) else TAGGED
+
+
+def find_declared_format(response_template: Any, template: str | None, model: str = "") -> ChatFormat:
+    """Return the format of a tokenizer that has a `response_template`; None or one that cannot be read: by its chat template."""
+    if isinstance(response_template, dict):
+        own = DeclaredFormat("response_template", response_template)
+        if not own.find_fault():
+            return own
+    return find_format(template, model)
+
+
+@cache
+def supports_tools(template: str | None) -> bool:
+    """Return True when a chat template reads `tools`."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        return any((kind, word) == ("name", "tools") for _, kind, word in Environment().lex(template or ""))
+    except TemplateSyntaxError:  # rendering reports it
+        return False
+
+
+def get_chat_template(hf: Any) -> str | None:
+    """Return the chat template that a transformers tokenizer uses with tools."""
+    template = getattr(hf, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("tool_use", template.get("default"))
+    return template if isinstance(template, str) else None
+
+
+@cache
+def _read_declared() -> dict[str, tuple[DeclaredFormat, _Row]]:
+    """Return the formats that are data, with what they are recognised by."""
+    result = {}
+    folder = files("policygrad.models.chat") / "formats"
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".toml"):
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+            name = file.name.removesuffix(".toml")
+            declared = DeclaredFormat(name, data["response_template"], data.get("has_plain_arguments", False))
+            result[name] = declared, _Row(name, tuple(data["contains"]), tuple(data.get("lacks", ())))
+    return result
+
+
+def write_calls(format: ChatFormat, calls: Sequence[Any]) -> str | None:
+    """Return calls as text, for a template that does not show them; None = the format cannot say."""
+    write = getattr(getattr(format, "parser", None), "write", None)
+    return None if write is None else str(write(calls))
