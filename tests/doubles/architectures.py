@@ -86,6 +86,7 @@ class Family:
     left_out: tuple[str, ...] = ()
     refused: str = ""
     short: bool = False
+    has_ties: bool = False
 
     @property
     def name(self) -> str:

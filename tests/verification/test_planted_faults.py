@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -150,15 +149,30 @@ def reset_moments(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_old_weights(patch: pytest.MonkeyPatch) -> None:
-    """The sampler has weights of its own, and misses every publication, as an engine may."""
+    """The sampler reads the weights that it began with, and misses every publication, as an engine may.
+
+    They are written into the model while it samples: a copy of the model elsewhere in memory would be rounded otherwise.
+    """
     create = LocalSampler.from_tokenizer.__func__  # type: ignore[attr-defined]
 
-    class Forgetful(LocalSampler):
-        async def update(self, weights: Any) -> None:
-            self.version = weights.version
-
     def from_tokenizer(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return create(Forgetful, deepcopy(model), *args, **kwargs)
+        first = [p.detach().clone() for p in model.parameters()]
+
+        def exchange(values: list[torch.Tensor]) -> list[torch.Tensor]:
+            current = [p.detach().clone() for p in model.parameters()]
+            for p, value in zip(model.parameters(), values, strict=True):
+                p.detach().copy_(value)
+            return current
+
+        class Forgetful(LocalSampler):
+            async def generate(self, requests: Any) -> Any:
+                current = exchange(first)
+                try:
+                    return await super().generate(requests)
+                finally:
+                    exchange(current)
+
+        return create(Forgetful, model, *args, **kwargs)
 
     patch.setattr(LocalSampler, "from_tokenizer", classmethod(from_tokenizer))
 

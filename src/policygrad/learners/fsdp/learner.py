@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -291,9 +292,32 @@ class FsdpLearner(LocalLearner):
 
 
 def build_meshes(device: str, size: int, tp_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh of the ranks that read different texts, and that of the ranks that share layers (None = no sharing)."""
-    if tp_size == 1:
-        return init_device_mesh(device, (size,)), None
-    mesh = init_device_mesh(device, (size // tp_size, tp_size), mesh_dim_names=("texts", "tensor"))
-    mesh._flatten("all")  # so that a sum over both dimensions is one operation, about which PyTorch does not warn
-    return mesh["texts"], mesh["tensor"]
+    """Return the mesh of the ranks that read different texts, and that of the ranks that share layers (None = no sharing).
+
+    They are the same for all learners of a process group. DTensor remembers meshes and finds them by their contents: of two equal
+    ones it may use the groups of the first, and another rank those of the second, so that both wait for ever.
+    """
+    world, key = dist.group.WORLD, (device, size, tp_size)
+    if _built.world is not world:
+        _built.world, _built.meshes = world, {}
+    if key not in _built.meshes:
+        if tp_size == 1:
+            _built.meshes[key] = init_device_mesh(device, (size,)), None
+        else:
+            mesh = init_device_mesh(device, (size // tp_size, tp_size), mesh_dim_names=("texts", "tensor"))
+            mesh._flatten(
+                "all"
+            )  # so that a sum over both dimensions is one operation, about which PyTorch does not warn
+            _built.meshes[key] = mesh["texts"], mesh["tensor"]
+    return _built.meshes[key]
+
+
+@dataclass
+class _Built:
+    """The meshes of the current process group."""
+
+    world: object = None
+    meshes: dict[tuple[str, int, int], tuple[DeviceMesh, DeviceMesh | None]] = field(default_factory=dict)
+
+
+_built = _Built()
