@@ -24,6 +24,7 @@ from pages.blocks import (
     engines_block,
     extras_block,
     faults_block,
+    formats_block,
     gpu_block,
     json_page,
     learned_block,
@@ -34,6 +35,7 @@ from pages.blocks import (
     real_model_picture,
     serve_block,
     supervised_options_block,
+    templates_block,
 )
 from pages.commands import help_file, show_file
 from pages.figures import gate_figure, owners
@@ -69,6 +71,9 @@ def generate_files() -> dict[Path, str]:
         README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
         DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),
+        DOCS / "chat-formats.md": fill_blocks(
+            DOCS / "chat-formats.md", formats=formats_block(), templates=templates_block()
+        ),
         DOCS / "architectures.md": fill_blocks(DOCS / "architectures.md", families=architectures_block()),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,

@@ -17,6 +17,7 @@ from policygrad.commands import COMMANDS
 from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.commands.json_output import Error
 from policygrad.commands.json_schemas import is_event_stream, load_outputs, to_schema
+from policygrad.models.chat.formats import list_formats
 from policygrad.tasks.benchmarks import load_benchmarks
 from policygrad.trackers.glossary import load_glossary
 from stress_engines import KINDS
@@ -41,6 +42,30 @@ def architectures_block() -> str:
     """Write the table of model families (docs/architectures.md), in the order of tests/architectures.toml."""
     families = tomllib.loads(FAMILIES.read_text(encoding="utf-8"))["family"]
     return table(HEAD, [_row(family) for family in families])
+
+
+def formats_block() -> str:
+    """Write the table of chat formats (docs/chat-formats.md), in the order in which a template is compared with them."""
+    rows: dict[str, tuple[str, str, str]] = {}
+    for row in list_formats():
+        models = ", ".join(filter(None, (rows[row.name][1] if row.name in rows else "", row.models)))
+        rows[row.name] = f"`{row.name}`", models, f"`{row.example}`"
+    return table(("format", "models", "a call"), list(rows.values()))
+
+
+def templates_block() -> str:
+    """Write the table of the chat templates that were tried (docs/chat-formats.md): how many work, and what the others do."""
+    results = load("chat-templates") or {}
+    rows = []
+    for check in dict.fromkeys(name for result in results.values() for name in result):
+        outcomes = {name: result[check] for name, result in results.items() if check in result}
+        odd: dict[str, list[str]] = {}
+        for name, outcome in outcomes.items():
+            if outcome != "works":
+                odd.setdefault(outcome, []).append(f"`{name}`")
+        left = "; ".join(f"{outcome}: {', '.join(names)}" for outcome, names in odd.items())
+        rows.append((check, f"{len(outcomes) - sum(map(len, odd.values()))} of {len(outcomes)}", left))
+    return table(("", "works", "what the others do"), rows)
 
 
 def _row(family: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from policygrad.errors import EngineError, ModelError
 from policygrad.models.chat.control_tokens import replace_surrogates
-from policygrad.models.chat.formats import TAGGED, ChatFormat
+from policygrad.models.chat.formats import TAGGED, ChatFormat, find_foreign_mark
 from policygrad.models.chat.messages import Tools
 from policygrad.models.chat.turns import AssistantMessage, ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import MAX_ABS_REWARD, quote, to_number
@@ -93,6 +93,8 @@ class Action:
         """
         if self.message.unread:
             raise ModelError(self.message.unread)
+        if self.tools and not self.message.calls and (mark := find_foreign_mark(self.message.content)):
+            return (ToolCall(error=f"{mark!r} is not of this model's format ({self.format.name}) for calls"),)
         return self.message.calls
 
     def parse_calls(self, parser: ToolCallParser) -> tuple[ToolCall, ...]:

@@ -5,6 +5,7 @@ A package lists it among its entry points, `KIND.NAME = "module:OBJECT"`:
     [project.entry-points."policygrad.plugins"]
     "environment.maze" = "maze_games:make_maze"
     "engine.fast" = "maze_games.engine:FastSampler"
+    "format.maze" = "maze_games.format:MAZE_FORMAT"
     "tracker.board" = "maze_games.board:BoardTracker"
     "algorithm.maze_grpo" = "maze_games.algorithms:MAZE_GRPO"
 """
@@ -20,7 +21,7 @@ from policygrad.errors import ConfigError
 from policygrad.utils.user_code import load_object
 
 GROUP = "policygrad.plugins"
-KINDS = ("algorithm", "engine", "environment", "tracker")
+KINDS = ("algorithm", "engine", "environment", "format", "tracker")
 
 
 @dataclass(frozen=True)

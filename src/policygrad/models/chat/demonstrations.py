@@ -73,10 +73,15 @@ def encode_demonstration_texts(
     texts = list[Encoded]()
     messages: list[Message] = list(prompt)
     ids, is_learned = list(prompt_ids), [False] * len(prompt_ids)
+    seen = ""  # the last turn's text with all before it
     for number, message in enumerate(completion):
         if message["role"] == "assistant" and message.get(MESSAGE_WEIGHT, 1):
             before = encoder.render(messages, generation_prompt=True)
             before_ids = encoder.encode(before, messages)
+            if before_ids[: len(ids)] != ids and before.startswith(seen) and tokenizer.hf.decode(ids) == seen:
+                # the same text, whose tokens would be others where a turn begins or ends: as when sampling, they go on
+                tail = encoder.encode(before[len(seen) :], ())
+                before_ids = ids + tail
             if before_ids[: len(ids)] != ids:
                 if not any(is_learned):
                     raise ModelError(
@@ -89,6 +94,7 @@ def encode_demonstration_texts(
             # the turn up to its last end token: what a template writes after it (a newline) is never sampled
             last = max(i for i, token in enumerate(turn) if token in tokenizer.end_ids)
             ids, is_learned = before_ids + turn, is_learned + [i <= last for i in range(len(turn))]
+            seen = encoder.render([*messages, message], generation_prompt=False)
         messages.append(message)
     return [*texts, (ids, is_learned)]
 

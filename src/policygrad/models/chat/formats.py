@@ -28,7 +28,8 @@ from policygrad.utils.plugins import find_plugin, list_plugin_names, load_plugin
 
 @runtime_checkable
 class ChatFormat(Protocol):
-    """How a model writes a turn. Another package adds one as `format.NAME` (`policygrad.utils.plugins`)."""
+    """How a model writes a turn. Another package adds one as `format.NAME` (`policygrad.utils.plugins`), whose method
+    `recognises(template)` says whether a chat template is of it."""
 
     @property
     def name(self) -> str: ...
@@ -100,25 +101,67 @@ _IN_CODE = {
 
 
 @dataclass(frozen=True)
-class _Row:
-    """How a format is recognised."""
+class FormatRow:
+    """What a format is, and how it is recognised."""
 
     name: str
+    models: str
+    example: str
+    """A call of the format."""
+    mark: str
+    """What its calls, and no other text, contain; "" = there is nothing of the kind."""
     contains: tuple[str, ...]
     """Texts that a chat template of the format has, all of them."""
     lacks: tuple[str, ...] = ()
     """Texts that it does not have."""
 
 
-_RECOGNISED = (  # of those in code, after those that are data
-    _Row("lfm2", ("<|tool_list_start|>",)),
-    _Row("lfm2", ("<|tool_call_start|>",)),
-    _Row("olmo3", ("<function_calls>",)),
-    _Row("hermes", ("<tool_call>",)),
-    _Row("mistral_list", (MISTRAL_MARK,)),
-    _Row("llama3", ("ipython", "parameters")),
-    _Row("pythonic", ("[func_name1(",)),
+_PYTHON = "NAME(KEY=VALUE)"
+_ROWS_IN_CODE = (
+    FormatRow(
+        "lfm2",
+        "LFM 2",
+        f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>",
+        "<|tool_call_start|>",
+        ("<|tool_list_start|>",),
+    ),
+    FormatRow("lfm2", "LFM 2.5", f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>", "", ("<|tool_call_start|>",)),
+    FormatRow(
+        "olmo3", "Olmo 3", f"<function_calls>{_PYTHON}</function_calls>", "<function_calls>", ("<function_calls>",)
+    ),
+    FormatRow(
+        "hermes",
+        "Hermes, Qwen 2.5 and 3, Granite 4, and all without a format of their own",
+        '<tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>',
+        "<tool_call>",
+        ("<tool_call>",),
+    ),
+    FormatRow(
+        "mistral_list",
+        "Mistral 7B 0.3 to Small 3.1",
+        '[TOOL_CALLS] [{"name": "NAME", "arguments": {"KEY": VALUE}}]',
+        "",
+        (MISTRAL_MARK,),
+    ),
+    FormatRow(
+        "llama3",
+        "Llama 3.1 to 3.3, Llama 4",
+        '{"name": "NAME", "parameters": {"KEY": VALUE}}',
+        "<|python_tag|>",
+        ("ipython", "parameters"),
+    ),
+    FormatRow("pythonic", "Llama 3.2 and 4, asked for Python", f"[{_PYTHON}]", "", ("[func_name1(",)),
 )
+
+
+def list_formats() -> tuple[FormatRow, ...]:
+    """Return the formats in the order in which a chat template is compared with them."""
+    return (*(row for _, row in _read_declared().values()), *_ROWS_IN_CODE)
+
+
+def find_foreign_mark(text: str) -> str:
+    """Return what a text without a readable call has of a call in another format; "" = nothing."""
+    return next((row.mark for row in list_formats() if row.mark and row.mark in text), "")
 
 
 def list_format_names() -> list[str]:
@@ -146,10 +189,15 @@ def get_format(name: str) -> ChatFormat:
 def find_format(template: str | None, model: str = "") -> ChatFormat:
     """Return the format that a chat template asks for; tagged calls if it does not support tools, as `inline_tools` requests."""
     text = template or ""
-    for row in (*(row for _, row in _read_declared().values()), *_RECOGNISED):
+    for row in list_formats():
         if all(word in text for word in row.contains) and not any(word in text for word in row.lacks):
             return get_format(row.name)
-    return UnknownFormat(model) if supports_tools(template) else TAGGED
+    if not supports_tools(template):
+        return TAGGED
+    for name in list_plugin_names("format"):
+        if getattr(found := get_format(name), "recognises", lambda template: False)(text):
+            return found
+    return UnknownFormat(model)
 
 
 def find_declared_format(response_template: Any, template: str | None, model: str = "") -> ChatFormat:
@@ -181,7 +229,7 @@ def get_chat_template(hf: Any) -> str | None:
 
 
 @cache
-def _read_declared() -> dict[str, tuple[DeclaredFormat, _Row]]:
+def _read_declared() -> dict[str, tuple[DeclaredFormat, FormatRow]]:
     """Return the formats that are data, with what they are recognised by."""
     result = {}
     folder = files("policygrad.models.chat") / "formats"
@@ -190,7 +238,8 @@ def _read_declared() -> dict[str, tuple[DeclaredFormat, _Row]]:
             data = tomllib.loads(file.read_text(encoding="utf-8"))
             name = file.name.removesuffix(".toml")
             declared = DeclaredFormat(name, data["response_template"], data.get("has_plain_arguments", False))
-            result[name] = declared, _Row(name, tuple(data["contains"]), tuple(data.get("lacks", ())))
+            texts = data["models"], data["example"], data["mark"]
+            result[name] = declared, FormatRow(name, *texts, tuple(data["contains"]), tuple(data.get("lacks", ())))
     return result
 
 
