@@ -89,6 +89,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
         "shapes",
         "tasks",
         "tiny",
+        "formats",
         "trackers",
         "training",
         "web",

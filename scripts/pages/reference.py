@@ -236,7 +236,7 @@ PAGES = {
     "rollouts": (
         "Tasks, rewards, environments",
         "What is asked, what plays, what judges, and what comes of it.",
-        "load_task Example reward RewardPool Environment SingleTurn ToolUse AssistantMessage ToolCall McpTools AgentProgram "
+        "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall McpTools AgentProgram "
         "GymnasiumText "
         "OpenEnv TextArena Verifiers Game GameStep SelfPlay Turn "
         "Action Observation Picture Step Rollouter Rollout Trajectory Segment",

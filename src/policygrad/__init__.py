@@ -32,7 +32,7 @@ _HOME = {
     "policygrad.learners.config": "LearnerConfig OptimizerConfig",
     "policygrad.learners.local.learner": "LocalLearner",
     "policygrad.models.replica": "load_reference clone_model",
-    "policygrad.models.chat.turns": "AssistantMessage ToolCall",
+    "policygrad.models.chat.turns": "ToolCall",
     "policygrad.rewards.base": "reward",
     "policygrad.rewards.config": "RewardConfig",
     "policygrad.rewards.workers.pool": "RewardPool",

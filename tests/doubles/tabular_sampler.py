@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.models.chat.formats import TAGGED
 from policygrad.models.chat.messages import EncodedText
+from policygrad.models.chat.turns import AssistantMessage
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
 from policygrad.weight_sync.base import PublishedWeights
@@ -54,7 +54,6 @@ class TabularTokenizer:
 
     context_length = None
     pictures = None
-    chat_format = TAGGED
 
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> EncodedText:
         return EncodedText(torch.tensor([int(word) for word in prompt.split()]))
@@ -66,8 +65,8 @@ class TabularTokenizer:
 
     end_ids = frozenset({0})
 
-    def find_opening(self, context_ids: Tensor) -> str:
-        return ""
+    def read_turn(self, text: str, context_ids: Tensor, tools: Any = ()) -> AssistantMessage:
+        return AssistantMessage(text)
 
     def decode(self, tokens: Tensor) -> str:
         return " ".join(str(int(t)) for t in tokens if int(t) != 0)

@@ -179,8 +179,8 @@ class _Seat(Conversation):
         self.last_ids = generation.tokens
         if generation.finish_reason == "length":
             self.cut_off = self.budget_reason
-        opening = encoder.find_opening(self.context_ids)
-        self.action = Action(text, bool(self.cut_off), encoder.chat_format, opening, self.tools or ())
+        read = partial(encoder.read_turn, context_ids=self.context_ids, tools=self.tools or ())
+        self.action = Action(text, bool(self.cut_off), read, bool(self.tools))
 
     def pay(self, reward: float) -> None:
         """Add a reward to the last move, or to the first one if there is none yet."""

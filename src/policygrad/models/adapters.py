@@ -503,16 +503,18 @@ def quantization_kwargs(lora: Lora, dtype: torch.dtype) -> dict[str, Any]:
     """
     if lora.bits is None:
         return {}
-    require_peft("learner.lora bits=4", "qlora")
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"learner.lora bits=4 needs bitsandbytes, which is not installed: {install_command('qlora')}, or leave bits out "
-            "for unquantized weights"
-        )
+    require_bitsandbytes("learner.lora bits=4", ", or leave bits out for unquantized weights")
     from transformers import BitsAndBytesConfig
 
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options)}  # type: ignore[no-untyped-call]
+
+
+def require_bitsandbytes(what: str, otherwise: str = "") -> None:
+    """Raise ConfigError unless what weights of four or eight bits take is installed."""
+    require_peft(what, "qlora")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{what} needs bitsandbytes, which is not installed: {install_command('qlora')}{otherwise}")
 
 
 def check_4bit_gradients(model: nn.Module) -> None:

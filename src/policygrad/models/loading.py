@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from policygrad.models.lora_config import (
 from policygrad.models.traits import ADAPTER_WEIGHTS, adapter_configs
 from policygrad.planning.model_sizes import EMBEDDED_MODELS, check_sizes
 from policygrad.utils.filesystem import UnusableDataError, open_regular, parse_json, read_json
+
+if TYPE_CHECKING:
+    from policygrad.models.releases import ReleaseForm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
@@ -141,11 +144,17 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
         check_same_adapter(lora or Lora(), read_lora(path), model)
         reject_pickle_files(base, f"the model {base!r}, which {model!r} adapts,")
         base_config = read_config(base, f"the model {base!r}, which {model!r} adapts,")
-    quantization = dict[str, Any]()
-    if lora is not None:
+    quantization, release = dict[str, Any](), config if base is None else base_config
+    form: ReleaseForm | None = None
+    if "quantization_config" in release:
+        from policygrad.models.releases import read_release_form
+
+        form = read_release_form(release, lora, dtype, what)
+    if lora is not None and not (form and form.stays_quantised):
         from policygrad.models.adapters import quantization_kwargs
 
         quantization = quantization_kwargs(lora, dtype)
+    is_quantised = bool(quantization or (form and form.stays_quantised))
     load: Any = partial(
         auto_class(config if base is None else base_config).from_pretrained,
         dtype=dtype,
@@ -154,13 +163,14 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
         use_safetensors=True,
         trust_remote_code=trust,
         **quantization,
-        **({"device_map": device} if quantization else {}),
+        **(form.options if form else {}),
+        **({"device_map": device} if is_quantised else {}),
     )
     loaded: nn.Module
     base_info: tuple[nn.Module, LoadingInfo] | None = None
     try:
         with silence_load_report(), suppress_pattern_warning():
-            if base is not None and not quantization:  # for an adapter, transformers reports the adapter's tensors only
+            if base is not None and not is_quantised:  # for an adapter, transformers reports the adapter's tensors only
                 base_info = load(base, device_map="meta")
             try:
                 loaded, info = load(path, attn_implementation="sdpa")
@@ -178,12 +188,16 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     if base_info is not None:
         check_missing_weights(*base_info, f"{what} adapts")
     check_missing_weights(loaded, info, what)
-    if quantization:
+    if form and form.is_dequantised:
+        from policygrad.models.releases import forget_quantisation
+
+        forget_quantisation(loaded).to(dtype)
+    if is_quantised:
         from policygrad.models.adapters import check_4bit_gradients
 
         check_4bit_gradients(loaded)
     if not adapter_configs(loaded):
-        return loaded if quantization else loaded.requires_grad_(True)
+        return loaded if is_quantised else loaded.requires_grad_(True)
     from policygrad.models.adapters import reload_saved_precision, train_only_adapters
 
     train_only_adapters(loaded)

@@ -20,16 +20,16 @@ from policygrad.models.chat.control_tokens import (
     escape_special_tokens,
     make_placeholder,
 )
-from policygrad.models.chat.formats import ChatFormat, find_declared_format, get_chat_template
 from policygrad.models.chat.messages import ANY_END, Continuation, EncodedText, Message, Tools
-from policygrad.models.chat.template_options import check_template_options, parse_template_options
-from policygrad.models.chat.turns import ToolCall, ToolCallParser
+from policygrad.models.chat.template_options import check_template_options, get_chat_template, parse_template_options
+from policygrad.models.chat.turns import AssistantMessage, ToolCall, ToolCallParser
 from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
 from policygrad.models.traits import placeholder_id
 from policygrad.utils.message_parts import list_pictures
 
 if TYPE_CHECKING:
+    from policygrad.models.chat.formats import ChatFormat
     from policygrad.models.vision import PictureProcessor
 
 _OPENING_TOKENS = 64  # more than a chat template writes of a turn, with what begins it
@@ -211,6 +211,8 @@ class Tokenizer:
     @cached_property
     def chat_format(self) -> ChatFormat:
         """How the model writes its turns: by its tokenizer's `response_template`, or by its chat template."""
+        from policygrad.models.chat.formats import find_declared_format
+
         return find_declared_format(getattr(self.hf, "response_template", None), get_chat_template(self.hf), self.name)
 
     @property
@@ -224,6 +226,10 @@ class Tokenizer:
             return message.calls
 
         return parse_calls
+
+    def read_turn(self, text: str, context_ids: Tensor, tools: Tools = ()) -> AssistantMessage:
+        """Read the text of a turn, in the model's format, that was sampled after a context [P]."""
+        return self.chat_format.parse(text, self.find_opening(context_ids), tools)
 
     def find_opening(self, context_ids: Tensor) -> str:
         """Return what a context [P] contains already of the turn that goes on there, such as `<think>`."""

@@ -110,6 +110,8 @@ def render_chat(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
     choices = []
     for index, choice in enumerate(reply.choices):
         message: dict[str, Any] = {"role": "assistant", "content": choice.content or (None if choice.calls else "")}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         if choice.calls:
             message["tool_calls"] = _render_calls(choice)
         choices.append(
@@ -141,7 +143,8 @@ def stream_chat(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
         name, opening = chunk(index, {"role": "assistant", "content": ""})
         ids = {"prompt_token_ids": list(reply.prompt_ids)} if request.has_token_ids and index == 0 else {}
         yield name, {**opening, **ids}
-        deltas: list[dict[str, Any]] = [{"content": choice.content}] if choice.content else []
+        texts = {"reasoning_content": choice.reasoning, "content": choice.content}
+        deltas: list[dict[str, Any]] = [{name: text} for name, text in texts.items() if text]
         deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(_render_calls(choice))]
         unsent: dict[str, Any] = {}
         if request.has_logprobs:

@@ -62,6 +62,8 @@ def parse_messages(body: Mapping[str, Any]) -> ChatRequest:
 
 def _message_blocks(choice: ChatChoice) -> list[dict[str, Any]]:
     blocks = list[dict[str, Any]]()
+    if choice.reasoning:
+        blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
     if choice.content or not choice.calls:
         blocks.append({"type": "text", "text": choice.content})
     for call, number in zip(choice.calls, choice.call_ids, strict=True):
@@ -106,6 +108,8 @@ def stream_messages(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
         empty: dict[str, Any]
         if block["type"] == "text":
             empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            empty, delta = {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
         else:
             empty = {**block, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}

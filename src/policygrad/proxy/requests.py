@@ -94,7 +94,7 @@ class ChatChoice:
     pieces: tuple[str, ...] = ()
     """The text of each token, if log-probabilities were asked for."""
     content: str = ""
-    """The text without tool calls."""
+    """What it says: the text without reasoning and tool calls."""
     calls: tuple[ToolCall, ...] = ()
     call_ids: tuple[str, ...] = ()
     stopped_by: str = ""
@@ -103,6 +103,7 @@ class ChatChoice:
     """Nats of the most probable tokens in each place, if they were asked for."""
     prompt: ScoredTokens | None = None
     """The prompt, if `ChatRequest.has_echo`."""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,14 @@ def list_items(given: Any) -> list[dict[str, Any]]:
 
 
 def _response_items(request: ChatRequest, reply: ChatReply) -> list[dict[str, Any]]:
-    """Return the output items of a response: a message, and function calls."""
+    """Return the output items of a response: reasoning, a message, and function calls."""
     choice, items = reply.choices[0], list[dict[str, Any]]()
     status = "incomplete" if choice.finish_reason == "length" else "completed"
+    if choice.reasoning:
+        thought = {"type": "reasoning_text", "text": choice.reasoning}
+        items.append(
+            {"type": "reasoning", "id": f"rs_{reply.identifier}", "summary": [], "content": [thought], "status": status}
+        )
     if choice.content or not choice.calls:
         logprobs = render_logprobs(choice) if request.has_logprobs else []
         part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": logprobs}
@@ -168,6 +173,11 @@ def stream_response(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
                 "response.output_text.done", **at, content_index=0, text=part["text"], logprobs=part["logprobs"]
             )
             yield event("response.content_part.done", **at, content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            yield event("response.output_item.added", output_index=index, item={**item, "content": []})
+            yield event("response.reasoning_text.delta", **at, content_index=0, delta=text)
+            yield event("response.reasoning_text.done", **at, content_index=0, text=text)
         else:
             opened = {**item, "status": "in_progress", "arguments": ""}
             yield event("response.output_item.added", output_index=index, item=opened)

@@ -20,7 +20,7 @@ from torch import Tensor
 from policygrad.errors import ModelError
 from policygrad.models.chat.messages import EncodedText, HistoryRewrittenError, Message
 from policygrad.models.chat.rendering import write_message
-from policygrad.models.chat.turns import END_OF_THOUGHT, THOUGHT, AssistantMessage, ToolCall, number_calls
+from policygrad.models.chat.turns import AssistantMessage, ToolCall, number_calls
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.proxy.formats import ApiError, ChatChoice, ChatRequest
 from policygrad.rollout.trajectory import Segment, align_contents, common_length
@@ -171,8 +171,11 @@ class ConversationTree:
         encoder, request = self.encoder, turn.request
         generation = cut_at_stop(generation, request.stop, encoder.decode)
         text, stopped_by, length = _text_before_stop(encoder, generation, request.stop)
-        message = encoder.chat_format.parse(text, encoder.find_opening(turn.context_ids), request.tools)
+        message = encoder.read_turn(text, turn.context_ids, request.tools)
         calls = _name_calls(request, message)
+        # a call that the program does not receive as such stays in the text that it receives
+        is_read = not isinstance(request.prompt, str) and len(calls) == len(message.calls)
+        content = message.content.strip() if is_read and (calls or message.reasoning) else text
         ids = generation.tokens.tolist()
         choice = ChatChoice(
             text,
@@ -180,10 +183,11 @@ class ConversationTree:
             tuple(ids),
             tuple(generation.logp.tolist()),
             tuple(encoder.hf.decode([token]) for token in ids) if request.has_logprobs else (),
-            _write_content(message) if calls else text,
+            content,
             calls,
             tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
             stopped_by,
+            reasoning=message.reasoning.strip() if is_read else "",
         )
         end = ids[-1] if not stopped_by and ids[-1] in encoder.end_ids else None
         self._remember(turn, generation, choice, message, length, end)
@@ -396,9 +400,3 @@ def _name_arguments(call: ToolCall, function: dict[str, Any]) -> ToolCall:
     names = list((function.get("parameters") or {}).get("properties") or {})
     named = dict(zip(names, call.positional, strict=False))
     return ToolCall(call.name, {**named, **call.arguments})
-
-
-def _write_content(message: AssistantMessage) -> str:
-    """Return what a turn says besides its calls, with its reasoning before it."""
-    thought = f"{THOUGHT}{message.reasoning}{END_OF_THOUGHT}" if message.reasoning.strip() else ""
-    return f"{thought}{message.content}".strip()

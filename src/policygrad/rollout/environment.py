@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from policygrad.errors import EngineError, ModelError
 from policygrad.models.chat.control_tokens import replace_surrogates
-from policygrad.models.chat.formats import TAGGED, ChatFormat, find_foreign_mark
-from policygrad.models.chat.messages import Tools
 from policygrad.models.chat.turns import AssistantMessage, ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import MAX_ABS_REWARD, quote, to_number
 from policygrad.tasks.base import Example, Prompt
@@ -72,17 +70,23 @@ class Action:
     """The decoded tokens, without end and padding tokens."""
     truncated: bool = False
     """True when the token budget ended the turn."""
-    format: ChatFormat = TAGGED
-    """How the model writes its turns."""
-    opening: str = ""
-    """What the prompt contains of the turn already, such as `<think>`."""
-    tools: Tools = ()
-    """The schemas of the tools that the prompt lists, by which arguments are typed."""
+    reader: Callable[[str], AssistantMessage] | None = None
+    """Reads the text in the model's format; None = in that of models without one (`hermes`)."""
+    has_tools: bool = False
+    """True when the prompt lists tools, so that a call in another format than the model's is one that cannot be read."""
 
     @cached_property
     def message(self) -> AssistantMessage:
         """The turn as a message: its content, reasoning and tool calls."""
-        return self.format.parse(self.text, self.opening, self.tools)
+        if self.reader is not None:
+            return self.reader(self.text)
+        from policygrad.models.chat.formats import TAGGED
+
+        return TAGGED.parse(self.text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs: the message, and not what reads it."""
+        return {**vars(self), "message": self.message, "reader": None}
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
@@ -93,8 +97,11 @@ class Action:
         """
         if self.message.unread:
             raise ModelError(self.message.unread)
-        if self.tools and not self.message.calls and (mark := find_foreign_mark(self.message.content)):
-            return (ToolCall(error=f"{mark!r} is not of this model's format ({self.format.name}) for calls"),)
+        if self.has_tools and not self.message.calls:
+            from policygrad.models.chat.formats import find_foreign_mark
+
+            if mark := find_foreign_mark(self.message.content):
+                return (ToolCall(error=f"{mark!r} is not how this model calls tools: use the format of the prompt"),)
         return self.message.calls
 
     def parse_calls(self, parser: ToolCallParser) -> tuple[ToolCall, ...]:

@@ -282,7 +282,8 @@ class _Episode(Conversation):
         text = self.add_turn(generation, encoder, sampler)
         self.truncated = cut = generation.finish_reason == "length"
         try:
-            action = Action(text, cut, encoder.chat_format, encoder.find_opening(self.context_ids), self.tools or ())
+            read = partial(encoder.read_turn, context_ids=self.context_ids, tools=self.tools or ())
+            action = Action(text, cut, read, bool(self.tools))
             step = await self._call("step", action)
             if not isinstance(step, Step):
                 raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")

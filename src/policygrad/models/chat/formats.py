@@ -220,14 +220,6 @@ def supports_tools(template: str | None) -> bool:
         return False
 
 
-def get_chat_template(hf: Any) -> str | None:
-    """Return the chat template that a transformers tokenizer uses with tools."""
-    template = getattr(hf, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("tool_use", template.get("default"))
-    return template if isinstance(template, str) else None
-
-
 @cache
 def _read_declared() -> dict[str, tuple[DeclaredFormat, FormatRow]]:
     """Return the formats that are data, with what they are recognised by."""

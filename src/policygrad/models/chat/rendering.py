@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from policygrad.errors import ModelError
 from policygrad.models.chat.bounded_templates import TemplateOverrunError, bounded_rendering
 from policygrad.models.chat.declared import REASONING_FIELDS
-from policygrad.models.chat.formats import get_chat_template, supports_tools, write_calls
+from policygrad.models.chat.formats import supports_tools, write_calls
 from policygrad.models.chat.messages import MESSAGE_WEIGHT, Message, Tools
+from policygrad.models.chat.template_options import get_chat_template
 from policygrad.models.chat.turns import END_OF_THOUGHT, THOUGHT, AssistantMessage, ToolCall, number_calls
 from policygrad.utils.message_parts import content_text, list_pictures
 

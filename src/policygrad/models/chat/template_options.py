@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 from policygrad.errors import ConfigError, ModelError
-from policygrad.models.chat.formats import get_chat_template
 
 FLAG = "tokenizer.template-options"
 GIVEN = (
@@ -73,3 +72,11 @@ def list_template_variables(template: str) -> frozenset[str]:
     except TemplateSyntaxError:  # rendering reports it
         return frozenset()
     return frozenset(meta.find_undeclared_variables(tree)) - _FUNCTIONS
+
+
+def get_chat_template(hf: Any) -> str | None:
+    """Return the chat template that a transformers tokenizer uses with tools."""
+    template = getattr(hf, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("tool_use", template.get("default"))
+    return template if isinstance(template, str) else None
