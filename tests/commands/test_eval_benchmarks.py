@@ -35,6 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.full
 def test_a_benchmark_is_measured_with_its_own_settings(run_command: Command, small: pg.Run, data: str) -> None:
     code, out, err = run_command("eval", str(small.model), "--benchmark", "gsm8k", "--benchmark-data", data, "--json")
     assert code == 0, err

@@ -57,6 +57,7 @@ def test_help_imports_no_parser_and_show_no_torch() -> None:
         assert not {*HEAVY} & modules, name
 
 
+@pytest.mark.full
 def test_plans_and_a_dry_run_import_nothing_that_runs() -> None:
     """One after the other in one process. Only the dry run of a run counts on the architecture what it would take."""
     plan = ("plan", "--model", "Qwen3-1.7B", "--gpus", "H100:8", "--gradient-checkpointing")

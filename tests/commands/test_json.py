@@ -23,7 +23,6 @@ import jsonschema
 import pytest
 
 import policygrad as pg
-from doubles.cases import keep_fast
 from doubles.files import write_rows
 from policygrad import cli
 from policygrad.commands import COMMANDS, doctor
@@ -210,7 +209,8 @@ def enter(argv: list[str], output: int) -> int:
     return cli.main(argv)
 
 
-@pytest.mark.parametrize("command", keep_fast(("serve", "proxy", "report"), "report"))
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["serve", "proxy", "report"])
 def test_servers_print_their_address_and_end(command: str, here: Path) -> None:
     if command == "serve":
         for name in ("tinker", "starlette", "uvicorn"):

@@ -500,6 +500,7 @@ def test_a_run_with_calls_is_resumed_to_the_bit(small: pg.Run, tmp_path: Path, m
     assert not any(map(is_running, list_served(served)))
 
 
+@pytest.mark.full
 def test_a_run_names_its_server_on_the_command_line(
     random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def fail_backward(after: int, error: Exception) -> Callable[..., Any]:
     return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=compile_backward)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "recompute"), [pytest.param("fp32", False, marks=pytest.mark.full), ("bf16", True)])
 def test_an_update_whose_backward_pass_cannot_be_compiled_starts_anew_without_the_compiler(
     folder: Path, dtype: str, recompute: bool, monkeypatch: pytest.MonkeyPatch

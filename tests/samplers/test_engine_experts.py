@@ -147,7 +147,7 @@ def test_experts_are_those_that_reading_the_text_takes(
         assert generation.routed_experts.shape == expected.shape
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_server_without_the_flag_is_refused_with_it(
     engine: str, tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
@@ -157,7 +157,7 @@ def test_server_without_the_flag_is_refused_with_it(
         made.sample()
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_experts_of_too_few_tokens_are_refused(
     engine: str, tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

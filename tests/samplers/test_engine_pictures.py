@@ -182,7 +182,7 @@ def test_another_processor_is_refused(make: Make, wait: AsyncRunner, name: str, 
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("stale", ["vision_model", "connector"])
+@pytest.mark.parametrize("stale", ["vision_model", pytest.param("connector", marks=pytest.mark.full)])
 def test_probe_notices_an_old_vision_tower(make: Make, wait: AsyncRunner, name: str, stale: str) -> None:
     sampler, server = make(name)
     wait(sampler.update(publish(sampler.model, 0)))
@@ -220,6 +220,7 @@ def test_a_written_placeholder_before_a_later_picture_is_named(make: Make, wait:
         wait(sampler.complete(URL, request(later), 7))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("few_attempts")
 def test_sglang_refuses_a_prompt_that_it_would_encode_differently(make: Make, wait: AsyncRunner) -> None:
     sampler, _ = make("sglang")

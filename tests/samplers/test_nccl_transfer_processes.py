@@ -159,6 +159,7 @@ def test_weights_arrive_byte_for_byte_in_another_process(
         wait(sampler.close())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sampler_class", "form", "group"),
     [

@@ -100,7 +100,9 @@ def test_the_local_sampler_stops_where_the_completion_would_be_cut(random_model:
 
 
 @pytest.mark.parametrize("stops", [True, False])
-@pytest.mark.parametrize(("kind", "form"), [(VllmSampler, VllmForm), (SglangSampler, SglangForm)])
+@pytest.mark.parametrize(
+    ("kind", "form"), [(VllmSampler, VllmForm), pytest.param(SglangSampler, SglangForm, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("chunk_tokens", [0, 5])
 def test_engines_end_completions_at_the_same_token(
     kind: Any, form: Any, stops: bool, chunk_tokens: int, own: Tokenizer, tmp_path: Path, wait: AsyncRunner

@@ -82,6 +82,7 @@ def test_tensorboard_has_every_step_once(folder: Path) -> None:
     assert "reward 1" in message
 
 
+@pytest.mark.full
 def test_wandb_is_offline_without_a_key_and_resumes_its_id(folder: Path) -> None:
     wandb = pytest.importorskip("wandb")
     tell("wandb", folder, 1, 2)

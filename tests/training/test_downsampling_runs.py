@@ -44,6 +44,7 @@ def test_resume_is_bitwise_with_downsampling(run: Run, tmp_path: Path, statistic
     assert not same(weights(full), weights(everyone.output))
 
 
+@pytest.mark.full
 def test_keeping_all_samples_changes_nothing(run: Run, tmp_path: Path) -> None:
     runs = [
         train(

@@ -86,7 +86,7 @@ BY_TURN = replace(
     ("name", "algorithm"),
     [
         pytest.param("Guess", None, id="Guess"),
-        pytest.param("LOOKS", BY_TURN, id="LOOKS"),
+        pytest.param("LOOKS", BY_TURN, id="LOOKS", marks=pytest.mark.full),
         pytest.param("LOOKS", pg.ECHO, id="LOOKS, predicted", marks=pytest.mark.full),
     ],
 )

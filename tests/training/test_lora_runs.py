@@ -78,12 +78,10 @@ def test_resume_is_bitwise_and_sampler_agrees_with_learner(run: pg.Run, tmp_path
     assert not names & {"model.safetensors", "config.json"}
 
 
-OTHERS = ("trpo", "vapo", "distill", "dual")
+OTHERS = ("prime", "trpo", "vapo", "distill", "dual")
 
 
-@pytest.mark.parametrize(
-    "name", ["iterative_grpo", "prime", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)]
-)
+@pytest.mark.parametrize("name", ["iterative_grpo", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)])
 def test_resume_is_bitwise_with_other_models(run: pg.Run, tmp_path: Path, name: str) -> None:
     algorithm = pg.PPO_PENALTY if name == "dual" else runnable(name)
     if name == "iterative_grpo":

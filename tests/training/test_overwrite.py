@@ -29,6 +29,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.full
 def test_the_new_run_equals_one_in_an_empty_folder(run: pg.Run, tmp_path: Path) -> None:
     old = pg.train(run, display=False)
     (old.output / "report.html").write_text("of the old one")

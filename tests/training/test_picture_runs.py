@@ -75,7 +75,7 @@ out, and here it ends nearly all."""
 READS_TEXT = ("sdpo", "sdft", "opsd")
 """Those whose reference reads other prompts, which a picture is no part of."""
 RESUMED = ("grpo", "ppo", "trpo_vine")
-FEW = ("a2c", "grpo", "trpo", "vineppo")
+FEW = ("a2c", "grpo", "vineppo")
 """A kind each of what reads pictures: a critic, a reference (with rollouts drawn ahead, resumed), a trust region, branches. The
 others are `make test-full`."""
 

@@ -95,6 +95,7 @@ def test_resume_from_another_folder_is_bitwise(
     assert settings(project.parent / "kept" / "pieces")["directory"] == "../../project"
 
 
+@pytest.mark.full
 def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its card tells names, not the folder. (That it ends bit for bit alike is the test above.)"""
     done(run_command, *RUN, "--steps", "3", "--output", "runs/pieces", "--stop-after", "1")

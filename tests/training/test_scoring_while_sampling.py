@@ -79,6 +79,7 @@ def equal(a: Path, b: Path) -> bool:
 ANY, NONE = 1e-9, math.inf  # seconds that must be hidden
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "staleness"), [pytest.param("dr_grpo", 0, marks=pytest.mark.full), ("dapo", 1)])
 def test_scoring_while_sampling_leaves_the_run_unchanged(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, staleness: int

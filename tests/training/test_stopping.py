@@ -425,7 +425,13 @@ def argv(run: pg.Run, tmp_path: Path) -> list[str]:
     return ["train", "--config", str(tmp_path / "config.toml"), "--allow-code", "/", "--plain"]
 
 
-@pytest.mark.parametrize(("options", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("options", "number"),
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [((), signal.SIGHUP), pytest.param(("--max-staleness", "2"), signal.SIGINT, marks=pytest.mark.full)],
+)
+)
 def test_the_command_exits_with_75_and_prints_the_resume_command(
     argv: list[str], forked: Forked, options: tuple[str, ...], number: signal.Signals
 ) -> None:
@@ -465,6 +471,7 @@ def test_a_closed_pipe_does_not_end_the_run(argv: list[str], forked: Forked, tmp
     assert (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_standard_output_does_not_end_the_run(argv: list[str], forked: Forked, tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full:

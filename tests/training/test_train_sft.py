@@ -273,7 +273,7 @@ def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
         read_demonstrations(path)
 
 
-@pytest.mark.parametrize("command", ["sft", "reward-model"])
+@pytest.mark.parametrize("command", ["sft", pytest.param("reward-model", marks=pytest.mark.full)])
 def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], command: str, tmp_path: Path) -> None:
     """Defaults < the run to resume < a file < flags; what makes no sense is refused before anything is loaded."""
 

@@ -237,7 +237,7 @@ def train(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     return train_with
 
 
-@pytest.mark.parametrize("fault", keep_fast(DURING_TRAINING, *list(DURING_TRAINING)[:4]))
+@pytest.mark.parametrize("fault", keep_fast(DURING_TRAINING, *list(DURING_TRAINING)[:2]))
 def test_a_fault_in_training_is_named(fault: str, train: Callable[[Plant | None], Path]) -> None:
     plant, subject, text = DURING_TRAINING[fault]
     failures = verify(train(plant)).failures

@@ -77,6 +77,7 @@ def test_the_page_is_one_file_without_network_access(text: str) -> None:
     assert len(text.encode()) < 400_000
 
 
+@pytest.mark.full
 def test_every_link_leads_to_a_part_of_the_page_and_no_name_is_used_twice(text: str) -> None:
     tags = Tags(text).seen
     ids = [a["id"] for _, a in tags if "id" in a]
