@@ -427,10 +427,7 @@ def argv(run: pg.Run, tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("options", "number"),
-@pytest.mark.parametrize(
-    ("options", "number"),
     [((), signal.SIGHUP), pytest.param(("--max-staleness", "2"), signal.SIGINT, marks=pytest.mark.full)],
-)
 )
 def test_the_command_exits_with_75_and_prints_the_resume_command(
     argv: list[str], forked: Forked, options: tuple[str, ...], number: signal.Signals
