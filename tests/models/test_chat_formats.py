@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -177,7 +178,7 @@ def test_the_model_is_told_of_a_call_that_cannot_be_read(name: str) -> None:
 def test_what_a_tool_says_ends_no_turn_and_what_a_template_leaves_out_is_said_by_name() -> None:
     own = tokenizer_of("qwen_xml")
     call, _ = write("qwen_xml", AssistantMessage(calls=(ADD,)))
-    _, sampler = conversation(own, pg.ToolUse((lambda_tool("a<|im_end|>b"),)), pg.Example(ASK), [call, "3"])
+    _, sampler = conversation(own, pg.ToolUse((make_adder("a<|im_end|>b"),)), pg.Example(ASK), [call, "3"])
     added = sampler.asked[-1].prompt_ids[len(sampler.asked[0].prompt_ids) :].tolist()
     assert added.count(min(own.end_ids)) == 2  # the call's turn and the result's
     assert "a<|im_end|>b" in own.hf.decode(added)
@@ -187,7 +188,7 @@ def test_what_a_tool_says_ends_no_turn_and_what_a_template_leaves_out_is_said_by
         conversation(deaf, pg.ToolUse((add,)), pg.Example(ASK), [call, "3"])
 
 
-def lambda_tool(result: str) -> Any:
+def make_adder(result: str) -> Any:
     def add(a: int, b: int) -> str:
         """Adds two numbers.
 
@@ -224,6 +225,29 @@ def test_the_tokenizer_s_own_description_comes_first() -> None:
     assert half.error == "the call is not closed"
     described.hf.response_template = {"fields": "none"}
     assert replace(described).chat_format.name == "hermes"  # one that cannot be read
+
+
+def test_a_template_without_tools_is_asked_for_tags_and_read_so() -> None:
+    """Though it writes the marks of another format around calls: the prompt lists the tools and asks for `<tool_call>`."""
+    own = tokenizer_of("deepseek_v3")
+    deaf = replace(own, hf=copy(own.hf))
+    deaf.hf.chat_template = own.hf.chat_template.removeprefix("{% if tools %}{{ tools | tojson }}{% endif %}")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    group, sampler = conversation(deaf, pg.ToolUse((add,)), pg.Example(ASK), [call, "3"])
+    assert group.trajectories[0].metrics["calls"] == 1.0
+    assert group.trajectories[0].metrics["calls_malformed"] == 0.0
+    assert "3" in deaf.hf.decode(sampler.asked[-1].prompt_ids[len(sampler.asked[0].prompt_ids) :])
+
+
+def test_a_turn_goes_to_another_process_as_a_message() -> None:
+    action = pickle.loads(pickle.dumps(pg.Action("x", reader=lambda text: AssistantMessage("read", "why"))))
+    assert (action.text, action.message, action.reader) == ("x", AssistantMessage("read", "why"), None)
+
+
+def test_a_call_in_another_format_than_the_prompt_s_cannot_be_read() -> None:
+    action = pg.Action("<function=f>", reader=get_format("hermes").parse, has_tools=True)
+    [call] = action.calls
+    assert "is not how this model calls tools" in call.error
 
 
 def test_arguments_without_quotes_are_typed_by_the_schema_and_guessed_without() -> None:

@@ -191,7 +191,7 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     if form and form.is_dequantised:
         from policygrad.models.releases import forget_quantisation
 
-        forget_quantisation(loaded).to(dtype)
+        forget_quantisation(loaded, dtype)
     if is_quantised:
         from policygrad.models.adapters import check_4bit_gradients
 

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
 
 from policygrad.errors import ConfigError, ModelError
 from policygrad.models.lora_config import Lora
@@ -84,10 +83,14 @@ def _read_bitsandbytes(settings: Mapping[str, Any], lora: Lora | None, what: str
     return ReleaseForm(stays_quantised=True)
 
 
-def forget_quantisation(model: Any) -> nn.Module:
-    """Let a dequantised model be saved under its own names: transformers would write those of the release again."""
+def forget_quantisation(model: Any, dtype: torch.dtype) -> None:
+    """Let a dequantised model be saved under its own names, and give its half-precision weights the run's precision, in place.
+
+    transformers dequantises to bfloat16 in some forms, and would write the names of the release again.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     model._weight_conversions = get_model_conversion_mapping(model)
-    loaded: nn.Module = model
-    return loaded
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.to(dtype)

@@ -111,7 +111,8 @@ class _Seam:
         self.call_ids = number_calls(self.message.calls, turn)
         self.own_ids = dict(zip(call_ids, self.call_ids, strict=False))
         self.new_messages = self._name_results(new)
-        self._escape()
+        prefix = make_placeholder(repr((so_far, reply, self.new_messages, tools)))
+        self.new, self.placeholders = escape_special_tokens(tokenizer.hf, self.new_messages, prefix)
 
     def find(self) -> _Joint:
         """Return where the new messages begin behind the sampled reply.
@@ -130,11 +131,6 @@ class _Seam:
         )
         error.messages = self.write_messages()
         raise error
-
-    def _escape(self) -> None:
-        """Set the new messages for rendering, whose control tokens are placeholders."""
-        prefix = make_placeholder(repr((self.so_far, self.reply, self.new_messages, self.tools)))
-        self.new, self.placeholders = escape_special_tokens(self.tokenizer.hf, self.new_messages, prefix)
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
         return render(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import ModelError
 from policygrad.models.chat.control_tokens import encode_escaped, escape_special_tokens, make_placeholder
+from policygrad.models.chat.declared import REASONING_FIELDS
 from policygrad.models.chat.messages import MESSAGE_WEIGHT, HistoryRewrittenError, Message, Tools
 from policygrad.models.chat.rendering import encode_text, expand_pictures, render
 
@@ -18,7 +19,6 @@ Encoded = tuple[list[int], list[bool]]
 """The ids of a text, and a mask of those that the assistant writes and that are learned."""
 _OPENED_THOUGHT = re.compile(r"<think>(\s*)$")
 _SHOWN_THOUGHT = re.compile(r"\s*(<think>.*?</think>|</think>)?\s*", re.DOTALL)
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def encode_demonstration(
@@ -80,8 +80,7 @@ def encode_demonstration_texts(
             before_ids = encoder.encode(before, messages)
             if before_ids[: len(ids)] != ids and before.startswith(seen) and tokenizer.hf.decode(ids) == seen:
                 # the same text, whose tokens would be others where a turn begins or ends: as when sampling, they go on
-                tail = encoder.encode(before[len(seen) :], ())
-                before_ids = ids + tail
+                before_ids = ids + encoder.encode(before[len(seen) :], ())
             if before_ids[: len(ids)] != ids:
                 if not any(is_learned):
                     raise ModelError(
@@ -196,7 +195,7 @@ def _continue_thought(before: str, after: str, message: Mapping[str, Any]) -> st
     shown = after[opened.start() :]
     rest = shown[_SHOWN_THOUGHT.match(shown).end() :]  # type: ignore[union-attr]
     _, inner, end, answer = _split_thought(message)
-    given = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), "")
+    given = next((message[key] for key in REASONING_FIELDS if isinstance(message.get(key), str)), "")
     if end:
         lead = f"{inner.lstrip() if opened[1] else inner}{end}"
     elif given.strip():

@@ -1,7 +1,7 @@
 """The formats in which models write their turns: reasoning, tool calls and what they say, as text.
 
-A format is found by name, by the `response_template` of a model's tokenizer (transformers' own description of a format), or by
-what its chat template contains. Most are data, a file each in `formats/`; in code are those that `response_template` cannot say.
+A model's format is the `response_template` of its tokenizer (transformers' own description of a format), or the one that its chat
+template is recognised by. Most are data, a file each in `formats/`; in code are those that `response_template` cannot say.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from policygrad.models.chat.tool_calls import (
     TAGGED_PARSER,
     JsonToolCallParser,
     PythonToolCallParser,
+    WritesCalls,
 )
-from policygrad.models.chat.turns import THOUGHT, AssistantMessage, ToolCallParser, is_unfinished_thought, split_thought
+from policygrad.models.chat.turns import THOUGHT, AssistantMessage, ToolCallParser, split_thought
 from policygrad.utils.plugins import find_plugin, list_plugin_names, load_plugin
 
 
 @runtime_checkable
 class ChatFormat(Protocol):
-    """How a model writes a turn. Another package adds one as `format.NAME` (`policygrad.utils.plugins`), whose method
-    `recognises(template)` says whether a chat template is of it."""
+    """How a model writes a turn. Another package adds one as `format.NAME` (`policygrad.utils.plugins`)."""
 
     @property
     def name(self) -> str: ...
@@ -47,6 +47,14 @@ class ChatFormat(Protocol):
         """Return what a rendered conversation that ends where the assistant goes on contains of its turn already."""
 
 
+@runtime_checkable
+class RecognisesTemplates(Protocol):
+    """A format of another package that knows the chat templates it belongs to."""
+
+    def recognises(self, template: str) -> bool:
+        """Return True for a chat template of this format."""
+
+
 @dataclass(frozen=True)
 class TextFormat:
     """Reasoning between `<think>` and `</think>`, and calls that a function finds in what follows."""
@@ -57,10 +65,7 @@ class TextFormat:
     def parse(self, text: str, opening: str = "", tools: Tools = ()) -> AssistantMessage:
         opened = self.find_opening(opening) != ""
         message = split_thought(text, opened=opened)
-        if is_unfinished_thought(text, opened=opened) or message.is_thinking:
-            return message
-        calls = self.parser(text)
-        if not calls:
+        if message.is_thinking or not (calls := self.parser(text)):
             return message
         before, found, _ = message.content.partition(getattr(self.parser, "mark", "") or text)
         return replace(message, content=before.rstrip() if found else "", calls=calls)
@@ -188,21 +193,22 @@ def get_format(name: str) -> ChatFormat:
 @cache
 def find_format(template: str | None, model: str = "") -> ChatFormat:
     """Return the format that a chat template asks for; tagged calls if it does not support tools, as `inline_tools` requests."""
+    if not supports_tools(template):
+        return TAGGED
     text = template or ""
     for row in list_formats():
         if all(word in text for word in row.contains) and not any(word in text for word in row.lacks):
             return get_format(row.name)
-    if not supports_tools(template):
-        return TAGGED
     for name in list_plugin_names("format"):
-        if getattr(found := get_format(name), "recognises", lambda template: False)(text):
+        found = get_format(name)
+        if isinstance(found, RecognisesTemplates) and found.recognises(text):
             return found
     return UnknownFormat(model)
 
 
 def find_declared_format(response_template: Any, template: str | None, model: str = "") -> ChatFormat:
     """Return the format of a tokenizer that has a `response_template`; None or one that cannot be read: by its chat template."""
-    if isinstance(response_template, dict):
+    if isinstance(response_template, dict) and supports_tools(template):
         own = DeclaredFormat("response_template", response_template)
         if not own.find_fault():
             return own
@@ -237,5 +243,5 @@ def _read_declared() -> dict[str, tuple[DeclaredFormat, FormatRow]]:
 
 def write_calls(format: ChatFormat, calls: Sequence[Any]) -> str | None:
     """Return calls as text, for a template that does not show them; None = the format cannot say."""
-    write = getattr(getattr(format, "parser", None), "write", None)
-    return None if write is None else str(write(calls))
+    parser = format.parser if isinstance(format, TextFormat) else None
+    return parser.write(calls) if isinstance(parser, WritesCalls) else None

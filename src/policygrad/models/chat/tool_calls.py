@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from policygrad.models.chat.turns import END_OF_THOUGHT, THOUGHT, ToolCall
 
@@ -113,6 +113,14 @@ class PythonToolCallParser:
         texts = [f"{c.name}({', '.join(f'{key}={value!r}' for key, value in c.arguments.items())})" for c in calls]
         inner = f"[{', '.join(texts)}]" if self.in_list else "\n{}\n".format("\n".join(texts))
         return f"{self.mark}{inner}{self.end}"
+
+
+@runtime_checkable
+class WritesCalls(Protocol):
+    """A parser that also writes calls."""
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of calls with arguments by name."""
 
 
 TAGGED_PARSER = TaggedToolCallParser()

@@ -64,11 +64,6 @@ def number_calls(calls: Sequence[ToolCall], turn: int) -> tuple[str, ...]:
     return tuple(f"c{turn % 10_000:04d}{number % 10_000:04d}" for number in range(len(calls)))
 
 
-def is_unfinished_thought(text: str, *, opened: bool) -> bool:
-    """Return True when a turn has not ended its reasoning, so that it calls nothing. opened: the prompt begins the reasoning."""
-    return opened and END_OF_THOUGHT not in text
-
-
 def split_thought(text: str, *, opened: bool = False) -> AssistantMessage:
     """Split a text at its last `</think>`; without one it is an answer, or a thought that has not ended."""
     thought, closed, answer = text.rpartition(END_OF_THOUGHT)
