@@ -320,3 +320,22 @@ def test_responses_are_kept_as_far_as_there_is_room() -> None:
     stored.add("key 0", {"input": "x" * 9000}, respond("large", "y"))
     with pytest.raises(ApiError):
         stored.complete("key 0", {"previous_response_id": "resp_large", "input": "?"})
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        (CHAT, '"reasoning_content": "hm"'),
+        (RESPONSES, '"type": "reasoning_text", "text": "hm"'),
+        (MESSAGES, '"thinking": "hm"'),
+    ],
+)
+def test_reasoning_is_a_part_of_its_own_in_answers_and_streams(form: ApiFormat, place: str) -> None:
+    reply = ChatReply((ChatChoice("<think>hm</think>4", "stop", (7,), (-0.5,), content="4", reasoning="hm"),), (1, 2))
+    request = form.parse(SMALLEST[form])
+    answer = json.dumps(form.render(request, reply))
+    assert place in answer
+    assert "<think>" not in answer
+    streamed = json.dumps([data for _, data in form.stream(request, reply)])
+    assert '"hm"' in streamed
+    assert "<think>" not in streamed

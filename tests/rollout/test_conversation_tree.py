@@ -136,6 +136,16 @@ def test_a_changed_history_shares_what_both_begin_with() -> None:
     assert recorder.encoder.hf.decode(branch.visible_tokens).count("shortened") == 0  # the new message alone
 
 
+def test_reasoning_is_received_apart_and_the_conversation_goes_on_from_what_was_sampled() -> None:
+    """A program sends back the answer alone, and the policy's context keeps its thought."""
+    recorder = Recorder(tokenizer("chatml"))
+    choice = recorder.ask(chat("x"), "<think>hm</think>4")
+    assert (choice.reasoning, choice.content, choice.text) == ("hm", "4", "<think>hm</think>4")
+    recorder.ask(chat("x", "4", "why?"), "so")
+    (trajectory,) = check(recorder).trajectories
+    assert trajectory.num_branches == 1
+
+
 def test_a_turn_cut_at_a_stop_text_goes_on_before_it() -> None:
     recorder = Recorder(tokenizer("chatml"))
     choice = recorder.ask(chat("x"), "think Observation: invented", stop=("Observation:",))
