@@ -24,7 +24,7 @@ from stress_engines import KINDS
 
 BENCHMARKS_HEAD = ("name", "what it is", "problems", "data", "revision", "grader", "k", "temperature, top-p", "tokens")
 FAMILIES = Path(__file__).parents[2] / "tests" / "architectures.toml"
-HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "LoRA leaves out", "tested by")
+HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "and learned once", "LoRA leaves out", "tested by")
 
 
 def benchmarks_block() -> str:
@@ -74,7 +74,8 @@ def _row(family: Mapping[str, Any]) -> tuple[str, ...]:
         f"`{family['type']}`",
         family["layers"],
         f"no: {refused}" if refused else "in full, with LoRA",
-        "yes" if family.get("shares") else "no",
+        "no" if "sampling" in family else "yes",
+        {"tree": "yes", "cache": "by its cache", "texts": "no"}[family.get("learning", "tree")],
         ", ".join(f"`{name}`" for name in family.get("left_out", ())),
         "`make test`" if family.get("short") else "`make test-full`",
     )

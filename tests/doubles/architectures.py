@@ -82,7 +82,8 @@ class Family:
     layers: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     nested: bool = False
-    shares: bool = False
+    sampling: str = "once"
+    learning: str = "tree"
     left_out: tuple[str, ...] = ()
     refused: str = ""
     short: bool = False

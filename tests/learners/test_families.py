@@ -62,7 +62,8 @@ class Trained:
     """Tokens of the longest text."""
     moved: bool
     """Whether every step changed weights."""
-    shares: bool | None
+    sampling: str
+    learning: str
 
 
 def two_steps(path: str, lora: Lora | None) -> Trained:
@@ -99,7 +100,9 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
         before = [p.detach().clone() for p in trained]
         learner.update(scored, algorithm.compute_advantages(scored), algorithm)
         moved = moved and any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
-    return Trained(gap, truth, longest, moved, sampler._shares_prefixes)
+    network = learner.evaluator.network
+    learning = "tree" if network.use_tree else "cache" if network.reads_prefixes else "texts"
+    return Trained(gap, truth, longest, moved, "once" if sampler._shares_prefixes else "rows", learning)
 
 
 FORMS = [
@@ -131,7 +134,7 @@ def test_sampler_and_learner_agree_for_every_family(
     assert result.truth < (5e-5 if lora else 1e-5)  # merged weights are rounded
     assert result.longest > max(limits_of(family.config().get_text_config().to_dict()), default=0)
     assert result.moved
-    assert result.shares == family.shares
+    assert (result.sampling, result.learning) == (family.sampling, family.learning)
 
 
 def limits_of(settings: Any) -> Iterator[int]:

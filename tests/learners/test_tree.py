@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,56 +41,82 @@ def laid_out(texts: list[tuple[int, ...]]) -> tuple[dict[tuple[int, ...], int], 
     return nodes, AttentionTree(paths, lengths, shared)
 
 
+def attend_alone(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of one text [1, H, L, D], written out."""
+    depth = torch.arange(q.shape[2])
+    hidden = depth[:, None] < depth
+    if window is not None:
+        hidden |= depth[:, None] - depth >= window
+    scores = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    total = scores.exp().sum(-1, keepdim=True) + sinks[:, None, None].exp()
+    return scores.exp() / total @ v
+
+
 @pytest.mark.parametrize("limits", [(2**24, 2**15), (2**24, 1), (20, 1)], ids=["one call", "many", "no masks"])
 def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]) -> None:
     monkeypatch.setattr(tree_attention, "_MAX_SCORES", limits[0])
     monkeypatch.setattr(tree_attention, "_SMALL_CALL", limits[1])
+    monkeypatch.setattr(tree_attention, "_LEAST_PART", 2)
 
-    @settings(max_examples=25)
-    @given(forests())
-    def check(texts: list[tuple[int, ...]]) -> None:
+    @settings(max_examples=40)
+    @given(forests(), st.sampled_from([None, 1, 2, 3, 20]), st.booleans())
+    def check(texts: list[tuple[int, ...]], window: int | None, has_sinks: bool) -> None:
         nodes, tree = laid_out(texts)
         q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
-        result, _ = tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree)
+        sinks = torch.randn(2, dtype=torch.float64, requires_grad=True) if has_sinks else None
+        options = {"sliding_window": window, "s_aux": sinks}
+        result, _ = tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree, **options)
         assert result.shape == (1, len(nodes), 2, 4)
         expected = torch.zeros_like(result)
         for text in texts:
             path = [nodes[text[: i + 1]] for i in range(len(text))]
-            alone = torch.nn.functional.scaled_dot_product_attention(
-                q[:, :, path], k[:, :, path], v[:, :, path], is_causal=True
-            )
+            alone = attend_alone(q[:, :, path], k[:, :, path], v[:, :, path], window, sinks)
             expected[:, path] = alone.transpose(1, 2)
         assert torch.allclose(result, expected, atol=1e-12)
         weight = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
-        got = torch.autograd.grad((weight * result).sum(), (q, k, v))
-        for a, b in zip(got, torch.autograd.grad((weight * expected).sum(), (q, k, v)), strict=True):
+        inputs = [x for x in (q, k, v, sinks) if x is not None]
+        got = torch.autograd.grad((weight * result).sum(), inputs)
+        for a, b in zip(got, torch.autograd.grad((weight * expected).sum(), inputs), strict=True):
             assert torch.allclose(a, b, atol=1e-12)
 
     check()
 
 
+def test_few_keys_outside_of_a_window_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention, "_LEAST_PART", 16)
+    tree = AttentionTree(np.arange(100)[None], np.array([100]), np.array([0]))
+    blocks, _ = tree.blocks(8)
+    read = sum(b.queries.numel() * b.keys.shape[1] for b in blocks)
+    assert read <= 100 * (16 + 8) * 1.25  # 100² without windows
+    assert tree.blocks(100) is tree.blocks()  # a window beyond all texts is none
+
+
 def test_equal_shapes_are_one_call_and_a_long_text_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = np.stack([np.r_[0:4, 4 + 2 * i : 6 + 2 * i] for i in range(3)])
     lengths, shared = np.full(3, 6), np.array([0, 4, 4])
-    result = AttentionTree(paths, lengths, shared).blocks[0]
+    result = AttentionTree(paths, lengths, shared).blocks()[0]
     assert [(tuple(b.queries.shape), b.mask is None) for b in result] == [((1, 6), True), ((2, 2), False)]
     monkeypatch.setattr(
         tree_attention, "_MAX_SCORES", 11
     )  # a mask of 2 × 6 is too large: its queries begin at the beginning
-    assert all(b.mask is None for b in AttentionTree(paths, lengths, shared).blocks[0])
+    assert all(b.mask is None for b in AttentionTree(paths, lengths, shared).blocks()[0])
 
 
-@given(forests(), st.sampled_from([1, 2, 4]))
-def test_flex_attention_sees_the_same_tokens(texts: list[tuple[int, ...]], block: int) -> None:
+@given(forests(), st.sampled_from([1, 2, 4]), st.sampled_from([None, 1, 2, 3, 6]))
+def test_flex_attention_sees_the_same_tokens(texts: list[tuple[int, ...]], block: int, window: int | None) -> None:
     """Node by node, and by blocks: none that has a visible token is left out, and none called full has a hidden one."""
     nodes, tree = laid_out(texts)
     count, expected = len(nodes), torch.eye(len(nodes), dtype=torch.bool)
     for prefix, node in nodes.items():
         for i in range(1, len(prefix)):
-            expected[node, nodes[prefix[:i]]] = True
+            expected[node, nodes[prefix[:i]]] = window is None or len(prefix) - i < window
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "FLEX_BLOCK", block)
-        mask = tree.flex_mask
+        mask = tree.flex_mask(window)
     every = torch.arange(count)
     visible = mask.mask_mod(torch.tensor(0), torch.tensor(0), every[:, None], every[None])
     assert torch.equal(visible, expected)
@@ -106,7 +133,9 @@ def test_flex_attention_sees_the_same_tokens(texts: list[tuple[int, ...]], block
         for row in range(blocks):
             table[row, indices[row, : numbers[row]].long()] = True
     assert not (seen["kv"] & seen["full_kv"]).any()
-    assert torch.equal(seen["kv"] | seen["full_kv"], grid.any(3).any(1))
+    needed, read = grid.any(3).any(1), seen["kv"] | seen["full_kv"]
+    assert not (needed & ~read).any()
+    assert window is not None or torch.equal(read, needed)
     assert not (seen["full_kv"] & ~grid.all(3).all(1)).any()
 
 
@@ -116,15 +145,17 @@ def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(tree_attention, "is_flex_possible", lambda query: True)
     monkeypatch.setattr(tree_attention, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(tree_attention, "FLEX_SCORES", 0)
     texts = sorted((0, 1, 2, *map(int, f"{i:07b}"), *[3] * (i % 5)) for i in range(0, 100, 7))
     nodes, tree = laid_out(texts)
     q, k, v = (torch.randn(1, heads, len(nodes), 16) for heads in (4, 2, 2))
     module = nn.Module()
     module.num_key_value_groups = 2
-    expected, _ = tree_attention.tree_attention(module, q, k, v, None, tree=tree, scaling=0.3)
-    monkeypatch.setattr(tree_attention, "FLEX_SCORES", 0)
-    result, _ = tree_attention.tree_attention(module, q, k, v, None, tree=tree, scaling=0.3)
-    assert torch.allclose(result, expected, atol=1e-5)
+    for window in (None, 5):
+        options: dict[str, Any] = {"tree": tree, "scaling": 0.3, "sliding_window": window}
+        expected, _ = tree_attention.tree_attention(module, q, k, v, None, use_flex=False, **options)
+        result, _ = tree_attention.tree_attention(module, q, k, v, None, **options)
+        assert torch.allclose(result, expected, atol=1e-5)
 
 
 def test_where_flex_attention_cannot_be_compiled_another_is_used_and_the_reason_told(

@@ -10,7 +10,8 @@ import transformers as tf
 
 from doubles.architectures import families
 from policygrad.learners.local.forward import build_evaluator
-from policygrad.learners.local.tree_attention import depends_on_attention_name, enable_tree_attention
+from policygrad.learners.local.tree_attention import ATTENTION_NAME, enable_tree_attention
+from policygrad.models.attention import depends_on_attention_name
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
@@ -26,7 +27,7 @@ def built(kind: str) -> Any:
 def test_sparse_attention_is_kept_beyond_its_top_k(kind: str) -> None:
     model, ids = built(kind), torch.arange(40)[None] * 7 % 37 + 3
     before = model(input_ids=ids, use_cache=False).logits
-    assert depends_on_attention_name(model)
+    assert depends_on_attention_name(model, ATTENTION_NAME)
     assert not enable_tree_attention(model)
     evaluator = build_evaluator(model, 1.0)
     assert not evaluator.network.use_tree
@@ -39,7 +40,7 @@ def test_sparse_attention_is_kept_beyond_its_top_k(kind: str) -> None:
 def test_other_models_keep_the_tree_they_had(kind: str) -> None:
     model = built(kind)
     name = model.config._attn_implementation
-    assert not depends_on_attention_name(model)
+    assert not depends_on_attention_name(model, ATTENTION_NAME)
     assert model.config._attn_implementation == name
     assert type(model.config._attn_implementation) is str
 
@@ -55,7 +56,7 @@ def test_the_comparison_is_found_however_it_is_written() -> None:
         attention.forward = forward
         type(attention).__module__, before = __name__, type(attention).__module__
         try:
-            return depends_on_attention_name(model)
+            return depends_on_attention_name(model, ATTENTION_NAME)
         finally:
             type(attention).__module__ = before
 

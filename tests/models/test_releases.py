@@ -32,7 +32,9 @@ def test_a_quantised_release_trains_and_is_saved_as_it_was_trained(method: str, 
     with torch.no_grad():
         trained = AutoModelForCausalLM.from_pretrained(saved)(input_ids=ids).logits
         loaded = load_model(str(saved))(input_ids=ids).logits
-    assert torch.equal(trained, loaded)
+    assert torch.allclose(
+        trained, loaded, rtol=0, atol=1e-5
+    )  # gpt-oss has fused attention here, with sums in another order
     assert torch.isfinite(trained).all()
 
 

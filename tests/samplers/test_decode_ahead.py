@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor
 
+from doubles.architectures import families
 from doubles.cases import keep_fast
 from policygrad.errors import NumericsError
 from policygrad.models.loading import load_model
@@ -57,6 +59,23 @@ def test_completions_are_those_drawn_one_token_at_a_time(random_model: Path, sam
     told = {request.key: tokens.tolist() for request, tokens in reported}
     assert len(reported) == len(LIMITS)
     assert told == {r.key: x.tokens.tolist() for r, x in zip(requests(sampling), drawn[1], strict=True)}
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+def test_windows_and_sinks_are_those_of_one_token_at_a_time(kind: str) -> None:
+    """In texts ten times as long as the window."""
+    torch.manual_seed(0)
+    family = next(f for f in families() if f.type == kind)
+    model = load_model(tf.AutoModelForCausalLM.from_config(family.config()).eval())
+    asked, drawn = requests(SamplingParams(max_tokens=90, decode_rows=16))[4:20], []
+    for ahead in (False, True):
+        sampler = LocalSampler(model, frozenset({7}), 0)
+        sampler.decodes_ahead = ahead
+        drawn.append(asyncio.run(sampler.generate(asked)))
+        assert sampler._shares_prefixes
+    for one, several in zip(*drawn, strict=True):
+        assert torch.equal(one.tokens, several.tokens)
+        assert torch.allclose(one.logp, several.logp, atol=1e-4)
 
 
 def test_logits_that_are_not_finite_are_refused_and_located(random_model: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from doubles.cases import keep_fast
+from policygrad.models.attention import attend_with_sinks
 from policygrad.models.moe_routing import Routing
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.local import shared_prefix
@@ -29,7 +30,7 @@ from policygrad.samplers.local.shared_prefix import (
 )
 from tests.doubles.architectures import BASE, CONFIGS, VOCABULARY
 
-SHARING = ["gpt2", "qwen2 untied", "qwen3", "phi", "gpt-neox", "granite", "falcon"]
+SHARING = ["gpt2", "qwen2 untied", "qwen3", "gemma3", "mistral", "phi", "gpt-neox", "granite", "falcon"]
 END = torch.tensor([1])
 
 
@@ -213,8 +214,8 @@ def test_experts_are_recorded_when_slots_are_refilled(kind: type[PlainDecodeCach
 def test_shared_attention_equals_plain_attention(
     owner: list[int], gqa: bool, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference is `scaled_dot_product_attention` over the prompt's keys followed by the row's own. `half`: by the kernels of
-    half precision, here in float64."""
+    """The reference is plain attention over the prompt's keys followed by the row's own, within windows, without sinks and with
+    them. `half`: by the kernels of half precision, here in float64."""
     monkeypatch.setattr(shared_prefix, "is_half_on_cpu", lambda keys: half)
     g = torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, 2, 2, 5, 4, generator=g, dtype=torch.float64)  # two prompts of 5, two heads
@@ -229,15 +230,20 @@ def test_shared_attention_equals_plain_attention(
     prompt_mask[1, ..., :2] = -torch.inf
     hidden = F.pad(hidden, (0, 31), value=-torch.inf)  # room for the columns that half precision computes with
     layout = PrefixLayout(rows * most + nth, len(counts), most, hidden, prompt_mask, length=5)
-    layer = SharedPrefixLayer(keys, values, 4, layout)
-    k, v = layer.update(parameters[0], parameters[1])
-    got = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
     full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, parameters[0]), (values, parameters[1]))]
-    expected = F.scaled_dot_product_attention(query, *full, attn_mask=~blind, enable_gqa=gqa)
-    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+    seen, sinks = torch.ones(4, 1, 1, 1, dtype=torch.bool), torch.linspace(-1, 1, query.shape[1], dtype=torch.float64)
+    for window in (1, 2, 3, 20, None):
+        layer = SharedPrefixLayer(keys, values, 4, layout, window)
+        k, v = layer.update(parameters[0], parameters[1])
+        visible = ~blind & (torch.arange(6) > 5 - (window or 9))
+        got = F.scaled_dot_product_attention(query, k, v, attn_mask=seen)
+        expected = F.scaled_dot_product_attention(query, *full, attn_mask=visible, enable_gqa=gqa)
+        assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+        got_sinks = attend_with_sinks(query, k, v, seen, sinks, 0.5)
+        assert torch.allclose(got_sinks, attend_with_sinks(query, *full, visible, sinks, 0.5), rtol=0, atol=1e-12)
     if gqa:  # as transformers 5.17 calls it
         k, v = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (k, v))
-        second = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
+        second = F.scaled_dot_product_attention(query, k, v, attn_mask=seen)
         assert torch.equal(second, got)
 
 

@@ -110,7 +110,13 @@ def load_model(
 
         loaded = add_adapters(loaded, lora, base=model_origin(model), seed=seed)
     leave_out_zero_padding(loaded)
-    return disable_dropout(loaded).eval()
+    disable_dropout(loaded).eval()
+    config: Any = loaded.config
+    if config.get_text_config()._attn_implementation == "eager":
+        from policygrad.models.attention import use_fused_attention
+
+        use_fused_attention(loaded)
+    return loaded
 
 
 def move_model(model: nn.Module, device: str) -> None:
@@ -241,8 +247,8 @@ def context_length(model: nn.Module) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-_LIMITS = (
-    "sliding_window",
+_WINDOW = "sliding_window"
+_OTHER_LIMITS = (
     "attention_chunk_size",
     "attention_window_size",
     "window_size",
@@ -251,12 +257,17 @@ _LIMITS = (
 )
 
 
-def attention_limits(model: nn.Module) -> list[int]:
+def attention_limits(model: nn.Module, *, windows: bool = True) -> list[int]:
     """Return the limits in a model's configuration, in tokens, beyond which attention is another than in a shorter text: windows,
-    chunks, an indexer's top-k, compressed blocks."""
+    chunks, an indexer's top-k, compressed blocks.
+
+    Args:
+        windows: Sliding windows too, which layers tell their attention.
+    """
     config: Any = getattr(model, "config", None)
     limits = list[int]()
-    for name in _LIMITS if config is not None else ():
+    names = (*_OTHER_LIMITS, *((_WINDOW,) if windows else ()))
+    for name in names if config is not None else ():
         value = getattr(config.get_text_config(), name, None)
         several = value.values() if isinstance(value, dict) else [value]
         limits += [limit for limit in several if isinstance(limit, int) and limit > 0]

@@ -15,7 +15,7 @@ from policygrad.core.base import State
 from policygrad.core.batch import Batch, Forward
 from policygrad.errors import ConfigError, NumericsError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.local.forward import Evaluator, backward_mode, build_evaluator
+from policygrad.learners.local.forward import Evaluator, backward_mode, build_evaluator, choose_kernels
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack, TokenSequences, micro_batch_tokens, pack_texts
 from policygrad.models.loading import at_least_float32, context_length, load_model
@@ -99,7 +99,8 @@ def load_network(
     model = load_model(path, dtype=config.dtype, device=pick_device(config.device), trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(path, model, trust_remote_code=trust_remote_code)
     switch = make_adaptable(model) if adaptable else None
-    return ServedNetwork(name, path, model, tokenizer, build_evaluator(model, 1.0), config, switch)
+    evaluator = choose_kernels(build_evaluator(model, 1.0), config)
+    return ServedNetwork(name, path, model, tokenizer, evaluator, config, switch)
 
 
 @dataclass(frozen=True)

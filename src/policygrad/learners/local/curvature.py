@@ -207,7 +207,7 @@ class Curvature:
             yield which, pairs.index[pair] - which.start, pairs.tokens[pair], pairs.order[pair]
 
     def _states(self, part: Pack) -> Tensor:
-        return self.networks.policy.network_for(part).states(part)
+        return replace(self.networks.policy.network_for(part), reads_prefixes=False).states(part)
 
     def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the states [u, H] and their change along the tangents, without a graph."""

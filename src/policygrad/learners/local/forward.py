@@ -23,8 +23,9 @@ from policygrad.learners.local.tree_attention import (
     disable_tree_attention,
     enable_tree_attention,
 )
+from policygrad.models.attention import short_windows
 from policygrad.models.loading import at_least_float32, attention_limits
-from policygrad.models.traits import base_network, placeholder_id
+from policygrad.models.traits import base_network, placeholder_id, read_balance_coefficient
 
 if TYPE_CHECKING:
     from policygrad.models.moe_routing import Routing
@@ -51,6 +52,7 @@ class Network:
     use_flex: bool = True  # FlexAttention where it is faster
     routing: Routing | None = None  # replays the sampler's experts in a mixture of experts
     shares_pictures: bool = True  # a tree may have pictures: none of its masks depends on them
+    reads_prefixes: bool = False  # without a tree, common beginnings are read once by the model's own cache
 
     @property
     def vocabulary(self) -> int:
@@ -81,7 +83,24 @@ class Network:
                     (self._is_token(part) & ~self._is_shared(part)).flatten(),
                 )
             self.routing.replay(routes, counted)
-        return self.states_at(*self.call(part))
+        read = self._read_prefixes(part, get_backbone(self.model) if self.split_head else self.model)
+        return self.states_at(*self.call(part)) if read is None else read
+
+    def _read_prefixes(self, part: Pack, network: nn.Module, *, hidden: bool | None = None) -> Tensor | None:
+        """Return [u, ·] what the network computes at the predicting nodes, their common beginnings read once; None where that saves
+        nothing or is not possible.
+
+        Args:
+            hidden: The last hidden states, or the logits; None = what `split_head` says.
+        """
+        if not self.reads_prefixes or self.use_tree or self.routing is not None or part.slots is not None:
+            return None
+        from policygrad.learners.local.cached_prefixes import plan_prefixes, read_with_prefixes
+
+        plan = plan_prefixes(part.tree.lengths, part.tree.shared)
+        is_hidden = self.split_head if hidden is None else hidden
+        output = "last_hidden_state" if is_hidden else "logits"
+        return None if plan is None else read_with_prefixes(network, part, plan, output)
 
     def call(self, part: Pack) -> tuple[Tensor, Inputs]:
         """Return the flat positions of the predicting nodes in the model's output, and the model's inputs."""
@@ -143,7 +162,9 @@ class Network:
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
         """Return [u, H] last hidden states at `part.predicting_nodes`; `network`: another backbone to use."""
-        return _hidden_states(get_backbone(self.model) if network is None else network, *self.call(part))
+        backbone = get_backbone(self.model) if network is None else network
+        read = self._read_prefixes(part, backbone, hidden=True)
+        return _hidden_states(backbone, *self.call(part)) if read is None else read
 
     def logits(self, states: Tensor) -> Tensor:
         """Return [n, V]."""
@@ -248,8 +269,8 @@ class Evaluator:
     network: Network
     temperature: float
     window: int | None = None
-    """Tokens from which on the model does not attend to all of a text (windows, chunks, a top-k, compressed blocks): longer
-    texts are read as texts, with the model's own masks."""
+    """Tokens from which on the model attends otherwise than the tree knows (chunks, a top-k, compressed blocks, windows that its
+    layers do not tell): longer texts are read as texts, with the model's own masks."""
 
     @property
     def model(self) -> nn.Module:
@@ -270,8 +291,8 @@ class Evaluator:
 
     def network_for(self, part: Pack) -> Network:
         """Return the network in the mode that suits this pack."""
-        if self.network.use_tree and self.window is not None and part.paths.shape[1] > self.window:
-            return replace(self.network, use_tree=False)
+        if self.window is not None and part.paths.shape[1] > self.window:
+            return replace(self.network, use_tree=False, reads_prefixes=False)
         if self.network.use_tree and part.slots is not None and not self.network.shares_pictures:
             return replace(self.network, use_tree=False)
         return self.network
@@ -394,23 +415,87 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
 
     split = replace(plain, network=Network(model, split_head=True))
     best = split if is_exact(split) else plain
-    if not enable_tree_attention(model):
-        return best
-    shares = True
-    if placeholder_id(model) is not None:
-        from policygrad.models.vision import attends_both_ways
+    if enable_tree_attention(model):
+        shares = True
+        if placeholder_id(model) is not None:
+            from policygrad.models.vision import attends_both_ways
 
-        shares = not attends_both_ways(model)
-    tree = replace(best, network=replace(best.network, use_tree=True, shares_pictures=shares))
-    if is_exact(tree):
-        return tree
-    disable_tree_attention(model)
-    return best
+            shares = not attends_both_ways(model)
+        tree = replace(best, network=replace(best.network, use_tree=True, shares_pictures=shares))
+        if is_exact(tree):
+            with short_windows(model) as has_windows:
+                if not has_windows:
+                    return tree
+                truth, unlimited = evaluate(plain, batch), replace(tree, window=None)
+                reads_windows = is_exact(unlimited)
+            window = min(attention_limits(model, windows=False), default=None)
+            return replace(tree, window=window) if reads_windows else tree
+        disable_tree_attention(model)
+    limit = min(attention_limits(model, windows=False), default=None)
+    prefixes = replace(best, network=replace(best.network, reads_prefixes=True), window=limit)
+    with short_windows(model):
+        return prefixes if _is_equal(replace(prefixes, window=None), replace(best, window=None), generator) else best
+
+
+def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator) -> bool:
+    """Return whether an evaluator gives the log-probabilities of another, and the gradient of the embeddings, on two small groups;
+    with prompts of two lengths as exactly as with equal ones, so that padding is no part of the text."""
+    network = truth.network
+    first = next(network.model.parameters())
+    device, is_half = first.device, first.dtype in (torch.bfloat16, torch.float16)
+    tokens = torch.randint(network.vocabulary, (6, 5), generator=generator)
+    mask, group = torch.arange(5) < torch.tensor([5, 4, 3, 5, 5, 4])[:, None], torch.arange(6) // 3
+    weight = torch.linspace(-1, 1, mask.numel(), device=device).view(mask.shape)
+    embeddings = network.model.get_input_embeddings()
+
+    def measure(evaluator: Evaluator, pack: Pack) -> tuple[Tensor, Tensor]:
+        read = list[tuple[Tensor, Tensor]]()
+
+        def observe(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            read.append((args[0], out.detach().requires_grad_()))
+            return read[-1][1]
+
+        handle = embeddings.register_forward_hook(observe)
+        try:
+            with torch.enable_grad():
+                logp = evaluator(pack)
+                gradients = torch.autograd.grad((weight * logp).sum(), [x for _, x in read])
+        finally:
+            handle.remove()
+        kinds, place = torch.unique(torch.cat([ids.flatten() for ids, _ in read]), return_inverse=True)
+        total = torch.zeros(len(kinds), gradients[0].shape[-1], device=device)
+        return logp.float(), total.index_add_(0, place, torch.cat([x.flatten(0, 1) for x in gradients]).float())
+
+    gaps = list[float]()
+    try:
+        for lengths in _CHECKED_PROMPTS:
+            prompts = tuple(torch.randint(network.vocabulary, (n,), generator=generator) for n in lengths)
+            batch = Batch(mask=mask, group=group, reward=torch.zeros(6), tokens=tokens, prompts=prompts)
+            (pack,) = (pack.to(device) for pack in pack_micro_batches(batch, torch.arange(6), 10**6))
+            (logp, gradient), (expected, exact) = measure(evaluator, pack), measure(truth, pack)
+            gaps.append(float((logp - expected).abs().max()))
+            error = max(float((a - b).norm() / b.norm()) for a, b in ((logp, expected), (gradient, exact)))
+            if not error <= (0.05 if is_half else 1e-4):
+                return False
+    except Exception:  # architectures raise all kinds of errors for a call that they do not support
+        return False
+    equal, padded = gaps
+    return padded <= 10 * max(equal, torch.finfo(first.dtype).eps)
+
+
+_CHECKED_PROMPTS = ((70, 70), (70, 3))
+"""Tokens of two prompts, beyond the blocks of 64 of delta rules, and with as much padding."""
 
 
 def choose_kernels(evaluator: E, config: LearnerConfig) -> E:
-    """Return an evaluator with the attention that `learner.attention` names."""
-    return replace(evaluator, network=replace(evaluator.network, use_flex=config.attention == AUTO))
+    """Return an evaluator with the attention that `learner.attention` names. Blocks that are recomputed or compiled have no cache,
+    and the experts' load-balancing loss counts each token where it is read."""
+    network = evaluator.network
+    needs_one_call = config.gradient_checkpointing or config.compile or read_balance_coefficient(evaluator.model) > 0
+    reads_prefixes = network.reads_prefixes and not needs_one_call
+    return replace(
+        evaluator, network=replace(network, use_flex=config.attention == AUTO, reads_prefixes=reads_prefixes)
+    )
 
 
 @contextmanager

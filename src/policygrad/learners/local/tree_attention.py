@@ -7,7 +7,6 @@ attends to exactly what it would attend to if its text stood alone, in the same 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,11 +19,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError
+from policygrad.models.attention import (
+    FUSED_NAMES,
+    SINKS_NAME,
+    attend,
+    depends_on_attention_name,
+    register_attention,
+    restore_fused_attention,
+    set_attention,
+)
 from policygrad.models.replica import PlainAttention
 
 ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
 _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
 _SMALL_CALL = 2**15  # scores below which padding costs less than another call
+_LEAST_PART = 128  # queries of a text in one call, where a window is shorter
 _MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
 FLEX_DEVICES = ("cuda",)
@@ -36,7 +45,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Texts that attend in one call."""
+    """Parts of texts that attend in one call."""
 
     queries: Tensor  # [s, q] nodes, padded with the last one
     keys: Tensor  # [s, k] nodes, likewise
@@ -62,43 +71,101 @@ class AttentionTree:
         """Number of scores that scaled-dot-product attention computes with a mask."""
         return int(((self.lengths - self.shared) * self.lengths)[self.shared > 0].sum())
 
-    @cached_property
-    def blocks(self) -> tuple[tuple[AttentionBlock, ...], Tensor]:
-        """The texts in groups of similar shape, for one call of scaled-dot-product attention each, and [N] the index of each node's
-        output in their concatenated outputs."""
-        paths, lengths, shared = self.paths, self.lengths, self.shared
-        output_index = np.zeros(int((lengths - shared).sum()), dtype=np.int64)
-        blocks, offset = list[AttentionBlock](), 0
-        for rows in _group_blocks(lengths, lengths - shared):
-            skip = np.where(_needs_mask(lengths[rows], lengths[rows] - shared[rows]), shared[rows], 0)
-            q, k = int((lengths[rows] - skip).max()), int(lengths[rows].max())
-            depth = skip[:, None] + np.arange(q)
-            is_new = (depth >= shared[rows, None]) & (depth < lengths[rows, None])
-            depth = np.minimum(depth, lengths[rows, None] - 1)
-            queries = np.take_along_axis(paths[rows], depth, 1)
-            output_index[queries[is_new]] = offset + np.flatnonzero(is_new)
-            offset += queries.size
-            mask: Tensor | None = None
-            if skip.any():
-                mask = self.convert(torch.from_numpy(np.arange(k) <= depth[:, :, None])[:, None])
-            keys = torch.from_numpy(paths[rows, :k].copy())
-            blocks.append(AttentionBlock(self.convert(torch.from_numpy(queries)), self.convert(keys), mask))
-        return tuple(blocks), self.convert(torch.from_numpy(output_index))
+    def blocks(self, window: int | None = None) -> tuple[tuple[AttentionBlock, ...], Tensor]:
+        """Return the texts in parts of similar shape, for one call of scaled-dot-product attention each, and [N] the index of each
+        node's output in their concatenated outputs.
+
+        Args:
+            window: A token sees itself and the `window` − 1 tokens before it; None = all before it.
+        """
+        window = self._find_effective_window(window)
+        if window not in self._blocks:
+            self._blocks[window] = self._make_blocks(window)
+        return self._blocks[window]
+
+    def flex_mask(self, window: int | None = None) -> Any:
+        """Return the `BlockMask` of FlexAttention: a node is visible from itself on to the end of its subtree, as nodes are in the
+        order of a depth-first search, and within the window."""
+        window = self._find_effective_window(window)
+        if window not in self._flex_masks:
+            self._flex_masks[window] = self._make_flex_mask(window)
+        return self._flex_masks[window]
+
+    def _find_effective_window(self, window: int | None) -> int | None:
+        return None if window is None or window >= self.lengths.max() else window
+
+    # By window; all layers of a kind share one.
 
     @cached_property
-    def flex_mask(self) -> Any:
-        """The `BlockMask` of FlexAttention: a node is visible from itself on to the end of its subtree, as nodes are in the order
-        of a depth-first search."""
+    def _blocks(self) -> dict[int | None, tuple[tuple[AttentionBlock, ...], Tensor]]:
+        return {}
+
+    @cached_property
+    def _flex_masks(self) -> dict[int | None, Any]:
+        return {}
+
+    def _make_blocks(self, window: int | None) -> tuple[tuple[AttentionBlock, ...], Tensor]:
+        parts = self._divide_texts(window)
+        output_index = np.zeros(int((self.lengths - self.shared).sum()), dtype=np.int64)
+        blocks, offset = list[AttentionBlock](), 0
+        for chosen in _group_parts(parts):
+            rows, starts, ends, first_keys = parts[chosen].T
+            shared, last = self.shared[rows, None], ends[:, None] - 1
+            depth = starts[:, None] + np.arange((ends - starts).max())
+            is_new = (depth >= shared) & (depth <= last)
+            depth = np.minimum(depth, last)
+            queries = np.take_along_axis(self.paths[rows], depth, 1)
+            output_index[queries[is_new]] = offset + np.flatnonzero(is_new)
+            offset += queries.size
+            key_depth = first_keys[:, None] + np.arange((ends - first_keys).max())
+            keys = np.take_along_axis(self.paths[rows], np.minimum(key_depth, last), 1)
+            mask: Tensor | None = None
+            if starts.any() or (window is not None and ends.max() > window):
+                visible = key_depth[:, None] <= depth[:, :, None]
+                if window is not None:
+                    visible &= key_depth[:, None] > depth[:, :, None] - window
+                mask = self.convert(torch.from_numpy(visible)[:, None])
+            blocks.append(
+                AttentionBlock(self.convert(torch.from_numpy(queries)), self.convert(torch.from_numpy(keys)), mask)
+            )
+        return tuple(blocks), self.convert(torch.from_numpy(output_index))
+
+    def _divide_texts(self, window: int | None) -> Ints:
+        """Return [n, 4] parts of texts: the text, its first query and their end, and its first key, all but the text as depths.
+
+        Texts of which a mask would save little query all of their tokens again without one. Those longer than a window need a mask,
+        and are cut so that few keys outside of the windows are read.
+        """
+        rows, shared = np.arange(len(self.lengths)), self.shared
+        starts = np.where(_needs_mask(self.lengths, self.lengths - shared), shared, 0)
+        whole = np.stack([rows, starts, self.lengths, 0 * rows], 1)
+        if window is None:
+            return whole
+        is_long, size = self.lengths > window, max(window, _LEAST_PART)
+        cut = [
+            (row, start, min(start + size, int(self.lengths[row])), max(0, start - window + 1))
+            for row in rows[is_long].tolist()
+            for start in range(int(shared[row]), int(self.lengths[row]), size)
+        ]
+        return np.concatenate([whole[~is_long], np.array(cut, dtype=np.int64)])
+
+    def _make_flex_mask(self, window: int | None) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
 
         end = self.subtree_ends()
         nodes, size = len(end), FLEX_BLOCK
-        padded = np.full(-(-nodes // size) * size, 0, dtype=np.int64)
-        padded[:nodes] = end
+        padded, depth = np.zeros((2, -(-nodes // size) * size), dtype=np.int64)
+        padded[:nodes], depth[:nodes] = end, self.depths()
+        depth[nodes:] = depth[nodes - 1]
         column_ends = padded.reshape(-1, size)
         row, column = np.indices((len(column_ends),) * 2)
         is_full = (row > column) & (column_ends.min(1)[None] >= (row + 1) * size)
         is_partial = (row == column) | ((row > column) & (column_ends.max(1)[None] > row * size) & ~is_full)
+        if window is not None:
+            least, most = depth.reshape(-1, size).min(1), depth.reshape(-1, size).max(1)
+            is_within = most[:, None] - least[None] < window
+            is_partial = (is_partial | (is_full & ~is_within)) & (least[:, None] - most[None] < window)
+            is_full &= is_within
 
         def lists(chosen: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
             """Return how many column blocks each row block has, and which, [1, 1, rows] and [1, 1, rows, columns]."""
@@ -106,14 +173,21 @@ class AttentionTree:
             counts = chosen.sum(1).astype(np.int32)
             return self.convert(torch.from_numpy(counts)[None, None]), self.convert(torch.from_numpy(order)[None, None])
 
-        ends = self.convert(torch.from_numpy(padded))
+        ends, depths = self.convert(torch.from_numpy(padded)), self.convert(torch.from_numpy(depth))
 
         def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < ends[key])
+            visible = (key <= query) & (query < ends[key])
+            return visible if window is None else visible & (depths[query] - depths[key] < window)
 
         return BlockMask.from_kv_blocks(
             *lists(is_partial), *lists(is_full), BLOCK_SIZE=size, mask_mod=is_visible, seq_lengths=(nodes, nodes)
         )
+
+    def depths(self) -> Ints:
+        """Return [N] the number of tokens before each node in its texts."""
+        depth = np.arange(self.paths.shape[1])
+        is_new = (depth >= self.shared[:, None]) & (depth < self.lengths[:, None])
+        return np.nonzero(is_new)[1]
 
     def subtree_ends(self) -> Ints:
         """Return [N] the first node after each node's subtree."""
@@ -129,21 +203,21 @@ def _needs_mask(lengths: Ints, new_tokens: Ints) -> NDArray[np.bool_]:
     return (new_tokens < lengths) & (new_tokens * lengths <= _MAX_SCORES)
 
 
-def _group_blocks(lengths: Ints, new_tokens: Ints) -> Iterator[Ints]:
-    """Group texts of similar shape, most queries first."""
-    masked = _needs_mask(lengths, new_tokens)
-    queries = np.where(masked, new_tokens, lengths)
-    order = np.lexsort((-lengths, -queries, masked))
+def _group_parts(parts: Ints) -> Iterator[Ints]:
+    """Group parts of texts (`AttentionTree._divide_texts`) of similar shape, most queries first."""
+    _, starts, ends, first_keys = parts.T
+    queries, keys, masked = ends - starts, ends - first_keys, starts > 0
+    order = np.lexsort((-keys, -queries, masked))
     start, needed, longest = 0, 0, 0
-    for i, row in enumerate(order):
+    for i, part in enumerate(order):
         first = order[start]
-        area = int(queries[row] * lengths[row])
-        padded = (i - start + 1) * int(queries[first]) * max(longest, int(lengths[row]))
+        area = int(queries[part] * keys[part])
+        padded = (i - start + 1) * int(queries[first]) * max(longest, int(keys[part]))
         wasteful = padded > _SMALL_CALL and padded > _MAX_PADDING * (needed + area)
-        if i > start and (masked[row] != masked[first] or wasteful or padded > _MAX_SCORES):
+        if i > start and (masked[part] != masked[first] or wasteful or padded > _MAX_SCORES):
             yield order[start:i]
             start, needed, longest = i, 0, 0
-        needed, longest = needed + area, max(longest, int(lengths[row]))
+        needed, longest = needed + area, max(longest, int(keys[part]))
     yield order[start:]
 
 
@@ -157,25 +231,24 @@ def tree_attention(
     use_flex: bool = True,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Apply attention along a tree's paths, or transformers' scaled-dot-product attention if there is no tree.
+    """Apply attention along a tree's paths, or the model's own scaled-dot-product attention if there is no tree.
 
     Args:
         query, key, value: [1, heads, N, width], or without a tree [B, heads, L, width].
         use_flex: Use FlexAttention where it is faster: on a GPU, where many texts share prefixes.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
-
     if tree is None:
-        return sdpa(module, query, key, value, attention_mask, **options)
-    if use_flex and tree.masked_scores >= FLEX_SCORES and is_flex_possible(query):
-        out = flex_attention(query, key, value, tree, options.get("scaling"))
+        return attend(module, query, key, value, attention_mask, **options)
+    window, has_sinks = options.get("sliding_window"), options.get("s_aux") is not None
+    if use_flex and not has_sinks and tree.masked_scores >= FLEX_SCORES and is_flex_possible(query):
+        out = flex_attention(query, key, value, tree, options.get("scaling"), window)
         if out is not None:
             return out.transpose(1, 2), None
-    blocks, output_index = tree.blocks
+    blocks, output_index = tree.blocks(window)
     outputs = []
     for b in blocks:
         q, k, v = _gather_nodes(query, b.queries), _gather_nodes(key, b.keys), _gather_nodes(value, b.keys)
-        outputs.append(sdpa(module, q, k, v, b.mask, **options)[0].flatten(0, 1))
+        outputs.append(attend(module, q, k, v, b.mask, **options)[0].flatten(0, 1))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     heads, width = merged.shape[1:]
     return merged.flatten(1).index_select(0, output_index).view(1, -1, heads, width), None
@@ -190,14 +263,14 @@ def is_flex_possible(query: Tensor) -> bool:
 
 
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None, window: int | None = None
 ) -> Tensor | None:
     """Return [1, heads, N, width] by FlexAttention; None, with a warning the first time, if it cannot be compiled here."""
     global _is_flex_broken, _has_flex_worked
     if _is_flex_broken:
         return None
     shares_keys = query.shape[1] != key.shape[1]
-    mask = tree.flex_mask
+    mask = tree.flex_mask(window)
     try:
         out = compiled_flex_attention()(query, key, value, block_mask=mask, scale=scale, enable_gqa=shares_keys)
     except Exception as error:  # the compiler, Triton and the driver raise all kinds
@@ -239,8 +312,8 @@ def _gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
 def enable_tree_attention(model: Any, *, is_checked: bool = False) -> bool:
     """Make the model's attention follow trees.
 
-    Returns False, and changes nothing, unless the model uses the scaled-dot-product attention of transformers by its interface, and
-    computes the same whatever that is called.
+    Returns False, and changes nothing, unless the model uses scaled-dot-product attention by transformers' interface, and computes
+    the same whatever that is called.
 
     Args:
         is_checked: The second is known already, as of a model whose weights are not here.
@@ -249,84 +322,13 @@ def enable_tree_attention(model: Any, *, is_checked: bool = False) -> bool:
     if config is not None and config.get_text_config()._attn_implementation == ATTENTION_NAME:
         return True
     can_set = getattr(model, "_can_set_attn_implementation", None)  # before setting, which warns if it is not possible
-    if getattr(config, "_attn_implementation", None) != "sdpa" or can_set is None or not can_set():
+    if getattr(config, "_attn_implementation", None) not in FUSED_NAMES or can_set is None or not can_set():
         return False
-    if not is_checked and depends_on_attention_name(model):
+    register_attention(ATTENTION_NAME, tree_attention)
+    if not is_checked and depends_on_attention_name(model, ATTENTION_NAME):
         return False
-    _register()
-    _set_attention(model, ATTENTION_NAME)
+    set_attention(model, ATTENTION_NAME)
     return bool(model.config.get_text_config()._attn_implementation == ATTENTION_NAME)
-
-
-class _AttentionName(str):
-    """A name of the attention that counts how often code of the model's own looks whether it is `sdpa`."""
-
-    modules: frozenset[str]  # of the model's classes; transformers' registry compares names too
-    num_looks: int
-
-    def _observe(self, other: object) -> None:
-        if other == "sdpa" and sys._getframe(2).f_globals.get("__name__") in self.modules:
-            self.num_looks += 1
-
-    def __eq__(self, other: object) -> bool:
-        self._observe(other)
-        return str.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        self._observe(other)
-        return str.__ne__(self, other)
-
-    def __hash__(self) -> int:  # a set or dict of names
-        self._observe("sdpa")
-        return str.__hash__(self)
-
-
-@torch.no_grad()
-def depends_on_attention_name(model: nn.Module) -> bool:
-    """Return True if the model computes something else where its attention is not called `sdpa`.
-
-    Sparse attention does: GLM 5 and DeepSeek V3.2 apply the mask of their indexer under the names that they know, so under
-    another one they attend to everything, which shows in texts longer than the indexer's top-k alone.
-    """
-    import transformers
-
-    _register()
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if isinstance(config := getattr(module, "config", None), transformers.PreTrainedConfig)
-        and config._attn_implementation == "sdpa"
-    }
-    if not configs:
-        return False
-    name = _AttentionName(ATTENTION_NAME)
-    name.modules, name.num_looks = frozenset(type(module).__module__ for module in model.modules()), 0
-    ids = torch.zeros(1, 8, dtype=torch.int64, device=next(model.parameters()).device)
-    for config in configs.values():
-        config._attn_implementation_internal = name
-    try:
-        model(input_ids=ids, use_cache=False)
-    except Exception:  # architectures raise all kinds of errors under a name that they do not know
-        return True
-    finally:
-        for config in configs.values():
-            config._attn_implementation_internal = "sdpa"
-    return name.num_looks > 0
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(ATTENTION_NAME, tree_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-
-
-def _set_attention(model: Any, name: str) -> None:
-    """Set the attention of the text part: a vision tower's reads no tree."""
-    config = model.config
-    parts = [key for key in config.sub_configs if getattr(config, key, None) is config.get_text_config()]
-    model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
 def exclude_attention_from_compilation(model: Any) -> None:
@@ -346,7 +348,7 @@ def exclude_attention_from_compilation(model: Any) -> None:
 
 
 def disable_tree_attention(model: Any) -> None:
-    """Restore the model's own attention."""
+    """Restore the model's own attention, also in a process that did not load it."""
     config = getattr(model, "config", None)
-    if config is not None and config.get_text_config()._attn_implementation == ATTENTION_NAME:
-        _set_attention(model, "sdpa")
+    if config is not None and config.get_text_config()._attn_implementation in (ATTENTION_NAME, SINKS_NAME):
+        restore_fused_attention(model)

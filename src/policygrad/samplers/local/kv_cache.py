@@ -115,9 +115,12 @@ class PlainDecodeCache:
 
 
 def prefill(
-    model: nn.Module, prompts: Sequence[Tensor], pad: int, media: Sequence[TextMedia] = ()
+    model: nn.Module, prompts: Sequence[Tensor], pad: int, media: Sequence[TextMedia] = (), *, keep_all: bool = False
 ) -> tuple[Any, Tensor]:
     """Read left-padded prompts in one forward pass, with their pictures (`media`, () = none has any).
+
+    Args:
+        keep_all: Every layer keeps the keys of all tokens, also outside of its window.
 
     Returns:
         The model's output, with logits of the last position only, and the attention mask [C, L].
@@ -132,6 +135,8 @@ def prefill(
         layers = DynamicCache(config=config).layers
         if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):  # none is attention
             cache = {"past_key_values": CountingCache(config)}
+        elif keep_all:
+            cache = {"past_key_values": DynamicCache()}
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     embedded: AbstractContextManager[None] = nullcontext()
     if any(media):

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from policygrad.core.media import TextMedia
 from policygrad.errors import ModelError
+from policygrad.models.attention import attend_with_sinks, short_windows, softmax_with_sinks
 from policygrad.models.loading import at_least_float32, attention_limits, context_length
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
@@ -36,7 +37,8 @@ _LONGEST_LIMIT = 160  # tokens: texts beyond a longer window or block would take
 
 
 class SharedPrefixCache:
-    """One copy of each prompt for all its rows, for models whose layers all keep all keys and use sdpa attention."""
+    """One copy of each prompt for all its rows, for models whose layers all have keys, of all tokens or of a window, and use
+    scaled-dot-product attention."""
 
     supports_refill = True
     needs_equal_lengths = False
@@ -46,7 +48,7 @@ class SharedPrefixCache:
         Args:
             texts: Texts that prompts may continue.
         """
-        self.model, self.pad, self.texts = model, pad, texts
+        self.model, self.pad, self.texts, self.windows = model, pad, texts, find_windows(model)
         self.device = next(model.parameters()).device
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.cache: Any = None
@@ -64,18 +66,19 @@ class SharedPrefixCache:
     ) -> tuple[Tensor, int]:
         self.layout.column = None
         if self.texts is None or any(media):
-            out, mask = prefill(self.model, prompts, self.pad, media)
+            out, mask = prefill(self.model, prompts, self.pad, media, keep_all=True)
         else:
             out, mask = self.texts.prefill(self.model, prompts, self.pad)
         _, cache = kv_cache.get_cache(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
-            raise UnsupportedError("layers that do not keep all keys")
+            raise UnsupportedError("layers of the model's own")
         padding = (mask == 0)[:, None, :, None]
         pairs = [[x.masked_fill(padding, 0) for x in (layer.keys, layer.values)] for layer in cache.layers]
         before, new = len(self.owner), int(repeats.sum())
         if before == 0:
             self.layout.used, self.cache = 0, cache
-            self.layers = [SharedPrefixLayer(k, v, new, self.layout) for k, v in pairs]
+            windows = zip(self.windows, pairs, strict=True)
+            self.layers = [SharedPrefixLayer(k, v, new, self.layout, window) for window, (k, v) in windows]
             cache.layers = list(self.layers)
             self.prompt_mask = mask
         else:
@@ -98,6 +101,7 @@ class SharedPrefixCache:
                 more = layout.mask.new_full((len(self.rows), 1, 1, _MASK_TOKENS), -torch.inf)
                 layout.mask = torch.cat([layout.mask, more], -1)
             layout.mask[..., layout.length + layout.used] = 0
+        layout.views.clear()
         out = self.model(
             input_ids=token[:, None],
             attention_mask=torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=self.device),
@@ -195,7 +199,9 @@ class SharedPrefixCache:
             for x in (hidden, (self.prompt_mask == 0)[:, None, None])
         )
         self.layout.place, self.layout.prompts, self.layout.most = None if is_full else place, prompts, most
-        self.layout.length = width
+        self.layout.length, self.layout.start, self.layout.latest = width, self.start, int(self.start.max())
+        first_rows = place.new_zeros(prompts).scatter_(0, self.owner, self.rows)
+        self.layout.prompt_start = self.start[first_rows]  # rows of a prompt begin together
 
 
 @dataclass(eq=False)
@@ -213,6 +219,47 @@ class PrefixLayout:
     used: int = 0  # columns of completions in use
     column: Tensor | None = None  # [1] `used` on the device, while steps are captured (`SharedPrefixCache.reserve`)
     capacity: int = 0  # columns of completions that attention reads then
+    start: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))  # [N] the first column of each row
+    prompt_start: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))  # [prompts] likewise
+    latest: int = 0  # the last of them
+    views: dict[int | None, LayoutView] = field(default_factory=dict)  # of the current step, by window
+
+    def view(self, window: int | None, alignment: int) -> LayoutView:
+        """Return what layers with a window, or without one (None), attend to from the next column; the same for all of a step.
+
+        Args:
+            alignment: Columns are left out by as many at a time.
+        """
+        if window not in self.views:
+            self.views[window] = self._make_view(window, alignment)
+        return self.views[window]
+
+    def _make_view(self, window: int | None, alignment: int) -> LayoutView:
+        if window is None:
+            return LayoutView(0, 0, self.mask[..., : self.length], self.mask[..., self.length :], self.prompt_mask)
+        own = torch.arange(self.mask.shape[-1] - self.length, device=self.mask.device)
+        before = self.length - torch.arange(
+            self.length, device=self.mask.device
+        )  # tokens from the first sampled one back
+        if self.column is not None:
+            first, first_own, next_column = 0, 0, self.column
+        else:
+            seen = max(1, window - 1 - (self.used - self.latest))  # columns of the prompts, by the row that began last
+            first = max(0, self.length - seen) // alignment * alignment
+            first_own = max(0, self.used - window + 1) // alignment * alignment
+            next_column = torch.full((1,), self.used, device=self.mask.device)
+
+        def hide(mask: Tensor, distance: Tensor) -> Tensor:
+            return mask.masked_fill((distance >= window)[:, None, None], -torch.inf)
+
+        of_rows, of_prompts = (next_column - x[:, None] + before[None, first:] for x in (self.start, self.prompt_start))
+        return LayoutView(
+            first,
+            first_own,
+            hide(self.mask[..., first : self.length], of_rows),
+            hide(self.mask[..., self.length + first_own :], (next_column - own[first_own:])[None]),
+            hide(self.prompt_mask[..., first:], of_prompts),
+        )
 
     def to_grid(self, x: Tensor) -> Tensor:
         """Arrange [N, H, G, D] of rows as [prompts, H, most·G, D], with 0 where a prompt has fewer rows."""
@@ -228,16 +275,30 @@ class PrefixLayout:
         return x if self.place is None else x.index_select(0, self.place)
 
 
+@dataclass(frozen=True, eq=False)
+class LayoutView:
+    """The columns that layers attend to in a step: those before them are outside of every row's window."""
+
+    first: int  # column of the prompts
+    first_own: int  # column of completions
+    prompt_columns: Tensor  # [N, 1, 1, L − first] added to scores
+    own_columns: Tensor  # [N, 1, 1, capacity − first_own]
+    prompt_mask: Tensor  # [prompts, 1, 1, L − first]
+
+
 class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
     """Keys and values of prompts, [C, H, L, D], and of the tokens sampled since, [rows, H, capacity, D]."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: int, layout: PrefixLayout) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, rows: int, layout: PrefixLayout, window: int | None = None
+    ) -> None:
         """
         Args:
             keys, values: Of the prompts, [C, H, L, D].
+            window: A token sees itself and the `window` − 1 tokens before it; None = all before it.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layout, self.prompt = layout, (keys.contiguous(), values.contiguous())
+        self.layout, self.window, self.prompt = layout, window, (keys.contiguous(), values.contiguous())
         self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], _FIRST_TOKENS, x.shape[3]) for x in (keys, values))
         self.alignment = column_alignment(keys)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
@@ -339,6 +400,9 @@ class _SharedTensor(Tensor):
                 return func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **(kwargs or {}))
+        if func is attend_with_sinks:
+            query, key, value, mask, sinks, scale = args
+            return _attend(query, key, value, mask, scale=scale, sinks=sinks)
         # x[:, :, None].expand(N, H, n, L, D).reshape(N, n·H, L, D), by which transformers 5.17 gives each query a head of its own:
         # `_attend` needs no repeated heads, so nothing is copied
         x, *rest = args
@@ -362,10 +426,11 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(scale · q kᵀ) v, [N, Hq, 1, D] or [N, H, Hq / H, D] like `query`, with one token per row.
 
-    A row attends to what `PrefixLayout.mask` allows, not `attn_mask`, which must be the [N, 1, 1, 1] that the model was given.
+    A row attends to what `PrefixLayout.view` allows, not `attn_mask`, which must be the [N, 1, 1, 1] that the model was given.
     """
     if not isinstance(key, _SharedTensor) or not isinstance(value, _SharedTensor) or isinstance(query, _SharedTensor):
         raise UnsupportedError("keys and values that are not both shared")
@@ -373,43 +438,76 @@ def _attend(
         raise UnsupportedError("partly repeated heads")
     if is_causal or dropout_p or attn_mask is None or attn_mask.shape[-1] != 1 or attn_mask.dtype != torch.bool:
         raise UnsupportedError("attention with another mask than the given one")
-    layout, prompt = key.layer.layout, key.layer.prompt
+    layout, view = key.layer.layout, key.layer.layout.view(key.layer.window, key.layer.alignment)
     with torch._C.DisableTorchFunctionSubclass():
-        keys, values = key.as_subclass(Tensor), value.as_subclass(Tensor)
+        keys, values = (x.as_subclass(Tensor)[:, :, view.first_own :] for x in (key, value))
+        prompt_keys, prompt_values = (x[:, :, view.first :] for x in key.layer.prompt)
         rows, heads, used, width = keys.shape
         scale = width**-0.5 if scale is None else scale
+        own_columns = view.own_columns[..., :used]
+        q = query.reshape(rows, heads, -1, width)
+        sink = None if sinks is None else sinks.view(1, heads, -1, 1)
         if is_half_on_cpu(keys):
-            return _attend_in_half_precision(query, keys, values, layout, prompt, scale)
-        q = (query * scale).reshape(rows, heads, -1, width)
-        prompt_scores = layout.from_grid(layout.to_grid(q) @ prompt[0].transpose(2, 3))
+            out = _attend_in_half_precision(q, (keys, values), (prompt_keys, prompt_values), layout, view, scale, sink)
+            return out.reshape(*query.shape[:-1], values.shape[-1])
+        q, length = q * scale, prompt_keys.shape[2]
+        prompt_scores = layout.from_grid(layout.to_grid(q) @ prompt_keys.transpose(2, 3))
         scores = at_least_float32(torch.cat([prompt_scores, q @ keys.transpose(2, 3)], -1))
-        scores += layout.mask[..., : layout.length + used]
-        p = scores.softmax(-1).to(values.dtype)
-        out = p[..., layout.length :] @ values
-        out += layout.from_grid(layout.to_grid(p[..., : layout.length]) @ prompt[1])
+        scores[..., :length] += view.prompt_columns
+        scores[..., length:] += own_columns
+        p = (scores.softmax(-1) if sink is None else softmax_with_sinks(scores, sink)).to(values.dtype)
+        out = p[..., length:] @ values
+        out += layout.from_grid(layout.to_grid(p[..., :length]) @ prompt_values)
         return out.reshape(*query.shape[:-1], values.shape[-1])
 
 
 def _attend_in_half_precision(
-    query: Tensor, keys: Tensor, values: Tensor, layout: PrefixLayout, prompt: tuple[Tensor, Tensor], scale: float
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    prompt: tuple[Tensor, Tensor],
+    layout: PrefixLayout,
+    view: LayoutView,
+    scale: float,
+    sink: Tensor | None,
 ) -> Tensor:
-    """Compute the same on a CPU, with scores and sums in float32 although products are in half precision.
+    """Compute the same on a CPU, with scores and sums in float32 although products are in half precision; query [N, H, G, D].
 
     The kernel also returns log Σ exp(score). A softmax over the columns of both parts weights the prompt's by its share of the sum,
     1 / (1 + exp(completion's − prompt's)).
+
+    Args:
+        own, prompt: Keys and values.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    rows, heads, used, width = keys.shape
-    mask = layout.mask[..., layout.length : layout.length + used]
+    rows, _, _, width = query.shape
+    mask = view.own_columns[..., : own[0].shape[2]]
     completion, total_of_completion = flash(
-        query.reshape(rows, -1, 1, width), keys, values, 0.0, False, attn_mask=mask, scale=scale
+        query.reshape(rows, -1, 1, width), *own, 0.0, False, attn_mask=mask, scale=scale
     )
-    grid = layout.to_grid(query.reshape(rows, heads, -1, width))
-    shared, total = flash(grid, *prompt, 0.0, False, attn_mask=layout.prompt_mask, scale=scale)
+    shared, total = flash(layout.to_grid(query), *prompt, 0.0, False, attn_mask=view.prompt_mask, scale=scale)
     shared, total = layout.from_grid(shared), layout.from_grid(total[..., None])
-    share = (total - total_of_completion.view(total.shape)).sigmoid_()
-    out = at_least_float32(completion.view(shared.shape)).lerp(at_least_float32(shared), share).to(query.dtype)
-    return out.reshape(*query.shape[:-1], values.shape[-1])
+    sees_prompt = (view.prompt_columns == 0).any(-1, keepdim=True)  # of nothing the kernel returns a sum too
+    total, total_of_completion = total.where(sees_prompt, -torch.inf), total_of_completion.view(total.shape)
+    out = at_least_float32(completion.view(shared.shape))
+    out = out.lerp(at_least_float32(shared).where(sees_prompt, 0), (total - total_of_completion).sigmoid_())
+    if sink is not None:
+        out *= (torch.logaddexp(total, total_of_completion) - sink).sigmoid_()
+    return out.to(query.dtype)
+
+
+def find_windows(model: Any) -> list[int | None]:
+    """Return the window of each layer that has keys, None where it sees all tokens. Raises UnsupportedError for other layers."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config(decoder=True)
+    layers, chunked = DynamicCache(config=config).layers, "chunked_attention"
+    if chunked in (getattr(config, "layer_types", None) or ()) or getattr(config, "attention_chunk_size", None):
+        raise UnsupportedError(chunked)
+    kept = [
+        x for x in layers if hasattr(x, "update") or hasattr(x, "update_conv_state")
+    ]  # others read a layer before them
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in kept):
+        raise UnsupportedError("layers without keys")
+    return [int(x.sliding_window) if isinstance(x, DynamicSlidingWindowLayer) else None for x in kept]
 
 
 # Tests of a model on a few made-up tokens, before the first completion.
@@ -419,13 +517,18 @@ def _attend_in_half_precision(
 def supports_shared_prefix(model: nn.Module, pad: int) -> bool:
     """Return True if a `SharedPrefixCache` gives the logits of full sequences, relative to how much a sequence matters to this
     model: with prompts of two lengths, rows that leave, and a prompt that is added later."""
-    cache = SharedPrefixCache(model, pad)
-    tokens = torch.arange(18, device=cache.device).view(3, 6) * 5 % 7 + 1
+    with short_windows(model):
+        return _shares_prefixes(model, pad)
+
+
+def _shares_prefixes(model: nn.Module, pad: int) -> bool:
+    tokens = torch.arange(18, device=next(model.parameters()).device).view(3, 6) * 5 % 7 + 1
     prompts = [tokens[0, :5], tokens[1, :3], tokens[2, :4]]
     sequences = [torch.cat([prompts[i], tokens[j, :2]]) for i, j in ((1, 0), (0, 2))]
     expected = _last_logits(model, [*sequences, torch.cat([prompts[2], tokens[0, :1]])]).float()
     effect = float((expected[0] - expected[1]).abs().max())
     try:
+        cache = SharedPrefixCache(model, pad)
         cache.read(prompts[:2], torch.tensor([2, 1], device=cache.device), 4)
         cache.step(tokens[[1, 2, 0], 0], torch.tensor([5, 5, 3], device=cache.device))
         order = cache.keep_rows(torch.tensor([1, 2], device=cache.device))

@@ -61,12 +61,11 @@ class TextCache:
         new = [prompt[length:] for prompt, (length, _) in zip(prompts, matches, strict=True)]
         width = max(map(len, past))
         if not width or max(map(len, new)) + width // 8 >= max(map(len, prompts)):  # padding would cost what is saved
-            return prefill(model, prompts, pad)
+            return prefill(model, prompts, pad, keep_all=True)
         ids, mask = left_pad(new, pad)
         device = next(model.parameters()).device
         _, past_mask = left_pad(past, pad)
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-        cache = DynamicCache(config=base.config.get_text_config(decoder=True))
+        cache = DynamicCache()  # all keys, also of layers with windows
         for number, pair in enumerate(next(layers for _, layers in matches if layers)):
             padded = [x.new_zeros(len(prompts), x.shape[0], width, x.shape[2]) for x in pair]
             for row, (length, layers) in enumerate(matches):
