@@ -49,6 +49,19 @@ def write_fp8(folder: Path) -> Path:
     return _finish(folder, tensors, settings)
 
 
+def write_bitsandbytes(folder: Path) -> Path:
+    """Write a model whose matrices are in four bits, as the library does."""
+    from transformers import BitsAndBytesConfig
+
+    _write_plain(folder, "qwen3", intermediate_size=256, hidden_size=128)
+    options: Any = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=options)
+    model.save_pretrained(folder)
+    return folder
+
+
 def _write_plain(folder: Path, kind: str, **options: int) -> dict[str, Tensor]:
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
     sizes = {

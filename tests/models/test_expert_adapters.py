@@ -30,7 +30,8 @@ pytest.importorskip("peft")
 
 STACKED = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "qwen3_next")
 """Of PEFT's table of stacked experts: without and with dense and shared MLPs, latent attention, hybrids."""
-PLAIN_EXPERTS = ("gpt_oss", "llama4", "qwen3_5_moe")  # not in the table: their experts get no adapters
+OTHERS = ("gpt_oss", "llama4", "qwen3_5_moe", "nemotron_h", "kimi_linear", "jetmoe")
+"""Not in the table: their experts' tensors are named one by one."""
 CONFIGS = {family.type: family.config for family in families()}
 
 
@@ -61,7 +62,7 @@ def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in tensors}
 
 
-@pytest.mark.parametrize("kind", [*STACKED, *PLAIN_EXPERTS])
+@pytest.mark.parametrize("kind", [*STACKED, *OTHERS])
 def test_what_is_published_and_exported_is_the_plain_models_tensors_with_the_adapted_models_logits(kind: str) -> None:
     model, plain = adapted(kind), built(kind)
     expected, before = logits(model), shapes(plain.named_parameters())
@@ -86,20 +87,31 @@ def test_all_linear_adapts_every_layer_but_the_head_where_experts_are_stacked(ki
     assert "no adapters" not in describe_adapters(model)
 
 
-@pytest.mark.parametrize("kind", PLAIN_EXPERTS)
-def test_it_is_said_where_experts_get_no_adapters(kind: str) -> None:
-    assert describe_adapters(adapted(kind)).endswith("the stacked experts have no adapters")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_experts_of_every_architecture_get_adapters(kind: str) -> None:
+    def adapted_tensors(targets: str | None) -> set[str]:
+        model = add_adapters(built(kind), Lora(rank=2, targets=targets))
+        assert describe_adapters(model).endswith("no adapters") == (targets == "q_proj")
+        return {name for config in model.peft_config.values() for name in config.target_parameters or ()}
+
+    tensors = {name for name, p in built(kind).named_parameters() if p.dim() == 3 and "conv" not in name}
+    assert adapted_tensors(None) == tensors
+    by_name = {name.rpartition(".")[2] for name in tensors}
+    assert adapted_tensors("+".join(sorted(by_name))) == tensors
+    if kind != "jetmoe":  # which has no such layer
+        assert adapted_tensors("q_proj") == set()
 
 
+@pytest.mark.parametrize(("kind", "targets"), [("glm4_moe", "gate_proj+up_proj+down_proj"), ("gpt_oss", None)])
 def test_an_adapter_of_experts_is_read_again_and_copied_as_it_was(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
+    kind: str, targets: str | None, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    built("glm4_moe").save_pretrained(tmp_path / "base")
-    model = adapted("glm4_moe", base=str(tmp_path / "base"))
+    load_model(built(kind)).save_pretrained(tmp_path / "base")
+    model = load_model(adapted(kind, base=str(tmp_path / "base")))
     expected = logits(model)
     assert torch.equal(logits(clone_model(model)), expected)
     model.save_pretrained(tmp_path / "adapter")
-    again = load_model(str(tmp_path / "adapter"), lora=Lora(rank=2, targets="gate_proj+up_proj+down_proj"))
+    again = load_model(str(tmp_path / "adapter"), lora=Lora(rank=2, targets=targets))
     assert torch.equal(logits(again), expected)
     assert not [w for w in recwarn if "pattern" in str(w.message)]
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import policygrad as pg
-from doubles.releases import write_fp8, write_mxfp4
+from doubles.releases import write_bitsandbytes, write_fp8, write_mxfp4
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.releases import read_release_form
+from policygrad.models.tokenizer import load_tokenizer
+from policygrad.training.export import export_merged
 
 WRITERS = {"mxfp4": write_mxfp4, "fp8": write_fp8}
 
@@ -59,3 +62,25 @@ def test_forms_that_cannot_be_trained_are_refused_before_they_are_loaded() -> No
     refuse({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"in 4 bits \(bitsandbytes\), .* add --learner.lora")
     refuse({"quant_method": "mxfp4"}, "leave bits out", Lora(rank=2, bits=4))
     assert not read_release_form({}, None, torch.float32, "x").options
+
+
+def test_an_adapter_of_a_release_in_4_bits_is_read_again_and_merged(tmp_path: Path) -> None:
+    """Read, its base stays as it is; merged, the base is dequantised, and the saved model gives the same log-probabilities."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    write_bitsandbytes(tmp_path / "base")
+    model: Any = load_model(str(tmp_path / "base"), lora=Lora(rank=2))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path / "adapter")
+    load_tokenizer(str(tmp_path / "base"), model).save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        assert torch.allclose(load_model(str(tmp_path / "adapter"))(input_ids=ids).logits, expected, atol=1e-4)
+        merged = export_merged(str(tmp_path / "adapter"), tmp_path / "merged", dtype="fp32")
+        assert "quantization_config" not in json.loads((Path(merged) / "config.json").read_text())
+        fresh = AutoModelForCausalLM.from_pretrained(merged)(input_ids=ids).logits
+    assert torch.allclose(fresh, expected, atol=2e-2)

@@ -61,8 +61,7 @@ def find_stacked_experts(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if not isinstance(module, nn.modules.conv._ConvNd)
-        and any(p.dim() == 3 for p in module.parameters(recurse=False))
+        if "Experts" in type(module).__name__ and any(p.dim() == 3 for p in module.parameters(recurse=False))
     ]
 
 
@@ -112,7 +111,8 @@ def add_adapters(
         modules_to_save=list(modules_to_save) or None,
         task_type="SEQ_CLS" if modules_to_save else "CAUSAL_LM",
     )
-    config.target_parameters = _weights_beside_experts(model, config) or None
+    own = _find_expert_weights(model, lora.targets or DEFAULT_TARGETS)
+    config.target_parameters = [*_weights_beside_experts(model, config), *own] or None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
@@ -186,7 +186,8 @@ def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) 
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
         supported = [n for n in layers if n not in unsupported and n.rpartition(".")[2] not in excluded]
         return [n for n in supported if not isinstance(m := model.get_submodule(n), nn.Embedding) and m is not head]
-    names = targets.split("+")
+    experts = {full.rpartition(".")[2] for full in _find_expert_weights(model, targets)}
+    names = [name for name in targets.split("+") if name not in experts]
     for name in names:
         if not any(full == name or full.endswith(f".{name}") for full in layers):
             if _names_experts(model, name):
@@ -258,6 +259,21 @@ def _weights_beside_experts(model: nn.Module, config: Any) -> list[str]:
         and full.rpartition(".")[2] not in saved
         and (requested == DEFAULT_TARGETS or has_name(full, requested))
         and not has_name(full, kept)
+    ]
+
+
+def _find_expert_weights(model: nn.Module, targets: str) -> list[str]:
+    """Return the tensors of stacked experts that the targets name, [experts, in, out] each, where PEFT does not know how the
+    architecture stacks its experts."""
+    stacked, names = {id(module) for module in find_stacked_experts(model)}, targets.split("+")
+    if not stacked or any(_names_experts(model, name) for name in EXPERT_NAMES):
+        return []
+    return [
+        f"{full}.{name}"
+        for full, module in model.named_modules()
+        if id(module) in stacked
+        for name, p in module.named_parameters(recurse=False)
+        if p.dim() == 3 and (targets == DEFAULT_TARGETS or name in names)
     ]
 
 
@@ -540,7 +556,8 @@ def check_4bit_gradients(model: nn.Module) -> None:
     with torch.no_grad():
         forward = float((widen(layer(x) - layer(torch.zeros_like(x))) * widen(y)).sum())
     x.requires_grad_()
-    (gradient,) = torch.autograd.grad((layer(x) * y).sum(), x)
+    with torch.enable_grad():  # whoever loads it
+        (gradient,) = torch.autograd.grad((layer(x) * y).sum(), x)
     backward = float((widen(gradient) * widen(x.detach())).sum())
     size = float(widen(y).norm() * widen(layer(x).detach()).norm())
     if not abs(forward - backward) <= (0.02 if dtype == torch.bfloat16 else 1e-3) * size:

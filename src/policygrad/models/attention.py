@@ -7,8 +7,9 @@ transformers computes it with all scores written out; here it is one more key fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,12 +40,29 @@ def attend(
         query, key, value: [B, heads, L, width], of keys and values also fewer heads.
         s_aux: [heads] the sinks, by the name that transformers has for them.
     """
+    if (handle := _KEYS.get()) is not None:
+        key, value = handle(module, key, value)
     if s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     return attend_with_sinks(query, key, value, attention_mask, s_aux, scale).transpose(1, 2).contiguous(), None
+
+
+KeyHandler = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes a layer with the keys and values that it has computed; returns those that it attends to."""
+_KEYS: ContextVar[KeyHandler | None] = ContextVar("keys", default=None)
+
+
+@contextmanager
+def handling_keys(handle: KeyHandler) -> Iterator[None]:
+    """Let a function see and replace the keys and values of every layer that uses `attend`, in this thread."""
+    token = _KEYS.set(handle)
+    try:
+        yield
+    finally:
+        _KEYS.reset(token)
 
 
 def attend_with_sinks(
@@ -122,6 +140,18 @@ def use_fused_attention(model: Any) -> None:
     tolerance = 0.05 if plain.dtype != torch.float32 or model.dtype in (torch.bfloat16, torch.float16) else 1e-4
     if not gap <= tolerance * float((plain[0] - plain[1]).abs().max()):
         set_attention(model, "eager")
+
+
+def switch_to_own_attention(model: Any) -> str:
+    """Let the layers of a model use `attend`, where that changes nothing; return the name before, "" if they do not."""
+    before = model.config.get_text_config()._attn_implementation or ""
+    if before != "sdpa":  # the name of ours, or of one that does something else
+        return "" if before == "eager" else before
+    register_attention(SINKS_NAME, attend)
+    if not model._can_set_attn_implementation() or depends_on_attention_name(model, SINKS_NAME):
+        return ""
+    set_attention(model, SINKS_NAME)
+    return before
 
 
 def restore_fused_attention(model: Any) -> None:

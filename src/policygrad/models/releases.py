@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -32,8 +32,13 @@ class ReleaseForm:
     is_dequantised: bool = False
 
 
-def read_release_form(config: Mapping[str, Any], lora: Lora | None, dtype: torch.dtype, what: str) -> ReleaseForm:
+def read_release_form(
+    config: Mapping[str, Any], lora: Lora | None, dtype: torch.dtype, what: str, *, has_adapter: bool = False
+) -> ReleaseForm:
     """Return how a model is read, by the `quantization_config` of its config.json.
+
+    Args:
+        has_adapter: It is the base of an adapter.
 
     Raises:
         ModelError: It cannot be trained in this form.
@@ -45,7 +50,7 @@ def read_release_form(config: Mapping[str, Any], lora: Lora | None, dtype: torch
         return ReleaseForm()
     method = str(settings.get("quant_method", "?"))
     if method == "bitsandbytes":
-        return _read_bitsandbytes(settings, lora, what)
+        return _read_bitsandbytes(settings, lora is not None or has_adapter, what)
     if method not in DEQUANTISED:
         raise ModelError(
             f"{what} is released in {method}, which cannot be trained: give its release in bfloat16 (with --learner.lora bits=4 "
@@ -70,9 +75,9 @@ def read_release_form(config: Mapping[str, Any], lora: Lora | None, dtype: torch
     return ReleaseForm({"quantization_config": getattr(transformers, kind)(dequantize=True)}, is_dequantised=True)
 
 
-def _read_bitsandbytes(settings: Mapping[str, Any], lora: Lora | None, what: str) -> ReleaseForm:
+def _read_bitsandbytes(settings: Mapping[str, Any], has_adapters: bool, what: str) -> ReleaseForm:
     bits = 4 if settings.get("load_in_4bit") else 8
-    if lora is None:
+    if not has_adapters:
         raise ModelError(
             f"{what} is released in {bits} bits (bitsandbytes), in which only adapters can be trained: add --learner.lora rank=16, "
             "or give its release in bfloat16"
@@ -81,6 +86,18 @@ def _read_bitsandbytes(settings: Mapping[str, Any], lora: Lora | None, what: str
 
     require_bitsandbytes(f"{what}, which is released in {bits} bits,")
     return ReleaseForm(stays_quantised=True)
+
+
+def load_dequantised(load: Callable[[str], tuple[Any, Any]], base: str, adapter: str, dtype: torch.dtype) -> Any:
+    """Load the base of an adapter whose release stays quantised while it is trained, dequantise it and add the adapter.
+
+    Args:
+        load: Returns the model of a folder, and transformers' report.
+    """
+    model = load(base)[0].dequantize(dtype)
+    model.is_quantized = False
+    model.load_adapter(adapter)
+    return model
 
 
 def forget_quantisation(model: Any, dtype: torch.dtype) -> None:

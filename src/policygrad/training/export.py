@@ -73,7 +73,7 @@ def export_merged(
         load = partial(load_classifier, dtype=torch.float32, trust_remote_code=trust_remote_code)
         network, tokenizer = load(path), load_classifier_tokenizer(path, trust_remote_code)
     else:
-        network = load(model)
+        network = load_model(model, trust_remote_code=trust_remote_code, dequantise=True)
         tokenizer = load_tokenizer(model, network, trust_remote_code=trust_remote_code)
     precision = DTYPES[dtype or _read_dtype(Path(model))]
     network, probe = _merge(network, precision, str(folder), phase)
@@ -196,7 +196,7 @@ def export_gguf(
         raise ModelError(f"{model!r} scores texts and writes none: GGUF is for models that generate text")
     import_gguf()  # fails now rather than after the work
     phase("loading the model")
-    network = load_model(model, trust_remote_code=trust_remote_code)
+    network = load_model(model, trust_remote_code=trust_remote_code, dequantise=True)
     tokenizer = load_tokenizer(model, network, trust_remote_code=trust_remote_code)
     try:
         if reason := explain_unsupported_model(network):

@@ -65,7 +65,7 @@ class LocalSampler:
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None and before_pass is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
-        self._needs_equal_lengths = False  # likewise
+        self._needs_equal_lengths = self._shares_at_attention = False  # likewise
         self._continues: bool | None = None  # likewise, at the first that may be continued
         self._texts: TextCache | None = None  # of the last call
 
@@ -103,11 +103,19 @@ class LocalSampler:
             with recording():
                 self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
                 if not self._shares_prefixes:
+                    self._shares_at_attention = supports_shared_prefix(self.model, self.pad, at_attention=True)
+                    self._shares_prefixes = self._shares_at_attention
+                if not self._shares_prefixes:
                     self._needs_equal_lengths = not supports_padding(self.model, self.pad)
         texts, self._texts = self._texts, None
         if texts is not None and not texts.is_valid_for(self.model):
             texts = None
-        if self._shares_prefixes and self.caches_texts and any(r.continues for r in requests):
+        if (
+            self._shares_prefixes
+            and not self._shares_at_attention
+            and self.caches_texts
+            and any(r.continues for r in requests)
+        ):
             if self._continues is None:
                 self._continues = supports_continuing(self.model, self.pad)
             if self._continues:
@@ -138,7 +146,7 @@ class LocalSampler:
                 )
                 cache: DecodeCache = PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths)
                 if self._shares_prefixes:
-                    cache = SharedPrefixCache(self.model, self.pad, texts)
+                    cache = SharedPrefixCache(self.model, self.pad, texts, at_attention=self._shares_at_attention)
                 completed = loop.run(cache, self.version, self._callback)
                 generations |= zip(indices, completed, strict=True)
         return [generations[i] for i in range(len(requests))]

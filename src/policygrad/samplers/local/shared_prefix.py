@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from policygrad.core.media import TextMedia
 from policygrad.errors import ModelError
-from policygrad.models.attention import attend_with_sinks, short_windows, softmax_with_sinks
+from policygrad.models.attention import (
+    attend_with_sinks,
+    handling_keys,
+    set_attention,
+    short_windows,
+    softmax_with_sinks,
+    switch_to_own_attention,
+)
 from policygrad.models.loading import at_least_float32, attention_limits, context_length
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
@@ -43,16 +51,22 @@ class SharedPrefixCache:
     supports_refill = True
     needs_equal_lengths = False
 
-    def __init__(self, model: nn.Module, pad: int, texts: TextCache | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, pad: int, texts: TextCache | None = None, *, at_attention: bool = False
+    ) -> None:
         """
         Args:
             texts: Texts that prompts may continue.
+            at_attention: Keys and values are taken where layers attend (`models.attention.attend`), not where they are cached:
+                latent attention caches what it computes them from, and would compute all of them again for every token.
         """
         self.model, self.pad, self.texts, self.windows = model, pad, texts, find_windows(model)
+        self.at_attention = at_attention
         self.device = next(model.parameters()).device
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.cache: Any = None
         self.layers: list[SharedPrefixLayer] = []
+        self.places = dict[int, int]()  # of the layers, by their numbers in the model, with `at_attention`
         self.owner, self.start = self.rows, self.rows  # of each row: its prompt, and its first column
         self.prompt_mask = self.rows.new_empty(0, 0)  # [C, L], 1 where a prompt has a token
         self.layout = PrefixLayout(None, 0, 0, torch.empty(0), torch.empty(0), 0)
@@ -65,21 +79,30 @@ class SharedPrefixCache:
         self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int, media: Sequence[TextMedia] = ()
     ) -> tuple[Tensor, int]:
         self.layout.column = None
-        if self.texts is None or any(media):
-            out, mask = prefill(self.model, prompts, self.pad, media, keep_all=True)
-        else:
-            out, mask = self.texts.prefill(self.model, prompts, self.pad)
+        attended = dict[int, tuple[Tensor, Tensor]]()
+
+        def keep(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            attended[module.layer_idx] = key, value
+            return key, value
+
+        with handling_keys(keep) if self.at_attention else nullcontext():
+            if self.texts is None or any(media):
+                out, mask = prefill(self.model, prompts, self.pad, media, keep_all=True)
+            else:
+                out, mask = self.texts.prefill(self.model, prompts, self.pad)
         _, cache = kv_cache.get_cache(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise UnsupportedError("layers of the model's own")
+        kept = attended.values() if self.at_attention else [(layer.keys, layer.values) for layer in cache.layers]
         padding = (mask == 0)[:, None, :, None]
-        pairs = [[x.masked_fill(padding, 0) for x in (layer.keys, layer.values)] for layer in cache.layers]
+        pairs = [[x.masked_fill(padding, 0) for x in pair] for pair in kept]
         before, new = len(self.owner), int(repeats.sum())
         if before == 0:
             self.layout.used, self.cache = 0, cache
             windows = zip(self.windows, pairs, strict=True)
             self.layers = [SharedPrefixLayer(k, v, new, self.layout, window) for window, (k, v) in windows]
-            cache.layers = list(self.layers)
+            cache.layers = [PassingLayer(self.layout) for _ in self.layers] if self.at_attention else list(self.layers)
+            self.places = {number: place for place, number in enumerate(attended)}
             self.prompt_mask = mask
         else:
             for layer, (k, v) in zip(self.layers, pairs, strict=True):
@@ -102,19 +125,23 @@ class SharedPrefixCache:
                 layout.mask = torch.cat([layout.mask, more], -1)
             layout.mask[..., layout.length + layout.used] = 0
         layout.views.clear()
-        out = self.model(
-            input_ids=token[:, None],
-            attention_mask=torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=self.device),
-            position_ids=position[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-        )
+        with handling_keys(self._extend) if self.at_attention else nullcontext():
+            out = self.model(
+                input_ids=token[:, None],
+                attention_mask=torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=self.device),
+                position_ids=position[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+            )
         if layout.column is not None:
             layout.column.add_(1)  # `advance` counts
         else:
             layout.used += 1
         return out.logits[:, -1]  # type: ignore[no-any-return]
+
+    def _extend(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers[self.places[module.layer_idx]].update(key, value)
 
     def reserve(self, steps: int) -> bool:
         """Make the next `steps` steps use the same memory and shapes, so that they can be captured: attention reads all columns
@@ -365,6 +392,20 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
             x[rows, :, : self._count_columns(self.layout.used)] = 0
 
 
+class PassingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+    """Caches nothing: the keys of what came before are added where the layer attends."""
+
+    def __init__(self, layout: PrefixLayout) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layout = layout
+
+    def get_seq_length(self) -> int:
+        return self.layout.length + self.layout.used
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
 def column_alignment(keys: Tensor) -> int:
     """Return the multiple of columns that attention computes with. In half precision on a CPU, oneDNN compiles a matrix product for
     every new shape and keeps it, which would be one per length."""
@@ -514,21 +555,27 @@ def find_windows(model: Any) -> list[int | None]:
 
 
 @torch.no_grad()
-def supports_shared_prefix(model: nn.Module, pad: int) -> bool:
+def supports_shared_prefix(model: nn.Module, pad: int, *, at_attention: bool = False) -> bool:
     """Return True if a `SharedPrefixCache` gives the logits of full sequences, relative to how much a sequence matters to this
     model: with prompts of two lengths, rows that leave, and a prompt that is added later."""
+    before = ""
+    if at_attention and (getattr(model, "config", None) is None or not (before := switch_to_own_attention(model))):
+        return False
     with short_windows(model):
-        return _shares_prefixes(model, pad)
+        shares = _shares_prefixes(model, pad, at_attention)
+    if before and not shares:
+        set_attention(model, before)
+    return shares
 
 
-def _shares_prefixes(model: nn.Module, pad: int) -> bool:
+def _shares_prefixes(model: nn.Module, pad: int, at_attention: bool) -> bool:
     tokens = torch.arange(18, device=next(model.parameters()).device).view(3, 6) * 5 % 7 + 1
     prompts = [tokens[0, :5], tokens[1, :3], tokens[2, :4]]
     sequences = [torch.cat([prompts[i], tokens[j, :2]]) for i, j in ((1, 0), (0, 2))]
     expected = _last_logits(model, [*sequences, torch.cat([prompts[2], tokens[0, :1]])]).float()
     effect = float((expected[0] - expected[1]).abs().max())
     try:
-        cache = SharedPrefixCache(model, pad)
+        cache = SharedPrefixCache(model, pad, at_attention=at_attention)
         cache.read(prompts[:2], torch.tensor([2, 1], device=cache.device), 4)
         cache.step(tokens[[1, 2, 0], 0], torch.tensor([5, 5, 3], device=cache.device))
         order = cache.keep_rows(torch.tensor([1, 2], device=cache.device))
