@@ -3,8 +3,8 @@
     python scripts/measure_templates.py FOLDER [--results FILE]
 
 The templates of today's models are, for example, in TRL's wheel (`pip download --no-deps trl==1.16.0`), in trl/chat_templates.
-Files named `*_training` are variants of others and are left out. The tokenizer is the embedded model's, with the control tokens
-of the template.
+Files named `*_training` are variants of others with marks around what is to be learned (`{% generation %}`), with which our ids are
+compared. The tokenizer is the embedded model's, with the control tokens of the template.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import UndefinedError
 from transformers import AutoTokenizer
 
 from policygrad.errors import ModelError
@@ -31,6 +32,7 @@ CHECKS = (
     "prompt",
     "one demonstrated turn",
     "two demonstrated turns",
+    "learned as TRL's marks say",
     "the user's next turn",
     "a tool's result",
     "a call",
@@ -81,7 +83,11 @@ def main() -> int:
     files = sorted(f for f in options.folder.glob("*.jinja") if not f.stem.endswith("_training"))
     if not files:
         parser.error(f"{options.folder} has no *.jinja files")
-    results = {file.stem: try_template(file.read_text(encoding="utf-8"), file.stem) for file in files}
+    results = {}
+    for file in files:
+        marked = file.with_stem(f"{file.stem}_training")
+        marks = marked.read_text(encoding="utf-8") if marked.exists() else ""
+        results[file.stem] = try_template(file.read_text(encoding="utf-8"), file.stem, marks)
     for name, result in results.items():
         odd = [f"{check}: {outcome}" for check, outcome in result.items() if outcome != WORKS]
         print(f"{name:24s} {'; '.join(odd) or 'all'}")
@@ -93,13 +99,14 @@ def main() -> int:
     return 0
 
 
-def try_template(template: str, name: str) -> dict[str, str]:
-    """Return the outcome of each check; those of tools only where the template reads tools."""
+def try_template(template: str, name: str, marked: str = "") -> dict[str, str]:
+    """Return the outcome of each check; those of tools only where the template reads tools, and of marks where there are some."""
     own = wrap(template, name)
     checks: dict[str, Callable[[], str]] = {
         "prompt": lambda: say(len(own.encode(ASKED, 1).ids) > 1, "is empty"),
         "one demonstrated turn": lambda: demonstrate(own, 1),
         "two demonstrated turns": lambda: demonstrate(own, 2),
+        **({"learned as TRL's marks say": lambda: compare_marks(own, marked)} if marked else {}),
         "the user's next turn": lambda: go_on(own, "It says x = 1.", {"role": "user", "content": "And b.py?"}, "b.py"),
     }
     if supports_tools(template):
@@ -137,6 +144,30 @@ def demonstrate(own: Tokenizer, turns: int) -> str:
     if not all(any(text in part for part in learned) for text in SAID[:turns]):
         return f"learns {learned}"
     return WORKS if len(texts) == 1 else REWRITES
+
+
+def compare_marks(own: Tokenizer, marked: str) -> str:
+    """Compare what is learned of an answer with what a template with marks has transformers learn."""
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": SAID[0]}]
+    ids = own.encode(messages[:1], 1).ids.tolist()
+    ((text, mask),) = encode_demonstration_texts(own, ids, messages[:1], messages[1:], "a row")
+    ours = own.hf.decode([i for i, m in zip(text, mask, strict=True) if m])
+    try:
+        out = own.hf.apply_chat_template(
+            messages, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except UndefinedError:  # a template that takes lists of parts alone
+        return "the marked template takes no text"
+    theirs = own.hf.decode([i for i, m in zip(out["input_ids"], out["assistant_masks"], strict=True) if m])
+    if SAID[0] not in theirs:
+        return "the marks leave out the answer"
+    before, after = (parts.partition(SAID[0])[::2] for parts in (ours, theirs))
+    more = []
+    if after[0] != before[0]:
+        more.append("other words before the answer than are sampled there")
+    if after[1] != before[1]:
+        more.append("what follows the end of the turn")
+    return " and ".join(more) or WORKS
 
 
 def go_on(own: Tokenizer, reply: str, new: Mapping[str, Any], said: str, tools: Any = None) -> str:
