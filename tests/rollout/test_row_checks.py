@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from doubles.files import rows, write_rows
 from doubles.rewards import digits_first
 from doubles.rollouts import collect_rollout
 from doubles.trackers import Record
+from policygrad.environments.tools import ToolUse
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards.base import Reward
@@ -186,3 +188,34 @@ def test_a_reward_without_its_column_is_refused_before_anything_is_sampled(small
     with pytest.raises(pg.RewardError, match="'exact_match' needs the column 'answer', and the task has: solution"):
         pg.train(replace(small, task=sums, reward=("exact_match",), output=str(tmp_path / "run")), display=False)
     assert not (tmp_path / "run").exists()
+
+
+UNKNOWN_CALLS = (
+    "{% if tools %}{{ tools[0]['function']['name'] }} {% endif %}{% for m in messages %}{{ m['role'] }}: "
+    "{% for call in m.get('tool_calls') or () %}[CALLING {{ call['function']['name'] }}]{% endfor %}{{ m['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+DEAF = UNKNOWN_CALLS.replace("[CALLING", "<tool_call>").replace(
+    "{% for m in messages %}", "{% for m in messages if m['role'] == 'assistant' or m == messages[0] %}"
+)
+
+
+def test_a_template_with_which_tools_cannot_be_used_is_named_when_a_run_starts(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": "1"} for i in range(3)]
+    task = load_task(write_rows(tmp_path / "rows.jsonl", rows))
+
+    def check(template: str, parser: Any = None) -> None:
+        hf = copy.deepcopy(tokenizer.hf)
+        hf.chat_template = template
+        check_rows(task, replace(tokenizer, hf=hf), 8, ToolUse([lookup], parser=parser, reward=reward))
+
+    with pytest.raises(
+        pg.ModelError, match=r"rows\.jsonl:1: the chat template of .* has an unknown format.*parser=.*hermes"
+    ):
+        check(UNKNOWN_CALLS)
+    check(UNKNOWN_CALLS, parser=lambda text: ())
+    check(UNKNOWN_CALLS.replace("[CALLING", "<tool_call>"))
+    with pytest.raises(pg.ModelError, match=r"rows\.jsonl:1: the chat template of .* leaves out"):
+        check(DEAF)

@@ -197,6 +197,14 @@ class Tokenizer:
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source, tools)))
 
+    def check_tool_use(
+        self, prompt: Sequence[Message], tools: Tools, source: str = "a prompt", *, reads_calls: bool = True
+    ) -> None:
+        """Raise ModelError where the chat template cannot show a call and its result, or calls are not read (`reads_calls`)."""
+        from policygrad.models.chat.continuation import check_tool_use
+
+        check_tool_use(self, prompt, tools, source, reads_calls=reads_calls)
+
     def with_template_options(self, options: Sequence[str]) -> Tokenizer:
         """Return the tokenizer with values of its chat template's variables, NAME=VALUE.
 

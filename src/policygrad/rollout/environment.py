@@ -188,6 +188,14 @@ class KnowsOpening(Protocol):
         """Return the first observation of an example's episodes; None = it is known only in an episode."""
 
 
+@runtime_checkable
+class ParsesCalls(Protocol):
+    """A factory whose episodes may read tool calls by a parser of their own; None = in the model's format."""
+
+    @property
+    def parser(self) -> object: ...
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What the episodes of a kind of environment are like, as far as a run must know before one begins: its attribute

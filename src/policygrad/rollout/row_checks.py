@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.signature import Signature
-from policygrad.rollout.environment import KnowsOpening, find_capabilities
+from policygrad.rollout.environment import KnowsOpening, ParsesCalls, find_capabilities
 from policygrad.tasks.base import Example, LeavesRowsOut, Task
 
 SKIP_OPTION = "--task.skip-bad-rows"
@@ -35,20 +35,26 @@ def check_rows(
 
     Raises:
         PromptTooLongError: A prompt that leaves no room for `max_tokens`, with the row's location.
-        ModelError: The chat template refuses a prompt.
+        ModelError: The chat template refuses a prompt, or cannot show a tool's call and its result.
         DataError: A demonstration that is invalid or longer than `max_tokens`; or no row is left to train on.
     """
 
     if has_demonstrations:
         from policygrad.rollout.demonstrations import check_demonstrations
+    has_tried_tools = False
 
     def check(example: Example) -> None:
+        nonlocal has_tried_tools
         source = example.source or "a prompt"
         opening = environment.opening(example) if isinstance(environment, KnowsOpening) else None
         if opening is None:
             tokenizer.encode(example.prompt, max_tokens, source, example.tools)
         else:
             tokenizer.encode(opening.content, max_tokens, source, opening.tools or None)
+            if opening.tools and not has_tried_tools and not isinstance(opening.content, str):
+                has_own_parser = isinstance(environment, ParsesCalls) and environment.parser is not None
+                tokenizer.check_tool_use(opening.content, opening.tools, source, reads_calls=not has_own_parser)
+                has_tried_tools = True
 
     def check_all(example: Example) -> None:
         check(example)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from policygrad.models.chat.control_tokens import (
     list_special_texts,
     make_placeholder,
 )
+from policygrad.models.chat.formats import list_format_names
 from policygrad.models.chat.messages import (
     ANY_END,
     Continuation,
@@ -30,7 +32,7 @@ from policygrad.models.chat.messages import (
     Tools,
 )
 from policygrad.models.chat.rendering import expand_pictures, inline_tools, render, write_message
-from policygrad.models.chat.turns import number_calls
+from policygrad.models.chat.turns import AssistantMessage, ToolCall, number_calls
 from policygrad.utils.message_parts import content_text
 
 if TYPE_CHECKING:
@@ -79,6 +81,39 @@ def encode_continuation(
     return Continuation(
         encoded.ids, encoded.media, encoded.compact_ids, encoded.is_content, (found.reply, *seam.new_messages)
     )
+
+
+def check_tool_use(
+    tokenizer: Tokenizer, prompt: Sequence[Message], tools: Tools, source: str, *, reads_calls: bool = True
+) -> None:
+    """Try a call and its result once, so that a run with tools ends before it begins where a chat template cannot do that.
+
+    Args:
+        reads_calls: Calls are read in the model's format, not by a parser of the environment's own.
+
+    Raises:
+        ModelError: Calls are written in an unknown format, or the template leaves a tool's result out.
+    """
+    if reads_calls and (reason := tokenizer.chat_format.parse("").unread):
+        raise ModelError(f"{source}: {reason}. Known are {', '.join(list_format_names())}")
+    name = next((str(tool.get("function", tool).get("name", "tool")) for tool in tools), "tool")
+    asked = AssistantMessage(calls=(ToolCall(name, {}),))
+    reply = _write_turn(tokenizer, prompt, asked, tools, source) if reads_calls else name
+    result = {"role": "tool", "name": name, "tool_call_id": number_calls(asked.calls, 0)[0], "content": "0"}
+    with suppress(HistoryRewrittenError):  # an episode has branches then
+        encode_continuation(tokenizer, prompt, reply, [result], source, tools)
+
+
+def _write_turn(
+    tokenizer: Tokenizer, prompt: Sequence[Message], message: AssistantMessage, tools: Tools, source: str
+) -> str:
+    """Return what a model would write for a turn after a prompt, without the token that ends it."""
+    before = render(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
+    shown = [*prompt, write_message(tokenizer, message)]
+    after = render(tokenizer, shown, generation_prompt=False, tools=tools, source=source)
+    begin = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+    ends = map(str, tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
+    return min((after[begin:].partition(end)[0] for end in ends), key=len, default=after[begin:])
 
 
 @dataclass(frozen=True)
