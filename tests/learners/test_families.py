@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -123,6 +124,8 @@ def test_sampler_and_learner_agree_for_every_family(
 ) -> None:
     if form == "lora":
         pytest.importorskip("peft")
+    if family.type == "deepseek_v4" and Version(tf.__version__) < Version("5.23"):
+        pytest.skip("its cache cannot be reordered by transformers 5.17, which the sampler says")
     path, lora = folder_of(family, saved, tmp_path_factory), Lora(rank=2) if form == "lora" else None
     if family.refused:
         with pytest.raises(ModelError, match=family.refused) as caught:
