@@ -88,6 +88,14 @@ def test_missing_extras_are_found_by_their_packages(monkeypatch: pytest.MonkeyPa
     assert find_extras() == {"first": ["no-such-thing"], "second": []}
 
 
+def test_kernels_of_recurrent_layers_are_named_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "RECURRENT_KERNELS", {"some-kernels": "json", "other-kernels": "no_such_module"})
+    check = doctor.examine_recurrent_kernels()
+    assert (check.status, check.remedy.endswith("pip install other-kernels")) == (ABSENT, True)
+    monkeypatch.setattr(doctor, "RECURRENT_KERNELS", {"some-kernels": "json"})
+    assert doctor.examine_recurrent_kernels() == MachineCheck("Learner", "recurrent layers", "some-kernels")
+
+
 def test_little_room_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
     found = find(doctor.examine_machine(), "disk of runs")

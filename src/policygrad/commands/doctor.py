@@ -39,6 +39,8 @@ PROBLEM: Final = "!!"
 MIN_SHM, MIN_DISK, MIN_FILES = 2**30, 10 * 2**30, 4096
 """Bytes of /dev/shm and of a disk, and open files, below which a run may fail."""
 TOKENS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "TINKER_API_KEY")
+RECURRENT_KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
+"""Packages that transformers uses on a GPU where they are installed, and their modules."""
 _HUB_TIMEOUT = 3.0  # seconds
 
 
@@ -163,6 +165,17 @@ def examine_torch() -> Iterator[MachineCheck]:
     yield MachineCheck(
         "Learner", "attention", f"FlexAttention where texts share prefixes, else {kernel}" if count else kernel
     )
+    if count:
+        yield examine_recurrent_kernels()
+
+
+def examine_recurrent_kernels() -> MachineCheck:
+    """Check whether delta rules and Mamba have kernels on a GPU."""
+    missing = [package for package, module in RECURRENT_KERNELS.items() if importlib.util.find_spec(module) is None]
+    if not missing:
+        return MachineCheck("Learner", "recurrent layers", " and ".join(RECURRENT_KERNELS))
+    remedy = f"Qwen 3.5, Nemotron and others with delta rules or Mamba are faster with: pip install {' '.join(missing)}"
+    return MachineCheck("Learner", "recurrent layers", "transformers' own operations", ABSENT, remedy)
 
 
 def examine_engines(python: str | None) -> Iterator[MachineCheck]:
