@@ -80,8 +80,8 @@ def attend_with_sinks(
         return _attend_once(query, key, value, mask, sinks, scale)
     rows, heads, length, width = query.shape
     # One more feature, which is 1 in the key of the sink and 0 in others: a query's value of it is what the sink scores.
-    own = (sinks.to(query.dtype) / scale)[None, :, None, None].expand(rows, heads, length, 1)
-    queries = torch.cat([query, own, query.new_zeros(rows, heads, length, _ALIGNMENT - 1)], -1)
+    sink_scores = (sinks.to(query.dtype) / scale)[None, :, None, None].expand(rows, heads, length, 1)
+    queries = torch.cat([query, sink_scores, query.new_zeros(rows, heads, length, _ALIGNMENT - 1)], -1)
     sink = F.pad(key.new_ones(1, 1, 1, 1), (width, _ALIGNMENT - 1)).expand(rows, key.shape[1], 1, -1)
     keys = torch.cat([sink, F.pad(key, (0, _ALIGNMENT))], 2)
     values = F.pad(value, (0, _ALIGNMENT, 1, 0))

@@ -205,6 +205,11 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
         from policygrad.models.releases import forget_quantisation
 
         forget_quantisation(loaded, dtype)
+    return _set_trained(loaded, path, is_quantised)
+
+
+def _set_trained(loaded: nn.Module, path: str, is_quantised: bool) -> nn.Module:
+    """Let a loaded model's adapters train, or all of its weights; quantised ones stay frozen."""
     if adapter_configs(loaded):
         from policygrad.models.adapters import reload_saved_precision, train_only_adapters
 

@@ -64,11 +64,11 @@ def plan_prefixes(lengths: Ints, shared: Ints) -> PrefixPlan | None:
         common[is_alone], common[~is_alone].max()
     )  # of a text alone any part may be read first
     owners = np.repeat(np.arange(len(begins)), np.diff([*begins, len(lengths)]))
-    rest = lengths - common[owners]
-    calls = tuple(_group_by_length(rest))
-    read = len(common) * int(common.max()) + sum(len(x) * int(rest[x].max()) for x in calls)
+    remaining = lengths - common[owners]
+    calls = tuple(_group_by_length(remaining))
+    read = len(common) * int(common.max()) + sum(len(x) * int(remaining[x].max()) for x in calls)
     alone = sum(len(x) * int(lengths[x].max()) for x in _group_by_length(lengths))
-    if read > _LEAST_SAVING * alone or rest.max() < 2:  # one token is read as a step of decoding, in place
+    if read > _LEAST_SAVING * alone or remaining.max() < 2:  # one token is read as a step of decoding, in place
         return None
     return PrefixPlan(common, np.array(begins), owners, calls)
 
@@ -120,14 +120,14 @@ def read_with_prefixes(network: Any, part: Pack, plan: PrefixPlan, output: str) 
     column = np.arange(width) - (width - plan.lengths)[:, None]
     nodes = np.take_along_axis(paths[plan.firsts], np.maximum(column, 0), 1)
     is_token = torch.from_numpy(column >= 0).to(device)
-    cache = KeptCache(config=config)
+    cache = PrefixCache(config=config)
     inputs = {
         "input_ids": part.ids[torch.from_numpy(nodes).to(device)],
         "attention_mask": is_token.long(),
         "position_ids": torch.from_numpy(np.maximum(column, 0)).to(device),
     }
     outputs = [getattr(network(**inputs, **{name: cache}, use_cache=True), output)]
-    found, offset = [(nodes, column >= 0, 0)], nodes.size
+    places_of_calls, offset = [(nodes, column >= 0, 0)], nodes.size
     for texts in plan.calls:
         owners = plan.owners[texts]
         starts, ends = plan.lengths[owners, None], part.tree.lengths[texts, None]
@@ -140,10 +140,10 @@ def read_with_prefixes(network: Any, part: Pack, plan: PrefixPlan, output: str) 
             "position_ids": torch.from_numpy(depth).to(device),
         }
         outputs.append(getattr(network(**inputs, **{name: cache.repeat(rows)}, use_cache=True), output))
-        found.append((nodes, depth < ends, offset))
+        places_of_calls.append((nodes, depth < ends, offset))
         offset += nodes.size
     places = np.zeros(len(part.ids), dtype=np.int64)
-    for nodes, is_own, start in reversed(found):  # a node that several calls read: the first counts
+    for nodes, is_own, start in reversed(places_of_calls):  # a node that several calls read: the first counts
         places[nodes[is_own]] = start + np.flatnonzero(is_own)
     merged = torch.cat([x.flatten(0, 1) for x in outputs])
     return merged.index_select(0, torch.from_numpy(places).to(device)[part.predicting_nodes])
@@ -155,21 +155,21 @@ def _find_cache_name(kind: Any) -> str:
     return next(name for name in _CACHE_NAMES if name in parameters)
 
 
-class KeptCache(DynamicCache):
+class PrefixCache(DynamicCache):
     """A cache whose tensors have gradients: transformers writes recurrent states in place."""
 
-    def repeat(self, rows: Tensor) -> KeptCache:
+    def repeat(self, rows: Tensor) -> PrefixCache:
         """Return a cache with these rows [n] of all layers, without changing this one."""
-        twin = copy.copy(self)
-        twin.layers, layers = [], list[Any](self.layers)
+        repeated = copy.copy(self)
+        repeated.layers, layers = [], list[Any](self.layers)
         for layer in map(copy.copy, layers):
             for name, value in vars(layer).items():
                 if isinstance(value, dict):  # of states
                     setattr(layer, name, dict(value))
             if hasattr(layer, "reorder_cache"):
                 layer.reorder_cache(rows)
-            twin.layers.append(layer)
-        return twin
+            repeated.layers.append(layer)
+        return repeated
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any

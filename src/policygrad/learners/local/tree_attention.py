@@ -138,16 +138,16 @@ class AttentionTree:
         """
         rows, shared = np.arange(len(self.lengths)), self.shared
         starts = np.where(_needs_mask(self.lengths, self.lengths - shared), shared, 0)
-        whole = np.stack([rows, starts, self.lengths, 0 * rows], 1)
+        uncut = np.stack([rows, starts, self.lengths, 0 * rows], 1)
         if window is None:
-            return whole
+            return uncut
         is_long, size = self.lengths > window, max(window, _LEAST_PART)
         cut = [
             (row, start, min(start + size, int(self.lengths[row])), max(0, start - window + 1))
             for row in rows[is_long].tolist()
             for start in range(int(shared[row]), int(self.lengths[row]), size)
         ]
-        return np.concatenate([whole[~is_long], np.array(cut, dtype=np.int64)])
+        return np.concatenate([uncut[~is_long], np.array(cut, dtype=np.int64)])
 
     def _make_flex_mask(self, window: int | None) -> Any:
         from torch.nn.attention.flex_attention import BlockMask

@@ -264,28 +264,32 @@ class PrefixLayout:
     def _make_view(self, window: int | None, alignment: int) -> LayoutView:
         if window is None:
             return LayoutView(0, 0, self.mask[..., : self.length], self.mask[..., self.length :], self.prompt_mask)
-        own = torch.arange(self.mask.shape[-1] - self.length, device=self.mask.device)
-        before = self.length - torch.arange(
-            self.length, device=self.mask.device
-        )  # tokens from the first sampled one back
+        columns = torch.arange(self.mask.shape[-1] - self.length, device=self.mask.device)
+        # tokens from the first sampled one back to each column of the prompts
+        before = self.length - torch.arange(self.length, device=self.mask.device)
         if self.column is not None:
-            first, first_own, next_column = 0, 0, self.column
+            first_prompt_column, first_completion_column, next_column = 0, 0, self.column
         else:
             seen = max(1, window - 1 - (self.used - self.latest))  # columns of the prompts, by the row that began last
-            first = max(0, self.length - seen) // alignment * alignment
-            first_own = max(0, self.used - window + 1) // alignment * alignment
+            first_prompt_column = max(0, self.length - seen) // alignment * alignment
+            first_completion_column = max(0, self.used - window + 1) // alignment * alignment
             next_column = torch.full((1,), self.used, device=self.mask.device)
 
         def hide(mask: Tensor, distance: Tensor) -> Tensor:
             return mask.masked_fill((distance >= window)[:, None, None], -torch.inf)
 
-        of_rows, of_prompts = (next_column - x[:, None] + before[None, first:] for x in (self.start, self.prompt_start))
+        of_rows, of_prompts = (
+            next_column - x[:, None] + before[None, first_prompt_column:] for x in (self.start, self.prompt_start)
+        )
         return LayoutView(
-            first,
-            first_own,
-            hide(self.mask[..., first : self.length], of_rows),
-            hide(self.mask[..., self.length + first_own :], (next_column - own[first_own:])[None]),
-            hide(self.prompt_mask[..., first:], of_prompts),
+            first_prompt_column,
+            first_completion_column,
+            hide(self.mask[..., first_prompt_column : self.length], of_rows),
+            hide(
+                self.mask[..., self.length + first_completion_column :],
+                (next_column - columns[first_completion_column:])[None],
+            ),
+            hide(self.prompt_mask[..., first_prompt_column:], of_prompts),
         )
 
     def to_grid(self, x: Tensor) -> Tensor:
@@ -306,11 +310,11 @@ class PrefixLayout:
 class LayoutView:
     """The columns that layers attend to in a step: those before them are outside of every row's window."""
 
-    first: int  # column of the prompts
-    first_own: int  # column of completions
-    prompt_columns: Tensor  # [N, 1, 1, L − first] added to scores
-    own_columns: Tensor  # [N, 1, 1, capacity − first_own]
-    prompt_mask: Tensor  # [prompts, 1, 1, L − first]
+    first_prompt_column: int  # column of the prompts
+    first_completion_column: int  # column of completions
+    prompt_columns: Tensor  # [N, 1, 1, L − first_prompt_column] added to scores
+    completion_columns: Tensor  # [N, 1, 1, capacity − first_completion_column]
+    prompt_mask: Tensor  # [prompts, 1, 1, L − first_prompt_column]
 
 
 class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
@@ -481,11 +485,11 @@ def _attend(
         raise UnsupportedError("attention with another mask than the given one")
     layout, view = key.layer.layout, key.layer.layout.view(key.layer.window, key.layer.alignment)
     with torch._C.DisableTorchFunctionSubclass():
-        keys, values = (x.as_subclass(Tensor)[:, :, view.first_own :] for x in (key, value))
-        prompt_keys, prompt_values = (x[:, :, view.first :] for x in key.layer.prompt)
+        keys, values = (x.as_subclass(Tensor)[:, :, view.first_completion_column :] for x in (key, value))
+        prompt_keys, prompt_values = (x[:, :, view.first_prompt_column :] for x in key.layer.prompt)
         rows, heads, used, width = keys.shape
         scale = width**-0.5 if scale is None else scale
-        own_columns = view.own_columns[..., :used]
+        completion_columns = view.completion_columns[..., :used]
         q = query.reshape(rows, heads, -1, width)
         sink = None if sinks is None else sinks.view(1, heads, -1, 1)
         if is_half_on_cpu(keys):
@@ -495,7 +499,7 @@ def _attend(
         prompt_scores = layout.from_grid(layout.to_grid(q) @ prompt_keys.transpose(2, 3))
         scores = at_least_float32(torch.cat([prompt_scores, q @ keys.transpose(2, 3)], -1))
         scores[..., :length] += view.prompt_columns
-        scores[..., length:] += own_columns
+        scores[..., length:] += completion_columns
         p = (scores.softmax(-1) if sink is None else softmax_with_sinks(scores, sink)).to(values.dtype)
         out = p[..., length:] @ values
         out += layout.from_grid(layout.to_grid(p[..., :length]) @ prompt_values)
@@ -504,7 +508,7 @@ def _attend(
 
 def _attend_in_half_precision(
     query: Tensor,
-    own: tuple[Tensor, Tensor],
+    completions: tuple[Tensor, Tensor],
     prompt: tuple[Tensor, Tensor],
     layout: PrefixLayout,
     view: LayoutView,
@@ -517,13 +521,13 @@ def _attend_in_half_precision(
     1 / (1 + exp(completion's − prompt's)).
 
     Args:
-        own, prompt: Keys and values.
+        completions, prompt: Keys and values.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     rows, _, _, width = query.shape
-    mask = view.own_columns[..., : own[0].shape[2]]
+    mask = view.completion_columns[..., : completions[0].shape[2]]
     completion, total_of_completion = flash(
-        query.reshape(rows, -1, 1, width), *own, 0.0, False, attn_mask=mask, scale=scale
+        query.reshape(rows, -1, 1, width), *completions, 0.0, False, attn_mask=mask, scale=scale
     )
     shared, total = flash(layout.to_grid(query), *prompt, 0.0, False, attn_mask=view.prompt_mask, scale=scale)
     shared, total = layout.from_grid(shared), layout.from_grid(total[..., None])
