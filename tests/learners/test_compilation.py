@@ -66,7 +66,8 @@ def check(folder: Path, **config: object) -> None:
         assert torch.allclose(weight, compiled.optimizer.masters[name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_take_the_same_steps(folder: Path, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     check(folder, gradient_checkpointing=recompute)

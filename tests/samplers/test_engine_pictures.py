@@ -235,6 +235,7 @@ def test_sglang_refuses_a_prompt_that_it_would_encode_differently(make: Make, wa
         wait(sampler.generate([request(longer)]))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("few_attempts")
 def test_requests_without_compact_ids_or_files_are_refused(make: Make, wait: AsyncRunner) -> None:
     sampler, _ = make("vllm")
