@@ -98,6 +98,9 @@ def test_experts_of_every_architecture_get_adapters(kind: str) -> None:
     assert adapted_tensors(None) == tensors
     by_name = {name.rpartition(".")[2] for name in tensors}
     assert adapted_tensors("+".join(sorted(by_name))) == tensors
+    if kind in ("llama4", "qwen3_5_moe"):  # a shared layer of that name is adapted too
+        shared = add_adapters(built(kind), Lora(rank=2, targets="down_proj"))
+        assert any(name.endswith("shared_expert.down_proj") for name, _ in outermost_peft_modules(shared))
     if kind != "jetmoe":  # which has no such layer
         assert adapted_tensors("q_proj") == set()
 

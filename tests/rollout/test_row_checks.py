@@ -206,15 +206,23 @@ def test_a_template_with_which_tools_cannot_be_used_is_named_when_a_run_starts(
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": "1"} for i in range(3)]
     task = load_task(write_rows(tmp_path / "rows.jsonl", rows))
 
-    def check(template: str, parser: Any = None) -> None:
+    def check(template: str, parser: Any = None, skip_bad_rows: bool = False) -> None:
         hf = copy.deepcopy(tokenizer.hf)
         hf.chat_template = template
-        check_rows(task, replace(tokenizer, hf=hf), 8, ToolUse([lookup], parser=parser, reward=reward))
+        check_rows(
+            task,
+            replace(tokenizer, hf=hf),
+            8,
+            ToolUse([lookup], parser=parser, reward=reward),
+            skip_bad_rows=skip_bad_rows,
+        )
 
     with pytest.raises(
         pg.ModelError, match=r"rows\.jsonl:1: the chat template of .* has an unknown format.*parser=.*hermes"
     ):
         check(UNKNOWN_CALLS)
+    with pytest.raises(pg.ModelError, match="has an unknown format"):  # of the template, so no row is skipped for it
+        check(UNKNOWN_CALLS, skip_bad_rows=True)
     check(UNKNOWN_CALLS, parser=lambda text: ())
     check(UNKNOWN_CALLS.replace("[CALLING", "<tool_call>"))
     with pytest.raises(pg.ModelError, match=r"rows\.jsonl:1: the chat template of .* leaves out"):

@@ -187,7 +187,10 @@ def _resolve_targets(model: nn.Module, targets: str, excluded: tuple[str, ...]) 
         supported = [n for n in layers if n not in unsupported and n.rpartition(".")[2] not in excluded]
         return [n for n in supported if not isinstance(m := model.get_submodule(n), nn.Embedding) and m is not head]
     experts = {full.rpartition(".")[2] for full in _find_expert_weights(model, targets)}
-    names = [name for name in targets.split("+") if name not in experts]
+    endings = {
+        full.rpartition(".")[2] for full in layers
+    }  # dense and shared layers may have the names of experts' tensors
+    names = [name for name in targets.split("+") if name not in experts or name in endings]
     for name in names:
         if not any(full == name or full.endswith(f".{name}") for full in layers):
             if _names_experts(model, name):

@@ -178,6 +178,11 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     base_info: tuple[nn.Module, LoadingInfo] | None = None
     try:
         with silence_load_report(), suppress_pattern_warning():
+            if dequantise and base is not None and form and form.stays_quantised:
+                from policygrad.models.releases import load_dequantised
+
+                dequantised: nn.Module = load_dequantised(load, base, path, dtype)
+                return dequantised
             if base is not None and not is_quantised:  # for an adapter, transformers reports the adapter's tensors only
                 base_info = load(base, device_map="meta")
             try:
@@ -196,11 +201,6 @@ def _load(model: str, dtype: torch.dtype, device: str, trust: bool, lora: Lora |
     if base_info is not None:
         check_missing_weights(*base_info, f"{what} adapts")
     check_missing_weights(loaded, info, what)
-    if dequantise and base is not None and form and form.stays_quantised:
-        from policygrad.models.releases import load_dequantised
-
-        dequantised: nn.Module = load_dequantised(load, base, path, dtype)
-        return dequantised
     if form and form.is_dequantised:
         from policygrad.models.releases import forget_quantisation
 

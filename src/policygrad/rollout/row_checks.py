@@ -41,20 +41,15 @@ def check_rows(
 
     if has_demonstrations:
         from policygrad.rollout.demonstrations import check_demonstrations
-    has_tried_tools = False
+    _check_tool_use(task, tokenizer, environment)
 
     def check(example: Example) -> None:
-        nonlocal has_tried_tools
         source = example.source or "a prompt"
         opening = environment.opening(example) if isinstance(environment, KnowsOpening) else None
         if opening is None:
             tokenizer.encode(example.prompt, max_tokens, source, example.tools)
         else:
             tokenizer.encode(opening.content, max_tokens, source, opening.tools or None)
-            if opening.tools and not has_tried_tools and not isinstance(opening.content, str):
-                has_own_parser = isinstance(environment, ParsesCalls) and environment.parser is not None
-                tokenizer.check_tool_use(opening.content, opening.tools, source, reads_calls=not has_own_parser)
-                has_tried_tools = True
 
     def check_all(example: Example) -> None:
         check(example)
@@ -72,6 +67,16 @@ def check_rows(
     if has_demonstrations:
         check_demonstrations(task.rows, tokenizer, max_tokens)
     return task
+
+
+def _check_tool_use(task: Task, tokenizer: Tokenizer, environment: object) -> None:
+    """Try a tool's call and its result in the first row's conversation. Raises ModelError for a template that cannot show them."""
+    for example in task.rows[:1]:
+        opening = environment.opening(example) if isinstance(environment, KnowsOpening) else None
+        if opening is not None and opening.tools and not isinstance(opening.content, str):
+            has_own_parser = isinstance(environment, ParsesCalls) and environment.parser is not None
+            source = example.source or "a prompt"
+            tokenizer.check_tool_use(opening.content, opening.tools, source, reads_calls=not has_own_parser)
 
 
 def check_reward_columns(rewards: Sequence[Reward], task: Task, environment: object = None) -> None:

@@ -1,6 +1,6 @@
 """Reading the common beginnings of texts once, through what the model itself keeps of them.
 
-A tree of tokens needs attention of our own, which convolutions, recurrent states and latent attention do not have. They all have a
+A tree of tokens needs attention of our own, which convolutions and recurrent states do not have. They all have a
 cache: the beginnings are read in one call, each row of its cache is repeated for the texts that go on from it, and these are read
 after it. The gradients of all texts meet in the cache's tensors, so one backward pass through both calls is exact.
 """
@@ -60,9 +60,8 @@ def plan_prefixes(lengths: Ints, shared: Ints) -> PrefixPlan | None:
     is_alone = np.diff([*begins, len(lengths)]) == 1
     if is_alone.all() or (common < 1).any():
         return None
-    common[is_alone] = np.minimum(
-        common[is_alone], common[~is_alone].max()
-    )  # of a text alone any part may be read first
+    # of a text alone any part may be read first
+    common[is_alone] = np.minimum(common[is_alone], common[~is_alone].max())
     owners = np.repeat(np.arange(len(begins)), np.diff([*begins, len(lengths)]))
     remaining = lengths - common[owners]
     calls = tuple(_group_by_length(remaining))

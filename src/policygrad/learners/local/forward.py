@@ -441,12 +441,12 @@ def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator
     """Return whether an evaluator gives the log-probabilities of another, and the gradient of the embeddings, on two small groups;
     with prompts of two lengths as exactly as with equal ones, so that padding is no part of the text."""
     network = truth.network
-    first = next(network.model.parameters())
-    device, is_half = first.device, first.dtype in (torch.bfloat16, torch.float16)
+    embeddings = network.model.get_input_embeddings()
+    device, dtype = embeddings.weight.device, embeddings.weight.dtype
+    is_half = dtype in (torch.bfloat16, torch.float16)
     tokens = torch.randint(network.vocabulary, (6, 5), generator=generator)
     mask, group = torch.arange(5) < torch.tensor([5, 4, 3, 5, 5, 4])[:, None], torch.arange(6) // 3
     weight = torch.linspace(-1, 1, mask.numel(), device=device).view(mask.shape)
-    embeddings = network.model.get_input_embeddings()
 
     def measure(evaluator: Evaluator, pack: Pack) -> tuple[Tensor, Tensor]:
         read = list[tuple[Tensor, Tensor]]()
@@ -480,7 +480,7 @@ def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator
     except Exception:  # architectures raise all kinds of errors for a call that they do not support
         return False
     equal, padded = gaps
-    return padded <= 10 * max(equal, torch.finfo(first.dtype).eps)
+    return padded <= 10 * max(equal, torch.finfo(dtype).eps)
 
 
 _CHECKED_PROMPTS = ((70, 70), (70, 3))
