@@ -20,10 +20,10 @@ from jinja2 import UndefinedError
 from transformers import AutoTokenizer
 
 from policygrad.errors import ModelError
+from policygrad.models.chat.continuation import write_turn
 from policygrad.models.chat.demonstrations import encode_demonstration_texts
 from policygrad.models.chat.formats import supports_tools
 from policygrad.models.chat.messages import HistoryRewrittenError
-from policygrad.models.chat.rendering import render, write_message
 from policygrad.models.chat.turns import AssistantMessage, ToolCall
 from policygrad.models.loading import resolve_model
 from policygrad.models.tokenizer import Tokenizer
@@ -178,13 +178,7 @@ def go_on(own: Tokenizer, reply: str, new: Mapping[str, Any], said: str, tools: 
 
 def write_call(own: Tokenizer) -> str:
     """Return what a model of the template would write to call the tool."""
-    before = render(own, ASKED, generation_prompt=True, tools=TOOLS)
-    message = write_message(own, AssistantMessage(calls=(CALL,)))
-    after = render(own, [*ASKED, message], generation_prompt=False, tools=TOOLS)
-    shared = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
-    text = after[shared:]
-    ends = [place for end in own.end_ids if (place := text.find(own.hf.convert_ids_to_tokens(end))) >= 0]
-    return text[: min(ends)] if ends else text
+    return write_turn(own, ASKED, AssistantMessage(calls=(CALL,)), TOOLS, "a conversation")
 
 
 def read_call(own: Tokenizer) -> str:

@@ -143,14 +143,13 @@ def use_fused_attention(model: Any) -> None:
 
 
 def switch_to_own_attention(model: Any) -> str:
-    """Let the layers of a model use `attend`, where that changes nothing; return the name before, "" if they do not."""
-    before = model.config.get_text_config()._attn_implementation or ""
-    if before != "sdpa":  # the name of ours, or of one that does something else
-        return "" if before == "eager" else before
-    register_attention(SINKS_NAME, attend)
-    if not model._can_set_attn_implementation() or depends_on_attention_name(model, SINKS_NAME):
-        return ""
-    set_attention(model, SINKS_NAME)
+    """Let a model with transformers' scaled-dot-product attention use `attend`, if it computes the same under another name; return
+    the name before."""
+    before = str(model.config.get_text_config()._attn_implementation)
+    if before == "sdpa" and model._can_set_attn_implementation():
+        register_attention(SINKS_NAME, attend)
+        if not depends_on_attention_name(model, SINKS_NAME):
+            set_attention(model, SINKS_NAME)
     return before
 
 

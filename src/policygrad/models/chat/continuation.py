@@ -98,13 +98,13 @@ def check_tool_use(
         raise ModelError(f"{source}: {reason}. Known are {', '.join(list_format_names())}")
     name = next((str(tool.get("function", tool).get("name", "tool")) for tool in tools), "tool")
     asked = AssistantMessage(calls=(ToolCall(name, {}),))
-    reply = _write_turn(tokenizer, prompt, asked, tools, source) if reads_calls else name
+    reply = write_turn(tokenizer, prompt, asked, tools, source) if reads_calls else name
     result = {"role": "tool", "name": name, "tool_call_id": number_calls(asked.calls, 0)[0], "content": "0"}
     with suppress(HistoryRewrittenError):  # an episode has branches then
         encode_continuation(tokenizer, prompt, reply, [result], source, tools)
 
 
-def _write_turn(
+def write_turn(
     tokenizer: Tokenizer, prompt: Sequence[Message], message: AssistantMessage, tools: Tools, source: str
 ) -> str:
     """Return what a model would write for a turn after a prompt, without the token that ends it."""

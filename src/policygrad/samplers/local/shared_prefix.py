@@ -562,12 +562,11 @@ def find_windows(model: Any) -> list[int | None]:
 def supports_shared_prefix(model: nn.Module, pad: int, *, at_attention: bool = False) -> bool:
     """Return True if a `SharedPrefixCache` gives the logits of full sequences, relative to how much a sequence matters to this
     model: with prompts of two lengths, rows that leave, and a prompt that is added later."""
-    before = ""
-    if at_attention and (getattr(model, "config", None) is None or not (before := switch_to_own_attention(model))):
-        return False
+    config: Any = getattr(model, "config", None)
+    before = switch_to_own_attention(model) if at_attention and config is not None else ""
     with short_windows(model):
         shares = _shares_prefixes(model, pad, at_attention)
-    if before and not shares:
+    if before and not shares and config.get_text_config()._attn_implementation != before:
         set_attention(model, before)
     return shares
 
