@@ -150,6 +150,7 @@ def _replays_experts(ranks: WorkerGroup) -> None:
     expected, result = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
     assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert result["routing/changed"] > 0.01
+    assert result["routing/busiest"] > 1
     agree(local, ranked, 1e-6)
 
 

@@ -21,7 +21,7 @@ from doubles.experts import EXPERTS, LAYERS, MODELS, built, drawn, shaken
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.moe_routing import Routing
+from policygrad.models.moe_routing import Routing, find_routing
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
@@ -174,11 +174,16 @@ def test_an_indexer_is_no_router(kind: str) -> None:
     assert not [r for r in routers if "Router" not in type(r.module).__name__]
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "glm4_moe"])
+ROUTED = {f.type: f for f in families() if "experts" in f.layers and f.type != "phimoe"}  # which does not choose by `topk`
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("gpt_oss", "glm4_moe") else pytest.mark.full) for k in ROUTED]
+)
 def test_changed_counts_every_token_once_and_no_padding(kind: str) -> None:
     """On policy nothing changes, in texts that are read one by one (a window of 9) and along a tree."""
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(next(f for f in families() if f.type == kind).config()).eval()
+    model = tf.AutoModelForCausalLM.from_config(ROUTED[kind].config()).eval()
     routing, lengths, prompt = Routing.for_model(model), (12, 2, 3, 1), torch.arange(5) + 3
     tokens = torch.randint(3, 40, (4, 12), generator=torch.Generator().manual_seed(0))
     read = list[Tensor]()
@@ -202,3 +207,41 @@ def test_changed_counts_every_token_once_and_no_padding(kind: str) -> None:
     changed = routing.pop_metrics()["routing/changed"]
     assert changed.total == 0
     assert changed.count == (5 + 11 + 1 + 2) * len(routing.routers)  # the last token of a text is not read
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "qwen3_5_moe"])
+def test_loads_count_every_token_of_an_update_once(kind: str) -> None:
+    """Along a tree, in texts that are read one by one (a window of 9), and through the model's own cache."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(next(f for f in families() if f.type == kind).config()).eval()
+    prompt, lengths = torch.arange(40) % 37 + 3, (12, 2, 12, 1)
+    tokens = torch.randint(3, 40, (4, 12), generator=torch.Generator().manual_seed(0))
+    tokens[2, :6] = tokens[0, :6]  # two that begin alike
+    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
+    batch = pg.Batch(
+        mask=mask,
+        group=torch.zeros(4, dtype=torch.int64),
+        reward=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        tokens=tokens * mask,
+        prompts=(prompt,),
+    )
+    routing = find_routing(model)
+    expected = torch.zeros(len(routing.routers), routing.routers[0].experts, dtype=torch.float64)
+    seen = set[tuple[int, ...]]()
+    for row, n in enumerate(lengths):
+        text = torch.cat([prompt, tokens[row, : n - 1]])  # the last token of a text is not read
+        with torch.no_grad(), routing.recording():
+            model(input_ids=text[None], use_cache=False)
+            routes = routing.pop_recorded().long()
+        for position in range(len(text)):
+            beginning = tuple(text[: position + 1].tolist())
+            if beginning not in seen:
+                seen.add(beginning)
+                expected.scatter_add_(1, routes[position], torch.ones_like(routes[position], dtype=torch.float64))
+    algorithm = pg.DR_GRPO.with_max_tokens(12)
+    config = LearnerConfig(gradient_checkpointing=kind == "qwen3_moe")
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=config))
+    metrics = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm).accumulate()
+    assert metrics["routing/busiest"].value == pytest.approx(float((expected.max(1).values / expected.mean(1)).mean()))
+    assert metrics["routing/unused"].value == pytest.approx(float((expected == 0).double().mean()))
+    assert expected.sum() == len(seen) * len(routing.routers) * routing.routers[0].k

@@ -1,4 +1,4 @@
-"""Recording which experts a mixture-of-experts model uses for each token while sampling, and replaying them while learning.
+"""Which experts a mixture-of-experts model uses for each token: recorded while sampling, replayed while learning, counted.
 
 A router selects the k experts with the largest scores, so rounding or a small update may send a token to another expert: its
 ratio then compares two different networks. Replay keeps the sampler's selection and computes the scores from the current
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from policygrad.core.metrics import Mean, Metrics
@@ -28,36 +29,13 @@ class Routing:
 
     @classmethod
     def for_model(cls, model: nn.Module) -> Routing:
-        """Return the model's routing, found on the first call by observing `topk` in two texts.
-
-        A router chooses k experts for each token, always among the same ones. What else calls `topk`, such as the indexer of sparse
-        attention, chooses among the tokens of a text or blocks of them, so its choices depend on the text's length.
-
-        Raises:
-            ModelError: A model without experts.
-        """
-        cached: Routing | None = model.__dict__.get("_policygrad_routing")
-        if cached is not None:
-            return cached
-        short, long = (_observe_topk(model, length) for length in _TEXT_LENGTHS)
-        routing = cls([])
-        for module, calls in short.items():
-            # the last call selects the experts: groups of them are selected first
-            tokens, width, k = calls[-1]
-            again = long.get(module, [])
-            if (
-                len(again) == len(calls)
-                and tokens == _TEXT_LENGTHS[0]
-                and again[-1] == (_TEXT_LENGTHS[1], width, k)
-                and k
-            ):
-                routing.routers.append(Router(module, len(calls), k))
+        """Return the model's routing. Raises ModelError for a model whose routers are not found (`find_routing`)."""
+        routing = find_routing(model)
         if not routing.routers:
             raise ModelError(
                 f"{type(model).__name__} has no experts, so there is no routing to replay: set learner.routing_replay to "
                 "false, or use a mixture of experts"
             )
-        model.__dict__["_policygrad_routing"] = routing
         return routing
 
     @contextmanager
@@ -89,12 +67,59 @@ class Routing:
             router.replayed = None if routes is None else routes[:, layer].long()
             router.counted = counted
 
+    @contextmanager
+    def counting(self, is_counting: bool = True) -> Iterator[None]:
+        """Count how often each expert is used in the passes inside, for `pop_loads`, or do not."""
+        before = [router.is_counting for router in self.routers]
+        for router in self.routers:
+            router.is_counting = is_counting
+        try:
+            yield
+        finally:
+            for router, was_counting in zip(self.routers, before, strict=True):
+                router.is_counting, router.weight = was_counting, None
+
+    def weigh(self, is_token: Tensor | None) -> None:
+        """Count only the tokens of the next pass where this mask [n] bool is True; None = all of them."""
+        for router in self.routers:
+            router.weight = is_token
+
+    def pop_loads(self) -> Tensor:
+        """Return [layers, E] float64 on the CPU: how often each expert was used since the last call."""
+        loads = [torch.zeros(r.experts, dtype=torch.float64) if r.load is None else r.load.cpu() for r in self.routers]
+        for router in self.routers:
+            router.load = None
+        return pad_sequence(loads, batch_first=True)
+
     def pop_metrics(self) -> Metrics:
         """Return routing/changed: the share of selections replayed since the last call that the current weights would change."""
         changed, tokens = (sum(getattr(r, name) for r in self.routers) for name in ("changed", "tokens"))
         for router in self.routers:
             router.changed = router.tokens = 0.0
         return {"routing/changed": Mean(changed, tokens)} if tokens else {}
+
+
+def find_routing(model: nn.Module) -> Routing:
+    """Return the model's routing, found on the first call by observing `topk` in two texts; without routers for a model without
+    experts, or with routers that choose otherwise.
+
+    A router chooses k experts for each token, always among the same ones. What else calls `topk`, such as the indexer of sparse
+    attention, chooses among the tokens of a text or blocks of them, so its choices depend on the text's length.
+    """
+    found: Routing | None = model.__dict__.get("_policygrad_routing")
+    if found is not None:
+        return found
+    short, long = (_observe_topk(model, length) for length in _TEXT_LENGTHS)
+    routers = list[Router]()
+    for module, calls in short.items():
+        # the last call selects the experts: groups of them are selected first
+        tokens, width, k = calls[-1]
+        again = long.get(module, [])
+        same = len(again) == len(calls) and tokens == _TEXT_LENGTHS[0] and again[-1] == (_TEXT_LENGTHS[1], width, k)
+        if same and k:
+            routers.append(Router(module, len(calls), k, width))
+    model.__dict__["_policygrad_routing"] = routing = Routing(routers)
+    return routing
 
 
 _TEXT_LENGTHS = 5, 14  # tokens; no number of experts, and not the same number of blocks of any small size
@@ -127,19 +152,22 @@ def _observe_topk(model: nn.Module, length: int) -> dict[nn.Module, list[tuple[i
 class Router:
     """The router of one layer."""
 
-    def __init__(self, module: nn.Module, call: int, k: int) -> None:
-        """call: which of the module's calls of `topk` selects the experts, from 1. k: experts per token."""
-        self.module, self.call, self.k, self._calls = module, call, k, 0
+    def __init__(self, module: nn.Module, call: int, k: int, experts: int) -> None:
+        """call: which of the module's calls of `topk` selects the experts, from 1. k: experts per token, of `experts`."""
+        self.module, self.call, self.k, self.experts, self._calls = module, call, k, experts, 0
         self.recorded: list[Tensor] | None = None
         self.replayed: Tensor | None = None
         self.counted: Tensor | None = None
         self.changed, self.tokens = 0.0, 0.0
+        self.is_counting = False
+        self.load: Tensor | None = None
+        self.weight: Tensor | None = None
         self._modes: list[_TopK] = []
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward, always_call=True)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self.recorded is not None or self.replayed is not None:
+        if self.recorded is not None or self.replayed is not None or self.is_counting:
             self._calls = 0
             self._modes.append(_TopK(self.choose))
             self._modes[-1].__enter__()  # type: ignore[no-untyped-call]
@@ -156,20 +184,33 @@ class Router:
         flat = live.reshape(-1, self.k)
         if self.recorded is not None:
             self.recorded.append(flat.to("cpu", torch.int16))
-        if self.replayed is None:
-            return None
-        if self.replayed.shape != flat.shape:
+        used = flat if self.replayed is None else self._replay(flat, self.replayed)
+        if self.is_counting:
+            self._count(used)
+        return None if used is flat else used.view_as(live)
+
+    def _replay(self, flat: Tensor, replayed: Tensor) -> Tensor:
+        """Return the experts [n, k] to use instead of the model's selection."""
+        if replayed.shape != flat.shape:
             raise ModelError(
-                f"routing replay has the experts of {len(self.replayed)} tokens, and the router {type(self.module).__name__} is "
+                f"routing replay has the experts of {len(replayed)} tokens, and the router {type(self.module).__name__} is "
                 f"called with {len(flat)}: this architecture does not support replay, set learner.routing_replay to false"
             )
-        is_replayed = self.replayed[:, :1] >= 0
-        experts = torch.where(is_replayed, self.replayed, flat)
+        is_replayed = replayed[:, :1] >= 0
+        experts = torch.where(is_replayed, replayed, flat)
         differs = (experts.sort(-1).values != flat.sort(-1).values).any(-1, keepdim=True)
         is_counted = is_replayed if self.counted is None else is_replayed & self.counted[:, None]
         self.changed += float((differs & is_counted).sum())
         self.tokens += float(is_counted.sum())
-        return experts.view_as(live)
+        return experts
+
+    def _count(self, used: Tensor) -> None:
+        """Add the selections [n, k] of the tokens that count to `load` [E]."""
+        if self.load is None:
+            self.load = torch.zeros(self.experts, dtype=torch.float64, device=used.device)
+        weight = used.new_ones(len(used)) if self.weight is None else self.weight
+        if len(weight) == len(used):  # a router may read other rows than the model's input, which have no weight
+            self.load.scatter_add_(0, used.flatten(), weight.to(self.load.dtype).repeat_interleave(self.k))
 
 
 class _TopK(TorchFunctionMode):

@@ -51,6 +51,11 @@ def is_language_module(model: nn.Module, name: str) -> bool:
     return not any(names[id(p)] in pictures for p in module.parameters())
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return whether the model looks like a mixture of experts: a module or a tensor of it has that name."""
+    return any("expert" in name for name, _ in model.named_parameters())
+
+
 def read_balance_coefficient(model: nn.Module) -> float:
     """Return the coefficient of the load-balancing loss of its experts that a model's config asks for; 0 = it asks for none."""
     config: Any = getattr(model, "config", None)

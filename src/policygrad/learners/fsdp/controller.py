@@ -32,7 +32,8 @@ from policygrad.learners.fsdp.watchdog import ControlStore
 from policygrad.learners.local.learner import check_vocabulary_sizes, is_live, is_scored_elsewhere
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
-from policygrad.models.moe_routing import Routing
+from policygrad.models.moe_routing import Routing, find_routing
+from policygrad.models.traits import has_experts
 from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
@@ -91,7 +92,9 @@ class FsdpController:
         check_shardable(model)
         check_tensor_parallel(model, config.tensor_parallel, algorithm)
         if config.routing_replay:
-            Routing.for_model(model)  # before pickling: its hooks on the routers are part of the skeleton
+            Routing.for_model(model)
+        if has_experts(model):
+            find_routing(model)  # before pickling: its hooks on the routers are part of the skeleton
         if config.resolve(algorithm.head).head == "fp32":
             for network in (model, reference):
                 if network is not None:

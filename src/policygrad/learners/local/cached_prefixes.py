@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,11 +106,14 @@ def _group_by_length(lengths: Ints) -> Iterator[Ints]:
     yield order[start:]
 
 
-def read_with_prefixes(network: Any, part: Pack, plan: PrefixPlan, output: str) -> Tensor:
+def read_with_prefixes(
+    network: Any, part: Pack, plan: PrefixPlan, output: str, weigh: Callable[[Tensor], None] | None = None
+) -> Tensor:
     """Return [u, ·] what a network computes at `part.predicting_nodes`.
 
     Args:
         output: The network's output to return, `last_hidden_state` or `logits`.
+        weigh: Told before each call which of its tokens [n] are read for the first time, and are no padding.
     """
     device, paths, width = part.ids.device, part.tree.paths, plan.width
     base = network.get_base_model() if hasattr(network, "get_base_model") else network
@@ -125,6 +128,18 @@ def read_with_prefixes(network: Any, part: Pack, plan: PrefixPlan, output: str) 
         "attention_mask": is_token.long(),
         "position_ids": torch.from_numpy(np.maximum(column, 0)).to(device),
     }
+    is_read = np.zeros(len(part.ids), dtype=bool)
+
+    def announce(nodes: Ints, is_own: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        if weigh is not None:
+            is_new = is_own & ~is_read[nodes]
+            _, first = np.unique(np.where(is_new, nodes, -1), return_index=True)
+            is_first = np.zeros(nodes.size, dtype=bool)
+            is_first[first] = True
+            weigh(torch.from_numpy(is_first & is_new.ravel()).to(device))
+            is_read[nodes[is_own]] = True
+
+    announce(nodes, column >= 0)
     outputs = [getattr(network(**inputs, **{name: cache}, use_cache=True), output)]
     places_of_calls, offset = [(nodes, column >= 0, 0)], nodes.size
     for texts in plan.calls:
@@ -138,6 +153,7 @@ def read_with_prefixes(network: Any, part: Pack, plan: PrefixPlan, output: str) 
             "attention_mask": torch.cat([is_token[rows].long(), is_token.new_ones(nodes.shape).long()], 1),
             "position_ids": torch.from_numpy(depth).to(device),
         }
+        announce(nodes, depth < ends)
         outputs.append(getattr(network(**inputs, **{name: cache.repeat(rows)}, use_cache=True), output))
         places_of_calls.append((nodes, depth < ends, offset))
         offset += nodes.size

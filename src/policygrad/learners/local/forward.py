@@ -51,6 +51,7 @@ class Network:
     use_tree: bool = False  # the model reads a pack as a tree, each node once; otherwise text by text
     use_flex: bool = True  # FlexAttention where it is faster
     routing: Routing | None = None  # replays the sampler's experts in a mixture of experts
+    load: Routing | None = None  # counts which experts tokens use
     shares_pictures: bool = True  # a tree may have pictures: none of its masks depends on them
     reads_prefixes: bool = False  # without a tree, common beginnings are read once by the model's own cache
 
@@ -76,13 +77,12 @@ class Network:
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
         if self.routing is not None:  # stays set for activations that the backward pass recomputes
-            routes, counted = part.routes, None
+            routes = part.routes
             if routes is not None and not self.use_tree:
-                routes, counted = (
-                    routes[part.paths.flatten()],
-                    (self._is_token(part) & ~self._is_shared(part)).flatten(),
-                )
-            self.routing.replay(routes, counted)
+                routes = routes[part.paths.flatten()]
+            self.routing.replay(routes, None if routes is None else self._counts(part))
+        if self.load is not None:
+            self.load.weigh(self._counts(part))
         read = self._read_prefixes(part, get_backbone(self.model) if self.split_head else self.model)
         return self.states_at(*self.call(part)) if read is None else read
 
@@ -100,7 +100,8 @@ class Network:
         plan = plan_prefixes(part.tree.lengths, part.tree.shared)
         is_hidden = self.split_head if hidden is None else hidden
         output = "last_hidden_state" if is_hidden else "logits"
-        return None if plan is None else read_with_prefixes(network, part, plan, output)
+        weigh = None if self.load is None else self.load.weigh
+        return None if plan is None else read_with_prefixes(network, part, plan, output, weigh)
 
     def call(self, part: Pack) -> tuple[Tensor, Inputs]:
         """Return the flat positions of the predicting nodes in the model's output, and the model's inputs."""
@@ -132,6 +133,10 @@ class Network:
         """Return [S, L] bool, False at the padding of texts."""
         lengths = torch.from_numpy(part.tree.lengths).to(part.paths.device)
         return torch.arange(part.paths.shape[1], device=lengths.device) < lengths[:, None]
+
+    def _counts(self, part: Pack) -> Tensor | None:
+        """Return [rows of the input] bool, True once for each token that is read; None = everywhere."""
+        return None if self.use_tree else (self._is_token(part) & ~self._is_shared(part)).flatten()
 
     def _is_shared(self, part: Pack) -> Tensor:
         """Return [S, L] bool, True at the tokens that an earlier text has too."""

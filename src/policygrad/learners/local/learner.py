@@ -31,7 +31,7 @@ from policygrad.models.replica import (
     trainable_parameters,
     unshared_parameters,
 )
-from policygrad.models.traits import adapter_configs, read_balance_coefficient
+from policygrad.models.traits import adapter_configs, has_experts, read_balance_coefficient
 from policygrad.weight_sync.base import PublishedWeights
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class LocalLearner:
 
             routed = replace(self.evaluator.network, routing=Routing.for_model(model))
             self.evaluator = replace(self.evaluator, network=routed)
+        if has_experts(model) and not config.compile:  # compiled blocks do not show their routers
+            from policygrad.models.moe_routing import find_routing
+
+            self.evaluator = replace(self.evaluator, network=replace(self.evaluator.network, load=find_routing(model)))
         total = spec.steps * rule.updates
         self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, total, offload=config.offload)
         self.critic = self._build_critic(spec)
@@ -144,7 +148,7 @@ class LocalLearner:
 
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         """Make an evaluator of a second, frozen model with the same weights."""
-        network = replace(evaluator.network, model=clone_model(evaluator.model, build), routing=None)
+        network = replace(evaluator.network, model=clone_model(evaluator.model, build), routing=None, load=None)
         return replace(evaluator, network=network)
 
     def _build_curvature(self) -> Curvature:

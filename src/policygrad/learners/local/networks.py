@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.metrics import Mean, Metrics
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator, backward_mode, backward_zero
 from policygrad.learners.local.optimizer import Optimizer
@@ -61,10 +62,23 @@ class TrainedNetworks:
         """Return a pass of the evaluator that adds nothing to any gradient."""
 
         def run(part: Pack) -> None:
-            with backward_mode(evaluator.model, self.config.gradient_checkpointing):
+            load = evaluator.network.load
+            uncounted = nullcontext() if load is None else load.counting(False)
+            with uncounted, backward_mode(evaluator.model, self.config.gradient_checkpointing):
                 backward_zero(evaluator.forward(part, needs, self.old, self.reference, alpha=self.alpha).logp)
 
         return run
+
+    @contextmanager
+    def count_experts(self, learning: bool) -> Iterator[Callable[[], Metrics]]:
+        """Count the experts that the policy's passes inside use, if they learn and it has any; yield what reports them."""
+        routing = self.policy.network.load if learning else None
+        if routing is None or not routing.routers:
+            yield dict
+            return
+        routing.pop_loads()
+        with routing.counting():
+            yield lambda: measure_load(self.division.all_reduce(routing.pop_loads()))
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """Return log π_θ of a micro-batch and what else `needs` names."""
@@ -95,3 +109,19 @@ class TrainedNetworks:
 
     def backward_mode(self) -> AbstractContextManager[None]:
         return backward_mode(self.policy.model, self.config.gradient_checkpointing)
+
+
+def measure_load(loads: Tensor) -> Metrics:
+    """Return how evenly experts are used, given how often each was [layers, E]; {} if none was.
+
+    routing/busiest: tokens of the busiest expert of a layer, in multiples of an equal share; mean over the layers.
+    routing/unused: fraction of the experts that no token used.
+    """
+    loads = loads[loads.sum(1) > 0]
+    if not len(loads):
+        return {}
+    busiest = loads.max(1).values / loads.mean(1)
+    return {
+        "routing/busiest": Mean(float(busiest.sum()), float(len(loads))),
+        "routing/unused": Mean(float((loads == 0).sum()), float(loads.numel())),
+    }

@@ -101,12 +101,15 @@ class LocalGradientProblem:
                 parts = (part for part, *_ in self._micro_batches(batch, rows, coefficients))
                 load = balance.measure(networks.policy, parts)
         run = partial(self._run_micro_batches, batch, rows, coefficients, learning, load)
-        metrics, balance_loss = networks.run_compiled(run, self._clear)
+        with networks.count_experts(learning) as report_experts:
+            metrics, balance_loss = networks.run_compiled(run, self._clear)
+            expert_load = report_experts()
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
         metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
         metrics |= {} if balance is None or load is None else balance.report(balance_loss)
         routing = networks.policy.network.routing
         metrics |= {} if routing is None else networks.division.reduce_metrics(routing.pop_metrics())
+        metrics |= expert_load
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens count as not clipped
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
