@@ -174,7 +174,9 @@ def test_an_indexer_is_no_router(kind: str) -> None:
     assert not [r for r in routers if "Router" not in type(r.module).__name__]
 
 
-ROUTED = {f.type: f for f in families() if "experts" in f.layers and f.type != "phimoe"}  # which does not choose by `topk`
+ROUTED = {
+    f.type: f for f in families() if "experts" in f.layers and f.type != "phimoe"
+}  # which does not choose by `topk`
 
 
 @pytest.mark.parametrize(
