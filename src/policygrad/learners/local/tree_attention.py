@@ -247,7 +247,7 @@ def tree_attention(
     blocks, output_index = tree.blocks(window)
     outputs = []
     for b in blocks:
-        q, k, v = _gather_nodes(query, b.queries), _gather_nodes(key, b.keys), _gather_nodes(value, b.keys)
+        q, k, v = gather_nodes(query, b.queries), gather_nodes(key, b.keys), gather_nodes(value, b.keys)
         outputs.append(attend(module, q, k, v, b.mask, **options)[0].flatten(0, 1))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     heads, width = merged.shape[1:]
@@ -299,7 +299,7 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex.flex_attention, dynamic=True)
 
 
-def _gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
+def gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
     """Return [s, heads, l, width] of x [1, heads, N, width] at nodes [s, l].
 
     The backward pass of `index_select` adds in a fixed order, that of indexing in the threads' order.

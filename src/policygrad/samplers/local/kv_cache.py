@@ -12,7 +12,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from policygrad.core.media import TextMedia, mark_slots, shift_media
 from policygrad.errors import ModelError
@@ -27,9 +33,12 @@ class DecodeCache(Protocol):
     """What a model has cached of the rows being decoded. Rows keep the order in which they were added, except in `keep_rows`."""
 
     model: nn.Module
-    supports_refill: bool  # True if prompts can be added while rows are active
     needs_equal_lengths: bool  # True if prompts that are read together must have equal lengths
     rows: Tensor  # [N] int64: the position of each active row in the last forward pass
+
+    @property
+    def supports_refill(self) -> bool:
+        """True if prompts can be added while rows are active."""
 
     @property
     def batch_size(self) -> int:
@@ -56,9 +65,8 @@ class DecodeCache(Protocol):
 
 
 class PlainDecodeCache:
-    """A cache with one row per completion, for any kind of layer. Prompts are left-padded."""
-
-    supports_refill = False
+    """A cache with one row per completion, for any kind of layer. Prompts are left-padded; so are rows that are read later than
+    others, whose keys end in the same column."""
 
     def __init__(self, model: nn.Module, pad: int, needs_equal_lengths: bool = False) -> None:
         """
@@ -71,6 +79,10 @@ class PlainDecodeCache:
         self.rows, self.cache, self.attention, self.used = torch.empty(0), dict[str, Any](), torch.empty(0), 0
 
     @property
+    def supports_refill(self) -> bool:
+        return not self.needs_equal_lengths and all(can_append_rows(cache) for cache in self.cache.values())
+
+    @property
     def batch_size(self) -> int:
         return len(self.attention)
 
@@ -80,10 +92,25 @@ class PlainDecodeCache:
         out, mask = prefill(self.model, prompts, self.pad, media)
         name, cache = get_cache(out, self.model)
         repeat_rows(cache, repeats, max_tokens)
-        self.cache, self.used = {name: cache}, mask.shape[1]
-        self.attention = F.pad(mask, (0, max_tokens), value=1).repeat_interleave(repeats, 0)
+        attention, width = mask.repeat_interleave(repeats, 0), mask.shape[1]
+        if not self.cache:
+            self.cache, self.used = {name: cache}, width
+        else:
+            attention = self._append(self.cache[name], cache, attention)
+            max_tokens = max(max_tokens, self.attention.shape[1] - self.used)
+            self.used = attention.shape[1]
+        self.attention = F.pad(attention, (0, max_tokens), value=1)
         self.rows = torch.arange(len(self.attention), device=self.device)
-        return out.logits[:, -1].repeat_interleave(repeats, 0), self.used
+        return out.logits[:, -1].repeat_interleave(repeats, 0), width
+
+    def _append(self, cache: Any, other: Any, attention: Tensor) -> Tensor:
+        """Append the rows of `other` to those that are active in `cache`; return the mask of all columns that any of them has."""
+        select_rows(cache, self.rows)
+        active = self.attention[self.rows, : self.used]
+        active = active[:, int(active.argmax(1).min()) :]  # without the columns of rows that have ended
+        width = max(active.shape[1], attention.shape[1])
+        append_rows(cache, other, (active.shape[1], attention.shape[1]), width)
+        return torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in (active, attention)])
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         for cache in self.cache.values():
@@ -193,6 +220,11 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.keys, self.values = self._views()
 
+    def replace(self, key_buffer: Tensor, value_buffer: Tensor, length: int) -> None:
+        """Use these buffers, of which `length` columns are used."""
+        self.key_buffer, self.value_buffer, self.length = key_buffer, value_buffer, length
+        self.keys, self.values = self._views()
+
     def _views(self) -> tuple[Tensor, Tensor]:
         return self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
 
@@ -290,6 +322,53 @@ def select_rows(cache: Any, rows: Tensor) -> None:
         if hasattr(layer, "reorder_cache"):
             layer.reorder_cache(rows)
     _select_linear_states(cache, rows)
+
+
+_APPENDABLE = (PreallocatedLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
+def can_append_rows(cache: Any) -> bool:
+    """Return whether `append_rows` can handle every layer: full attention, states, or both."""
+    if hasattr(cache, "linear_cache"):
+        return False
+    return all(type(layer) in _APPENDABLE or not getattr(layer, "is_initialized", True) for layer in cache.layers)
+
+
+def append_rows(cache: Any, other: Any, lengths: tuple[int, int], width: int) -> None:
+    """Append the rows of another cache of the same model, all columns padded on the left to `width`.
+
+    Args:
+        lengths: How many columns, the last ones, to keep of the keys of each.
+    """
+    for layer, added in zip(cache.layers, other.layers, strict=True):
+        if isinstance(layer, LinearAttentionLayer):
+            for states in ("conv_states", "recurrent_states"):
+                for i, state in getattr(layer, states).items():
+                    if isinstance(state, Tensor):
+                        getattr(layer, states)[i] = torch.cat([state, getattr(added, states)[i]])
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            pairs = zip((layer, added), lengths, strict=True)
+            columns = [tuple(x[:, :, x.shape[2] - n :] for x in (part.keys, part.values)) for part, n in pairs]
+            keys, values = (_join_rows([part[i] for part in columns], width) for i in range(2))
+            if isinstance(layer, PreallocatedLayer):
+                layer.replace(keys, values, width)
+            else:
+                layer.keys, layer.values = keys[:, :, :width], values[:, :, :width]
+    if isinstance(cache, CountingCache):
+        cache.length = width
+
+
+def _join_rows(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Return [Σ N, H, width + more, D]: the rows of all parts [N, H, L, D], padded with 0 on the left; the rest is for later."""
+    rows = sum(map(len, parts))
+    joined = parts[0].new_empty(rows, parts[0].shape[1], width + GROWTH_TOKENS, parts[0].shape[3])
+    start = 0
+    for part in parts:
+        block, pad = joined[start : start + len(part)], width - part.shape[2]
+        block[:, :, :pad] = 0
+        block[:, :, pad:width] = part
+        start += len(part)
+    return joined
 
 
 def _select_linear_states(cache: Any, rows: Tensor) -> None:
