@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -237,6 +238,10 @@ def test_fine_tuning_trains_adapters_and_resumes(run: pg.Run, tmp_path: Path) ->
     assert replace(config, lr=None).resolve().lr == pytest.approx(1e-4)
 
 
+@pytest.mark.skipif(
+    Version(tf.__version__) < Version("5.23"),
+    reason="transformers 5.17 loads adapters without a head beside them: refused",
+)
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_reward_model_trains_adapters_and_its_head(run: pg.Run, tmp_path: Path, dtype: str) -> None:
     pairs = [{"prompt": f"{a} =", "chosen": str(a), "rejected": f"{a}!"} for a in range(16)]

@@ -26,6 +26,7 @@ from policygrad.errors import ConfigError
 from policygrad.models.traits import adapter_configs
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_WHOLE = "embedding_rowwise"  # of embeddings, in transformers before 5.23: they are not divided here
 _HINT = "set learner.tensor_parallel=1, which shards the weights too"
 
 
@@ -37,7 +38,7 @@ def resolve_tp_plan(model: Any) -> dict[str, str]:
     for name, _ in model.named_modules():
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
         style = next((style for key, style in plan.items() if pattern == key or pattern.endswith(f".{key}")), None)
-        if style is not None:
+        if style is not None and style != _WHOLE:
             styles[name] = style
     return styles
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -76,6 +76,12 @@ class Network:
 
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
+        if part.path and part.journey is not None and self.use_tree and self.reads_segments:
+            return part.journey.read(self, get_backbone(self.model), part)
+        return self.read_states(part)
+
+    def read_states(self, part: Pack, backbone: nn.Module | None = None) -> Tensor:
+        """Return them for a pack that is read as a whole; of another backbone [u, H] its last hidden states."""
         if self.routing is not None:  # stays set for activations that the backward pass recomputes
             routes = part.routes
             if routes is not None and not self.use_tree:
@@ -83,6 +89,8 @@ class Network:
             self.routing.replay(routes, None if routes is None else self._counts(part))
         if self.load is not None:
             self.load.weigh(self._counts(part))
+        if backbone is not None:
+            return _hidden_states(backbone, *self.call(part))
         read = self._read_prefixes(part, get_backbone(self.model) if self.split_head else self.model)
         return self.states_at(*self.call(part)) if read is None else read
 
@@ -102,6 +110,21 @@ class Network:
         output = "last_hidden_state" if is_hidden else "logits"
         weigh = None if self.load is None else self.load.weigh
         return None if plan is None else read_with_prefixes(network, part, plan, output, weigh)
+
+    @property
+    def reads_segments(self) -> bool:
+        """True if packs may follow a path that is read once for several of them: found by trying it, on the first call."""
+        if not (self.use_tree and self.split_head):
+            return False
+        found: bool | None = self.model.__dict__.get(_SEGMENTS)
+        if found is None:
+            self.model.__dict__[_SEGMENTS] = True  # while it is tried
+            self.model.__dict__[_SEGMENTS] = found = _reads_segments(self)
+        return found
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Enclose passes whose tokens do not count for `load`."""
+        return nullcontext() if self.load is None else self.load.counting(False)
 
     def call(self, part: Pack) -> tuple[Tensor, Inputs]:
         """Return the flat positions of the predicting nodes in the model's output, and the model's inputs."""
@@ -445,49 +468,88 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
 def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator) -> bool:
     """Return whether an evaluator gives the log-probabilities of another, and the gradient of the embeddings, on two small groups;
     with prompts of two lengths as exactly as with equal ones, so that padding is no part of the text."""
-    network = truth.network
-    embeddings = network.model.get_input_embeddings()
-    device, dtype = embeddings.weight.device, embeddings.weight.dtype
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    tokens = torch.randint(network.vocabulary, (6, 5), generator=generator)
-    mask, group = torch.arange(5) < torch.tensor([5, 4, 3, 5, 5, 4])[:, None], torch.arange(6) // 3
-    weight = torch.linspace(-1, 1, mask.numel(), device=device).view(mask.shape)
-
-    def measure(evaluator: Evaluator, pack: Pack) -> tuple[Tensor, Tensor]:
-        read = list[tuple[Tensor, Tensor]]()
-
-        def observe(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-            read.append((args[0], out.detach().requires_grad_()))
-            return read[-1][1]
-
-        handle = embeddings.register_forward_hook(observe)
-        try:
-            with torch.enable_grad():
-                logp = evaluator(pack)
-                gradients = torch.autograd.grad((weight * logp).sum(), [x for _, x in read])
-        finally:
-            handle.remove()
-        kinds, place = torch.unique(torch.cat([ids.flatten() for ids, _ in read]), return_inverse=True)
-        total = torch.zeros(len(kinds), gradients[0].shape[-1], device=device)
-        return logp.float(), total.index_add_(0, place, torch.cat([x.flatten(0, 1) for x in gradients]).float())
-
     gaps = list[float]()
     try:
         for lengths in _CHECKED_PROMPTS:
-            prompts = tuple(torch.randint(network.vocabulary, (n,), generator=generator) for n in lengths)
-            batch = Batch(mask=mask, group=group, reward=torch.zeros(6), tokens=tokens, prompts=prompts)
-            (pack,) = (pack.to(device) for pack in pack_micro_batches(batch, torch.arange(6), 10**6))
-            (logp, gradient), (expected, exact) = measure(evaluator, pack), measure(truth, pack)
-            gaps.append(float((logp - expected).abs().max()))
-            error = max(float((a - b).norm() / b.norm()) for a, b in ((logp, expected), (gradient, exact)))
-            if not error <= (0.05 if is_half else 1e-4):
+            batch = _draw_batch(truth.network, generator, lengths)
+            results = [
+                _measure(x, batch, pack_micro_batches(batch, torch.arange(6), 10**6)) for x in (evaluator, truth)
+            ]
+            gaps.append(float((results[0][0] - results[1][0]).abs().max()))
+            if not _are_close(results[0], results[1], truth.network):
                 return False
     except Exception:  # architectures raise all kinds of errors for a call that they do not support
         return False
     equal, padded = gaps
-    return padded <= 10 * max(equal, torch.finfo(dtype).eps)
+    return padded <= 10 * max(equal, torch.finfo(truth.network.model.get_input_embeddings().weight.dtype).eps)
 
 
+@torch.no_grad()
+def _reads_segments(network: Network) -> bool:
+    """Return whether texts in segments have the log-probabilities of whole texts, and the gradient of their embeddings."""
+    evaluator, generator = Evaluator(replace(network, load=None, routing=None), 1.0), torch.Generator().manual_seed(0)
+    batch = _draw_batch(network, generator, (66, 19))
+    try:
+        with short_windows(network.model) as has_windows:
+            for _ in range(1 + has_windows):
+                whole, cut = (
+                    _measure(evaluator, batch, pack_micro_batches(batch, torch.arange(6), budget, segments=True))
+                    for budget in (10**6, 13)
+                )
+                if not _are_close(cut, whole, network):
+                    return False
+    except Exception:  # architectures raise all kinds of errors for a call that they do not support
+        return False
+    return True
+
+
+def _draw_batch(network: Network, generator: torch.Generator, lengths: tuple[int, int]) -> Batch:
+    """Return two groups of three completions of random tokens, after prompts of these lengths."""
+    tokens = torch.randint(network.vocabulary, (6, 5), generator=generator)
+    mask, group = torch.arange(5) < torch.tensor([5, 4, 3, 5, 5, 4])[:, None], torch.arange(6) // 3
+    prompts = tuple(torch.randint(network.vocabulary, (n,), generator=generator) for n in lengths)
+    return Batch(mask=mask, group=group, reward=torch.zeros(6), tokens=tokens, prompts=prompts)
+
+
+def _measure(evaluator: Evaluator, batch: Batch, packs: Iterable[Pack]) -> tuple[Tensor, Tensor]:
+    """Return log π [6, 5] and the gradient of the embedding of each token id, of a weighted sum of it; that of no weight."""
+    embeddings = evaluator.network.model.get_input_embeddings()
+    device, read = embeddings.weight.device, list[tuple[Tensor, Tensor]]()
+    weights = torch.linspace(-1, 1, batch.mask.numel(), device=device).view(batch.mask.shape)
+
+    def observe(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        read.append((args[0], out.detach().requires_grad_()))
+        return read[-1][1]
+
+    handle = embeddings.register_forward_hook(observe)
+    trained = [p for p in evaluator.model.parameters() if p.requires_grad]
+    logp = torch.zeros(batch.mask.shape, device=device)
+    try:
+        for p in trained:
+            p.requires_grad_(False)
+        with torch.enable_grad():
+            for pack in packs:
+                pack = pack.to(device)
+                result = evaluator(pack)
+                torch.autograd.backward((weights[pack.rows] * result).sum())
+                logp[pack.rows] = result.detach().float()
+    finally:
+        handle.remove()
+        for p in trained:
+            p.requires_grad_()
+    kinds, place = torch.unique(torch.cat([ids.flatten() for ids, _ in read]), return_inverse=True)
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for _, x in read]
+    total = torch.zeros(len(kinds), gradients[0].shape[-1], device=device)
+    return logp, total.index_add_(0, place, torch.cat([x.flatten(0, 1) for x in gradients]).float())
+
+
+def _are_close(results: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], network: Network) -> bool:
+    dtype = network.model.get_input_embeddings().weight.dtype
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(results, truth, strict=True))
+    return error <= (0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-4)
+
+
+_SEGMENTS = "_policygrad_reads_segments"  # in a model, what `Network.reads_segments` has found
 _CHECKED_PROMPTS = ((70, 70), (70, 3))
 """Tokens of two prompts, beyond the blocks of 64 of delta rules, and with as much padding."""
 

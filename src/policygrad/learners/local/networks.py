@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,13 +58,18 @@ class TrainedNetworks:
         dummy_pass = dummy_pass or self.dummy_pass(self.policy)
         return self.division.micro_batches(batch, self.config, self.policy.model, dummy_pass, **options)
 
+    @property
+    def reads_segments(self) -> bool:
+        """True if micro-batches may follow what has been read before."""
+        if self.config.compile or self.balance is not None or type(self.division) is not WorkDivision:
+            return False
+        return self.policy.network.reads_segments
+
     def dummy_pass(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
         """Return a pass of the evaluator that adds nothing to any gradient."""
 
         def run(part: Pack) -> None:
-            load = evaluator.network.load
-            uncounted = nullcontext() if load is None else load.counting(False)
-            with uncounted, backward_mode(evaluator.model, self.config.gradient_checkpointing):
+            with evaluator.network.uncounted(), backward_mode(evaluator.model, self.config.gradient_checkpointing):
                 backward_zero(evaluator.forward(part, needs, self.old, self.reference, alpha=self.alpha).logp)
 
         return run
@@ -90,7 +95,8 @@ class TrainedNetworks:
         names = ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         outputs = {name: empty.clone() for name in names}
-        for part in self.micro_batches(batch, dummy_pass=self.dummy_pass(evaluator, needs)):
+        dummy_pass = self.dummy_pass(evaluator, needs)
+        for part in self.micro_batches(batch, dummy_pass, segments=self.reads_segments):
             with span("forward", completions=part.completions):
                 work = partial(evaluator.forward, part.to(self.device), needs, self.old, self.reference)
                 out = self.run_compiled(work)

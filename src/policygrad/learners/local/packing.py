@@ -21,6 +21,7 @@ from policygrad.core.media import Media, TextMedia, select_media
 from policygrad.core.metrics import Metrics
 from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
+from policygrad.learners.local.segments import Journey, PassPlan, Segment, mark_predicting, plan_passes
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
 
 T = TypeVar("T")
@@ -198,6 +199,10 @@ class Pack:
     """The pictures of each distinct text, with `slots`."""
     reference: Pack | None = None
     """The same completions in the same order after the prompts that π_ref reads; None = the same texts."""
+    path: tuple[Segment, ...] = ()
+    """What all texts begin with that may be read once for several packs, the first nodes; a pack can also be read as a whole."""
+    journey: Journey | None = None
+    """Reads paths, with `path`."""
 
     @property
     def num_nodes(self) -> int:
@@ -246,7 +251,9 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
     return config.resolve_micro_tokens(parameters[0].device, sum(p.numel() for p in parameters))
 
 
-def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
+def pack_micro_batches(
+    batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False, segments: bool = False
+) -> Iterator[Pack]:
     """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion;
     a budget of 0: one completion each.
 
@@ -254,16 +261,39 @@ def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: 
     takes most of the budget or more, others that share two thirds of their tokens with it may add half as much again, as they
     would read them anew otherwise.
 
+    Args:
+        segments: What several packs begin with, and what is too long for one, is a `Pack.path`, if that saves something. When the
+            last pack's backward pass is done, the next call of the iterator adds what is left of the gradients.
+
     Raises:
         DataError: The batch has no tokens or prompts.
     """
-    return pack_texts(batch, TokenSequences.of(batch, rows), budget, groups=batch.group if keep_groups else None)
+    texts = TokenSequences.of(batch, rows)
+    if segments and not keep_groups and not batch.has_media and len(texts.rows):
+        texts, units = _sort_by_unit(texts)
+        plans = plan_passes(texts.lengths, texts.shared_prefix_lengths(), units, budget)
+        if plans is not None:
+            return _pack_passes(batch, texts, plans)
+    return pack_texts(batch, texts, budget, groups=batch.group if keep_groups else None)
 
 
-def pack_with_reference(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
+def _pack_passes(batch: Batch, texts: TokenSequences, plans: Sequence[PassPlan]) -> Iterator[Pack]:
+    """Lay out planned passes, all before the first is read: a segment must know which of its tokens predict something."""
+    packs = [replace(_layout_tree(batch, texts[plan.texts]), path=plan.path) for plan in plans]
+    for pack in packs:
+        mark_predicting(pack.path, pack.predicting_nodes.numpy())
+    journey = Journey(max((plan.path[-1].end for plan in plans if plan.path), default=0))
+    for pack in packs:
+        yield replace(pack, journey=journey)
+    journey.finish()
+
+
+def pack_with_reference(
+    batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False, segments: bool = False
+) -> Iterator[Pack]:
     """Pack completions so that also what π_ref reads, each completion after its own prompt, has at most `budget` nodes."""
     if not batch.reference_prompts:
-        yield from pack_micro_batches(batch, rows, budget, keep_groups=keep_groups)
+        yield from pack_micro_batches(batch, rows, budget, keep_groups=keep_groups, segments=segments)
         return
     read = batch.as_reference_reads()
     texts = TokenSequences.of(read, rows)
@@ -280,10 +310,7 @@ def pack_texts(batch: Batch, texts: TokenSequences, budget: int, *, groups: Tens
     """Pack the texts of a batch's completions in the same way; `groups` [B], which are not split, if there are such."""
     if not len(texts.rows):
         return
-    texts = texts.sort()
-    unit = texts.first_occurrence if groups is None else groups.numpy()[texts.rows]
-    order = np.argsort(unit, kind="stable")  # bring together what must not be split
-    texts, unit = texts[order], unit[order]
+    texts, unit = _sort_by_unit(texts, groups)
     shared = texts.shared_prefix_lengths()
     new_tokens = texts.lengths - shared
     begins = np.flatnonzero(np.diff(unit, prepend=-1))
@@ -299,6 +326,14 @@ def pack_texts(batch: Batch, texts: TokenSequences, budget: int, *, groups: Tens
             limit = max(budget, more * 3 // 2) if budget else 0
         used += more
     yield _layout_tree(batch, texts[start:])
+
+
+def _sort_by_unit(texts: TokenSequences, groups: Tensor | None = None) -> tuple[TokenSequences, Ints]:
+    """Sort texts; bring together what must not be split, and return its number [n] for each text."""
+    texts = texts.sort()
+    unit = texts.first_occurrence if groups is None else groups.numpy()[texts.rows]
+    order = np.argsort(unit, kind="stable")
+    return texts[order], unit[order]
 
 
 def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
@@ -392,14 +427,17 @@ class WorkDivision:
         rows: Tensor | None = None,
         keep_groups: bool = False,
         with_reference: bool = False,
+        segments: bool = False,
     ) -> Iterator[Pack]:
         """Iterate over this process's micro-batches of the completions `rows` (None = all) for a model.
 
         `dummy_pass` is a pass like those the micro-batches are for, which adds nothing. `with_reference`: π_ref is evaluated in the
-        same passes.
+        same passes. `segments`: see `pack_micro_batches`; several processes, which make equally many passes, know none.
         """
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        pack = pack_with_reference if with_reference else pack_micro_batches
+        pack: Callable[..., Iterator[Pack]] = pack_with_reference if with_reference else pack_micro_batches
+        if segments and type(self) is WorkDivision:
+            pack = partial(pack, segments=True)
         make_packs = partial(pack, batch, rows, keep_groups=keep_groups)
         device, budget = next(model.parameters()).device, micro_batch_tokens(config, model)
         return self.divide(make_packs, budget, lambda part: dummy_pass(part.to(device)), lambda part: part.num_nodes)

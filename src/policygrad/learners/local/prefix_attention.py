@@ -4,8 +4,8 @@ A softmax over all keys is that of its parts, merged by their log-sums:
 
     out = Σ_i exp(lse_i − lse) · out_i,   lse = log Σ_i exp(lse_i)
 
-With `out` and `lse` known, the gradient of a part needs nothing of the others: P = exp(s − lse), ds = P ∘ (dP − Σ dout ∘ out). So the
-beginning is read where it lies, once for all texts and without a copy for each head, and its gradients are added up where they belong.
+With `out` and `lse` known, the gradient of a part needs nothing of the others: P = exp(s − lse), ds = P ∘ (dP − Σ dout ∘ out). So
+the beginning is read where it lies, once for all texts and without a copy for each head, and its gradients are added up there.
 Source: Juravsky et al. 2024 (Hydragen), arXiv:2402.05099, sec. 3.1; Liu et al. 2023 (ring attention), arXiv:2310.01889, for the
 gradient by parts.
 """
@@ -99,8 +99,8 @@ class _Parts:
     scale: float
 
     def beginning(self, device: torch.device) -> tuple[slice, Tensor | None, Tensor | None]:
-        """Return the kept tokens that some node sees, the nodes [n] that see any (None = all), and their mask [1, 1, n, k] (None = they
-        see all)."""
+        """Return the kept tokens that some node sees, the nodes [n] that see any (None = all), and their mask [1, 1, n, k] (None =
+        they see all)."""
         window, length = self.window, self.length
         depth = torch.from_numpy(self.tree.depths()).to(device)
         if window is None or window > length + int(self.tree.lengths.max()) - 1:
@@ -133,7 +133,9 @@ class _AttendAfter(torch.autograd.Function):
             places = slice(None) if nodes is None else nodes
             own, own_lse = out[:, :, places], lse[:, :, places]
             total = torch.logaddexp(own_lse, before_lse)
-            out[:, :, places] = own * (own_lse - total).exp()[..., None] + before * (before_lse - total).exp()[..., None]
+            out[:, :, places] = (
+                own * (own_lse - total).exp()[..., None] + before * (before_lse - total).exp()[..., None]
+            )
             lse[:, :, places] = total
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -191,17 +193,17 @@ def _attend(
     """Return [b, H, m, D] attention and [b, H, m] its log-sum, of q [b, H, m, D] to k and v [b, h, n, D], h ≤ H.
 
     Args:
-        mask: [b or 1, 1, m, n] True = visible; None = all, or with `is_causal` those up to the query's own position. A query sees at
-            least one key.
+        mask: [b or 1, 1, m, n] True = visible; None = all, or with `is_causal` those up to the query's own position. A query sees
+            at least one key.
     """
-    q, k, v, mask, unfold = _fold_heads(q, k, v, mask, is_causal)
+    q, k, v, folded_mask, unfold = _fold_heads(q, k, v, mask, is_causal)
     if _has_kernel(q, v):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(q, k, v, 0.0, is_causal, attn_mask=_as_bias(mask, q), scale=scale)
+        out, lse = kernel(q, k, v, 0.0, is_causal, attn_mask=_as_bias(folded_mask, q), scale=scale)
         return unfold(out), unfold(lse)
     out, lse = v.new_empty(*q.shape[:3], v.shape[3]), at_least_float32(q[..., 0]).clone()
     for rows in _chunks(q, k):
-        scores = _scores(q, k, mask, scale, is_causal, rows)
+        scores = _scores(q, k, folded_mask, scale, is_causal, rows)
         lse[:, :, rows] = scores.logsumexp(-1)
         out[:, :, rows] = (scores - lse[:, :, rows, None]).exp_().to(v.dtype) @ v
     return unfold(out), unfold(lse)
@@ -254,8 +256,12 @@ def _fold_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal:
         return q, k, v, mask, lambda x: x
     length = q.shape[2]
     folded = q.reshape(q.shape[0], k.shape[1], shared * length, q.shape[3])
-    return folded, k, v, None if mask is None else mask.repeat(1, 1, shared, 1), (
-        lambda x: x.reshape(x.shape[0], heads, length, *x.shape[3:])
+    return (
+        folded,
+        k,
+        v,
+        None if mask is None else mask.repeat(1, 1, shared, 1),
+        (lambda x: x.reshape(x.shape[0], heads, length, *x.shape[3:])),
     )
 
 
@@ -280,6 +286,5 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, is_causal: bool, rows: slice) -> Tensor:
     """Return [b, h, m, n] in float32 or better, −∞ where nothing is seen."""
     scores = at_least_float32(q[:, :, rows] @ k.mT).mul_(scale)
-    if is_causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()[None, None]
-    return scores if mask is None else scores.masked_fill_(~mask[:, :, rows], -torch.inf)
+    visible = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_()[None, None] if is_causal else mask
+    return scores if visible is None else scores.masked_fill_(~visible[:, :, rows], -torch.inf)

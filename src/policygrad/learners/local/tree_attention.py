@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -60,11 +60,14 @@ class AttentionTree:
     lengths: Ints  # [S] tokens of each text
     shared: Ints  # [S] how many of them, from the first, belong to an earlier text; never all
     convert: Callable[[Tensor], Tensor] = lambda x: x  # moves what is made to the device
+    attend: Callable[..., Tensor | None] | None = None
+    """Attends to what the texts follow, too: takes the arguments of an attention function and this tree; returns [1, H, N, width],
+    or None where they follow nothing. None = they follow nothing."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> AttentionTree:
         """Return the tree with every tensor replaced."""
         convert = self.convert
-        return AttentionTree(self.paths, self.lengths, self.shared, lambda x: function(convert(x)))
+        return replace(self, convert=lambda x: function(convert(x)))
 
     @property
     def masked_scores(self) -> int:
@@ -239,6 +242,8 @@ def tree_attention(
     """
     if tree is None:
         return attend(module, query, key, value, attention_mask, **options)
+    if tree.attend is not None and (followed := tree.attend(module, query, key, value, tree, **options)) is not None:
+        return followed.transpose(1, 2), None
     window, has_sinks = options.get("sliding_window"), options.get("s_aux") is not None
     if use_flex and not has_sinks and tree.masked_scores >= FLEX_SCORES and is_flex_possible(query):
         out = flex_attention(query, key, value, tree, options.get("scaling"), window)

@@ -328,10 +328,10 @@ _APPENDABLE = (PreallocatedLayer, LinearAttentionLayer, LinearAttentionAndFullAt
 
 
 def can_append_rows(cache: Any) -> bool:
-    """Return whether `append_rows` can handle every layer: full attention, states, or both."""
+    """Return whether `append_rows` can handle every layer: full attention, states, both, or nothing at all."""
     if hasattr(cache, "linear_cache"):
         return False
-    return all(type(layer) in _APPENDABLE or not getattr(layer, "is_initialized", True) for layer in cache.layers)
+    return all(type(layer) in _APPENDABLE or getattr(layer, "keys", layer) is None for layer in cache.layers)
 
 
 def append_rows(cache: Any, other: Any, lengths: tuple[int, int], width: int) -> None:
@@ -346,7 +346,7 @@ def append_rows(cache: Any, other: Any, lengths: tuple[int, int], width: int) ->
                 for i, state in getattr(layer, states).items():
                     if isinstance(state, Tensor):
                         getattr(layer, states)[i] = torch.cat([state, getattr(added, states)[i]])
-        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        if isinstance(layer, DynamicLayer) and layer.keys is not None:
             pairs = zip((layer, added), lengths, strict=True)
             columns = [tuple(x[:, :, x.shape[2] - n :] for x in (part.keys, part.values)) for part, n in pairs]
             keys, values = (_join_rows([part[i] for part in columns], width) for i in range(2))

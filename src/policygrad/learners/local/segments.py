@@ -1,0 +1,290 @@
+"""Reading a long text, or many texts after a long beginning, in segments: memory grows with length by keys and values alone.
+
+A tree of texts is cut: what several passes follow is a path of segments, and each pass reads a small tree behind a path. A
+segment is read once without a graph and leaves its keys and values, and the states that predict something. Passes take these as
+leaves. When the last pass behind a segment is done, the segment is read again with a graph, and one backward pass takes the
+gradients that its keys, values and states have received. So what passes read is computed once, and what they follow twice, as
+checkpoints do; a gradient is that of whole texts. Source: the chain rule; arXiv:2606.01143 schedules the same, text by text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from policygrad.learners.local.prefix_attention import KeptKeys, attend_after
+from policygrad.learners.local.tree_attention import AttentionTree, Ints
+
+if TYPE_CHECKING:
+    from policygrad.learners.local.forward import Network
+    from policygrad.learners.local.packing import Pack
+
+_LEAST_SEGMENT = 64  # tokens: fewer are read again by each pass that follows them
+_UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, which change its scores
+
+
+# Which texts are read in one pass, and what they follow.
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Tokens `begin` to `end` of a path of texts."""
+
+    begin: int
+    end: int
+    predicting: NDArray[np.bool_]
+    """[end − begin] which of them predict a token in some pass; filled while passes are laid out."""
+
+
+@dataclass(frozen=True, eq=False)
+class PassPlan:
+    """Texts that are read in one pass, behind a path."""
+
+    texts: Ints
+    path: tuple[Segment, ...]
+
+
+def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan] | None:
+    """Divide texts into passes of at most `budget` tokens of their own; None where whole texts do as well.
+
+    Args:
+        lengths: [n] tokens of the texts, neighbours of which have the longest common beginnings.
+        shared: [n] how many each has in common with the one before it.
+        units: [n] texts of equal numbers, neighbours, are read in one pass.
+    """
+    if not _saves(lengths, shared, units, budget):
+        return None
+    starts = np.flatnonzero(np.diff(units, prepend=units[0] - 1))
+    return list(_divide(lengths, shared, np.append(starts, len(units)), budget, ()))
+
+
+def _saves(lengths: Ints, shared: Ints, units: Ints, budget: int) -> bool:
+    """Return whether a text is too long for a pass, or passes would read a twentieth of their tokens again."""
+    new = lengths - shared
+    starts = np.flatnonzero(np.diff(units, prepend=units[0] - 1))
+    alone = np.add.reduceat(new, starts) + shared[starts]
+    if budget and alone.max() > budget:
+        return True
+    again, used = 0, 0
+    for start, more in zip(starts.tolist(), np.add.reduceat(new, starts).tolist(), strict=True):
+        if used and used + more > budget:
+            used, common = 0, int(shared[start])
+            again += common if common >= _LEAST_SEGMENT else 0
+            used = common
+        used += more
+    return bool(budget) and again > 0.05 * new.sum()
+
+
+def _divide(lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[Segment, ...]) -> Iterator[PassPlan]:
+    """Divide the units that begin at `starts` (the last entry is their end), all of which follow the path."""
+    first, end = int(starts[0]), int(starts[-1])
+    depth = path[-1].end if path else 0
+    between = shared[first + 1 : end]
+    common = int(min(lengths[first:end].min() - 1, between.min(initial=lengths[first])))
+    tokens = int(lengths[first] + (lengths - shared)[first + 1 : end].sum()) - depth
+    if tokens <= budget:
+        yield PassPlan(np.arange(first, end), path)
+        return
+    is_unit = len(starts) == 2
+    room = min(common, max(depth, depth + tokens - budget)) if is_unit else common
+    if room - depth >= (1 if is_unit else _LEAST_SEGMENT):
+        for begin in range(depth, room, budget):
+            stop = min(begin + budget, room)
+            path = (*path, Segment(begin, stop, np.zeros(stop - begin, dtype=bool)))
+    if is_unit:
+        yield PassPlan(np.arange(first, end), path)
+        return
+    depth = path[-1].end if path else 0
+    # units that go on from one another beyond what all have in common stay together
+    inner = starts[1:-1]
+    least = int(shared[inner].min())
+    bounds = [first, *inner[shared[inner] <= max(least, depth)].tolist(), end]
+    begin, used = first, 0
+    for start, stop in pairwise(bounds):
+        size = int(lengths[start] + (lengths - shared)[start + 1 : stop].sum()) - depth
+        more = size - (max(0, int(shared[start]) - depth) if start > begin else 0)
+        if start > begin and used + more > budget:
+            yield PassPlan(np.arange(begin, start), path)
+            begin, used, more = start, 0, size
+        if more > budget and start == begin:
+            yield from _divide(lengths, shared, starts[(starts >= start) & (starts <= stop)], budget, path)
+            begin, used = stop, 0
+        else:
+            used += more
+    if begin < end:
+        yield PassPlan(np.arange(begin, end), path)
+
+
+# Reading them.
+
+
+@dataclass(frozen=True, eq=False)
+class Journey:
+    """Passes in an order in which each path is walked once, and how far every network has come."""
+
+    capacity: int
+    """Tokens of the longest path."""
+    walks: dict[int, Walk] = field(default_factory=dict)
+
+    def read(self, network: Network, backbone: nn.Module, part: Pack) -> Tensor:
+        """Return [u, H] the backbone's states at `part.predicting_nodes`."""
+        walk = self.walks.get(id(backbone))
+        if walk is None:
+            walk = self.walks[id(backbone)] = Walk(network, backbone, self.capacity, torch.is_grad_enabled())
+        return walk.read(part)
+
+    def finish(self) -> None:
+        """Compute what is left of the gradients."""
+        for walk in self.walks.values():
+            walk.return_to(0)
+        self.walks.clear()
+
+
+@dataclass(eq=False)
+class _Step:
+    """A segment that has been read."""
+
+    segment: Segment
+    part: Pack
+    states: Tensor  # [p, H] a leaf: at its predicting nodes
+
+
+class Walk:
+    """A network on its way along the paths of texts."""
+
+    def __init__(self, network: Network, backbone: nn.Module, capacity: int, learns: bool) -> None:
+        self.network, self.backbone, self.capacity, self.learns = network, backbone, capacity, learns
+        self.steps, self.layers = list[_Step](), dict[nn.Module, KeptKeys]()
+        self.depth = 0
+        """Tokens of the path that what is being read follows."""
+        self.is_storing = False
+        self.computed: list[tuple[KeptKeys, Tensor, Tensor]] | None = None
+        """The keys and values of the segment that is being read again."""
+
+    def read(self, part: Pack) -> Tensor:
+        """Return [u, H] the states at the part's predicting nodes, of the path and its own."""
+        common = 0
+        while common < min(len(self.steps), len(part.path)) and self.steps[common].segment is part.path[common]:
+            common += 1
+        self.return_to(common)
+        for segment in part.path[common:]:
+            self._enter(segment, part)
+        self.depth = part.path[-1].end
+        nodes = part.predicting_nodes
+        inner = nodes[nodes < self.depth]
+        states = [self._read_tree(cut_part(part, self.depth, len(part.ids)))]
+        if len(inner):
+            kept = torch.cat([step.states for step in self.steps])
+            places = np.flatnonzero(np.concatenate([step.segment.predicting for step in self.steps]))
+            index = torch.searchsorted(torch.from_numpy(places).to(inner.device), inner)
+            states.insert(0, kept.index_select(0, index))
+        return torch.cat(states)
+
+    def return_to(self, count: int) -> None:
+        """Leave all but the first `count` segments of the path."""
+        while len(self.steps) > count:
+            step = self.steps.pop()
+            if self.learns:
+                self._differentiate(step)
+
+    def _enter(self, segment: Segment, part: Pack) -> None:
+        self.depth, self.is_storing = segment.begin, True
+        piece = cut_part(part, segment.begin, segment.end, segment.predicting)
+        try:
+            with torch.no_grad(), self.network.uncounted():
+                states = self._read_tree(piece)
+        finally:
+            self.is_storing = False
+        self.steps.append(_Step(segment, piece, states.requires_grad_(self.learns)))
+
+    def _differentiate(self, step: _Step) -> None:
+        """Read a segment again, with a graph, and pass on the gradients that its states, keys and values have received."""
+        self.depth, self.computed = step.segment.begin, []
+        try:
+            with torch.enable_grad():
+                states, computed = self._read_tree(step.part), self.computed
+        finally:
+            self.computed = None
+        pairs = [] if step.states.grad is None else [(states, step.states.grad)]
+        for kept, key, value in computed:
+            pairs += zip((key, value), kept.pop_gradients(step.segment.begin, step.segment.end), strict=True)
+        if pairs := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _read_tree(self, part: Pack) -> Tensor:
+        tree = replace(part.tree, attend=self.attend)
+        return self.network.read_states(replace(part, tree=tree, path=(), journey=None), self.backbone)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tree: AttentionTree,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor | None:
+        """Return [1, H, N, D], or None for nodes that follow nothing; keep what is asked for."""
+        unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
+        if unknown:
+            raise NotImplementedError(f"segments do not know attention with {', '.join(unknown)}")
+        kept = self.layers.get(module)
+        if kept is None:
+            kept = self.layers[module] = KeptKeys.allocate(key, value, self.capacity, self.learns)
+        if self.is_storing:
+            kept.store(key, value, self.depth)
+        if self.computed is not None:
+            self.computed.append((kept, key, value))
+        if self.depth == 0:
+            return None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_after(query, key, value, kept, self.depth, tree, scale=scale, window=sliding_window, sinks=s_aux)
+
+
+def cut_part(part: Pack, begin: int, end: int, predicting: NDArray[np.bool_] | None = None) -> Pack:
+    """Return the nodes `begin` to `end` of a pack as one of their own. All of its texts have the first `begin` in common, and
+    the first `end` if that is not the last.
+
+    Args:
+        predicting: [end − begin] the nodes whose states are wanted; None = those from `begin` on that predict something here.
+    """
+    tree = part.tree
+    if end == len(part.ids):
+        cut = replace(
+            tree,
+            paths=tree.paths[:, begin:] - begin,
+            lengths=tree.lengths - begin,
+            shared=np.maximum(tree.shared - begin, 0),
+        )
+    else:
+        cut = replace(tree, paths=np.arange(end - begin)[None], lengths=np.array([end - begin]), shared=np.array([0]))
+    if predicting is None:
+        nodes = part.predicting_nodes[part.predicting_nodes >= begin] - begin
+    else:
+        nodes = torch.from_numpy(np.flatnonzero(predicting)).to(part.ids.device)
+    return replace(
+        part,
+        ids=part.ids[begin:end],
+        positions=part.positions[begin:end],
+        predicting_nodes=nodes,
+        tree=cut,
+        routes=None if part.routes is None else part.routes[begin:end],
+        reads=part.reads[begin:end],
+        reference=None,
+    )
+
+
+def mark_predicting(path: Sequence[Segment], nodes: Ints) -> None:
+    """Note which nodes of a path predict something: those of a pass, numbered along the path first."""
+    for segment in path:
+        segment.predicting[nodes[(nodes >= segment.begin) & (nodes < segment.end)] - segment.begin] = True
