@@ -168,15 +168,15 @@ class _AttendAfter(torch.autograd.Function):
                 rows = gradient.transpose(1, 2).flatten(0, 1).to(x.dtype)
                 x[0].transpose(0, 1).index_add_(0, nodes.flatten(), rows)
             start = end
-        tokens, nodes, mask = parts.beginning(query.device)
-        if nodes is None or len(nodes):
-            g, q, o, sums = (x if nodes is None else x.index_select(2, nodes) for x in (grad, query, out, lse))
+        tokens, seeing, mask = parts.beginning(query.device)
+        if seeing is None or len(seeing):
+            g, q, o, sums = (x if seeing is None else x.index_select(2, seeing) for x in (grad, query, out, lse))
             k, v = kept.keys[:, :, tokens], kept.values[:, :, tokens]
             gq, gk, gv = _differentiate(g, q, k, v, mask, scale, o, sums)
-            if nodes is None:
+            if seeing is None:
                 dq += gq
             else:
-                dq.index_add_(2, nodes, gq.to(dq.dtype))
+                dq.index_add_(2, seeing, gq.to(dq.dtype))
             if kept.key_gradients is not None and kept.value_gradients is not None:
                 kept.key_gradients[:, :, tokens] += gk
                 kept.value_gradients[:, :, tokens] += gv
@@ -231,7 +231,7 @@ def _differentiate(
         dq, dk, dv = kernel(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
     else:
         delta = (at_least_float32(grad) * out).sum(-1, keepdim=True)
-        dq, dk, dv = torch.empty_like(q), *(at_least_float32(torch.zeros_like(x)) for x in (k, v))
+        dq, dk, dv = (at_least_float32(torch.zeros_like(x)) for x in (q, k, v))
         for rows in _chunks(q, k):
             p = (_scores(q, k, folded_mask, scale, is_causal, rows) - lse[:, :, rows, None]).exp_()
             g = grad[:, :, rows]

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from policygrad.learners.local.prefix_attention import KeptKeys, attend_after
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
+from policygrad.models.loading import at_least_float32
 
 if TYPE_CHECKING:
     from policygrad.learners.local.forward import Network
@@ -33,14 +35,19 @@ _UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, wh
 # Which texts are read in one pass, and what they follow.
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Segment:
-    """Tokens `begin` to `end` of a path of texts."""
+    """Tokens `begin` to `end` of a path of texts, and what passes read of it, which is noted while they are laid out."""
 
     begin: int
     end: int
-    predicting: NDArray[np.bool_]
-    """[end − begin] which of them predict a token in some pass; filled while passes are laid out."""
+    predicting: NDArray[np.bool_] = field(init=False)
+    """[end − begin] which of them predict a token in some pass."""
+    readers: int = 0
+    """Passes in which some of them do."""
+
+    def __post_init__(self) -> None:
+        self.predicting = np.zeros(self.end - self.begin, dtype=bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +104,7 @@ def _divide(lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[
     if room - depth >= (1 if is_unit else _LEAST_SEGMENT):
         for begin in range(depth, room, budget):
             stop = min(begin + budget, room)
-            path = (*path, Segment(begin, stop, np.zeros(stop - begin, dtype=bool)))
+            path = (*path, Segment(begin, stop))
     if is_unit:
         yield PassPlan(np.arange(first, end), path)
         return
@@ -153,7 +160,46 @@ class _Step:
 
     segment: Segment
     part: Pack
-    states: Tensor  # [p, H] a leaf: at its predicting nodes
+    states: Tensor | None  # [p, H] at its predicting nodes; None once no pass will read them
+    readers: int
+    """Passes that will."""
+    gradient: Tensor | None = None
+    """[p, H] of the states, so far."""
+
+    def find_rows(self, nodes: Tensor) -> tuple[slice, Tensor]:
+        """Return which of these nodes of a path, in ascending order, are this segment's, and [k] their rows of the states."""
+        bounds = torch.tensor([self.segment.begin, self.segment.end], device=nodes.device)
+        first, end = torch.searchsorted(nodes, bounds).tolist()
+        places = torch.from_numpy(np.flatnonzero(self.segment.predicting)).to(nodes.device)
+        return slice(first, end), torch.searchsorted(places, nodes[first:end] - self.segment.begin)
+
+
+class _Collect(torch.autograd.Function):
+    """The states of a path at some nodes, before those of a pass. Their gradients stay with the path."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, steps: Sequence[_Step], nodes: Tensor) -> Tensor:
+        ctx.found = [(step, *step.find_rows(nodes)) for step in steps]
+        out = own.new_empty(len(nodes) + len(own), own.shape[1])
+        for step, which, rows in ctx.found:
+            if len(rows) and step.states is not None:
+                torch.index_select(step.states, 0, rows, out=out[which])
+        out[len(nodes) :] = own
+        ctx.count = len(nodes)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        for step, which, rows in ctx.found:
+            if len(rows) and step.states is not None:
+                if step.gradient is None:
+                    step.gradient = at_least_float32(torch.zeros_like(step.states))
+                step.gradient.index_add_(0, rows, grad[which].to(step.gradient.dtype))
+                step.readers -= 1
+                if not step.readers:
+                    step.states = None
+        return grad[ctx.count :], None, None
 
 
 class Walk:
@@ -179,13 +225,8 @@ class Walk:
         self.depth = part.path[-1].end
         nodes = part.predicting_nodes
         inner = nodes[nodes < self.depth]
-        states = [self._read_tree(cut_part(part, self.depth, len(part.ids)))]
-        if len(inner):
-            kept = torch.cat([step.states for step in self.steps])
-            places = np.flatnonzero(np.concatenate([step.segment.predicting for step in self.steps]))
-            index = torch.searchsorted(torch.from_numpy(places).to(inner.device), inner)
-            states.insert(0, kept.index_select(0, index))
-        return torch.cat(states)
+        own = self._read_tree(cut_part(part, self.depth, len(part.ids)))
+        return _Collect.apply(own, self.steps[:], inner) if len(inner) else own  # type: ignore[no-untyped-call]
 
     def return_to(self, count: int) -> None:
         """Leave all but the first `count` segments of the path."""
@@ -202,7 +243,7 @@ class Walk:
                 states = self._read_tree(piece)
         finally:
             self.is_storing = False
-        self.steps.append(_Step(segment, piece, states.requires_grad_(self.learns)))
+        self.steps.append(_Step(segment, piece, states, segment.readers))
 
     def _differentiate(self, step: _Step) -> None:
         """Read a segment again, with a graph, and pass on the gradients that its states, keys and values have received."""
@@ -212,7 +253,7 @@ class Walk:
                 states, computed = self._read_tree(step.part), self.computed
         finally:
             self.computed = None
-        pairs = [] if step.states.grad is None else [(states, step.states.grad)]
+        pairs = [] if step.gradient is None else [(states, step.gradient.to(states.dtype))]
         for kept, key, value in computed:
             pairs += zip((key, value), kept.pop_gradients(step.segment.begin, step.segment.end), strict=True)
         if pairs := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
@@ -287,4 +328,6 @@ def cut_part(part: Pack, begin: int, end: int, predicting: NDArray[np.bool_] | N
 def mark_predicting(path: Sequence[Segment], nodes: Ints) -> None:
     """Note which nodes of a path predict something: those of a pass, numbered along the path first."""
     for segment in path:
-        segment.predicting[nodes[(nodes >= segment.begin) & (nodes < segment.end)] - segment.begin] = True
+        inner = nodes[(nodes >= segment.begin) & (nodes < segment.end)] - segment.begin
+        segment.predicting[inner] = True
+        segment.readers += bool(len(inner))
