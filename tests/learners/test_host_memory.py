@@ -68,7 +68,7 @@ def list_optimizers(learner: LocalLearner) -> list[Optimizer]:
 def resident_bytes(optimizer: Optimizer) -> int:
     """Bytes of its moments, and of masters that are not the model's own parameters."""
     own = [m for n, m in optimizer.masters.items() if m is not optimizer.parameters[n]]
-    moments = [x for state in optimizer.adam.state.values() for x in state.values() if x.ndim]
+    moments = [x for state in optimizer.rules[0].state.values() for x in state.values() if x.ndim]
     return sum(x.untyped_storage().nbytes() for x in (*own, *moments))
 
 

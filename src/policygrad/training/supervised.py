@@ -28,7 +28,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.expert_balance import find_expert_balance
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, choose_kernels, recompute_activations
-from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
+from policygrad.learners.local.optimizer import MOMENT_PREFIXES, Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.models.adapters import describe_adapters
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
@@ -423,5 +423,5 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
 
 def _split_learner_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> SavedState:
     """Return a checkpoint's part for the learner, with the values that a learner in several processes also expects."""
-    learner_tensors = {name: x for name, x in tensors.items() if name.startswith(("weights/", "adam/"))}
+    learner_tensors = {name: x for name, x in tensors.items() if name.startswith(("weights/", *MOMENT_PREFIXES))}
     return learner_tensors, {"optimizer": state["optimizer"], "rollouts": 0, "refreshed": False}

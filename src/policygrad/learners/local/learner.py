@@ -45,7 +45,7 @@ AUXILIARY_PREFIXES = ("critic/", "reward_model/", "reference/")
 
 
 class LocalLearner:
-    """AdamW on a model in this process, with packed micro-batches and a reference model only if the algorithm needs one."""
+    """Updates a model in this process, with packed micro-batches and a reference model only if the algorithm needs one."""
 
     division = WorkDivision()
     supports_snapshots = True
