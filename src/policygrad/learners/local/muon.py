@@ -1,7 +1,8 @@
 """Muon: hidden matrices move along their orthogonalised momentum, and all other parameters by AdamW.
 
-Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The step is that of `torch.optim.Muon`, bit for bit on one matrix.
-It is written out here because torch's takes neither stacked experts nor sharded matrices. A step is as long as one of AdamW, 0.2
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The step is that of `torch.optim.Muon`, bit for bit in bf16. It is
+written out here because torch's takes neither stacked experts nor sharded matrices, and computes in bf16 on devices too that have no
+instructions for it, where that takes a hundred times as long as their own precision. A step is as long as one of AdamW, 0.2
 per weight (root mean square), so that its learning rate carries over (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.optimizer import make_adamw
 from policygrad.models.replica import full_tensor, local_tensor, redistribute_like, take_shard
+from policygrad.utils.devices import multiplies_in_bf16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration x ← a·x + b·x³ + c·x⁵ on singular values (Jordan et al. 2024)."""
@@ -32,7 +34,10 @@ def build_muon(
     """Return Muon on the hidden matrices, and AdamW on the other parameters, if there are some."""
     hidden = find_hidden_matrices(model, masters)
     groups = [m for n, m in masters.items() if n in hidden], [m for n, m in masters.items() if n not in hidden]
-    muon = [Muon(groups[0], lr, config.momentum, config.weight_decay)] if groups[0] else []
+    muon = []
+    if groups[0]:
+        dtype = torch.bfloat16 if multiplies_in_bf16(str(groups[0][0].device)) else groups[0][0].dtype
+        muon = [Muon(groups[0], lr, config.momentum, config.weight_decay, dtype)]
     return [*muon, *([make_adamw(groups[1], config, lr)] if groups[1] else [])]
 
 
@@ -64,8 +69,17 @@ def find_hidden_matrices(model: nn.Module, masters: Mapping[str, Tensor]) -> set
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov's momentum, on matrices [out, in] and stacks of them [experts, out, in], which may be sharded."""
 
-    def __init__(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """dtype: The precision of the orthogonalisation."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -83,16 +97,16 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(gradient, 1 - momentum)
         # every process orthogonalises the full matrix and keeps its part
         ahead = full_tensor(redistribute_like(gradient.lerp(buffer, momentum), p))
-        direction, weight = take_shard(orthogonalise(ahead), p), local_tensor(p)
+        direction, weight = take_shard(orthogonalise(ahead.to(self.dtype)), p), local_tensor(p)
         weight.mul_(1 - lr * weight_decay)
         weight.add_(direction, alpha=-lr * ADAMW_LENGTH * math.sqrt(max(p.shape[-2:])))
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Return matrices [..., m, n] with the singular vectors of x and singular values near 1, in bf16 (Newton-Schulz)."""
+    """Return matrices [..., m, n] with the singular vectors of x and singular values near 1 (Newton-Schulz)."""
     a, b, c = COEFFICIENTS
     is_tall = x.shape[-2] > x.shape[-1]
-    y = x.bfloat16().mT if is_tall else x.bfloat16()
+    y = x.mT if is_tall else x
     y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=_MIN_NORM)
     add_product = torch.addmm if y.ndim == 2 else torch.baddbmm
     for _ in range(ITERATIONS):
