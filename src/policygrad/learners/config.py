@@ -321,6 +321,16 @@ class LearnerConfig:
         return self.micro_tokens or (on_cpu if str(device).startswith("cpu") else 16384)
 
 
+def check_offload(learner: LearnerConfig, optimizer: OptimizerConfig, device: str) -> None:
+    """Raise ConfigError if the learner's device has no memory of its own to take the optimizer's state out of."""
+    sections = {"learner": learner.offload, "optimizer": optimizer.offload}
+    for section in (section for section, is_set in sections.items() if is_set and not device.startswith("cuda")):
+        raise ConfigError(
+            f"{section}.offload moves the optimizer's state from a GPU to this machine's memory, and the learner's device is "
+            f"{device}: leave it out"
+        )
+
+
 def explain_step_size(rule: UpdateRule) -> str:
     """Return what sets the size of the steps of an update rule without a learning rate."""
     if rule.step_size is None:

@@ -24,7 +24,7 @@ from policygrad.checkpoint.manager import SavedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, DataError, PolicygradError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
-from policygrad.learners.config import LearnerConfig
+from policygrad.learners.config import LearnerConfig, check_offload
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.expert_balance import find_expert_balance
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, choose_kernels, recompute_activations
@@ -46,6 +46,7 @@ from policygrad.training.provenance import fingerprint_run
 from policygrad.training.run_folder import check_resumable, config_file
 from policygrad.training.setup import load_row_options
 from policygrad.training.trainer import describe_model
+from policygrad.utils.devices import pick_device
 from policygrad.utils.spans import span
 from policygrad.weight_sync.base import copy_weights_
 
@@ -289,6 +290,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
 
     def build(self, stack: ExitStack) -> None:
         config = resolve_config_paths(self.config)
+        check_offload(config.learner, config.optimizer, pick_device(config.learner.device))
         self.objective = self._make_objective(config)
         self.model, self.tokenizer = self.objective.model, self.objective.tokenizer
         self.schedule = BatchSchedule(self.objective.units, config.epochs, config.batch_size, config.seed)

@@ -117,9 +117,9 @@ def quantise(x: Tensor, code: Tensor) -> Moment:
     blocks = math.ceil(columns / BLOCK)
     padded = nn.functional.pad(x.float(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
     scales = padded.abs().amax(2)
-    relative = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]).view(rows, -1)[:, :columns]
+    relative = padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
     codes = torch.bucketize(relative, (code[1:] + code[:-1]) / 2, out_int32=True)
-    return codes.to(torch.uint8), scales
+    return codes.to(torch.uint8).view(rows, -1)[:, :columns], scales
 
 
 def quantise_root(x: Tensor) -> Moment:
