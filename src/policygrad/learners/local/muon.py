@@ -1,7 +1,7 @@
 """Muon: hidden matrices move along their orthogonalised momentum, and all other parameters by AdamW.
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The step is that of `torch.optim.Muon`, bit for bit in bf16. It is
-written out here because torch's takes neither stacked experts nor sharded matrices, and computes in bf16 also on devices that have no
+written out here because torch's takes neither stacked experts nor sharded matrices. It also computes in bf16 on devices without
 instructions for it, where that is many times slower than their own precision. A step is as long as one of AdamW, 0.2 per weight
 (root mean square), so that its learning rate carries over (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 """
