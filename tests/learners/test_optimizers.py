@@ -16,16 +16,14 @@ import policygrad as pg
 from doubles.batches import float_batch
 from doubles.experts import built
 from policygrad.errors import CheckpointError, ConfigError
-from policygrad.learners import optimizers
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local import adamw_8bit, muon, stochastic_rounding
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.optimizers import OPTIMIZERS, OptimizerRow, find_optimizer
+from policygrad.learners.optimizers import OPTIMIZERS
 from policygrad.models.loading import load_model
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.utils.plugins import Plugin
 
 CPU = torch.device("cpu")
 SETTINGS = {
@@ -342,28 +340,7 @@ def test_state_on_the_host_is_refused_without_a_gpu(tmp_path: Path) -> None:
         pg.train(run, display=False)
 
 
-# Other packages
-
-
-def build_signs(
-    model: nn.Module, masters: Mapping[str, Tensor], config: OptimizerConfig, lr: float
-) -> list[torch.optim.Optimizer]:
-    """Steps of the gradient's sign, by an optimizer that keeps nothing."""
-    return [torch.optim.Rprop(list(masters.values()), lr=lr, etas=(0.5, 1.2), step_sizes=(lr, lr))]
-
-
-SIGN_ROW = OptimizerRow(f"{__name__}:build_signs", frozenset(), moment_bytes=8)
-
-
-def test_another_packages_optimizer_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = Plugin("optimizer", "sign", f"{__name__}:SIGN_ROW", "signs 1.0")
-    monkeypatch.setattr(optimizers, "find_plugin", lambda kind, name: plugin if name == "sign" else None)
-    assert find_optimizer("sign").moment_bytes == 8
-    gradients = make_gradients((3, 5), 1)
-    found = train_layer(OptimizerConfig(name="sign"), gradients, lr=0.25)
-    torch.testing.assert_close(found, 1 - 0.25 * gradients[0].sign())
-    with pytest.raises(ConfigError, match=r"optimizer.betas=.* does not act in optimizer.name=sign"):
-        OptimizerConfig(name="sign", betas=(0.5, 0.5))
+# Memory
 
 
 def test_bytes_of_moments_are_those_that_an_optimizer_keeps() -> None:
