@@ -24,6 +24,7 @@ ALGORITHMS = {
     "dr_grpo": pg.DR_GRPO,
     "ppo": replace(pg.PPO, shaping=()),  # with a critic that is a second network
     "prime": replace(pg.PRIME, filters=()),  # with a reward model
+    "average": replace(pg.GRPO, reference=pg.Reference(ema=0.5)),  # of the masters, read between updates
 }
 
 
@@ -77,7 +78,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("dr_grpo", "fp32"), ("ppo", "bf16"), ("prime", "bf16")])
+@pytest.mark.parametrize(("name", "dtype"), [("dr_grpo", "fp32"), ("ppo", "bf16"), ("prime", "bf16"), ("average", "bf16")])
 def test_updates_are_equal_to_the_bit_and_nothing_stays_between_them(name: str, dtype: str, random_model: Path) -> None:
     algorithm = ALGORITHMS[name]
     plain, lent = (make_learner(random_model, algorithm, dtype, offload=offload) for offload in (False, True))
