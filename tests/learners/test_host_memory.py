@@ -78,7 +78,9 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("dr_grpo", "fp32"), ("ppo", "bf16"), ("prime", "bf16"), ("average", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("dr_grpo", "fp32"), ("ppo", "bf16"), ("prime", "bf16"), ("average", "bf16")]
+)
 def test_updates_are_equal_to_the_bit_and_nothing_stays_between_them(name: str, dtype: str, random_model: Path) -> None:
     algorithm = ALGORITHMS[name]
     plain, lent = (make_learner(random_model, algorithm, dtype, offload=offload) for offload in (False, True))

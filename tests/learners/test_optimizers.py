@@ -332,6 +332,12 @@ def test_options_that_contradict_the_learner_or_the_algorithm_are_refused() -> N
         SFTConfig(data="rows.jsonl", optimizer=OptimizerConfig(masters="none")).resolve()
 
 
+def test_weights_without_masters_are_bf16(random_model: Path) -> None:
+    spec = LearnerSpec(pg.DR_GRPO, 1e-2, 8, optimizer=OptimizerConfig(masters="none"))
+    with pytest.raises(ConfigError, match=r"all weights that train are fp32: leave it out, or load the model with"):
+        LocalLearner(load_model(str(random_model), dtype="fp32"), spec)
+
+
 def test_state_on_the_host_is_refused_without_a_gpu(tmp_path: Path) -> None:
     run = pg.Run(
         optimizer=OptimizerConfig(offload=True), learner=LearnerConfig(device="cpu"), output=str(tmp_path / "run")

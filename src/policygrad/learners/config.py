@@ -41,14 +41,10 @@ class ExpertSource(Protocol):
 class OptimizerConfig:
     """Options of the optimizer and the learning-rate schedule."""
 
-    name: str = ADAMW
-    """adamw; adamw8bit = its moments in 8 bits; muon for hidden matrices, with AdamW for the rest; sgd (docs/optimizers.md)."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates."""
     eps: float = 1e-8
     """AdamW's epsilon."""
-    momentum: float = 0.95
-    """Momentum of muon and sgd; 0 = none."""
     weight_decay: float = 0.0
     """Decoupled weight decay; sgd adds it to the gradient."""
     clip: float = 1.0
@@ -57,6 +53,10 @@ class OptimizerConfig:
     """Optimizer steps of linear warm-up."""
     schedule: str = "constant"
     """constant, linear or cosine, down to 0 at the run's last update."""
+    name: str = ADAMW
+    """adamw; adamw8bit = its moments in 8 bits; muon for hidden matrices, with AdamW for the rest; sgd (docs/optimizers.md)."""
+    momentum: float = 0.95
+    """Momentum of muon and sgd; 0 = none."""
     masters: str = "fp32"
     """What a bf16 model is trained on: fp32 copies of its weights, or none. Without them updates are rounded stochastically."""
     offload: bool = False

@@ -96,6 +96,7 @@ class LocalSupervisedLearner:
             find_expert_balance(self.evaluator, self.config, self.division)  # refused here, before the run
         assert config.lr is not None  # `SupervisedConfig.resolve` has filled it in
         self.optimizer = Optimizer(model, config.optimizer, config.lr, steps)
+        self.optimizer.check_masters()
 
     def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
         return function(self, *args)

@@ -41,8 +41,8 @@ def build_adamw_8bit(
 
 
 def is_stored_in_8_bits(x: Tensor) -> bool:
-    """Return whether a tensor's moments are stored in 8 bits."""
-    return x.ndim >= 2 and x.numel() >= MIN_NUMBERS
+    """Return whether a tensor's moments are stored in 8 bits; one whose rows are not in order in memory has no blocks."""
+    return x.ndim >= 2 and x.numel() >= MIN_NUMBERS and local_tensor(x.detach()).is_contiguous()
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -73,7 +73,8 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += 1
         (beta1, beta2), steps, lr = group["betas"], int(state["step"]), group["lr"]
         correction1, correction2 = 1 - beta1**steps, math.sqrt(1 - beta2**steps)
-        weight, gradient = (_as_rows(local_tensor(x)) for x in (p.detach(), p.grad))  # type: ignore[arg-type]
+        weight = _as_rows(local_tensor(p.detach()))
+        gradient = local_tensor(p.grad).reshape(weight.shape)  # type: ignore[arg-type]
         average, root = ((_as_rows(local_tensor(state[n])), local_tensor(state[f"{n}_scale"])) for n in _MOMENTS)
         weight.mul_(1 - lr * group["weight_decay"])
         for rows in _chunk_rows(weight):

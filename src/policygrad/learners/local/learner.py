@@ -93,6 +93,7 @@ class LocalLearner:
             self.evaluator = replace(self.evaluator, network=routed)
         total = spec.steps * rule.updates
         self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, total, offload=config.offload)
+        self.optimizer.check_masters()
         self.critic = self._build_critic(spec)
         self.reference = self._build_reference(algorithm, reference, build)
         self.teachers = self._build_teachers(algorithm, teachers or {})

@@ -93,6 +93,14 @@ class Optimizer:
             self.host.move_out([master])
         return master
 
+    def check_masters(self) -> None:
+        """Raise ConfigError if `optimizer.masters=none` has no weight to act on."""
+        if self.bare is not None and all(m is self.parameters[n] for n, m in self.masters.items()):
+            raise ConfigError(
+                "optimizer.masters=none updates bf16 weights without fp32 masters, and all weights that train are fp32: leave it "
+                "out, or load the model with learner.dtype=bf16"
+            )
+
     def load(self) -> None:
         """Move masters and moments back to their device; nothing if they are not offloaded, or during updates too."""
         if self.host is not None and not self.config.offload:
