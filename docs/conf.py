@@ -33,6 +33,7 @@ NAV = {
         "many-processes",
         "ray",
         "gpu",
+        "optimizers",
         "planning",
         "extras",
         "evaluation",

@@ -42,6 +42,7 @@ from pages.figures import gate_figure, owners
 from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
 from pages.memory import embedded_memory_file
+from pages.optimizers import measured_block, memory_block
 from pages.planning import checked_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
@@ -88,6 +89,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=gpu_block()),
+        DOCS / "optimizers.md": fill_blocks(DOCS / "optimizers.md", memory=memory_block(), measured=measured_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
         DOCS / "known-benchmarks.md": fill_blocks(DOCS / "known-benchmarks.md", benchmarks=benchmarks_block()),

@@ -16,7 +16,7 @@ from policygrad.planning.model_sizes import EMBEDDED_MODEL
 from policygrad.tasks import EMBEDDED
 from policygrad.training.memory_probe import count_model, name_case
 
-MODEL = ("parameters", "vocabulary", "cache_numbers", "context_length")
+MODEL = ("parameters", "outer_parameters", "vocabulary", "cache_numbers", "context_length")
 PROMPTS = ("prompt", "longest_prompt")
 DEVICES = (("fp32", "cpu"), ("bf16", "cuda"))
 """The precision that a run chooses by itself on a device."""

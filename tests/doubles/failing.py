@@ -49,7 +49,7 @@ def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLea
 def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
     """Its `at`-th update is cut short in its midst."""
     learner = make_local_learner(model, run)
-    step, left = learner.optimizer.adam.step, [at]
+    step, left = learner.optimizer.rules[0].step, [at]
 
     def broken() -> None:
         left[0] -= 1
@@ -57,7 +57,7 @@ def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
             raise RuntimeError("out of memory")
         step()
 
-    learner.optimizer.adam.step = broken  # type: ignore[method-assign, assignment]
+    learner.optimizer.rules[0].step = broken  # type: ignore[method-assign, assignment]
     return learner
 
 

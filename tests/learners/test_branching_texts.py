@@ -209,7 +209,7 @@ def test_an_episode_of_two_texts_by_hand(model: nn.Module, name: str) -> None:
     old[1, :3] = second.detach() - 0.3 * torch.arange(3)
     psi = torch.tensor([[-1.0], [2.0]], dtype=torch.float64) * TWO.mask
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=3)))
-    learner.optimizer.adam.zero_grad()
+    learner.optimizer.clear_gradients()
     learner.build_problem(replace(TWO, logp_old=old), psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     ratios = (first - old[0, [0, 1, 4, 5]]).exp(), (second - old[1, :3]).exp()

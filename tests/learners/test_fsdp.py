@@ -26,6 +26,7 @@ from policygrad.learners.fsdp.processes import WorkerGroup, check_devices
 from policygrad.learners.fsdp.torchrun import check_not_torchrun, resolve_world_size
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import Pack, pack_micro_batches
+from policygrad.learners.optimizers import OPTIMIZERS
 from policygrad.models.adapters import add_adapters
 from policygrad.models.lora_config import Lora
 from policygrad.utils.signals import defer_signals
@@ -71,6 +72,28 @@ def test_two_processes_learn_as_one_does_whatever_comes_between(ranks: WorkerGro
     _goes_on_after_a_bad_gradient(local, ranked)
     _one_idles(local, ranked)
     _takes_over_the_state_of_one_process(local, ranked)
+
+
+def test_two_processes_step_as_one_does_with_each_optimizer(ranks: WorkerGroup) -> None:
+    """Matrices are large enough for moments in 8 bits, and 75 of their rows are shared unequally. Muon's are gathered."""
+    make = partial(model, n_embd=60, n_inner=75, n_layer=1)
+    algorithm = pg.DR_GRPO.with_max_tokens(6)
+    for name, row in OPTIMIZERS.items():
+        config = pg.OptimizerConfig(name=name, eps=1.0 if "eps" in row.options else 1e-8)  # see `make_spec`
+        local, ranked, _ = pair(ranks, algorithm, make, optimizer=config)
+        for learner in (local, ranked):
+            learned(learner, algorithm)
+        state = agree(local, ranked, 1e-9)
+        moments = {key.rpartition("/")[2] for key in state if not key.startswith("weights/")}
+        assert {"sgd": "momentum_buffer", "muon": "momentum_buffer", "adamw8bit": "exp_avg_scale"}.get(name) in {
+            None,
+            *moments,
+        }
+        ranked.restore(*local.state())
+        agree(local, ranked, 0.0)
+        for learner in (local, ranked):
+            learned(learner, algorithm)
+        agree(local, ranked, 1e-9)
 
 
 def test_two_processes_learn_in_bf16_as_one_does_up_to_rounding(ranks: WorkerGroup) -> None:

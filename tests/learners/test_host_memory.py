@@ -24,6 +24,7 @@ ALGORITHMS = {
     "dr_grpo": pg.DR_GRPO,
     "ppo": replace(pg.PPO, shaping=()),  # with a critic that is a second network
     "prime": replace(pg.PRIME, filters=()),  # with a reward model
+    "average": replace(pg.GRPO, reference=pg.Reference(ema=0.5)),  # of the masters, read between updates
 }
 
 
@@ -68,7 +69,7 @@ def list_optimizers(learner: LocalLearner) -> list[Optimizer]:
 def resident_bytes(optimizer: Optimizer) -> int:
     """Bytes of its moments, and of masters that are not the model's own parameters."""
     own = [m for n, m in optimizer.masters.items() if m is not optimizer.parameters[n]]
-    moments = [x for state in optimizer.adam.state.values() for x in state.values() if x.ndim]
+    moments = [x for state in optimizer.rules[0].state.values() for x in state.values() if x.ndim]
     return sum(x.untyped_storage().nbytes() for x in (*own, *moments))
 
 
@@ -77,7 +78,9 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("dr_grpo", "fp32"), ("ppo", "bf16"), ("prime", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("dr_grpo", "fp32"), ("ppo", "bf16"), ("prime", "bf16"), ("average", "bf16")]
+)
 def test_updates_are_equal_to_the_bit_and_nothing_stays_between_them(name: str, dtype: str, random_model: Path) -> None:
     algorithm = ALGORITHMS[name]
     plain, lent = (make_learner(random_model, algorithm, dtype, offload=offload) for offload in (False, True))

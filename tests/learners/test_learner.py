@@ -54,7 +54,7 @@ def test_clips_to_the_norm_and_reports_it_before() -> None:
     optimizer = Optimizer(model, OptimizerConfig(clip=1.0), lr=0.0, total=1)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     seen: list[torch.Tensor] = []
-    optimizer.adam.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))  # type: ignore[union-attr]
+    optimizer.rules[0].register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))  # type: ignore[union-attr]
     norm, rate = optimizer.step()
     assert norm == pytest.approx(5.0)
     assert rate == 0.0

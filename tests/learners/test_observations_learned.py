@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_text_by_text(
     config = LearnerConfig(micro_tokens=micro_tokens)
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, temperature=0.7, config=config))
     psi = algorithm.compute_advantages(batch)
-    learner.optimizer.adam.zero_grad()
+    learner.optimizer.clear_gradients()
     metrics = learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()

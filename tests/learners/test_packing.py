@@ -270,7 +270,7 @@ def test_equal_completions_are_computed_once_and_counted_twice(
     psi = torch.zeros(batch.mask.shape, dtype=torch.float64)
     algorithm = pg.Algorithm(terms=(Weighed(name),))
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1))
-    learner.optimizer.adam.zero_grad()
+    learner.optimizer.clear_gradients()
     learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -339,7 +339,7 @@ def test_a_gate_over_full_groups_sees_completions_without_gradient(model: nn.Mod
     psi = algorithm.compute_advantages(batch)
     assert bool(((psi == 0).all(1) & batch.mask.any(1)).any())
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30)))
-    learner.optimizer.adam.zero_grad()
+    learner.optimizer.clear_gradients()
     learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -397,7 +397,7 @@ def check_gradient(model: nn.Module, definition: Definition, name: str, several:
     if algorithm.critic is not None:  # a policy that moves, also where its critic is fitted first
         algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30)))
-    learner.optimizer.adam.zero_grad()
+    learner.optimizer.clear_gradients()
     metrics = learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""A package outside the source adds an algorithm with a part of its own, an environment, an engine and a tracker."""
+"""A package outside the source adds an algorithm with a part of its own, an environment, an engine, an optimizer and a tracker."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_a_run_uses_everything_that_a_package_adds(random_model: Path, tmp_path:
     folder = tmp_path / "run"
     names = (
         "--environment corridor:6 --track corridor_log --sampler.engine corridor_engine --sampler.urls http://corridor"
+        " --optimizer.name corridor_signs"
     )
     sizes = "--steps 2 --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 12 --evaluation.problems 0 --seed 1"
     task = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "answer": str(i)} for i in range(8)])
@@ -69,6 +70,7 @@ def test_a_file_that_names_it_needs_permission(tmp_path: Path, monkeypatch: pyte
         ({"track": ["corridor_log"]}, "corridor.tracker"),
         ({"algorithm": "corridor_reinforce"}, "corridor.advantage"),
         ({"sampler": {"engine": "corridor_engine"}}, "corridor.engine"),
+        ({"optimizer": {"name": "corridor_signs"}}, "corridor.optimizer"),
     ):
         file = tmp_path / "elsewhere" / "run.toml"
         assert missing_permissions(options, file, new_process=True) == [module]
@@ -82,6 +84,7 @@ def test_doctor_lists_it_without_importing_it() -> None:
         "algorithm corridor_reinforce",
         "engine corridor_engine",
         "environment corridor",
+        "optimizer corridor_signs",
         "tracker corridor_log",
     ]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,36 @@ def test_every_model_of_a_run_is_counted() -> None:
         half.fixed["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
     )  # masters and two moments
     assert half.training < results["dr_grpo"].training
+
+
+def test_what_an_optimizer_keeps_is_counted() -> None:
+    run = pg.Run(algorithm=pg.DR_GRPO, lr=0.1, learner=pg.LearnerConfig(dtype="bf16")).resolve()
+
+    def estimate(**options: Any) -> dict[str, int]:
+        fixed = estimate_memory(replace(run, optimizer=pg.OptimizerConfig(**options))).fixed
+        return {name: size for name, size in fixed.items() if name != "libraries"}  # of this process, which change
+
+    parameters, outer = 702_208, 62_336
+    plain = estimate()
+    assert estimate(clip=0.0) == plain
+    for name, moments in (
+        ("adamw8bit", 2.03125 * parameters),
+        ("muon", 4 * (parameters - outer) + 8 * outer),
+        ("sgd", 4 * parameters),
+    ):
+        fixed = estimate(name=name)
+        assert fixed["optimizer"] == pytest.approx(moments, abs=1), name
+        assert fixed["weights"] == plain["weights"] == 6 * parameters
+        assert fixed["copy of the state"] == pytest.approx(4 * parameters + moments, abs=1)
+    assert estimate(name="sgd", momentum=0.0)["optimizer"] == 0
+    bare = estimate(masters="none")
+    assert bare["weights"] == 2 * parameters
+    assert bare["copy of the state"] == 10 * parameters
+    away = estimate(offload=True)
+    assert away["weights"] == 2 * parameters
+    assert away["optimizer"] == 0
+    counted = count_model(replace(run, learner=pg.LearnerConfig(dtype="fp32")), "cpu")
+    assert (counted.parameters, counted.outer_parameters) == (parameters, outer)
 
 
 def test_an_evaluation_with_more_rows_than_a_step_is_counted() -> None:

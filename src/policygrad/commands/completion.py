@@ -88,6 +88,8 @@ FLAG_VALUES = {
     "--learner.dtype": ["auto", "fp32", "bf16"],
     "--reward": list_rewards(),
     "--track": list(TRACKERS),
+    "--optimizer.masters": ["fp32", "none"],
+    "--optimizer.name": ["adamw", "adamw8bit", "muon", "sgd"],
     "--optimizer.schedule": ["constant", "linear", "cosine"],
     "--sampler.engine": [LOCAL, *ENGINES],
     "--cluster": list(ADDRESSES),

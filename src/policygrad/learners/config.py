@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, resolve_world_size
+from policygrad.learners.optimizers import ADAMW, OPTIONS, OptimizerRow, find_optimizer
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 from policygrad.planning.model_sizes import SMALL_MODEL_PARAMETERS
 from policygrad.utils.field_types import check_field_types
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # torch, which is slow
     from policygrad.core.base import UpdateRule
 
 SCHEDULES = ("constant", "linear", "cosine")
+MASTERS = ("fp32", "none")
 AUTO = "auto"
 VISION = (AUTO, "trained", "projector", "frozen")
 HEADS = (AUTO, "model", "fp32")
@@ -37,25 +39,41 @@ class ExpertSource(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Options of AdamW and the learning-rate schedule."""
+    """Options of the optimizer and the learning-rate schedule."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay; sgd adds it to the gradient."""
     clip: float = 1.0
     """Maximum gradient norm; 0 = no clipping."""
     warmup: int = 0
     """Optimizer steps of linear warm-up."""
     schedule: str = "constant"
     """constant, linear or cosine, down to 0 at the run's last update."""
+    name: str = ADAMW
+    """adamw; adamw8bit = its moments in 8 bits; muon for hidden matrices, with AdamW for the rest; sgd (docs/optimizers.md)."""
+    momentum: float = 0.95
+    """Momentum of muon and sgd; 0 = none."""
+    masters: str = "fp32"
+    """What a bf16 model is trained on: fp32 copies of its weights, or none. Without them updates are rounded stochastically."""
+    offload: bool = False
+    """Keep moments and fp32 masters in this machine's memory also during updates; the GPU has those of one parameter at a time."""
 
     def __post_init__(self) -> None:
         check_field_types(self, "optimizer")
+        row, usual = self.row, {field.name: field.default for field in fields(self)}
+        for name in OPTIONS:
+            if name not in row.options and getattr(self, name) != usual[name]:
+                raise ConfigError(
+                    f"optimizer.{name}={getattr(self, name)} does not act in optimizer.name={self.name}: leave it out"
+                )
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"optimizer.schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
+        if self.masters not in MASTERS:
+            raise ConfigError(f"optimizer.masters must be {' or '.join(MASTERS)}, not {self.masters!r}")
         for name in ("eps", "weight_decay", "clip", "warmup"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"optimizer.{name} must be at least 0, not {getattr(self, name)}")
@@ -64,14 +82,62 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name} must be finite, not {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas must be two numbers, at least 0 and below 1, not {self.betas}")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum must be at least 0 and below 1, not {self.momentum}")
 
-    def check(self, algorithm: Algorithm) -> None:
-        """Raise ConfigError for options of AdamW where the algorithm has nothing that it updates."""
+    @property
+    def row(self) -> OptimizerRow:
+        """What is known of the optimizer. Raises ConfigError for an unknown name."""
+        return find_optimizer(self.name)
+
+    def check(self, algorithm: Algorithm, learner: LearnerConfig, lr: float | None) -> None:
+        """Raise ConfigError for options that act on nothing that the algorithm updates, or that do not fit the learner."""
         rule = algorithm.update_rule
         if not rule.uses_lr and algorithm.critic is None and self != OptimizerConfig():
             raise ConfigError(
-                f"optimizer.* sets AdamW, which {type(rule).__name__} does not use, and there is no critic: "
+                f"optimizer.* sets the optimizer, which {type(rule).__name__} does not use, and there is no critic: "
                 f"{explain_step_size(rule)}. Leave these options out"
+            )
+        for name in ("masters", "offload"):
+            if not rule.uses_lr and getattr(self, name) != getattr(OptimizerConfig(), name):
+                raise ConfigError(
+                    f"optimizer.{name}={getattr(self, name)} is for gradient steps, and {type(rule).__name__} moves all "
+                    "weights at once: leave it out"
+                )
+        if rule.uses_lr:
+            self.check_lr(lr)
+        self.check_learner(learner)
+
+    def check_lr(self, lr: float | None) -> None:
+        """Raise ConfigError if there is no learning rate and no usual one."""
+        if lr is None and not self.row.has_adamw_lr:
+            raise ConfigError(
+                f"optimizer.name={self.name} needs --lr: the default learning rates are AdamW's, which are far too small for it"
+            )
+
+    def check_learner(self, learner: LearnerConfig) -> None:
+        """Raise ConfigError for options that do not fit the learner's."""
+        if self.masters == "none" and (learner.dtype == "fp32" or learner.lora):
+            option = "learner.lora trains adapters in fp32" if learner.lora else "learner.dtype is fp32"
+            raise ConfigError(
+                f"optimizer.masters=none updates bf16 weights without fp32 masters, and {option}: leave it out"
+                + ("" if learner.lora else ", or set learner.dtype=bf16")
+            )
+        if self.offload and learner.offload:
+            raise ConfigError(
+                "optimizer.offload does all that learner.offload does, and keeps the state on the host during updates too: leave "
+                "one of them out"
+            )
+        for name in ("masters", "offload"):
+            if learner.world_size > 1 and getattr(self, name) != getattr(OptimizerConfig(), name):
+                raise ConfigError(
+                    f"optimizer.{name}={getattr(self, name)} is for a learner in one process, and learner.world_size is "
+                    f"{learner.world_size}: leave it out"
+                )
+        if learner.tensor_parallel > 1 and not self.row.splits_layers:
+            raise ConfigError(
+                f"optimizer.name={self.name} needs rows of matrices in one piece, and learner.tensor_parallel is "
+                f"{learner.tensor_parallel}: set it to 1, or use adamw"
             )
 
     def lr_factor(self, step: int, total: int) -> float:
@@ -253,6 +319,16 @@ class LearnerConfig:
         """
         on_cpu = 2048 if parameters < SMALL_MODEL_PARAMETERS or self.dtype == "bf16" else 1024
         return self.micro_tokens or (on_cpu if str(device).startswith("cpu") else 16384)
+
+
+def check_offload(learner: LearnerConfig, optimizer: OptimizerConfig, device: str) -> None:
+    """Raise ConfigError if the learner's device has no memory of its own to take the optimizer's state out of."""
+    sections = {"learner": learner.offload, "optimizer": optimizer.offload}
+    for section in (section for section, is_set in sections.items() if is_set and not device.startswith("cuda")):
+        raise ConfigError(
+            f"{section}.offload moves the optimizer's state from a GPU to this machine's memory, and the learner's device is "
+            f"{device}: leave it out"
+        )
 
 
 def explain_step_size(rule: UpdateRule) -> str:

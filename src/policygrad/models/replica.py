@@ -206,6 +206,30 @@ def redistribute_like(shard: Tensor, x: Tensor) -> Tensor:
     )
 
 
+def redistribute_rows(shard: Tensor, x: Tensor) -> Tensor:
+    """Return a matrix whose rows are sharded as those of x are, given this process's rows [r, n]; the same if x is not sharded."""
+    if not hasattr(x, "to_local"):
+        return shard
+    like: Any = x
+    shape = torch.Size((x.shape[0], shard.shape[1]))
+    return type(like).from_local(  # type: ignore[no-any-return]
+        shard, like.device_mesh, like.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+
+
+def take_shard(complete: Tensor, x: Tensor) -> Tensor:
+    """Return this process's part of a complete tensor, which every process has, as x is sharded; no process waits for another."""
+    if not hasattr(x, "to_local"):
+        return complete
+    from torch.distributed.tensor import Replicate
+
+    like: Any = x
+    everywhere = type(like).from_local(
+        complete, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False
+    )
+    return local_tensor(everywhere.redistribute(placements=like.placements))
+
+
 # Attention in plain operations: the fused kernels lack forward mode, double backward and batched gradients.
 
 

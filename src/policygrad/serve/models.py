@@ -196,7 +196,7 @@ class ClientModel:
             clip=params.grad_clip_norm,
         )
         optimizer.lr = params.learning_rate
-        for group in optimizer.adam.param_groups:
+        for group in (group for rule in optimizer.rules for group in rule.param_groups):
             group |= {"betas": (params.beta1, params.beta2), "eps": params.eps, "weight_decay": params.weight_decay}
         self.pending = 0
         norm, _ = optimizer.step()
@@ -220,7 +220,7 @@ class ClientModel:
 
     def clear_gradient(self) -> None:
         """Drop what is pending."""
-        self.optimizer.adam.zero_grad(set_to_none=True)
+        self.optimizer.clear_gradients()
         self.pending = 0
 
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.updates import GradientSteps
 from policygrad.errors import ConfigError, PolicygradError
+from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
+from policygrad.learners.optimizers import MASTER_BYTES
 from policygrad.models.loading import DTYPES
-from policygrad.planning.cost_model import AlgorithmCost, static_bytes
+from policygrad.planning.cost_model import MAX_SNAPSHOT_BYTES, AlgorithmCost, static_bytes
 from policygrad.rewards.workers.limits import format_size
 from policygrad.rollout.evaluation import EVAL_CHUNK
 from policygrad.tasks.benchmarks import parse_benchmarks
@@ -115,6 +117,45 @@ class MemoryEstimate:
         )
 
 
+def count_static_bytes(
+    parameters: float,
+    bytes_per_number: int,
+    cost: AlgorithmCost,
+    optimizer: OptimizerConfig,
+    algorithm: Algorithm,
+    ranks: int = 1,
+    *,
+    outer: float = 0.0,
+    ahead: bool = False,
+) -> dict[str, float]:
+    """Return the bytes of models and optimizer state on one of `ranks` devices, with what a run's optimizer keeps of them.
+
+    Args:
+        bytes_per_number: In the compute precision.
+        outer: Fraction of the parameters in embeddings and output head.
+        ahead: Whether a further model samples while the policy learns.
+    """
+    uses_lr, trained = algorithm.update_rule.uses_lr, cost.trained_models
+    sizes = static_bytes(parameters, bytes_per_number, trained, cost.frozen_models + ahead, ranks, adamw=uses_lr)
+    if not uses_lr or optimizer == OptimizerConfig():
+        return sizes
+    share = parameters * trained / ranks
+    moments = sum(
+        part * optimizer.row.count_moment_bytes(optimizer.momentum, hidden=hidden)
+        for part, hidden in ((1 - outer, True), (outer, False))
+    )
+    has_copies = bytes_per_number < MASTER_BYTES and ranks == 1
+    masters = MASTER_BYTES if has_copies and optimizer.masters == "fp32" else 0
+    weight = bytes_per_number if has_copies else MASTER_BYTES
+    state = share * ((masters or weight) + moments)
+    on_device = not optimizer.offload
+    return sizes | {
+        "weights": share * (weight + masters * on_device),
+        "optimizer": share * moments * on_device,
+        "copy of the state": state if ranks == 1 and state <= MAX_SNAPSHOT_BYTES else 0,
+    }
+
+
 def estimate_memory(run: Run) -> MemoryEstimate:
     """Estimate from the configuration of the run's model and the first prompts of its task; no weights are read.
 
@@ -137,7 +178,10 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     cost, weight = compute_algorithm_cost(run.algorithm), dtype.itemsize
     trained, frozen = cost.trained_models, cost.frozen_models + (run.max_staleness > 0)
     moving = parameters if adapters is None else adapters
-    by_purpose = static_bytes(moving, weight, trained, frozen, adamw=run.algorithm.update_rule.uses_lr)
+    share = facts.outer_parameters / parameters if adapters is None else 0.0
+    by_purpose = count_static_bytes(
+        moving, weight, cost, run.optimizer, run.algorithm, outer=share, ahead=run.max_staleness > 0
+    )
     fixed = {"libraries": facts.libraries, **{name: int(size) for name, size in by_purpose.items()}}
     if adapters is not None:  # trained in float32, on weights that all models share
         four_bits = run.learner.adapters is not None and run.learner.adapters.bits is not None

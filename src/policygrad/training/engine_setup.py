@@ -12,12 +12,11 @@ from torch import nn
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.planning.cost_model import static_bytes
 from policygrad.samplers.engines.base import EngineSampler
 from policygrad.samplers.engines.factory import LearnerFacts, make_engine_factory
 from policygrad.samplers.engines.registry import WEIGHTS_FOLDER
 from policygrad.training.config.run import RunOptions
-from policygrad.training.cost_estimate import compute_algorithm_cost
+from policygrad.training.cost_estimate import compute_algorithm_cost, count_static_bytes
 from policygrad.utils.progress import ProgressCallback
 
 
@@ -54,9 +53,9 @@ def compute_resident_bytes(options: RunOptions, algorithm: Algorithm | None, par
     if algorithm is None or options.learner.lora:  # adapters and their moments are small
         return float(parameters * number)
     cost = compute_algorithm_cost(algorithm)
-    if options.learner.offload:
+    if options.learner.offload or options.optimizer.offload:
         return float(parameters * number * (cost.trained_models + cost.frozen_models))
-    state = static_bytes(parameters, number, cost.trained_models, cost.frozen_models, options.learner.world_size)
+    state = count_static_bytes(parameters, number, cost, options.optimizer, algorithm, options.learner.world_size)
     return sum(state.values())
 
 

@@ -35,6 +35,7 @@ class ModelFacts:
 
     parameters: int
     adapters: int | None  # parameters of adapters, if they alone train
+    outer_parameters: int  # in embeddings and output head
     vocabulary: int
     cache_numbers: int  # of a token in the key-value cache
     context_length: int | None
@@ -117,6 +118,7 @@ def count_model(run: Run, device: str) -> ModelFacts:
     with torch.device("meta"):
         model: Any = auto_class(config.to_dict()).from_config(config, trust_remote_code=trust)
         parameters = sum(p.numel() for p in model.parameters())
+        outer = {*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()}
         adapters = None
         if lora is not None:
             adapters = sum(p.numel() for p in add_adapters(model, lora).parameters() if p.requires_grad)
@@ -137,6 +139,7 @@ def count_model(run: Run, device: str) -> ModelFacts:
     return ModelFacts(
         parameters=parameters,
         adapters=adapters,
+        outer_parameters=sum(p.numel() for p in outer),
         vocabulary=int(model.get_output_embeddings().weight.shape[0]),
         cache_numbers=int(2 * text.num_hidden_layers * heads * width),
         context_length=tokenizer.context_length,

@@ -14,6 +14,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch_checks import find_mixed_roles
 from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError
+from policygrad.learners.config import check_offload
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.base import Reward
 from policygrad.rewards.workers.pool import RewardPool, RewardScorer
@@ -141,11 +142,8 @@ def prepare_run(
 def resolve_device(options: RunOptions, algorithm: Algorithm | None) -> str:
     """Return the learner's device. Raises ConfigError if it has no memory to take the optimizer's state out of."""
     device = pick_device(options.learner.device)
-    if algorithm is not None and options.learner.offload and not device.startswith("cuda"):
-        raise ConfigError(
-            "learner.offload moves the optimizer's state from a GPU to this machine's memory, and the learner's device is "
-            f"{device}: leave it out"
-        )
+    if algorithm is not None:
+        check_offload(options.learner, options.optimizer, device)
     return device
 
 

@@ -24,11 +24,11 @@ from policygrad.checkpoint.manager import SavedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, DataError, PolicygradError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
-from policygrad.learners.config import LearnerConfig
+from policygrad.learners.config import LearnerConfig, check_offload
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.expert_balance import find_expert_balance
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, choose_kernels, recompute_activations
-from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
+from policygrad.learners.local.optimizer import MOMENT_PREFIXES, Optimizer, check_moments, set_trainable
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.models.adapters import describe_adapters
 from policygrad.models.tokenizer import PromptTooLongError, Tokenizer
@@ -46,6 +46,7 @@ from policygrad.training.provenance import fingerprint_run
 from policygrad.training.run_folder import check_resumable, config_file
 from policygrad.training.setup import load_row_options
 from policygrad.training.trainer import describe_model
+from policygrad.utils.devices import pick_device
 from policygrad.utils.spans import span
 from policygrad.weight_sync.base import copy_weights_
 
@@ -95,6 +96,7 @@ class LocalSupervisedLearner:
             find_expert_balance(self.evaluator, self.config, self.division)  # refused here, before the run
         assert config.lr is not None  # `SupervisedConfig.resolve` has filled it in
         self.optimizer = Optimizer(model, config.optimizer, config.lr, steps)
+        self.optimizer.check_masters()
 
     def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
         return function(self, *args)
@@ -289,6 +291,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
 
     def build(self, stack: ExitStack) -> None:
         config = resolve_config_paths(self.config)
+        check_offload(config.learner, config.optimizer, pick_device(config.learner.device))
         self.objective = self._make_objective(config)
         self.model, self.tokenizer = self.objective.model, self.objective.tokenizer
         self.schedule = BatchSchedule(self.objective.units, config.epochs, config.batch_size, config.seed)
@@ -423,5 +426,5 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
 
 def _split_learner_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> SavedState:
     """Return a checkpoint's part for the learner, with the values that a learner in several processes also expects."""
-    learner_tensors = {name: x for name, x in tensors.items() if name.startswith(("weights/", "adam/"))}
+    learner_tensors = {name: x for name, x in tensors.items() if name.startswith(("weights/", *MOMENT_PREFIXES))}
     return learner_tensors, {"optimizer": state["optimizer"], "rollouts": 0, "refreshed": False}

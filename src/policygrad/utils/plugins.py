@@ -6,6 +6,7 @@ A package lists it among its entry points, `KIND.NAME = "module:OBJECT"`:
     "environment.maze" = "maze_games:make_maze"
     "engine.fast" = "maze_games.engine:FastSampler"
     "format.maze" = "maze_games.format:MAZE_FORMAT"
+    "optimizer.sign" = "maze_games.sign:SIGN_ROW"
     "tracker.board" = "maze_games.board:BoardTracker"
     "algorithm.maze_grpo" = "maze_games.algorithms:MAZE_GRPO"
 """
@@ -21,7 +22,7 @@ from policygrad.errors import ConfigError
 from policygrad.utils.user_code import load_object
 
 GROUP = "policygrad.plugins"
-KINDS = ("algorithm", "engine", "environment", "format", "tracker")
+KINDS = ("algorithm", "engine", "environment", "format", "optimizer", "tracker")
 
 
 @dataclass(frozen=True)

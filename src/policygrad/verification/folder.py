@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_checkpoint, open_tensors
 from policygrad.errors import CheckpointError, RunError
 from policygrad.findings import Finding, differs, holds, not_checked
+from policygrad.learners.local.optimizer import MOMENT_PREFIXES
 from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
 from policygrad.training.config.run import Run
 from policygrad.training.step_records import BEFORE, FOLDER
@@ -229,7 +230,7 @@ def _check_checkpoints(files: RunFiles) -> Iterator[Finding]:
 
 
 def _describe_optimizer(files: RunFiles, saved: Checkpoint) -> str:
-    """Return what is wrong with AdamW's counters, or ""."""
+    """Return what is wrong with the optimizer's counters, or ""."""
     learner = saved.state.get("learner")
     if not isinstance(learner, Mapping) or not isinstance(learner.get("optimizer"), Mapping):
         return ""
@@ -238,13 +239,13 @@ def _describe_optimizer(files: RunFiles, saved: Checkpoint) -> str:
     is_plain = not any(
         "guard/undone" in row or row.get("guard/alarms") or row.get("reference/refreshed") for row in rows
     )
-    counters = [int(x) for n, x in saved.tensors.items() if n.startswith("adam/") and n.endswith("/step")]
+    counters = [int(x) for n, x in saved.tensors.items() if n.startswith(MOMENT_PREFIXES) and n.endswith("/step")]
     if not is_plain or len(rows) != saved.step or not counters:
         return ""
     if max(counters) != int(logged):
         what = "its moments were reset" if max(counters) < logged else "more updates were made than logged"
         name = f"{saved.path.parent.name}/{saved.path.name}"
-        return f"{name}: AdamW counted {max(counters)} updates and the log {int(logged)}: {what}"
+        return f"{name}: the optimizer counted {max(counters)} updates and the log {int(logged)}: {what}"
     return ""
 
 

@@ -556,9 +556,10 @@ def check_state_after(replay: Replay, progress: Progress, trained: TrainedRollou
     if differing:
         cause = explain_update(replay, record.after) if replay.is_exact else ""
         kinds = "weights and moments"
-        if all(name.startswith("adam/") or "/adam/" in name for name in differing):
-            kinds = "moments of AdamW"
-        elif not any("adam/" in name for name in differing):
+        is_moment = [any(prefix in f"/{name}" for prefix in ("/adam/", "/moments/")) for name in differing]
+        if all(is_moment):
+            kinds = "moments of the optimizer"
+        elif not any(is_moment):
             kinds = "weights"
         text = f"{len(differing)} of {number} tensors differ after the step ({kinds}; first {differing[0]})"
         yield differs("weights", f"{cause}: {text}" if cause else text, step)

@@ -236,7 +236,7 @@ class MovingAverage:
     def update(self, optimizer: Optimizer, rate: float) -> None:
         """Average ← (1 − rate)·average + rate·policy."""
         for name, average in self.averages.items():
-            average.lerp_(optimizer.masters[name].detach().to(average.device), rate)
+            average.lerp_(optimizer.weight(name).detach().to(average), rate)
         self.write()
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Keep an optimizer's tensors in the host's memory while their memory on the GPU is lent to a server or a cache.
+"""Keep an optimizer's tensors in the host's memory: while completions are sampled, or always but during their own step.
 
-A tensor that is away stays the same object, of which AdamW's state and the learner hold references: only its storage is empty.
-Its values are in a copy on the host, in pinned memory, so that moving them runs at the link's speed.
+A tensor that is away stays the same object, of which the optimizer's state and the learner hold references: only its storage is
+empty. Its values are in a copy on the host, in pinned memory, so that moving them runs at the link's speed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class HostMemory:
         self._away.update(moved)
 
     @torch.no_grad()
-    def move_back(self) -> None:
-        """Give every tensor that is away its memory and its values back."""
-        for x in self._away:
+    def move_back(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Give those of the tensors that are away, or all that are (None), their memory and their values back."""
+        returning = self._away & set(self._away if tensors is None else tensors)
+        for x in returning:
             x.untyped_storage().resize_(self._copies[x].nbytes)
             x.copy_(self._copies[x], non_blocking=True)
-        _wait_for_copies(self._away)
-        self._away.clear()
+        _wait_for_copies(returning)
+        self._away -= returning
 
     def find(self, x: Tensor) -> Tensor:
         """Return where a tensor's values are: itself, or its copy if it is away. What is written there comes back with it."""

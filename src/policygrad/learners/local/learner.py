@@ -45,7 +45,7 @@ AUXILIARY_PREFIXES = ("critic/", "reward_model/", "reference/")
 
 
 class LocalLearner:
-    """AdamW on a model in this process, with packed micro-batches and a reference model only if the algorithm needs one."""
+    """Updates a model in this process, with packed micro-batches and a reference model only if the algorithm needs one."""
 
     division = WorkDivision()
     supports_snapshots = True
@@ -97,6 +97,7 @@ class LocalLearner:
             self.evaluator = replace(self.evaluator, network=replace(self.evaluator.network, load=find_routing(model)))
         total = spec.steps * rule.updates
         self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, total, offload=config.offload)
+        self.optimizer.check_masters()
         self.critic = self._build_critic(spec)
         self.reference = self._build_reference(algorithm, reference, build)
         self.teachers = self._build_teachers(algorithm, teachers or {})

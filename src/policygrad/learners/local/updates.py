@@ -168,7 +168,7 @@ class LocalGradientProblem:
             yield part, bare.select(part.rows).to(device), move(self.psi[part.rows], device), coef
 
     def descend(self) -> Metrics:
-        """Take one AdamW step; none, which is counted, if no completion had a gradient."""
+        """Take one step of the optimizer; none, which is counted, if no completion had a gradient."""
         # first: if it refuses its gradient the critic must not have moved
         with span("optimizer step"):
             norm, lr = self.networks.optimizer.step(self._find_faulty_part)
@@ -261,6 +261,6 @@ class LocalProblem(LocalGradientProblem):
         self.networks.optimizer.move(delta)
 
     def fit_critic(self) -> Metrics:
-        """Take one AdamW step of the critic."""
+        """Take one step of the critic's optimizer."""
         critic, settings = self.networks.critic, self.algorithm.critic
         return {} if critic is None or settings is None else critic.accumulate(self.batch, settings) | critic.descend()

@@ -142,7 +142,7 @@ class RunOptions:
     teacher_server: TeacherServerConfig = field(default_factory=TeacherServerConfig)
     """Teachers behind servers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW, schedule, clipping."""
+    """Optimizer, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     """Precision, device, memory."""
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -283,7 +283,7 @@ def check_run(run: Run) -> None:
     _check_step_end(run)
     run.sampler.check(run.max_staleness, run.sampling)
     run.learner.check(algorithm, run.sampler)
-    run.optimizer.check(algorithm)
+    run.optimizer.check(algorithm, run.learner, run.lr)
     run.guard.check(algorithm)
     run.teacher_server.check(algorithm, run.sampling)
     run.evaluation.check(algorithm)

@@ -72,7 +72,7 @@ class SupervisedConfig:
     """Folder that relative file names refer to; a file that is missing there is looked for in the current folder.
     A run's own file records it, so that the run can be resumed from anywhere."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
-    """AdamW, schedule, clipping."""
+    """Optimizer, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     """Precision, device, memory."""
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
@@ -105,6 +105,8 @@ class SupervisedConfig:
                 "leave it out"
             )
         self.learner.check_supervised(self.kind)
+        self.optimizer.check_lr(self.lr)
+        self.optimizer.check_learner(self.learner)
 
     def resolve(self) -> Self:
         """Fill in every open choice. Raises ConfigError if there is no data."""

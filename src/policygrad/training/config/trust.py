@@ -203,10 +203,11 @@ def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _code_of_plugins(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the modules of other packages whose engine, environment, trackers or algorithm the options name."""
-    sampler, tracked = data.get("sampler"), data.get("track")
+    """Yield the modules of other packages whose engine, environment, trackers, optimizer or algorithm the options name."""
+    sampler, tracked, optimizer = data.get("sampler"), data.get("track"), data.get("optimizer")
     named = [("environment", data.get("environment")), ("algorithm", data.get("algorithm"))]
     named += [("engine", sampler.get("engine") if isinstance(sampler, Mapping) else None)]
+    named += [("optimizer", optimizer.get("name") if isinstance(optimizer, Mapping) else None)]
     named += [("tracker", name) for name in (tracked if isinstance(tracked, list) else ())]
     for kind, name in named:
         plugin = find_plugin(kind, name.partition(":")[0]) if isinstance(name, str) else None
