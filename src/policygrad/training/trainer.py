@@ -41,6 +41,7 @@ from policygrad.training.divergence_guard import has_constant_rewards
 from policygrad.training.interrupts import StopRequested
 from policygrad.training.learner_setup import connect_teachers, limit_torch_threads, make_learner, make_local_learner
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
+from policygrad.training.memory_limits import DECODE_ROWS
 from policygrad.training.placement import LOCAL_PLACEMENT, LearnerFactory, Placement, SamplerFactory
 from policygrad.training.provenance import code_options, fingerprint_inputs
 from policygrad.training.run_folder import check_resumable
@@ -189,7 +190,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             kind.describe_run(part, plan_run(run, resources)) for part, kind in find_preparations(run.algorithm)
         ]
         self.facts = {"prepared": "; ".join(prepared)} if prepared else {}  # refused before the learner is made
-        learner = make_learner(self._learner, resources.model, run)
+        sampler, rows = resources.rollouter.sampler, run.sampling.decode_rows
+        self.memory.follow(sampler, DECODE_ROWS, rows, self.note)
+        learner = make_learner(self._learner, resources.model, replace(run, learner=self.memory.apply(run.learner)))
         self.attach_learner(learner, stack)
         if run.learner.world_size > 1:
             from policygrad.training.distributed import distribute_sampling

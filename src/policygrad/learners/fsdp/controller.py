@@ -6,6 +6,7 @@ the ranks cannot diverge.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -21,7 +22,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
-from policygrad.errors import ConfigError, HangError, PolicygradError, RunError
+from policygrad.errors import ConfigError, HangError, OutOfMemoryError, PolicygradError, RunError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, check_devices
@@ -33,10 +34,12 @@ from policygrad.learners.local.learner import check_vocabulary_sizes, is_live, i
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing
+from policygrad.utils.out_of_memory import describe_shortage, is_out_of_memory
 from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
 T = TypeVar("T")
+SHORTAGE_KEY = "out of memory"  # in the ranks' store
 SYMMETRIC_ERRORS = (PolicygradError, KeyError)
 """Errors that every rank raises alike, from data that all have; the ranks stay in sync."""
 
@@ -246,6 +249,8 @@ class FsdpController:
                 raise
             except BaseException as error:
                 self._in_sync = False
+                if isinstance(error, Exception) and (shortage := self._find_shortage(error)):
+                    raise shortage from error
                 if isinstance(error, Exception) and (diagnosis := self._workers.watchdog.diagnosis):
                     raise HangError(diagnosis) from error
                 if not (lost := describe_lost_connection(error)):
@@ -253,6 +258,28 @@ class FsdpController:
                 raise RunError(
                     f"{self._workers.wait_for_exit() or lost}, during {operation!r}: its output is above"
                 ) from error
+
+    def _find_shortage(self, error: Exception) -> OutOfMemoryError | None:
+        """Return what this rank or another one ran out of memory in, if an error comes from that."""
+        if is_out_of_memory(error):
+            learner: FsdpLearner | None = getattr(self, "_learner", None)
+            return describe_rank_shortage(0, learner, error)
+        text = self._workers.store.get(SHORTAGE_KEY)
+        return None if text is None else OutOfMemoryError(**json.loads(text))
+
+
+def describe_rank_shortage(rank: int, learner: FsdpLearner | None, error: BaseException) -> OutOfMemoryError:
+    """Return what a rank ran out of memory in, and with which option the run should be resumed."""
+    end = None if learner is None else learner.memory.end
+    end = end or OutOfMemoryError(f"out of memory ({describe_shortage(error)})")
+    return OutOfMemoryError(f"rank {rank}: {end}", flag=end.flag, size=end.size, limit=end.limit)
+
+
+def report_shortage(workers: WorkerGroup, learner: FsdpLearner | None, error: BaseException) -> None:
+    """In a rank above 0 that has run out of memory and is about to exit: tell rank 0, which waits for it in a collective."""
+    end = describe_rank_shortage(workers.rank, learner, error)
+    report = {"message": str(end), "flag": end.flag, "size": end.size, "limit": end.limit}
+    workers.store.set(SHORTAGE_KEY, json.dumps(report))
 
 
 def start_fsdp_learner(

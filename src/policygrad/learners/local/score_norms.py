@@ -93,8 +93,12 @@ class ScoreNorms:
             completion_media=batch.completion_media,
         )
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
-        for where, norms in self._norms(bare, rows):
-            out[where] = norms.cpu().double()
+
+        def work() -> None:
+            for where, norms in self._norms(bare, rows):
+                out[where] = norms.cpu().double()
+
+        self.division.memory.run(work)
         return replace(batch, grad_logp_sq_norm=self.division.all_reduce(out)[representative])
 
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
@@ -105,6 +109,7 @@ class ScoreNorms:
         device = next(self.evaluator.model.parameters()).device
         if size <= 1:
             for part in pack_micro_batches(batch, rows, 0):  # each by itself, equal ones too
+                self.division.memory.begin(part.num_nodes, 1)
                 with torch.enable_grad():
                     logp = self.evaluator(part.to(device)).sum()
                 score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
@@ -119,9 +124,10 @@ class ScoreNorms:
 
             return _squared_norm(grad(completion_logp)(theta).values())
 
-        size = min(size, max(1, self.micro_tokens // batch.mask.shape[1]))
+        size = min(size, max(1, self.division.memory.cap(self.micro_tokens) // batch.mask.shape[1]))
         order = np.argsort(TokenSequences.of(batch, rows).lengths, kind="stable")  # batches of similar length
         for where in torch.split(rows[torch.from_numpy(order)], size):
+            self.division.memory.begin(len(where) * batch.mask.shape[1], len(where))
             with PlainAttention():
                 norms = vmap(norm)(*(column.to(device) for column in _columns(batch, where)))
             yield where, norms
