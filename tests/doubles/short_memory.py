@@ -52,7 +52,9 @@ def short_of_memory(*at: int, error: Exception = ON_GPU, always_from: float = fl
     passes = Passes(*at, error=error, always_from=always_from)
 
     def after(module: nn.Module, args: Any, out: Any) -> Any:
-        if not hasattr(out, "last_hidden_state"):
+        if (
+            type(getattr(out, "last_hidden_state", None)) is not torch.Tensor
+        ):  # no backbone, or an estimate on fake tensors
             return None
         passes.begin()
         states = out.last_hidden_state

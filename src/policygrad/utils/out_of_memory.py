@@ -28,7 +28,7 @@ _MESSAGES = re.compile(
     r"|std::bad_alloc",
     re.IGNORECASE,
 )
-_WANTED = re.compile(r"tried to allocate ([\d.,]+ ?\w+)", re.IGNORECASE)
+_WANTED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -51,8 +51,11 @@ def describe_shortage(error: BaseException) -> str:
     """Return what was asked for, or else the error's first line, as text for a message."""
     text = str(error).strip()
     if wanted := _WANTED.search(text):
-        amount = wanted.group(1)
-        return f"{amount} more {'was' if amount.startswith('1 ') else 'were'} wanted"
+        number, unit = wanted.group(1), wanted.group(2)
+        if unit.lower() == "bytes":  # as torch says it on a CPU
+            size = int(number)
+            number, unit = (f"{size / 2**30:.2f}", "GiB") if size >= 2**30 else (f"{size / 2**20:.2f}", "MiB")
+        return f"{number} {unit} more were wanted"
     return text.splitlines()[0][:120] if text else type(error).__name__
 
 

@@ -26,6 +26,7 @@ from policygrad.learners.local.tree_attention import (
 from policygrad.models.attention import short_windows
 from policygrad.models.loading import at_least_float32, attention_limits
 from policygrad.models.traits import base_network, placeholder_id, read_balance_coefficient
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from policygrad.models.moe_routing import Routing
@@ -410,7 +411,9 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
     def is_exact(evaluator: Evaluator) -> bool:
         try:
             return float((evaluate(evaluator, batch) - truth).abs().max()) <= tolerance
-        except Exception:  # architectures raise all kinds of errors for a call that they do not support
+        except Exception as error:  # architectures raise all kinds of errors for a call that they do not support
+            if is_out_of_memory(error):
+                raise
             return False
 
     split = replace(plain, network=Network(model, split_head=True))
@@ -477,7 +480,9 @@ def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator
             error = max(float((a - b).norm() / b.norm()) for a, b in ((logp, expected), (gradient, exact)))
             if not error <= (0.05 if is_half else 1e-4):
                 return False
-    except Exception:  # architectures raise all kinds of errors for a call that they do not support
+    except Exception as error:  # architectures raise all kinds of errors for a call that they do not support
+        if is_out_of_memory(error):
+            raise
         return False
     equal, padded = gaps
     return padded <= 10 * max(equal, torch.finfo(dtype).eps)

@@ -26,6 +26,7 @@ from policygrad.learners.local.forward import MAX_LOGITS, Evaluator, selected_lo
 from policygrad.learners.local.packing import TokenSequences, WorkDivision, micro_batch_tokens, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 Norms = Iterator[tuple[Tensor, Tensor]]  # (completions [b], their squared norms [b])
 
@@ -65,7 +66,9 @@ class ScoreNorms:
         batched = replace(plain, batched=True)
         try:
             norms = batched.evaluate(batch).grad_logp_sq_norm
-        except Exception:  # architectures raise all kinds of errors in a transform that they do not support
+        except Exception as error:  # architectures raise all kinds of errors in a transform that they do not support
+            if is_out_of_memory(error):
+                raise
             return plain
         return batched if norms is not None and torch.allclose(norms, truth, rtol=tolerance, atol=0) else plain
 
