@@ -27,7 +27,7 @@ def updating(learner: FsdpLearner, rank: int, *args: Any) -> Any:
     return FsdpLearner.update(learner, *args)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_without_memory_ends_the_run_which_resumes_with_half_the_tokens(
     small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -21,7 +21,7 @@ from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_late
 from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasStep, SavedState, ShardedState
 from policygrad.checkpoint.model_export import save_model, write_model
 from policygrad.checkpoint.read_back import describe_difference, saved_tensors
-from policygrad.errors import ConfigError, ModelError, RunError
+from policygrad.errors import ConfigError, ModelError, OutOfMemoryError, RunError
 from policygrad.learners.base import CloseableLearner, DistributedLearner, SnapshotLearner
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from policygrad.training.run_folder import create_run_folder, open_run_folder, w
 from policygrad.utils.devices import pick_device
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.garbage import paused_garbage_collection
-from policygrad.utils.out_of_memory import is_out_of_memory
+from policygrad.utils.out_of_memory import ReportsShortage, is_out_of_memory
 from policygrad.utils.spans import is_recording, span, start_recording, stop_recording
 
 if TYPE_CHECKING:
@@ -302,9 +302,13 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             shortage = error.with_traceback(None)  # whose frames keep what has filled it
         model, learner = getattr(self, "model", None), getattr(self, "learner", None)
         end = explain_shortage(shortage, model, learner, self.config, self.resume_command)
-        if end.limit is not None:
-            self.memory.keep(MICRO_TOKENS, self.config.learner.micro_tokens, end.limit)
+        self._keep_limit(end)
         raise end
+
+    def _keep_limit(self, shortage: OutOfMemoryError) -> None:
+        """Keep what a resumed run should begin with, if that is known."""
+        if shortage.limit is not None:
+            self.memory.keep(MICRO_TOKENS, self.config.learner.micro_tokens, shortage.limit)
 
     @property
     def name(self) -> str:
@@ -318,6 +322,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     def attach_learner(self, learner: Any, stack: ExitStack) -> None:
         """Use this learner, which `stack` closes."""
         self.learner = learner
+        if isinstance(learner, ReportsShortage):
+            learner.on_shortage = self._keep_limit
         self.memory.follow(learner, MICRO_TOKENS, self.config.learner.micro_tokens, self.note)
         if isinstance(learner, CloseableLearner):
             stack.callback(learner.close)

@@ -196,3 +196,11 @@ class HasMemoryBudget(Protocol):
 
     @property
     def memory(self) -> MemoryBudget: ...
+
+
+@runtime_checkable
+class ReportsShortage(Protocol):
+    """A learner in several processes that may have to end this one."""
+
+    on_shortage: Callable[[OutOfMemoryError], None]
+    """Called with what another process ran out of memory in, where this one ends without an error."""

@@ -29,7 +29,7 @@ from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, chec
 from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT
-from policygrad.learners.fsdp.watchdog import ControlStore
+from policygrad.learners.fsdp.watchdog import SHORTAGE_KEY, ControlStore
 from policygrad.learners.local.learner import check_vocabulary_sizes, is_live, is_scored_elsewhere
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
@@ -39,7 +39,6 @@ from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
 T = TypeVar("T")
-SHORTAGE_KEY = "out of memory"  # in the ranks' store
 SYMMETRIC_ERRORS = (PolicygradError, KeyError)
 """Errors that every rank raises alike, from data that all have; the ranks stay in sync."""
 
@@ -127,6 +126,9 @@ class FsdpController:
         )
         self._workers, self._in_sync, self._lock = workers, True, threading.Lock()
         self.replicates_policy = replicate_policy
+        self.on_shortage: Callable[[OutOfMemoryError], None] = lambda shortage: None
+        """Called with what another rank ran out of memory in, where this process ends without an error."""
+        workers.watchdog.before_exit = self._report_shortage
         workers.watchdog.start(config.hang_timeout, folder)
         with self.collective("making the learner"):
             workers.broadcast_object(fsdp)
@@ -264,8 +266,15 @@ class FsdpController:
         if is_out_of_memory(error):
             learner: FsdpLearner | None = getattr(self, "_learner", None)
             return describe_rank_shortage(0, learner, error)
+        return self._read_shortage()
+
+    def _read_shortage(self) -> OutOfMemoryError | None:
         text = self._workers.store.get(SHORTAGE_KEY)
         return None if text is None else OutOfMemoryError(**json.loads(text))
+
+    def _report_shortage(self) -> None:
+        if (shortage := self._read_shortage()) is not None:
+            self.on_shortage(shortage)
 
 
 def describe_rank_shortage(rank: int, learner: FsdpLearner | None, error: BaseException) -> OutOfMemoryError:
