@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from policygrad.checkpoint.format import newest_step
 from policygrad.cli import main
 from policygrad.errors import MemoryStopError
 from policygrad.learners.local.learner import LocalLearner
+from policygrad.models.loading import load_model
 from policygrad.trackers import Tracker
+from policygrad.training import memory_limits
+from policygrad.training.memory_limits import MemoryUse
 from policygrad.training.trainer import Trainer
 
 
@@ -164,6 +168,28 @@ def test_the_command_ends_with_the_exit_code_of_a_run_that_can_be_resumed(
     assert code == 75, err
     assert "Traceback" not in err
     assert "policygrad train --resume run" in err
+
+
+def test_the_header_says_which_length_fits_where_that_is_near_what_may_be_sampled(
+    run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so little memory that 1,024 tokens just fit: below that it is a fact, beyond it there is a note with the remedy."""
+    model = load_model(run.model)
+    use = MemoryUse.measure(model, None, run.learner)
+    saved = use.estimate_saved(1024)
+    assert saved is not None
+    assert use.estimate_saved(512) == pytest.approx(saved / 2, rel=0.05)
+    beside = use.parts["gradients"] + use.parts["AdamW's moments"]
+    monkeypatch.setattr(memory_limits, "_measure_free", lambda device: 1.7 * saved + beside)
+    learner = SimpleNamespace()
+    for tokens, has_fact, has_note in ((8, False, False), (900, True, False), (1100, True, True)):
+        changed = replace(run, sampling=replace(run.sampling, max_tokens=tokens))
+        facts, note = memory_limits.describe_longest_text(model, learner, changed)
+        assert (bool(facts), note is not None) == (has_fact, has_note), tokens
+    assert facts["longest text"] == "about 1,024 tokens fit, prompt and completion"
+    assert note is not None
+    assert "completions may have 1,100 tokens" in note
+    assert "--learner.gradient-checkpointing" in note
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])

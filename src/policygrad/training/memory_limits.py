@@ -20,6 +20,7 @@ from policygrad.utils.out_of_memory import Halving, HasMemoryBudget, describe_sh
 
 MEMORY_FILE = "memory.json"
 """In the run's folder: by option the limit that memory has set."""
+COUNTED_TOKENS = 1024  # of the text that is counted
 MICRO_TOKENS, DECODE_ROWS = "learner.micro_tokens", "sampling.decode_rows"
 
 
@@ -168,6 +169,23 @@ class MemoryUse:
         except Exception:  # an architecture may fail in any way on tensors without memory, and the table does without
             return None
 
+    def estimate_longest(self, learner: object, tokens: int) -> int | None:
+        """Return about how many tokens of one text fit beside what the run holds, counted on texts of `tokens` and half as many.
+
+        None where that cannot be counted, or where what is saved grows faster than the text.
+        """
+        from policygrad.training.cost_estimate import FRAGMENTATION
+
+        free = _measure_free(next(self.model.parameters()).device)
+        long, short = self.estimate_saved(tokens), self.estimate_saved(tokens // 2)
+        if free is None or not long or not short or long > 2.2 * short:
+            return None
+        optimizers = getattr(learner, "optimizers", ())
+        present = sum(x.nbytes for o in optimizers for s in o.adam.state.values() for x in s.values() if x.ndim)
+        free -= self.parts["gradients"] + max(0, self.parts["AdamW's moments"] - present)
+        holes = 1.0 if self.device.startswith("cuda") else FRAGMENTATION
+        return max(0, int(free / holes / (long / tokens)))
+
     def list_remedies(self, config: Any, saved: int | None, *, is_sampling: bool) -> Iterator[str]:
         """Iterate over options that the run does not have yet, the one that frees most first."""
         learner, parts = self.learner_config, self.parts
@@ -202,6 +220,48 @@ class MemoryUse:
         else:
             remedies.append((passes / 2 or 1, "rows with fewer tokens"))
         yield from (text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
+
+
+def describe_longest_text(model: nn.Module, learner: object, config: Any) -> tuple[dict[str, str], str | None]:
+    """Return about how long a text may be that is learned from, as a fact of the run, and a note if completions may be longer.
+
+    Nothing where they are short: it is counted on the architecture, which takes seconds, where a completion of `max_tokens` may
+    take a quarter of what is free.
+    """
+    tokens, free = config.sampling.max_tokens, _measure_free(next(model.parameters()).device)
+    if config.learner.world_size > 1 or free is None or _guess_saved(model, tokens) < free / 4:
+        return {}, None
+    use = MemoryUse.measure(model, learner, config.learner)
+    longest = use.estimate_longest(learner, COUNTED_TOKENS)
+    if longest is None:
+        return {}, None
+    facts = {"longest text": f"about {longest:,} tokens fit, prompt and completion"}
+    if tokens <= longest:
+        return facts, None
+    remedies = "; or ".join(use.list_remedies(config, use.estimate_saved(COUNTED_TOKENS), is_sampling=False))
+    return (
+        facts,
+        f"completions may have {tokens:,} tokens, and about {longest:,} of a text fit, prompt included: {remedies}",
+    )
+
+
+def _guess_saved(model: nn.Module, tokens: int) -> float:
+    """Return roughly the bytes that a text saves for its backward pass, from the sizes of a transformer's layers.
+
+    34 numbers per layer and channel: Korthikanti et al. 2022, arXiv:2205.05198, eq. 1, without the term of attention scores.
+    """
+    text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
+    return float(34 / 2 * tokens * layers * width * next(model.parameters()).element_size())
+
+
+def _measure_free(device: torch.device) -> float | None:
+    """Return the bytes that this process may still take on a device; None where it is unknown."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
+    free = measure_free_memory() if device.type == "cpu" else float("inf")
+    return free if free < float("inf") else None
 
 
 def _describe_capacity(device: torch.device) -> str:
