@@ -88,10 +88,10 @@ with interchangeable parts
 of a section of the configuration, such as sampler, and --help all every one.
 With --json, standard output carries JSON only, errors included; COMMAND
 --json-schema describes it. No command asks anything.
-Exit codes: 0 done; 75 stopped by a signal, by --time-limit or because one of
-several processes hung, and can be resumed; 2 invalid or failed, with the
-reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its traceback,
-failed runs of compare, or what verify or audit found wrong.
+Exit codes: 0 done; 75 stopped by a signal, by --time-limit, for want of memory
+or because one of several processes hung, and can be resumed; 2 invalid or
+failed, with the reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its
+traceback, failed runs of compare, or what verify or audit found wrong.
 Documentation: README.md and docs/.
 """
 

@@ -73,6 +73,25 @@ class HangError(RunError):
     code = 75
 
 
+class OutOfMemoryError(RunError):
+    """Memory that does not suffice for the smallest piece of work: one text, one completion, or an optimizer step."""
+
+    def __init__(self, message: str, *, flag: str = "", size: int | None = None, limit: int | None = None) -> None:
+        super().__init__(message)
+        self.flag = flag
+        """Option that limits such work, --learner.micro-tokens; "" if none does."""
+        self.size = size
+        """Tokens or completions of the piece that did not fit."""
+        self.limit = limit
+        """Value of the option with which a resumed run should begin; None = the one that it has."""
+
+
+class MemoryStopError(OutOfMemoryError):
+    """A run that ended for want of memory; it can be resumed."""
+
+    code = 75
+
+
 class NumericsError(PolicygradError, FloatingPointError):
     """Numbers that are not finite; the weights are unchanged."""
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import policygrad as pg
+from policygrad.learners.fsdp import watchdog as module
 from policygrad.learners.fsdp.watchdog import (
     BEAT_SECONDS,
     MIN_CPU_FRACTION,
+    SHORTAGE_KEY,
     STACK_AFTER_BEATS,
     Heartbeat,
     ThreadMonitor,
@@ -122,6 +124,8 @@ class _Store:
         self.checks = 0
 
     def get(self, key: str) -> str | None:
+        if key == SHORTAGE_KEY:
+            return None
         self.checks += key == heartbeat_key(1)
         return f'{{"number": {self.checks if key == heartbeat_key(1) else 1}, "idle_beats": 0}}'
 
@@ -136,6 +140,35 @@ def test_missed_heartbeats_are_counted(monkeypatch: pytest.MonkeyPatch, timeout:
         time.sleep(0.01)
     assert watchdog.unresponsive == message
     watchdog.close()
+
+
+class _StoreWithShortage(_Store):
+    """Rank 1 has said that it ran out of memory, and is gone."""
+
+    def get(self, key: str) -> str | None:
+        return '{"message": "rank 1: out of memory at 9 tokens"}' if key == SHORTAGE_KEY else super().get(key)
+
+
+def test_a_rank_0_that_cannot_leave_a_collective_keeps_what_another_ran_out_of_and_exits_resumably(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("BEAT_SECONDS", "EXIT_SECONDS"):
+        monkeypatch.setattr(module, name, 0.01)
+    ended, done = list[object](), threading.Event()
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        done.set()
+
+    monkeypatch.setattr(module.os, "_exit", leave)
+    watchdog = Watchdog(cast(Any, _StoreWithShortage()), 2, cast(Any, [SimpleNamespace(kill=lambda: None)]))
+    watchdog.before_exit = lambda: ended.append("kept")
+    watchdog.start(0.02, tmp_path)
+    with watchdog.watch_collective("update"):
+        assert done.wait(30)
+    watchdog.close()
+    assert ended == ["kept", 75]
+    assert f"rank 1: out of memory at 9 tokens; --resume {tmp_path} goes on" in capfd.readouterr().err
 
 
 def test_the_timeout_is_an_option_of_the_learner() -> None:

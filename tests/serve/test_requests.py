@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tinker import types
 
+from doubles.short_memory import short_of_memory
 from policygrad.errors import ConfigError
 from policygrad.serve import sample_queue, wire
 from policygrad.serve import training as training_requests
@@ -51,6 +53,14 @@ class Bench:
         self.service.resources.close()
 
 
+def make_datum(ids: list[int]) -> dict[str, Any]:
+    inputs = {
+        "target_tokens": {"data": ids[1:], "dtype": "int64"},
+        "weights": {"data": [1.0] * (len(ids) - 1), "dtype": "float32"},
+    }
+    return {"model_input": {"chunks": [{"tokens": ids[:-1]}]}, "loss_fn_inputs": inputs}
+
+
 class Model:
     """A client's model."""
 
@@ -71,13 +81,7 @@ class Model:
 
     def submit_pass(self, *, token: int = 9, forward: bool = False, count: int = 1, **given: Any) -> int:
         """`token`: the last target; one that the model does not have makes the request fail."""
-        targets = [*IDS[1:-1], token]
-        inputs = {
-            "target_tokens": {"data": targets, "dtype": "int64"},
-            "weights": {"data": [1.0] * 7, "dtype": "float32"},
-        }
-        datum = {"model_input": {"chunks": [{"tokens": IDS[:-1]}]}, "loss_fn_inputs": inputs}
-        content = {"data": [datum] * count, "loss_fn": "cross_entropy", **given}
+        content = {"data": [make_datum([*IDS[:-1], token])] * count, "loss_fn": "cross_entropy", **given}
         kind = "forward" if forward else "forward_backward"
         return self.submit(kind, **{"forward_input" if forward else "forward_backward_input": content})
 
@@ -170,6 +174,39 @@ def test_a_forward_that_fails_leaves_the_gradient_alone(make: Callable[[], Bench
     assert not model.error(stepped)
     other.train()
     assert same(model.weights(), other.weights())
+
+
+def test_a_pass_that_runs_out_of_memory_is_repeated_in_smaller_pieces_and_keeps_the_gradient_before_it(
+    make: Callable[[], Bench],
+) -> None:
+    """Two passes make one gradient; each of the second one's runs out of memory in turn."""
+    bench = make()
+    data = [make_datum([*IDS[k:], *IDS[:k]]) for k in range(4)]
+    models, failing = [bench.create() for _ in range(4)], [(), (1,), (2,), (1, 4)]
+    for model, at in zip(models, failing, strict=True):
+        model.submit_pass()
+        model.compute()
+        number = model.submit_pass(data=data)
+        with warnings.catch_warnings(action="ignore"), short_of_memory(*at):
+            model.compute()
+        assert not model.error(number)
+        model.submit_step()
+        model.compute()
+        model.model.network.memory.limit = None
+    first, *others = (model.weights() for model in models)
+    for other in others:
+        assert all(torch.allclose(other[name], x, rtol=1e-4, atol=1e-6) for name, x in first.items())
+
+
+def test_a_text_that_does_not_fit_is_refused_and_the_server_goes_on(make: Callable[[], Bench]) -> None:
+    model = make().create()
+    failed, refused = model.submit_pass(), model.submit_step()
+    with warnings.catch_warnings(action="ignore"), short_of_memory(always_from=1):
+        model.compute()
+    assert "out of memory at" in model.error(failed)
+    assert "send shorter data" in model.error(failed)
+    assert "no step was taken" in model.error(refused)
+    model.train()
 
 
 def test_what_was_refused_before_a_restart_is_refused_again(

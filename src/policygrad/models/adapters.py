@@ -29,6 +29,7 @@ from policygrad.models.traits import (
     is_language_module,
     placeholder_id,
 )
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Names of layers that PEFT takes for parts of stacked experts, in architectures that have some."""
@@ -128,9 +129,9 @@ def add_adapters(
     try:  # the code of some models does not support adapters
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=weight.device), use_cache=False)
-    except torch.OutOfMemoryError:
-        raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"learner.lora: {type(model).__name__} does not run with adapters on these layers "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}): name others, as in "

@@ -24,8 +24,10 @@ from policygrad.models.loading import (
 from policygrad.models.lora_config import adapter_base, read_adapter_config
 from policygrad.models.tokenizer import Tokenizer, load_pretrained_tokenizer
 from policygrad.models.traits import adapter_configs
+from policygrad.utils.out_of_memory import MemoryBudget
 
 MICRO_BATCH_TOKENS = 8192  # tokens per forward pass, including padding
+_MEMORY = MemoryBudget("", "tokens")  # of this process, which scores with one model
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -94,8 +96,13 @@ def forward(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
 def score(model: nn.Module, texts: Sequence[Sequence[int]], tokens: int = MICRO_BATCH_TOKENS) -> Tensor:
     """Score n texts: [n] float32 on the CPU."""
     out = torch.zeros(len(texts))
-    for indices in micro_batches([len(text) for text in texts], tokens):
-        out[indices] = forward(model, [texts[i] for i in indices]).cpu()
+
+    def work() -> None:
+        batches = micro_batches([len(text) for text in texts], _MEMORY.cap(tokens))
+        for indices in _MEMORY.watch(batches, lambda batch: len(batch) * max(len(texts[i]) for i in batch), len):
+            out[indices] = forward(model, [texts[i] for i in indices]).cpu()
+
+    _MEMORY.run(work)
     return out
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,19 @@ from policygrad.errors import ConfigError, NumericsError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.forward import Evaluator, backward_mode, build_evaluator, choose_kernels
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Pack, TokenSequences, micro_batch_tokens, pack_texts
+from policygrad.learners.local.packing import (
+    MICRO_TOKENS_FLAG,
+    Pack,
+    TokenSequences,
+    micro_batch_tokens,
+    pack_texts,
+)
 from policygrad.models.loading import at_least_float32, context_length, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.serve.adapters import Adapter, AdapterSpec, AdapterSwitch, make_adaptable
 from policygrad.serve.losses import Datum, EquationLoss, LossConfig, prepare_loss, target_rows
 from policygrad.utils.devices import pick_device
+from policygrad.utils.out_of_memory import MemoryBudget, keep_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +47,8 @@ class ServedNetwork:
     config: LearnerConfig
     switch: AdapterSwitch | None = None
     """None: no adapters."""
+    memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(MICRO_TOKENS_FLAG, "tokens"))
+    """What limits the tokens of a pass once memory has run out."""
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +110,8 @@ def load_network(
     tokenizer = load_tokenizer(path, model, trust_remote_code=trust_remote_code)
     switch = make_adaptable(model) if adaptable else None
     evaluator = choose_kernels(build_evaluator(model, 1.0), config)
-    return ServedNetwork(name, path, model, tokenizer, evaluator, config, switch)
+    memory = MemoryBudget(MICRO_TOKENS_FLAG, "tokens", next(model.parameters()).device)
+    return ServedNetwork(name, path, model, tokenizer, evaluator, config, switch, memory)
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,7 @@ class ClientModel:
         """Compute log-probabilities and the loss, and with `backward` add its gradient to what is pending.
 
         Raises:
+            OutOfMemoryError: A single text does not fit; what is pending stays.
             ConfigError: See `prepare_loss`; a token that the model does not have; a picture that it cannot read.
         """
         network = self.network
@@ -175,7 +187,8 @@ class ClientModel:
         with network.using(self.adapter):
             if loss.selection_needs is not None:
                 loss = loss.select_tokens(passes.score(loss.selection_needs))
-            metrics = passes.accumulate(loss, self.optimizer if backward else None)
+            undo = keep_gradients(self.optimizer.parameters, self.optimizer.masters)
+            metrics = network.memory.run(partial(passes.accumulate, loss, self.optimizer if backward else None), undo)
         if backward:
             self.pending += 1
             if loss.state:
@@ -241,18 +254,28 @@ class _Passes:
 
     def _packs(self) -> Iterator[Pack]:
         batch = Batch(mask=self.mask, group=self.group, reward=torch.zeros(len(self.mask)), tokens=self.targets)
-        budget = micro_batch_tokens(self.network.config, self.network.model)
+        memory = self.network.memory
+        budget = memory.cap(micro_batch_tokens(self.network.config, self.network.model))
         texts = TokenSequences.of_texts(self.texts, self.media)
-        for pack in pack_texts(batch, texts, budget, groups=self.group if self.keep else None):
+        packs = pack_texts(batch, texts, budget, groups=self.group if self.keep else None)
+        for pack in memory.watch(packs, lambda pack: pack.num_nodes, self._count_parts):
             yield pack.to(self.network.device)
+
+    def _count_parts(self, pack: Pack) -> int:
+        """Return into how many micro-batches a pack could be cut."""
+        return len(torch.unique(self.group[pack.rows])) if self.keep else pack.completions
 
     @torch.no_grad()
     def score(self, needs: frozenset[str]) -> Forward:
         """Return log π and the statistics `needs` of all rows."""
         outputs: dict[str, Tensor] = {}
-        for pack in self._packs():
-            for name, x in self.network.evaluator.forward(pack, needs).tensors().items():
-                outputs.setdefault(name, torch.zeros(self.mask.shape, dtype=x.dtype))[pack.rows.cpu()] = x.cpu()
+
+        def work() -> None:
+            for pack in self._packs():
+                for name, x in self.network.evaluator.forward(pack, needs).tensors().items():
+                    outputs.setdefault(name, torch.zeros(self.mask.shape, dtype=x.dtype))[pack.rows.cpu()] = x.cpu()
+
+        self.network.memory.run(work)
         return Forward(**outputs)
 
     def accumulate(self, loss: EquationLoss, optimizer: Optimizer | None) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from policygrad.errors import ConfigError, DataError, PolicygradError, RunError
+from policygrad.errors import ConfigError, DataError, OutOfMemoryError, PolicygradError, RunError
 from policygrad.models.traits import ADAPTER_WEIGHTS
 from policygrad.samplers.config import LOCAL
 from policygrad.serve import wire
@@ -24,6 +24,7 @@ from policygrad.serve.sampling import EngineAnswers, FullWeights, LocalAnswers, 
 from policygrad.serve.store import SavedPath, Store
 from policygrad.serve.training import FULL_WEIGHTS, WEIGHTS_INFO, load_trainable
 from policygrad.serve.wire import Answer
+from policygrad.utils.out_of_memory import describe_shortage, is_out_of_memory
 
 GATHER_SECONDS = 0.01
 """A sampling request waits this long for others, so that they are decoded together."""
@@ -197,7 +198,10 @@ class SampleQueue:
     def _format_refusal(self, error: Exception) -> Answer:
         """Return the answer of a request that failed. The log gets it too if it is a bug."""
         is_users, text = isinstance(error, ConfigError | DataError), str(error)
-        if not isinstance(error, PolicygradError):
+        if is_out_of_memory(error):
+            shortage = text if isinstance(error, OutOfMemoryError) else f"out of memory ({describe_shortage(error)})"
+            text = f"{shortage}: ask for fewer tokens, or start the server with a smaller --decode-rows or --max-models"
+        elif not isinstance(error, PolicygradError):
             text = f"{type(error).__name__}: {error} (a bug of the server)"
             self.note(f"sampling: {text}\n{''.join(traceback.format_exception(error))}")
         return wire.format_error(text, is_users=is_users)

@@ -15,13 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from policygrad.checkpoint.format import load_latest, save_checkpoint
 from policygrad.checkpoint.model_export import write_model
 from policygrad.checkpoint.read_back import describe_difference, saved_tensors
-from policygrad.errors import ConfigError, ModelError, NumericsError, PolicygradError
+from policygrad.errors import ConfigError, ModelError, NumericsError, OutOfMemoryError, PolicygradError
 from policygrad.models.loading import model_origin
 from policygrad.serve import wire
 from policygrad.serve.adapters import AdapterSpec, write_adapter
@@ -29,6 +28,7 @@ from policygrad.serve.config import ServeConfig
 from policygrad.serve.models import ClientModel, ServedNetwork, load_network
 from policygrad.serve.store import MAX_SEQUENCE, LoggedRequest, SavedInfo, SavedPath, Store, UnknownIdError
 from policygrad.serve.wire import Answer
+from policygrad.utils.out_of_memory import describe_shortage, is_out_of_memory
 
 FULL_WEIGHTS = "model.safetensors"
 """All weights of a model in a folder of weights for sampling; an adapter is in PEFT's file instead."""
@@ -38,6 +38,7 @@ MAX_ATTEMPTS = 3
 """How often a request is begun again that was being computed when the server was killed."""
 MAX_AHEAD = 2**16
 """Requests of a model that may wait, from the next to compute on."""
+SHORTER_DATA = "send shorter data, or start the server with --learner.gradient-checkpointing or a smaller --max-models"
 LONGEST_TTL = 10 * 365 * 86400
 """Seconds."""
 
@@ -223,19 +224,19 @@ class Training:
                 count = sum(len(part.data) for _, part in lane.parts)
                 raise ConfigError(f"only {count} data of a divided request have arrived: send all of them first")
             return COMPUTE[request.kind](self, lane, request)
-        except torch.OutOfMemoryError as error:
-            text, is_users = (
-                f"out of memory: send fewer or shorter data, or start the server with a smaller --learner.micro-tokens ({error})",
-                False,
-            )
+        except OutOfMemoryError as error:
+            text, is_users = f"{error}: {SHORTER_DATA}", False
         except PolicygradError as error:
             text, is_users = str(error), not isinstance(error, NumericsError)
         except OSError as error:
             text, is_users = f"a file could not be written or read: {error}", False
         except Exception as error:  # a bug must not end the server; the client and the log get it
-            request_id = f"{lane.model_id}:{request.sequence}"
-            self.note(f"{request_id}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
             text, is_users = f"{type(error).__name__}: {error} (a bug of the server)", False
+            if is_out_of_memory(error):  # in an optimizer step, say
+                text = f"out of memory ({describe_shortage(error)}): {SHORTER_DATA}"
+            else:
+                request_id = f"{lane.model_id}:{request.sequence}"
+                self.note(f"{request_id}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
         self._fail(lane, request, text)
         return wire.format_error(text, is_users=is_users)
 

@@ -8,8 +8,8 @@ import json
 import sys
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypedDict, TypeVar
@@ -21,7 +21,7 @@ from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_late
 from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasStep, SavedState, ShardedState
 from policygrad.checkpoint.model_export import save_model, write_model
 from policygrad.checkpoint.read_back import describe_difference, saved_tensors
-from policygrad.errors import ConfigError, ModelError, RunError
+from policygrad.errors import ConfigError, ModelError, OutOfMemoryError, RunError
 from policygrad.learners.base import CloseableLearner, DistributedLearner, SnapshotLearner
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
@@ -33,11 +33,14 @@ from policygrad.training.config.serialization import dump_config
 from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
 from policygrad.training.loop import StepOutcome
+from policygrad.training.memory_limits import MICRO_TOKENS, MemoryLimits, explain_shortage
 from policygrad.training.model_card import render_model_card
 from policygrad.training.provenance import Fingerprint, compare_fingerprints, list_changed_options
 from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
+from policygrad.utils.devices import pick_device
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.garbage import paused_garbage_collection
+from policygrad.utils.out_of_memory import ReportsShortage, is_out_of_memory
 from policygrad.utils.spans import is_recording, span, start_recording, stop_recording
 
 if TYPE_CHECKING:
@@ -109,6 +112,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     last_step: int
     sharded_io: ShardedCheckpointIO | None = None  # saves and restores a learner in several processes
     best: BestModel | None = None  # keeps the best model so far
+    memory: MemoryLimits
 
     def __init__(
         self,
@@ -264,7 +268,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             torch.manual_seed(self.config.seed)  # for models and rewards; completions have their own random streams
             try:
                 check_files_exist(self.config)
-                with self.stopping.interruptible(), paused_garbage_collection(), span("load"):
+                self.memory = MemoryLimits(self.folder, pick_device(self.config.learner.device))
+                loading = span("load")
+                with self._explaining_shortage(), self.stopping.interruptible(), paused_garbage_collection(), loading:
                     self.build(stack)
                 if self.config.checkpoint.keep_best is not None:
                     from policygrad.training.best_model import check_best_metric
@@ -281,7 +287,28 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             folder.commit()
             self.files = JsonlTracker(self.folder)
             self.trackers.add(self.files)
-            return self._train(resume is not None, stop_after)
+            with self._explaining_shortage():
+                return self._train(resume is not None, stop_after)
+
+    @contextmanager
+    def _explaining_shortage(self) -> Iterator[None]:
+        """Say what fills the memory where it does not suffice, and keep what a resumed run should begin with."""
+        try:
+            yield
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = error.with_traceback(None)  # whose frames keep what has filled it
+        model, learner = getattr(self, "model", None), getattr(self, "learner", None)
+        end = explain_shortage(shortage, model, learner, self.config, self.resume_command)
+        self._keep_limit(end)
+        raise end
+
+    def _keep_limit(self, shortage: OutOfMemoryError) -> None:
+        """Keep what a resumed run should begin with, if that is known."""
+        if shortage.limit is not None:
+            self.memory.keep(MICRO_TOKENS, self.config.learner.micro_tokens, shortage.limit)
 
     @property
     def name(self) -> str:
@@ -295,6 +322,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
     def attach_learner(self, learner: Any, stack: ExitStack) -> None:
         """Use this learner, which `stack` closes."""
         self.learner = learner
+        if isinstance(learner, ReportsShortage):
+            learner.on_shortage = self._keep_limit
+        self.memory.follow(learner, MICRO_TOKENS, self.config.learner.micro_tokens, self.note)
         if isinstance(learner, CloseableLearner):
             stack.callback(learner.close)
         if self.config.learner.world_size > 1:  # torch.distributed takes a while to import

@@ -58,7 +58,8 @@ class ShardedLocalSampler:
         """Sample in all processes, with signals held until they have finished."""
         local = self._local
         with defer_signals(), self._learner.collective("sampling") as workers:
-            arguments = (requests, local.version, frozenset(local.end.tolist()), local.pad, local.cuda_graphs)
+            end, limit = frozenset(local.end.tolist()), local.memory.limit
+            arguments = (requests, local.version, end, local.pad, local.cuda_graphs, limit)
             workers.broadcast_object((sample_shard, arguments))
             return await _sample_together(local, requests, workers)
 
@@ -72,15 +73,23 @@ def distribute_sampling(resources: Resources, learner: Learner) -> Resources:
 
 
 def sample_shard(
-    learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int, cuda_graphs: bool
+    learner: FsdpLearner,
+    requests: Sequence[Request],
+    version: int,
+    end: frozenset[int],
+    pad: int,
+    cuda_graphs: bool,
+    limit: int | None,
 ) -> None:
-    """In a rank above 0: sample its part of the requests."""
+    """In a rank above 0: sample its part of the requests, at most as many at a time as rank 0 has found to fit."""
     assert learner.full_model is not None  # it replicates the policy
     if "sampler" not in learner.cache:
         routing = Routing.for_model(learner.full_model) if learner.config.routing_replay else None
         learner.cache["sampler"] = LocalSampler(learner.full_model, end, pad, routing, cuda_graphs=cuda_graphs)
     sampler: LocalSampler = learner.cache["sampler"]
     sampler.version = version
+    if limit is not None:
+        sampler.memory.limit = sampler.memory.cap(limit)
     asyncio.run(_sample_together(sampler, requests, learner.workers))
 
 

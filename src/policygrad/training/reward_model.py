@@ -40,6 +40,7 @@ from policygrad.training.supervised import (
     encode_rows,
     load_resumed_config,
     read_rows,
+    run_passes,
 )
 from policygrad.utils.devices import pick_device
 
@@ -163,6 +164,11 @@ class PreferenceObjective:
 
 def accumulate_preference_gradient(shard: LearnerShard, batch: PreferenceBatch) -> list[float]:
     """Add ∂L/∂θ of one update's pairs to the gradients; return [loss, accuracy, margin], weighted."""
+    return list(shard.division.all_reduce(run_passes(shard, lambda: _run_micro_batches(shard, batch))).tolist())
+
+
+def _run_micro_batches(shard: LearnerShard, batch: PreferenceBatch) -> Tensor:
+    """Add the gradients; return this process's sums [3] of loss, accuracy and margin."""
     sums = torch.zeros(3, dtype=torch.float64)
     for indices in _micro_batches(shard, batch):
         with backward_mode(shard.model, shard.config.gradient_checkpointing):
@@ -173,15 +179,19 @@ def accumulate_preference_gradient(shard: LearnerShard, batch: PreferenceBatch) 
         shard.optimizer.accumulate_master_grads()
         m, w = margin.detach().cpu().double(), weights.cpu().double()
         sums += torch.stack([loss.detach().cpu().double(), (w * compute_accuracy(m)).sum(), (w * m).sum()])
-    return list(shard.division.all_reduce(sums).tolist())
+    return sums
 
 
 @torch.no_grad()
 def compute_rewards(shard: LearnerShard, batch: PreferenceBatch) -> Tensor:
     """Return r [n, 2] float64 of (chosen, rejected), on the CPU."""
     rewards = torch.zeros(len(batch.pairs), 2, dtype=torch.float64)
-    for indices in _micro_batches(shard, batch):
-        rewards[indices] = _compute_pair_rewards(shard, [batch.pairs[i] for i in indices]).cpu().double()
+
+    def work() -> None:
+        for indices in _micro_batches(shard, batch):
+            rewards[indices] = _compute_pair_rewards(shard, [batch.pairs[i] for i in indices]).cpu().double()
+
+    run_passes(shard, work)
     return shard.division.all_reduce(rewards)
 
 
@@ -194,7 +204,7 @@ def _micro_batches(shard: LearnerShard, batch: PreferenceBatch) -> Iterator[list
         shard.optimizer.accumulate_master_grads()
 
     tokens = micro_batch_tokens(shard.config, shard.model)
-    return shard.division.divide(batch.micro_batches, tokens, idle, batch.count_tokens)
+    return shard.division.divide_within_memory(batch.micro_batches, tokens, idle, batch.count_tokens, len)
 
 
 def _compute_pair_rewards(shard: LearnerShard, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:

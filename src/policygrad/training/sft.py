@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.core.media import TextMedia, select_media
 from policygrad.core.precision import widest_dtype
-from policygrad.learners.local.expert_balance import find_expert_balance
+from policygrad.learners.local.expert_balance import ExpertBalance, Load, find_expert_balance
 from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack
 from policygrad.models.chat.demonstrations import encode_demonstration_texts
@@ -36,6 +36,7 @@ from policygrad.training.supervised import (
     get_device,
     load_resumed_config,
     read_rows,
+    run_passes,
 )
 from policygrad.utils.devices import pick_device
 from policygrad.utils.message_parts import list_pictures
@@ -129,10 +130,22 @@ class SFTObjective:
 def accumulate_sft_gradient(shard: LearnerShard, batch: Batch) -> dict[str, float]:
     """Add −∂/∂θ Σ log π(o_t) / n, for the n tokens of an update, to the gradients, and the load-balancing loss of experts where the
     model asks for it; return the loss in nats per token."""
+    balance = find_expert_balance(shard.evaluator, shard.config, shard.division)
+    load = None
+    if balance is not None:
+        load = run_passes(shard, lambda: balance.measure(shard.evaluator, _micro_batches(shard, batch)))
+    loss, balance_loss = run_passes(shard, lambda: _run_micro_batches(shard, batch, balance, load))
+    mean = float(shard.division.all_reduce(torch.tensor(loss, dtype=torch.float64)))
+    reported = {} if balance is None else balance.report(balance_loss)
+    return {"loss": mean} | {name: metric.value for name, metric in reported.items()}
+
+
+def _run_micro_batches(
+    shard: LearnerShard, batch: Batch, balance: ExpertBalance | None, load: Load | None
+) -> tuple[float, float]:
+    """Add the gradients; return the sums of this process's loss and of its load-balancing loss."""
     total, loss, balance_loss = float(batch.mask.sum()), 0.0, 0.0
     dtype = at_least_float32(next(shard.model.parameters())[:0].detach()).dtype
-    balance = find_expert_balance(shard.evaluator, shard.config, shard.division)
-    load = None if balance is None else balance.measure(shard.evaluator, _micro_batches(shard, batch))
     for pack in _micro_batches(shard, batch):
         with backward_mode(shard.model, shard.config.gradient_checkpointing):
             pack = pack.to(get_device(shard))
@@ -146,17 +159,20 @@ def accumulate_sft_gradient(shard: LearnerShard, batch: Batch) -> dict[str, floa
                 balance_loss += float(more.detach())
         shard.optimizer.accumulate_master_grads()
         loss += float(pack_loss.detach())
-    mean = float(shard.division.all_reduce(torch.tensor(loss, dtype=torch.float64)))
-    reported = {} if balance is None else balance.report(balance_loss)
-    return {"loss": mean} | {name: metric.value for name, metric in reported.items()}
+    return loss, balance_loss
 
 
 @torch.no_grad()
 def sum_log_likelihood(shard: LearnerShard, batch: Batch) -> float:
     """Return Σ log π(o_t), in nats."""
-    total = 0.0
-    for pack in _micro_batches(shard, batch):
-        total += float(shard.evaluator(pack.to(get_device(shard))).sum(dtype=widest_dtype(get_device(shard))))
+
+    def work() -> float:
+        total, device = 0.0, get_device(shard)
+        for pack in _micro_batches(shard, batch):
+            total += float(shard.evaluator(pack.to(device)).sum(dtype=widest_dtype(device)))
+        return total
+
+    total = run_passes(shard, work)
     return float(shard.division.all_reduce(torch.tensor(total, dtype=torch.float64)))
 
 

@@ -47,6 +47,7 @@ from policygrad.training.run_folder import check_resumable, config_file
 from policygrad.training.setup import load_row_options
 from policygrad.training.trainer import describe_model
 from policygrad.utils.devices import pick_device
+from policygrad.utils.out_of_memory import MemoryBudget, keep_gradients
 from policygrad.utils.spans import span
 from policygrad.weight_sync.base import copy_weights_
 
@@ -83,10 +84,10 @@ class SupervisedLearner(Protocol):
 class LocalSupervisedLearner:
     """A learner in this process alone. `steps`: updates of the run, for the learning-rate schedule; `causal`: see `Objective`."""
 
-    division = WorkDivision()
     supports_snapshots = True
 
     def __init__(self, model: nn.Module, config: SupervisedConfig, steps: int, causal: bool = True) -> None:
+        self.division = WorkDivision(next(model.parameters()).device)
         if config.learner.gradient_checkpointing:
             recompute_activations(model)
         self.model, self.config = model, config.learner
@@ -100,6 +101,15 @@ class LocalSupervisedLearner:
 
     def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
         return function(self, *args)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [self.optimizer]
+
+    @property
+    def memory(self) -> MemoryBudget:
+        """What limits the tokens of a pass once memory has run out."""
+        return self.division.memory
 
     @property
     def version(self) -> int:
@@ -123,6 +133,11 @@ class LocalSupervisedLearner:
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint."""
         self.optimizer.restore(tensors, values["optimizer"])
+
+
+def run_passes(shard: LearnerShard, work: Callable[[], T]) -> T:
+    """Return `work()`, passes over an update's micro-batches; anew, with smaller ones, if memory runs out (`MemoryBudget`)."""
+    return shard.division.memory.run(work, keep_gradients(shard.optimizer.parameters, shard.optimizer.masters))
 
 
 def step_optimizer(shard: LearnerShard) -> tuple[float | None, float]:
@@ -299,15 +314,16 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         set_trainable(self.model, config.learner.trainable, config.learner.vision)
         check_not_torchrun(config.learner.world_size)
         learner: LocalSupervisedLearner | FsdpController
+        fitting = replace(config, learner=self.memory.apply(config.learner))
         if config.learner.world_size == 1:
-            learner = LocalSupervisedLearner(self.model, config, len(self.schedule), self.objective.causal)
+            learner = LocalSupervisedLearner(self.model, fitting, len(self.schedule), self.objective.causal)
         else:
             from policygrad.learners.fsdp.controller import start_fsdp_learner
             from policygrad.learners.fsdp.sharding import ModelSkeleton
 
             learner = start_fsdp_learner(
                 self.model,
-                LearnerSpec(NULL_ALGORITHM, config.lr, self.steps, config=config.learner, optimizer=config.optimizer),
+                LearnerSpec(NULL_ALGORITHM, config.lr, self.steps, config=fitting.learner, optimizer=config.optimizer),
                 skeleton=None if self.objective.causal else ModelSkeleton.without_shortcuts(self.model),
                 folder=Path(config.output) if config.output else None,
             )

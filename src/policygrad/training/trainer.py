@@ -41,6 +41,7 @@ from policygrad.training.divergence_guard import has_constant_rewards
 from policygrad.training.interrupts import StopRequested
 from policygrad.training.learner_setup import connect_teachers, limit_torch_threads, make_learner, make_local_learner
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
+from policygrad.training.memory_limits import DECODE_ROWS, describe_longest_text
 from policygrad.training.placement import LOCAL_PLACEMENT, LearnerFactory, Placement, SamplerFactory
 from policygrad.training.provenance import code_options, fingerprint_inputs
 from policygrad.training.run_folder import check_resumable
@@ -189,7 +190,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             kind.describe_run(part, plan_run(run, resources)) for part, kind in find_preparations(run.algorithm)
         ]
         self.facts = {"prepared": "; ".join(prepared)} if prepared else {}  # refused before the learner is made
-        learner = make_learner(self._learner, resources.model, run)
+        sampler, rows = resources.rollouter.sampler, run.sampling.decode_rows
+        self.memory.follow(sampler, DECODE_ROWS, rows, self.note)
+        learner = make_learner(self._learner, resources.model, replace(run, learner=self.memory.apply(run.learner)))
         self.attach_learner(learner, stack)
         if run.learner.world_size > 1:
             from policygrad.training.distributed import distribute_sampling
@@ -305,7 +308,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             size = self.learner.reference_parameters
             memory = f"{size / 1e6:.2f}M parameters" if size else "behind a server"
             facts["reference"] = f"{reference.model or ', '.join(reference.teachers)} ({memory})"
-        facts |= self.facts
+        longest, remedy = describe_longest_text(self.model, self.learner, run)
+        facts |= {**longest, **self.facts}
+        if remedy is not None:
+            self.trackers.note(remedy)
         if not resources.has_rewards:
             facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
         elif self.eval_examples and resources.task.eval_on_train:

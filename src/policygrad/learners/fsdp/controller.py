@@ -6,6 +6,7 @@ the ranks cannot diverge.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -21,19 +22,20 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
-from policygrad.errors import ConfigError, HangError, PolicygradError, RunError
+from policygrad.errors import ConfigError, HangError, OutOfMemoryError, PolicygradError, RunError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, check_devices
 from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT
-from policygrad.learners.fsdp.watchdog import ControlStore
+from policygrad.learners.fsdp.watchdog import SHORTAGE_KEY, ControlStore
 from policygrad.learners.local.learner import check_vocabulary_sizes, is_live, is_scored_elsewhere
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing, find_routing
 from policygrad.models.traits import has_experts
+from policygrad.utils.out_of_memory import describe_shortage, is_out_of_memory
 from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
@@ -127,6 +129,9 @@ class FsdpController:
         )
         self._workers, self._in_sync, self._lock = workers, True, threading.Lock()
         self.replicates_policy = replicate_policy
+        self.on_shortage: Callable[[OutOfMemoryError], None] = lambda shortage: None
+        """Called with what another rank ran out of memory in, where this process ends without an error."""
+        workers.watchdog.before_exit = self._report_shortage
         workers.watchdog.start(config.hang_timeout, folder)
         with self.collective("making the learner"):
             workers.broadcast_object(fsdp)
@@ -249,6 +254,8 @@ class FsdpController:
                 raise
             except BaseException as error:
                 self._in_sync = False
+                if isinstance(error, Exception) and (shortage := self._find_shortage(error)):
+                    raise shortage from error
                 if isinstance(error, Exception) and (diagnosis := self._workers.watchdog.diagnosis):
                     raise HangError(diagnosis) from error
                 if not (lost := describe_lost_connection(error)):
@@ -256,6 +263,35 @@ class FsdpController:
                 raise RunError(
                     f"{self._workers.wait_for_exit() or lost}, during {operation!r}: its output is above"
                 ) from error
+
+    def _find_shortage(self, error: Exception) -> OutOfMemoryError | None:
+        """Return what this rank or another one ran out of memory in, if an error comes from that."""
+        if is_out_of_memory(error):
+            learner: FsdpLearner | None = getattr(self, "_learner", None)
+            return describe_rank_shortage(0, learner, error)
+        return self._read_shortage()
+
+    def _read_shortage(self) -> OutOfMemoryError | None:
+        text = self._workers.store.get(SHORTAGE_KEY)
+        return None if text is None else OutOfMemoryError(**json.loads(text))
+
+    def _report_shortage(self) -> None:
+        if (shortage := self._read_shortage()) is not None:
+            self.on_shortage(shortage)
+
+
+def describe_rank_shortage(rank: int, learner: FsdpLearner | None, error: BaseException) -> OutOfMemoryError:
+    """Return what a rank ran out of memory in, and with which option the run should be resumed."""
+    end = None if learner is None else learner.memory.end
+    end = end or OutOfMemoryError(f"out of memory ({describe_shortage(error)})")
+    return OutOfMemoryError(f"rank {rank}: {end}", flag=end.flag, size=end.size, limit=end.limit)
+
+
+def report_shortage(workers: WorkerGroup, learner: FsdpLearner | None, error: BaseException) -> None:
+    """In a rank above 0 that has run out of memory and is about to exit: tell rank 0, which waits for it in a collective."""
+    end = describe_rank_shortage(workers.rank, learner, error)
+    report = {"message": str(end), "flag": end.flag, "size": end.size, "limit": end.limit}
+    workers.store.set(SHORTAGE_KEY, json.dumps(report))
 
 
 def start_fsdp_learner(

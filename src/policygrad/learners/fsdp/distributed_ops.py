@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import ceil
 from typing import Any, TypeVar
@@ -22,10 +22,11 @@ from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.sharding import FsdpUnit, apply_fsdp, swap_parameters, swap_when_called
 from policygrad.learners.local.curvature import Curvature, make_dual, output_hessian_product, unpack_dual
-from policygrad.learners.local.packing import Pack, WorkDivision, pack_micro_batches
+from policygrad.learners.local.packing import MICRO_TOKENS_FLAG, Pack, WorkDivision, pack_micro_batches
 from policygrad.learners.local.score_norms import Norms, ScoreNorms
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention, copy_weights, full_tensor, local_tensor
+from policygrad.utils.out_of_memory import MemoryBudget
 
 T = TypeVar("T")
 PACKING_SLACK = 1.1
@@ -188,6 +189,8 @@ class FsdpWorkDivision(WorkDivision):
     mesh: DeviceMesh
     compute_dtype: torch.dtype | None  # precision of a backbone's passes, if lower than that of its weights
     tensor_parallel: int = 1  # number of neighbouring ranks that compute the same
+    memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(MICRO_TOKENS_FLAG, "tokens", retries=False))
+    """It begins nothing anew: a rank that has left a pass cannot return to the operations in which the others wait for it."""
 
     def divide(
         self,

@@ -40,10 +40,12 @@ from policygrad.learners.fsdp.sharding import (
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, choose_kernels
 from policygrad.learners.local.learner import LocalLearner, is_live
+from policygrad.learners.local.packing import MICRO_TOKENS_FLAG, WorkDivision
 from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
 from policygrad.models.replica import ModelFactory, full_tensor
 from policygrad.models.traits import placeholder_id
 from policygrad.models.vision import read_texts
+from policygrad.utils.out_of_memory import MemoryBudget
 from policygrad.weight_sync.base import PublishedWeights
 
 _SHARDS = (Shard, _StridedShard)  # before torch 2.12 the second is a subclass of the first
@@ -152,7 +154,6 @@ class FsdpLearner(LocalLearner):
         self._place = ShardPlacement(*build_meshes(spec.device, workers.size, tp_size), device)
         policy = shard_model(spec.policy, source, workers, self._place, temperature)
         self._policy_evaluator = choose_kernels(policy, spec.learner.config)
-        self.division = FsdpWorkDivision(workers, self._place.mesh, spec.policy.compute_dtype, tp_size)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:
             policy = self._policy_evaluator
@@ -165,6 +166,12 @@ class FsdpLearner(LocalLearner):
             self._reference_evaluator.model.requires_grad_(False)
         build = partial(spec.policy.build_empty, device, at_least_fp32=True)
         super().__init__(self._policy_evaluator.model, spec.learner, build=build)
+
+    def _build_division(self) -> WorkDivision:
+        spec, device = self._fsdp_spec, self._place.device
+        memory = MemoryBudget(MICRO_TOKENS_FLAG, "tokens", device, retries=False)
+        tp_size = spec.learner.config.tensor_parallel
+        return FsdpWorkDivision(self.workers, self._place.mesh, spec.policy.compute_dtype, tp_size, memory=memory)
 
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         return self._policy_evaluator

@@ -50,6 +50,7 @@ STACK_AFTER_BEATS = 3  # idle heartbeats after which the stack is sent along
 _SIGNATURE_BYTES = 32  # SHA-256
 EXIT_SECONDS = 10.0  # seconds that a process has to leave an operation or to exit by itself
 Clock = Callable[[], float]  # returns seconds
+SHORTAGE_KEY = "out of memory"  # in the ranks' store: what a rank that has exited since ran out of memory in
 STACKS_FILE = "stacks.txt"  # in the run's folder: the stack of every process at a hang
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
@@ -263,6 +264,8 @@ class Watchdog:
         self._limit = 0
         self._folder: Path | None = None
         self.diagnosis = ""  # what hung, and how to resume; empty while nothing has
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called before this process is ended while rank 0 is stuck in a collective."""
 
     def start(self, timeout: float, folder: Path | None) -> None:
         """Watch for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or stderr if None."""
@@ -301,19 +304,24 @@ class Watchdog:
                 beat = before if text is None else Heartbeat(**json.loads(text))
                 arrived = beat is not None and (before is None or beat.number != before.number)
                 self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
-            operation = self._operation
-            if operation and self._limit:
+            operation, shortage = self._operation, self._store.get(SHORTAGE_KEY)
+            if operation and shortage is not None:  # rank 0 need not wait until the missing heartbeats mean a hang
+                diagnosis = HangDiagnosis((), json.loads(shortage)["message"])
+            elif operation and self._limit:
                 diagnosis = diagnose_hang(self._beats, self._missed, self._limit)
         # kill the ranks that hang, which fails the collective in the others; exit if rank 0 does not leave it either
         count = self._operation_count
         for rank in diagnosis.ranks:  # one that is stuck in C code still prints its stack by faulthandler
             if self._missed[rank] >= self._limit and self._signal_local(rank, signal.SIGUSR1):
                 time.sleep(BEAT_SECONDS)
-        self.diagnosis = f"{diagnosis.message}, during {operation!r}. {self._write_stacks()}"
-        print(self.diagnosis, file=sys.stderr, flush=True)
+        if diagnosis.ranks:
+            self.diagnosis = f"{diagnosis.message}, during {operation!r}. {self._write_stacks()}"
+            print(self.diagnosis, file=sys.stderr, flush=True)
         for rank in diagnosis.ranks:
             self._kill_rank(rank)
-        deadline = time.monotonic() + EXIT_SECONDS
+        # a rank that has exited by itself ends the collective by that, once rank 0 comes to it
+        patience = EXIT_SECONDS if diagnosis.ranks else max(EXIT_SECONDS, self._limit * BEAT_SECONDS or float("inf"))
+        deadline = time.monotonic() + patience
         stuck = 0 in diagnosis.ranks
         while not stuck and self._operation and self._operation_count == count:
             stuck = time.monotonic() > deadline
@@ -321,7 +329,9 @@ class Watchdog:
         if stuck:
             for rank in range(1, self._size):
                 self._kill_rank(rank)
-            print("error: rank 0 is stuck and could not be interrupted; exiting", file=sys.stderr, flush=True)
+            self.before_exit()
+            reason = "" if diagnosis.ranks else f": {diagnosis.message}; --resume {self._folder} goes on"
+            print(f"error: rank 0 is stuck and could not be interrupted{reason}; exiting", file=sys.stderr, flush=True)
             os._exit(HangError.code)
 
     def _signal_local(self, rank: int, number: int) -> bool:

@@ -6,10 +6,11 @@ import os
 import traceback
 from contextlib import suppress
 
-from policygrad.learners.fsdp.controller import SYMMETRIC_ERRORS, describe_lost_connection
+from policygrad.learners.fsdp.controller import SYMMETRIC_ERRORS, describe_lost_connection, report_shortage
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, exit_with_parent
 from policygrad.learners.fsdp.watchdog import HeartbeatThread
+from policygrad.utils.out_of_memory import is_out_of_memory
 from policygrad.utils.signals import ignore_signals
 from policygrad.utils.spans import span
 
@@ -47,8 +48,10 @@ def serve_controller(workers: WorkerGroup) -> int:
                     function, args = message
                     with span(function.__name__.lstrip("_")):
                         function(learner, *args)
-    except RuntimeError as error:
-        if not describe_lost_connection(error):
+    except Exception as error:
+        if is_out_of_memory(error):  # the others wait in a collective, which only this process's end ends
+            report_shortage(workers, learner, error)
+        elif not (isinstance(error, RuntimeError) and describe_lost_connection(error)):
             raise
         return 1
     heartbeat.close()

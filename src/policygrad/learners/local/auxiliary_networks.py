@@ -29,6 +29,7 @@ from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack, WorkDivision
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import ModelFactory, clone_model, enable_gradients
+from policygrad.utils.out_of_memory import keep_gradients
 from policygrad.utils.spans import span
 
 
@@ -103,9 +104,13 @@ class ValueModel:
     def evaluate(self, batch: Batch) -> Batch:
         """Return the batch with `values` [B, T], float32."""
         out, device = torch.zeros(batch.mask.shape), self._device
-        for part in self._micro_batches(batch):
-            with span("critic forward", completions=part.completions):
-                out[part.rows] = self.network(part.to(device)).cpu()
+
+        def work() -> None:
+            for part in self._micro_batches(batch):
+                with span("critic forward", completions=part.completions):
+                    out[part.rows] = self.network(part.to(device)).cpu()
+
+        self.division.memory.run(work)
         return replace(batch, values=self.division.all_reduce(out))
 
     def add_bootstrap(self, batch: Batch) -> Batch:
@@ -149,18 +154,23 @@ class ValueModel:
         assert batch.returns is not None
         assert batch.values is not None
         coefficient = TokenMean()(batch.mask, batch.group).to(batch.reward.dtype)
-        bare = batch.without_texts()
-        device, metrics = self._device, dict[str, Metric]()
-        self.network.train(self.config.gradient_checkpointing)
-        for part in self._micro_batches(batch):
-            share, c = bare.select(part.rows).to(device), move(coefficient[part.rows], device)
-            assert share.returns is not None
-            with span("critic forward and backward", completions=part.completions):
-                loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
-                torch.autograd.backward(loss)
-            self.optimizer.accumulate_master_grads()
-            metrics = merge(metrics, {"value_loss": Sum(widen(loss.detach()))})
-        self.network.eval()
+        bare, device = batch.without_texts(), self._device
+
+        def work() -> Metrics:
+            metrics = dict[str, Metric]()
+            self.network.train(self.config.gradient_checkpointing)
+            for part in self._micro_batches(batch):
+                share, c = bare.select(part.rows).to(device), move(coefficient[part.rows], device)
+                assert share.returns is not None
+                with span("critic forward and backward", completions=part.completions):
+                    loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
+                    torch.autograd.backward(loss)
+                self.optimizer.accumulate_master_grads()
+                metrics = merge(metrics, {"value_loss": Sum(widen(loss.detach()))})
+            self.network.eval()
+            return metrics
+
+        metrics = self.division.memory.run(work, keep_gradients(self.optimizer.parameters, self.optimizer.masters))
         metrics = self.division.reduce_metrics(metrics)
         return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
 
@@ -203,19 +213,24 @@ class ImplicitRewardModel:
         if not len(rows):
             return {}
         model, recompute = self.evaluator.model, self.config.gradient_checkpointing
-        bare, metrics, device = batch.without_texts(), Metrics(), next(model.parameters()).device
+        bare, device = batch.without_texts(), next(model.parameters()).device
 
         def dummy_pass(part: Pack) -> None:
             with backward_mode(model, recompute):
                 backward_zero(self.evaluator(part))
 
-        for part in self.division.micro_batches(batch, self.config, model, dummy_pass, rows=rows):
-            with span("reward model forward and backward"), backward_mode(model, recompute):
-                logp = self.evaluator(part.to(device))
-                loss = self.part.loss(logp, bare.select(part.rows).to(device)).sum() / len(rows)
-                torch.autograd.backward(loss)
-            self.optimizer.accumulate_master_grads()
-            metrics = merge(metrics, {"reward_model/loss": Sum(float(loss.detach()))})
+        def work() -> Metrics:
+            metrics = Metrics()
+            for part in self.division.micro_batches(batch, self.config, model, dummy_pass, rows=rows):
+                with span("reward model forward and backward"), backward_mode(model, recompute):
+                    logp = self.evaluator(part.to(device))
+                    loss = self.part.loss(logp, bare.select(part.rows).to(device)).sum() / len(rows)
+                    torch.autograd.backward(loss)
+                self.optimizer.accumulate_master_grads()
+                metrics = merge(metrics, {"reward_model/loss": Sum(float(loss.detach()))})
+            return metrics
+
+        metrics = self.division.memory.run(work, keep_gradients(self.optimizer.parameters, self.optimizer.masters))
         return {"reward_model/loss": Mean(self.division.reduce_metrics(metrics)["reward_model/loss"].value)}
 
     def descend(self) -> Metrics:

@@ -122,9 +122,12 @@ class Curvature:
         def dummy_pass(part: Pack) -> None:
             self._product(part, tangents, 0 * widen(part.mask), sampled)
 
-        for part, weight in self._micro_batches(batch, dummy_pass):
-            self._product(part, tangents, weight, sampled)
-            optimizer.accumulate_master_grads()
+        def work() -> None:
+            for part, weight in self._micro_batches(batch, dummy_pass):
+                self._product(part, tangents, weight, sampled)
+                optimizer.accumulate_master_grads()
+
+        self.networks.division.memory.run(work, optimizer.clear_gradients)
         return optimizer.pop_flat_gradient()
 
     def _product(self, part: Pack, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool) -> None:
@@ -147,8 +150,9 @@ class Curvature:
         """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token, exact over the vocabulary) at θ + delta."""
         coefficients = algorithm.all_coefficients(batch)
         bare = batch.without_texts()
-        totals = torch.zeros(2, dtype=torch.float64)
-        with self._shifted(delta) as compare:
+
+        def measure(compare: Callable[[Pack], Forward]) -> Tensor:
+            totals = torch.zeros(2, dtype=torch.float64)
             for part, weight in self._micro_batches(batch, compare, algorithm.gate.requires_full_groups):
                 rows, device = part.rows.cpu(), weight.device
                 coef = tuple(move(c[rows], device) for c in coefficients)
@@ -157,6 +161,10 @@ class Curvature:
                 assert out.kl_old is not None
                 totals[0] += float(objective(replace(out, logp=widen(out.logp)), share, row_psi, algorithm, coef))
                 totals[1] += float((weight * out.kl_old).sum())
+            return totals
+
+        with self._shifted(delta) as compare:
+            totals = self.networks.division.memory.run(lambda: measure(compare))
         surrogate, divergence = self.networks.division.all_reduce(totals).tolist()
         return surrogate, divergence
 

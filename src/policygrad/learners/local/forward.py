@@ -26,6 +26,7 @@ from policygrad.learners.local.tree_attention import (
 from policygrad.models.attention import short_windows
 from policygrad.models.loading import at_least_float32, attention_limits
 from policygrad.models.traits import base_network, placeholder_id, read_balance_coefficient
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from policygrad.models.moe_routing import Routing
@@ -438,7 +439,9 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
     def is_exact(evaluator: Evaluator) -> bool:
         try:
             return float((evaluate(evaluator, batch) - truth).abs().max()) <= tolerance
-        except Exception:  # architectures raise all kinds of errors for a call that they do not support
+        except Exception as error:  # architectures raise all kinds of errors for a call that they do not support
+            if is_out_of_memory(error):
+                raise
             return False
 
     split = replace(plain, network=Network(model, split_head=True))
@@ -478,7 +481,9 @@ def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator
             gaps.append(float((results[0][0] - results[1][0]).abs().max()))
             if not _are_close(results[0], results[1], truth.network):
                 return False
-    except Exception:  # architectures raise all kinds of errors for a call that they do not support
+    except Exception as error:  # architectures raise all kinds of errors for a call that they do not support
+        if is_out_of_memory(error):
+            raise
         return False
     equal, padded = gaps
     return padded <= 10 * max(equal, torch.finfo(truth.network.model.get_input_embeddings().weight.dtype).eps)

@@ -32,6 +32,7 @@ from policygrad.models.replica import (
     unshared_parameters,
 )
 from policygrad.models.traits import adapter_configs, has_experts, read_balance_coefficient
+from policygrad.utils.out_of_memory import MemoryBudget
 from policygrad.weight_sync.base import PublishedWeights
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ AUXILIARY_PREFIXES = ("critic/", "reward_model/", "reference/")
 class LocalLearner:
     """Updates a model in this process, with packed micro-batches and a reference model only if the algorithm needs one."""
 
-    division = WorkDivision()
     supports_snapshots = True
 
     def __init__(
@@ -79,6 +79,7 @@ class LocalLearner:
                 "load the model"
             )
         self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
+        self.division = self._build_division()
         if config.resolve(algorithm.head).head == "fp32":
             compute_head_in_float32(model)
         if config.gradient_checkpointing:
@@ -137,6 +138,9 @@ class LocalLearner:
 
     # A sharded learner makes these otherwise.
 
+    def _build_division(self) -> WorkDivision:
+        return WorkDivision(next(self.model.parameters()).device)
+
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         return choose_kernels(build_evaluator(model, temperature), self.config)
 
@@ -160,7 +164,7 @@ class LocalLearner:
     def _build_score_norms(self) -> ScoreNorms:
         from policygrad.learners.local.score_norms import ScoreNorms
 
-        return ScoreNorms.of(self.evaluator, self.config)
+        return replace(ScoreNorms.of(self.evaluator, self.config), division=self.division)
 
     def _build_reference(
         self, algorithm: Algorithm, given: nn.Module | None, build: ModelFactory | None
@@ -216,6 +220,16 @@ class LocalLearner:
         return sum(p.numel() for x in frozen for p in unshared_parameters(x.model, self.model).values())
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the policy, and of what trains beside it."""
+        return [self.optimizer, *self._auxiliary_optimizers().values()]
+
+    @property
+    def memory(self) -> MemoryBudget:
+        """What limits the tokens of a pass once memory has run out."""
+        return self.division.memory
+
+    @property
     def version(self) -> int:
         """Number of updates that made the weights."""
         return self.optimizer.num_updates
@@ -247,7 +261,17 @@ class LocalLearner:
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Fill logp_old, logp_learner, entropy, sum_pi_squared and grad_logp_sq_norm from the policy, logp_ref from the reference,
         values and bootstrap from the critic, implicit_reward from the reward model, all with the current weights; equal
-        completions are computed once."""
+        completions are computed once.
+
+        If memory runs out in one of these all are computed again, in equal passes: a difference of two that are equal is then 0, as
+        the rewards of a new implicit reward model are, and not rounding, which a normalisation would enlarge.
+        """
+        while True:
+            limit, filled = self.memory.limit, self._fill(batch, needs)
+            if self.memory.limit == limit:
+                return filled
+
+    def _fill(self, batch: Batch, needs: frozenset[str]) -> Batch:
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.critic is not None and "bootstrap" in needs:
@@ -401,7 +425,7 @@ class LocalLearner:
     def _move_optimizers(self, move: Callable[[Optimizer], None]) -> float:
         """Load or unload every optimizer; return the seconds that it took."""
         started = time.perf_counter()
-        for optimizer in (self.optimizer, *self._auxiliary_optimizers().values()):
+        for optimizer in self.optimizers:
             move(optimizer)
         return time.perf_counter() - started
 

@@ -95,13 +95,17 @@ class TrainedNetworks:
         names = ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         outputs = {name: empty.clone() for name in names}
-        dummy_pass = self.dummy_pass(evaluator, needs)
-        for part in self.micro_batches(batch, dummy_pass, segments=self.reads_segments):
-            with span("forward", completions=part.completions):
-                work = partial(evaluator.forward, part.to(self.device), needs, self.old, self.reference)
-                out = self.run_compiled(work)
-            for name in names:
-                outputs[name][part.rows] = getattr(out, name).cpu()
+
+        def score() -> None:
+            dummy_pass = self.dummy_pass(evaluator, needs)
+            for part in self.micro_batches(batch, dummy_pass, segments=self.reads_segments):
+                with span("forward", completions=part.completions):
+                    work = partial(evaluator.forward, part.to(self.device), needs, self.old, self.reference)
+                    out = self.run_compiled(work)
+                for name in names:
+                    outputs[name][part.rows] = getattr(out, name).cpu()
+
+        self.division.memory.run(score)
         return Forward(**{name: self.division.all_reduce(x) for name, x in outputs.items()})
 
     def release(self) -> None:

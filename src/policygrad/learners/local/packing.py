@@ -21,11 +21,13 @@ from policygrad.core.media import Media, TextMedia, select_media
 from policygrad.core.metrics import Metrics
 from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.segments import Journey, PassPlan, Segment, mark_predicting, plan_passes
+from policygrad.learners.local.segments import LEAST_SEGMENT, Journey, PassPlan, Segment, mark_predicting, plan_passes
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
+from policygrad.utils.out_of_memory import MemoryBudget
 
 T = TypeVar("T")
 FIRST_SLOT = 2**31  # above any token id
+MICRO_TOKENS_FLAG = "--learner.micro-tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +208,9 @@ class Pack:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, or of those that π_ref reads if they are more."""
-        return len(self.ids) if self.reference is None else max(len(self.ids), len(self.reference.ids))
+        """Number of nodes behind the path, or of those that π_ref reads if they are more."""
+        own = len(self.ids) - (self.path[-1].end if self.path else 0)
+        return own if self.reference is None else max(own, len(self.reference.ids))
 
     @property
     def node_media(self) -> TextMedia:
@@ -415,7 +418,13 @@ def _media_at(media: TextMedia, places: Ints) -> TextMedia:
 
 
 class WorkDivision:
-    """Divides an update's micro-batches between the processes that learn together: here, a single one."""
+    """Divides an update's micro-batches between the processes that learn together: here, a single one; and makes them smaller when
+    memory runs out."""
+
+    memory: MemoryBudget
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self.memory = MemoryBudget(MICRO_TOKENS_FLAG, "tokens", device)
 
     def micro_batches(
         self,
@@ -440,7 +449,30 @@ class WorkDivision:
             pack = partial(pack, segments=True)
         make_packs = partial(pack, batch, rows, keep_groups=keep_groups)
         device, budget = next(model.parameters()).device, micro_batch_tokens(config, model)
-        return self.divide(make_packs, budget, lambda part: dummy_pass(part.to(device)), lambda part: part.num_nodes)
+
+        def count_parts(part: Pack) -> int:
+            if segments and not keep_groups and part.slots is None:
+                return max(part.completions, part.num_nodes // LEAST_SEGMENT)
+            return len(torch.unique(batch.group[part.rows])) if keep_groups else part.completions
+
+        return self.divide_within_memory(
+            make_packs, budget, lambda part: dummy_pass(part.to(device)), lambda part: part.num_nodes, count_parts
+        )
+
+    def divide_within_memory(
+        self,
+        make_packs: Callable[[int], Iterator[T]],
+        budget: int,
+        dummy_pass: Callable[[Pack], object],
+        count_tokens: Callable[[T], int],
+        count_parts: Callable[[T], int],
+    ) -> Iterator[T]:
+        """Iterate over this process's share of `make_packs(budget)`, of a smaller budget once memory has run out.
+
+        `count_parts`: into how many a micro-batch could be cut. Iterate within `memory.run`, which begins anew then.
+        """
+        packs = self.divide(make_packs, self.memory.cap(budget), dummy_pass, count_tokens)
+        return self.memory.watch(packs, count_tokens, count_parts)
 
     def divide(
         self,

@@ -26,6 +26,7 @@ from policygrad.learners.local.forward import MAX_LOGITS, Evaluator, selected_lo
 from policygrad.learners.local.packing import TokenSequences, WorkDivision, micro_batch_tokens, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 Norms = Iterator[tuple[Tensor, Tensor]]  # (completions [b], their squared norms [b])
 
@@ -65,7 +66,9 @@ class ScoreNorms:
         batched = replace(plain, batched=True)
         try:
             norms = batched.evaluate(batch).grad_logp_sq_norm
-        except Exception:  # architectures raise all kinds of errors in a transform that they do not support
+        except Exception as error:  # architectures raise all kinds of errors in a transform that they do not support
+            if is_out_of_memory(error):
+                raise
             return plain
         return batched if norms is not None and torch.allclose(norms, truth, rtol=tolerance, atol=0) else plain
 
@@ -93,8 +96,12 @@ class ScoreNorms:
             completion_media=batch.completion_media,
         )
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
-        for where, norms in self._norms(bare, rows):
-            out[where] = norms.cpu().double()
+
+        def work() -> None:
+            for where, norms in self._norms(bare, rows):
+                out[where] = norms.cpu().double()
+
+        self.division.memory.run(work)
         return replace(batch, grad_logp_sq_norm=self.division.all_reduce(out)[representative])
 
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
@@ -105,6 +112,7 @@ class ScoreNorms:
         device = next(self.evaluator.model.parameters()).device
         if size <= 1:
             for part in pack_micro_batches(batch, rows, 0):  # each by itself, equal ones too
+                self.division.memory.begin(part.num_nodes, 1)
                 with torch.enable_grad():
                     logp = self.evaluator(part.to(device)).sum()
                 score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
@@ -119,9 +127,10 @@ class ScoreNorms:
 
             return _squared_norm(grad(completion_logp)(theta).values())
 
-        size = min(size, max(1, self.micro_tokens // batch.mask.shape[1]))
+        size = min(size, max(1, self.division.memory.cap(self.micro_tokens) // batch.mask.shape[1]))
         order = np.argsort(TokenSequences.of(batch, rows).lengths, kind="stable")  # batches of similar length
         for where in torch.split(rows[torch.from_numpy(order)], size):
+            self.division.memory.begin(len(where) * batch.mask.shape[1], len(where))
             with PlainAttention():
                 norms = vmap(norm)(*(column.to(device) for column in _columns(batch, where)))
             yield where, norms

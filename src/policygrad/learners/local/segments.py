@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from policygrad.learners.local.forward import Network
     from policygrad.learners.local.packing import Pack
 
-_LEAST_SEGMENT = 64  # tokens: fewer are read again by each pass that follows them
+LEAST_SEGMENT = 64  # tokens: fewer are read again by each pass that follows them
 _UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, which change its scores
 
 
@@ -83,7 +83,7 @@ def _saves(lengths: Ints, shared: Ints, units: Ints, budget: int) -> bool:
     for start, more in zip(starts.tolist(), np.add.reduceat(new, starts).tolist(), strict=True):
         if used and used + more > budget:
             used, common = 0, int(shared[start])
-            again += common if common >= _LEAST_SEGMENT else 0
+            again += common if common >= LEAST_SEGMENT else 0
             used = common
         used += more
     return bool(budget) and again > 0.05 * new.sum()
@@ -101,7 +101,7 @@ def _divide(lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[
         return
     is_unit = len(starts) == 2
     room = min(common, max(depth, depth + tokens - budget)) if is_unit else common
-    if room - depth >= (1 if is_unit else _LEAST_SEGMENT):
+    if room - depth >= (1 if is_unit else LEAST_SEGMENT):
         for begin in range(depth, room, budget):
             stop = min(begin + budget, room)
             path = (*path, Segment(begin, stop))

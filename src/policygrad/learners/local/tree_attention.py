@@ -29,6 +29,7 @@ from policygrad.models.attention import (
     set_attention,
 )
 from policygrad.models.replica import PlainAttention
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
 _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
@@ -279,7 +280,7 @@ def flex_attention(
     try:
         out = compiled_flex_attention()(query, key, value, block_mask=mask, scale=scale, enable_gqa=shares_keys)
     except Exception as error:  # the compiler, Triton and the driver raise all kinds
-        if _has_flex_worked or isinstance(error, torch.OutOfMemoryError):
+        if _has_flex_worked or is_out_of_memory(error):
             raise
         _is_flex_broken = True
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -22,11 +22,12 @@ from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite
 from policygrad.learners.local.packing import Pack, find_contributing
 from policygrad.models.loading import at_least_float32
+from policygrad.utils.out_of_memory import keep_gradients
 from policygrad.utils.spans import span
 
 if TYPE_CHECKING:
     from policygrad.learners.local.curvature import Curvature
-    from policygrad.learners.local.expert_balance import Load
+    from policygrad.learners.local.expert_balance import ExpertBalance, Load
 
 
 def average_objective(metrics: Metrics) -> Metrics:
@@ -96,13 +97,14 @@ class LocalGradientProblem:
             contributing = torch.isin(batch.group, batch.group[contributing]) & batch.mask.any(1)
         rows = contributing.nonzero().squeeze(1)
         load = None
+        memory = networks.division.memory
         if balance is not None and len(rows):
             with span("experts' load"):
-                parts = (part for part, *_ in self._micro_batches(batch, rows, coefficients))
-                load = balance.measure(networks.policy, parts)
+                load = memory.run(lambda: self._measure_load(balance, batch, rows, coefficients))
         run = partial(self._run_micro_batches, batch, rows, coefficients, learning, load)
+        undo = partial(self._clear, keep_gradients(networks.optimizer.parameters, networks.optimizer.masters))
         with networks.count_experts(learning) as report_experts:
-            metrics, balance_loss = networks.run_compiled(run, self._clear)
+            metrics, balance_loss = memory.run(lambda: networks.run_compiled(run, undo), undo)
             expert_load = report_experts()
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
         metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
@@ -146,9 +148,17 @@ class LocalGradientProblem:
         networks.optimizer.accumulate_master_grads()  # of what the last micro-batches followed
         return metrics, balance_loss
 
-    def _clear(self) -> None:
-        """Forget what an unfinished pass over the micro-batches has accumulated."""
-        self.networks.optimizer.clear_gradients()
+    def _measure_load(self, balance: ExpertBalance, batch: Batch, rows: Tensor, coefficients: Coefficients) -> Load:
+        """Count how often the completions' tokens chose each expert."""
+        return balance.measure(
+            self.networks.policy, (part for part, *_ in self._micro_batches(batch, rows, coefficients))
+        )
+
+    def _clear(self, put_back: Callable[[], None]) -> None:
+        """Forget what an unfinished pass over the micro-batches has accumulated; `put_back` gives gradients of before."""
+        put_back()
+        if (load := self.networks.policy.network.load) is not None:
+            load.pop_loads()
         if self.networks.policy.network.routing is not None:
             self.networks.policy.network.routing.pop_metrics()
 
@@ -183,11 +193,17 @@ class LocalGradientProblem:
     @torch.no_grad()
     def _find_faulty_part(self) -> tuple[str, str]:
         """Return the part that made a gradient not finite and a sentence about it; ("", "") if the model did, or no part alone."""
-        batch, needs, counts = self.batch_with_selection(), self.algorithm.forward_needs, Metrics()
+        batch, needs = self.batch_with_selection(), self.algorithm.forward_needs
         rows, coefficients = batch.mask.any(1).nonzero().squeeze(1), self.algorithm.all_coefficients(batch)
-        for pack, share, psi, coef in self._micro_batches(batch, rows, coefficients):
-            out = self.networks.forward(pack, needs)
-            counts = merge(counts, find_nonfinite_factors(out, share, psi, self.algorithm, coef))
+
+        def count() -> Metrics:
+            counts = Metrics()
+            for pack, share, psi, coef in self._micro_batches(batch, rows, coefficients):
+                out = self.networks.forward(pack, needs)
+                counts = merge(counts, find_nonfinite_factors(out, share, psi, self.algorithm, coef))
+            return counts
+
+        counts = self.networks.division.memory.run(count)
         counts = self.networks.division.reduce_metrics(counts)
         first = next((key for key, count in counts.items() if count.value), "logp")
         if first == "logp":

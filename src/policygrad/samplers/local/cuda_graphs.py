@@ -19,6 +19,7 @@ from policygrad.errors import NumericsError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local.sampling import check_finite_logits, sample_tokens
 from policygrad.samplers.local.shared_prefix import SharedPrefixCache
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from policygrad.samplers.local.sampler import DecodeLoop
@@ -122,12 +123,12 @@ def capture_graph(work: Callable[[], object], device: torch.device) -> torch.cud
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             # the end of a capture fails for what failed within, and leaves its stream current and the allocator filling its pool
             torch.cuda.set_stream(before)
             with suppress(RuntimeError):  # it ended orderly
                 torch._C._cuda_endAllocateToPool(before.device_index, pool)
+            if is_out_of_memory(error):
+                raise
             cause = error.__context__ or error
             raise CaptureError(str(cause).strip().partition("\n")[0] or type(cause).__name__) from error
     return graph

@@ -4,7 +4,7 @@ batch."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from policygrad.samplers.local.shared_prefix import (
     supports_shared_prefix,
 )
 from policygrad.samplers.stop_texts import Decode, StopDetector
+from policygrad.utils.out_of_memory import MemoryBudget
 from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 if TYPE_CHECKING:
@@ -62,12 +63,17 @@ class LocalSampler:
         self.cuda_graphs = cuda_graphs
         self.caches_texts = routing is None  # those that may be continued
         self.before_pass, self.decode = before_pass, decode
+        self.memory = MemoryBudget("--decode-rows", "completions", self.device)
+        """What limits the completions that are decoded at a time, once memory has run out."""
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None and before_pass is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
         self._needs_equal_lengths = self._shares_at_attention = False  # likewise
         self._continues: bool | None = None  # likewise, at the first that may be continued
         self._texts: TextCache | None = None  # of the last call
+        self._earlier_texts: TextCache | None = (
+            None  # of the call before, while the prompts of this one may continue them
+        )
 
     @classmethod
     def from_tokenizer(
@@ -107,9 +113,9 @@ class LocalSampler:
                     self._shares_prefixes = self._shares_at_attention
                 if not self._shares_prefixes:
                     self._needs_equal_lengths = not supports_padding(self.model, self.pad)
-        texts, self._texts = self._texts, None
-        if texts is not None and not texts.is_valid_for(self.model):
-            texts = None
+        self._earlier_texts, self._texts = self._texts, None
+        if self._earlier_texts is not None and not self._earlier_texts.is_valid_for(self.model):
+            self._earlier_texts = None
         if (
             self._shares_prefixes
             and not self._shares_at_attention
@@ -125,31 +131,46 @@ class LocalSampler:
         for kind in dict.fromkeys(map(_decoded_together, requests)):
             indices = [i for i, r in enumerate(requests) if _decoded_together(r) == kind]
             with recording():
-                first = requests[indices[0]]
-                stop, texts_to_stop_at = first.stop, first.sampling.stop if self.decode is not None else ()
-                decodes_ahead = (
-                    self.decodes_ahead and bool(self._shares_prefixes) and not (first.needs_mask or texts_to_stop_at)
-                )
-                detector = None
-                if texts_to_stop_at and self.decode is not None:
-                    detector = StopDetector(texts_to_stop_at, self.decode)
-                end = self.end if stop is None else torch.tensor(sorted(stop), dtype=torch.int64, device=self.device)
-                loop = DecodeLoop(
-                    [requests[i] for i in indices],
-                    end,
-                    self.pad,
-                    self.routing,
-                    decodes_ahead,
-                    self._texts,
-                    self.before_pass,
-                    detector,
-                )
-                cache: DecodeCache = PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths)
-                if self._shares_prefixes:
-                    cache = SharedPrefixCache(self.model, self.pad, texts, at_attention=self._shares_at_attention)
-                completed = loop.run(cache, self.version, self._callback)
-                generations |= zip(indices, completed, strict=True)
+                completed = self._generate_alike([requests[i] for i in indices])
+            generations |= zip(indices, completed, strict=True)
+        self._earlier_texts = None
         return [generations[i] for i in range(len(requests))]
+
+    def _generate_alike(self, requests: Sequence[Request]) -> list[Generation]:
+        """Return the generations of requests that are decoded together; of fewer at a time if memory runs out."""
+        first = requests[0]
+        stop, texts_to_stop_at = first.stop, first.sampling.stop if self.decode is not None else ()
+        decodes_ahead = (
+            self.decodes_ahead and bool(self._shares_prefixes) and not (first.needs_mask or texts_to_stop_at)
+        )
+        detector = None
+        if texts_to_stop_at and self.decode is not None:
+            detector = StopDetector(texts_to_stop_at, self.decode)
+        end = self.end if stop is None else torch.tensor(sorted(stop), dtype=torch.int64, device=self.device)
+        loop = DecodeLoop(
+            requests,
+            end,
+            self.pad,
+            self.routing,
+            decodes_ahead,
+            self._texts,
+            self.before_pass,
+            detector,
+            self.memory,
+        )
+
+        def work() -> list[Generation]:
+            cache: DecodeCache = PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths)
+            if self._shares_prefixes:
+                at_attention = self._shares_at_attention
+                cache = SharedPrefixCache(self.model, self.pad, self._earlier_texts, at_attention=at_attention)
+            return loop.run(cache, self.version, self._callback)
+
+        def undo() -> None:
+            self._texts = self._earlier_texts = loop.texts = None  # they save time, not memory
+            loop.restart()
+
+        return self.memory.run(work, undo)
 
 
 def _decoded_together(request: Request) -> tuple[object, ...]:
@@ -175,9 +196,11 @@ class DecodeLoop:
         texts: TextCache | None = None,
         before_pass: RowsCallback | None = None,
         detector: StopDetector | None = None,
+        memory: MemoryBudget | None = None,
     ) -> None:
         """
         Args:
+            memory: Limits the rows further, once memory has run out.
             decodes_ahead: Look at the results every `cuda_graphs.STEPS` tokens only.
             texts: Takes the texts of requests that may be continued.
             before_pass: As in `LocalSampler`.
@@ -196,31 +219,54 @@ class DecodeLoop:
         self.u = torch.empty(rows, width, dtype=widest_dtype(self.device), device=self.device)
         self.length = self.limit.clone()
         self.ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        self.is_reported = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        """Completions that a restart leaves as they are."""
+        self.memory = memory or MemoryBudget("--decode-rows", "completions")
+        self.slots = self.memory.cap(self.sampling.decode_rows)  # rows at a time
         self.experts = RoutedExpertsRecorder(routing, requests, width)
         self.masks: list[list[Tensor]] | None = [[] for _ in requests] if requests[0].needs_mask else None
         """By request, the tokens that top-k and top-p left at each token."""
-        groups: dict[int, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(id(request.prompt_ids), []).append(i)
-        # shortest prompts first, so that those read together need little padding
-        self.queue = deque(sorted(groups.values(), key=self._length))
+        self.queue = self._queue_up(range(rows))
         self.active = self.first_position.new_empty(0)  # [N]: index of each active row's request
         self.announced: Tensor | None = None  # `active` as `before_pass` was told
         self.count = self.first_position.new_empty(0)  # [N]: tokens sampled by each active row
+
+    def _queue_up(self, indices: Iterable[int]) -> deque[list[int]]:
+        """Return requests in groups with one prompt. Once memory has run out a group has at most `slots` rows."""
+        groups: dict[int, list[int]] = {}
+        for i in indices:
+            groups.setdefault(id(self.requests[i].prompt_ids), []).append(i)
+        size = len(self.requests) if self.memory.limit is None else self.slots
+        parts = [group[k : k + size] for group in groups.values() for k in range(0, len(group), size)]
+        # shortest prompts first, so that those read together need little padding
+        return deque(sorted(parts, key=self._length))
+
+    def restart(self) -> None:
+        """Begin anew with the completions that have not been reported: with the same keys they become the same again."""
+        self.slots = self.memory.cap(self.sampling.decode_rows)
+        left = (~self.is_reported).nonzero().squeeze(1)
+        self.queue = self._queue_up(left.tolist())
+        self.active, self.count, self.announced = self.active[:0], self.count[:0], None
+        self.length[left], self.ended[left] = self.limit[left], False
+        self.experts.forget(left.cpu())
+        if self.masks is not None:
+            for i in left.tolist():
+                self.masks[i] = []
 
     @torch.no_grad()
     def run(self, cache: DecodeCache, version: int, callback: CompletionCallback | None = None) -> list[Generation]:
         """Return the generations in the order of the requests."""
         logits: Tensor | None = None
         while self.queue or len(self.active):
-            # take the next prompts for which there are slots: at most `decode_rows` rows, or one prompt
-            slots, occupied, groups = self.sampling.decode_rows, len(self.active), list[list[int]]()
+            # take the next prompts for which there are slots: at most so many rows, or one prompt
+            slots, occupied, groups = self.slots, len(self.active), list[list[int]]()
             if not occupied or (cache.supports_refill and slots - occupied >= _REFILL_FRACTION * slots):
                 while self.queue and (occupied == 0 or occupied + len(self.queue[0]) <= slots):
                     if groups and cache.needs_equal_lengths and self._length(groups[0]) != self._length(self.queue[0]):
                         break
                     groups.append(self.queue.popleft())
                     occupied += len(groups[-1])
+            self.memory.begin(occupied, occupied)
             if groups:  # read each prompt once, and add the rows of its requests
                 new = [i for group in groups for i in group]
                 rows, max_tokens = torch.tensor(new, device=self.device), max(self.requests[i].max_tokens for i in new)
@@ -291,9 +337,9 @@ class DecodeLoop:
             self._report(decoder.active[decoder.finished & ~reported], callback)
             reported = decoder.finished.clone()
             remaining = rows - int(reported.sum())
-            slots = self.sampling.decode_rows - remaining
+            slots = self.slots - remaining
             if remaining < COMPACT_FRACTION * rows or (
-                self.queue and slots >= max(_REFILL_FRACTION * self.sampling.decode_rows, len(self.queue[0]))
+                self.queue and slots >= max(_REFILL_FRACTION * self.slots, len(self.queue[0]))
             ):
                 self._cache_texts(cache, reported)
                 order = cache.keep_rows((~reported).nonzero().squeeze(1))
@@ -302,6 +348,7 @@ class DecodeLoop:
 
     def _report(self, finished: Tensor, callback: CompletionCallback | None) -> None:
         """Pass the completions of these requests on."""
+        self.is_reported[finished] = True
         if callback is not None:
             lengths = self.length[finished].tolist()
             callback(
@@ -368,6 +415,14 @@ class RoutedExpertsRecorder:
         self.routing, self.requests, self.max_tokens = routing, requests, max_tokens
         self.prompts: dict[int, Tensor] = {}  # by request, [P, layers, k]
         self.completions = torch.empty(0)  # [requests, max_tokens, layers, k], -1 where no token was read
+
+    def forget(self, rows: Tensor) -> None:
+        """Drop what was recorded of these requests' completions, which are sampled anew."""
+        if self.routing is not None:
+            for router in self.routing.routers:
+                router.recorded = []
+            if len(self.completions):
+                self.completions[rows] = -1
 
     def add_prompts(self, rows: Sequence[int], repeats: Tensor, width: int) -> None:
         """Record the prompts of these requests, each read once and left-padded to `width`."""

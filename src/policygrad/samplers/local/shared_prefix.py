@@ -32,6 +32,7 @@ from policygrad.models.attention import (
 from policygrad.models.loading import at_least_float32, attention_limits, context_length
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
+from policygrad.utils.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from policygrad.samplers.local.text_cache import LayerTensors, TextCache
@@ -668,7 +669,7 @@ def _decode_gap(model: nn.Module, pad: int, lengths: tuple[int, int]) -> tuple[f
     except ModelError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         return math.inf, scale, reason
