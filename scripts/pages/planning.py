@@ -12,7 +12,8 @@ from typing import Any
 from pages.markdown import table
 from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
-from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
+from policygrad.planning.model_shapes import KNOWN_SHAPES
+from policygrad.planning.shapes import DenseShape
 from policygrad.planning.planner import CapacityPlan, PlanRequest
 from policygrad.planning.render import GIB
 from policygrad.training.calibration import CPU
@@ -20,8 +21,8 @@ from results import RESULTS
 
 NEMO = AlgorithmCost("grpo", frozen_models=1, scoring_passes=2, recomputes_head=True, updates=4)
 """Its GRPO scores every rollout twice, for log π_old and log π_ref, and makes four updates of 512 completions."""
-SEVEN = ModelShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
-TWENTY_FIVE = ModelShape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
+SEVEN = DenseShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
+TWENTY_FIVE = DenseShape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
 HEAD = ("run", "what", "measured", "planned", "error")
 
 
@@ -151,7 +152,7 @@ def own_rows(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
             yield Row(run, "tokens per CPU s", rate, plan.request.workload.sampled_tokens / plan.step_times.generation)
 
 
-def here(result: Calibration, of: ModelShape, work: Workload) -> CapacityPlan:
+def here(result: Calibration, of: DenseShape, work: Workload) -> CapacityPlan:
     """Plan Dr. GRPO on one calibrated core."""
     device, reached = result.apply(DEVICES["cpu"], "fp32")
     layout = ParallelLayout(1, dtype="fp32", micro_tokens=MICRO_TOKENS_CPU)

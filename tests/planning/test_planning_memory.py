@@ -27,7 +27,8 @@ from policygrad.planning.cost_model import (
     usable_bytes,
 )
 from policygrad.planning.hardware import DEVICES
-from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
+from policygrad.planning.model_shapes import KNOWN_SHAPES
+from policygrad.planning.shapes import DenseShape
 
 H100 = DEVICES["H100"]
 WORK = Workload(64, 8, 256, 1000, 3840)
@@ -61,7 +62,7 @@ def test_constants_are_those_of_the_library() -> None:
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_activations_are_what_the_library_counts(dtype: str, torch_dtype: torch.dtype) -> None:
     """On an architecture of its own, tensor by tensor."""
-    of = ModelShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
+    of = DenseShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
     config = tf.Qwen3Config(
         vocab_size=of.vocabulary,
         hidden_size=of.hidden,
