@@ -12,7 +12,6 @@ from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, SamplerSpeed, TimeModel, TokenCounts, Workload
 from policygrad.planning.hardware import DEVICES, Efficiency, parse_devices
 from policygrad.planning.model_shapes import KNOWN_SHAPES
-from policygrad.planning.shapes import DenseShape
 from policygrad.planning.planner import (
     CapacityPlan,
     PlanRequest,
@@ -21,6 +20,7 @@ from policygrad.planning.planner import (
     find_best_split,
     plan_device_counts,
 )
+from policygrad.planning.shapes import DenseShape
 
 H100 = DEVICES["H100"]
 SMALL = DenseShape("small", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)

@@ -122,8 +122,8 @@ def check_family(family: Family) -> None:
     ), family.name
     for layer in shape.layer_shapes:
         for dtype in ("bf16", "fp32"):
-            assert 0 < layer.saved_bytes(dtype, 1, 1), (family.name, layer.kind)
-            assert 0 < layer.saved_bytes(dtype, 1, 1, only_adapters=True), (family.name, layer.kind)
+            assert layer.saved_bytes(dtype, 1, 1) > 0, (family.name, layer.kind)
+            assert layer.saved_bytes(dtype, 1, 1, only_adapters=True) > 0, (family.name, layer.kind)
 
 
 WINDOWED = {"mistral", "ministral3", "phi3", "starcoder2", "exaone4", "mixtral", "phimoe", "qwen2_moe", "deepseek_v4"}

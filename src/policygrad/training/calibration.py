@@ -29,7 +29,7 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import DTYPES
 from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, TimeModel, Workload
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency
-from policygrad.planning.shapes import DenseShape
+from policygrad.planning.shapes import DenseShape, ModelShape
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.utils.devices import synchronize
@@ -141,7 +141,7 @@ def build_model(shape: DenseShape, dtype: str, device: str) -> nn.Module:
     return model.to(dtype=DTYPES[dtype]).eval()  # type: ignore[no-any-return]
 
 
-def build_batch(shape: DenseShape, workload: Workload) -> Batch:
+def build_batch(shape: ModelShape, workload: Workload) -> Batch:
     """Build a batch of random completions and rewards."""
     generator, count = torch.Generator().manual_seed(0), workload.num_completions
     lengths, budget = torch.tensor(workload.lengths), workload.max_completion_tokens
@@ -170,7 +170,7 @@ def fit_decoding(setup: CalibrationWorkload, time_model: TimeModel, few: float, 
     ideal = replace(time_model, efficiency=replace(time_model.efficiency, sampling=1.0, layer_overhead=0.0))
     speed = ideal.sampler_speed(workload)
     sampling = speed.per_completion / per_completion
-    overhead = max(0.0, few - a * per_completion - speed.fixed / sampling) / time_model.shape.layers
+    overhead = max(0.0, few - a * per_completion - speed.fixed / sampling) / time_model.shape.num_layers
     return {"sampling": sampling, "layer_overhead": overhead}
 
 

@@ -1,0 +1,140 @@
+"""Measure the memory of one update of small models of several kinds, and what `policygrad plan` says of it.
+
+    python scripts/measure_plan_memory.py                 on a CPU, in float32: docs/results/plan-memory.json
+    python scripts/measure_plan_memory.py --device cuda   on a GPU, in bfloat16
+
+Each run is a process of its own. On a CPU its memory is what the operating system counts, above what was in use before the model was
+built; on a GPU what PyTorch's allocator gave out. The copy of the state that undoes a failed step is the trainer's, not the learner's, and is in
+neither number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384}
+DELTA = {
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+RUNS: dict[str, tuple[dict[str, Any], int]] = {  # config.json, and the rank of adapters
+    "dense (qwen3)": ({"model_type": "qwen3", **SIZES}, 0),
+    "dense (qwen3), adapters of rank 16": ({"model_type": "qwen3", **SIZES}, 16),
+    "experts (qwen3_moe)": ({"model_type": "qwen3_moe", **SIZES, **EXPERTS}, 0),
+    "delta rule and attention (qwen3_5_text)": ({"model_type": "qwen3_5_text", **SIZES, **DELTA}, 0),
+}
+PROMPTS, SAMPLES, PROMPT, COMPLETION = 1, 8, 32, 224
+
+
+def measure(name: str, device: str) -> dict[str, Any]:
+    """Train one step on random completions in this process."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from policygrad.algorithms import DR_GRPO
+    from policygrad.learners.base import LearnerSpec
+    from policygrad.learners.config import LearnerConfig
+    from policygrad.learners.local.learner import LocalLearner
+    from policygrad.models.adapters import add_adapters
+    from policygrad.models.lora_config import Lora
+    from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, Workload, learner_memory
+    from policygrad.planning.hardware import DEVICES
+    from policygrad.planning.model_shapes import read_dense_shape
+    from policygrad.training.calibration import build_batch
+    from policygrad.training.shape_counting import count_shape
+
+    values, rank = RUNS[name]
+    config = dict(values)
+    kind, dtype = config.pop("model_type"), "fp32" if device == "cpu" else "bf16"
+    dense = kind == "qwen3"
+    shape = read_dense_shape(values, name, "here") if dense else count_shape(values, name, "here")
+    tokens = PROMPT + SAMPLES * (COMPLETION - 1)
+    work = Workload(PROMPTS, SAMPLES, PROMPT, COMPLETION, COMPLETION)
+    layout = ParallelLayout(1, dtype=dtype, micro_tokens=tokens, adapter_rank=rank)
+    breakdown = learner_memory(shape, work, AlgorithmCost(), layout, DEVICES["cpu" if device == "cpu" else "H200"])
+    planned = sum(breakdown.static.values()) + sum(breakdown.training.values())
+    planned -= breakdown.static.get("copy of the state", 0)
+    if rank:  # PEFT is loaded before the memory is counted
+        import peft  # noqa: F401
+    before = resident() if device == "cpu" else 0
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **config), dtype=torch.float32 if dtype == "fp32" else torch.bfloat16
+    )
+    model = model.to(device).eval()
+    if rank:
+        model = add_adapters(model, Lora(rank=rank))
+    algorithm = DR_GRPO.with_max_tokens(COMPLETION)
+    options = LearnerConfig(dtype=dtype, device=device, micro_tokens=tokens)
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=1e-6, steps=2, config=options))
+    batch = build_batch(shape, work)
+    for _ in range(2):  # the optimizer's state is made in the first
+        learner.update(batch)
+    if device == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    else:
+        peak = torch.cuda.max_memory_allocated()
+    return {"run": name, "parameters": shape.parameters, "tokens": tokens, "measured": peak, "planned": planned}
+
+
+def resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmRSS")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--run", choices=RUNS, help="one of them, in this process")
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(measure(options.run, options.device)))
+        return
+    rows = []
+    for name in RUNS:
+        argv = [sys.executable, __file__, "--device", options.device, "--run", name]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        row = rows[-1]
+        print(
+            f"{name}: {row['measured'] / 2**20:.0f} MiB, planned {row['planned'] / row['measured'] - 1:+.1%}",
+            file=sys.stderr,
+        )
+    import torch
+    import transformers
+
+    where = platform.machine() if options.device == "cpu" else torch.cuda.get_device_name(0)
+    content = {"device": where, "torch": torch.__version__, "transformers": transformers.__version__, "rows": rows}
+    default = Path(__file__).parents[1] / "docs" / "results" / "plan-memory.json"
+    (options.output or default).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
