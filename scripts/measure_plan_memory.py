@@ -1,11 +1,11 @@
 """Measure the memory of one update of small models of several kinds, and what `policygrad plan` says of it.
 
     python scripts/measure_plan_memory.py                 on a CPU, in float32: docs/results/plan-memory.json
-    python scripts/measure_plan_memory.py --device cuda   on a GPU, in bfloat16
+    python scripts/measure_plan_memory.py --device cuda   on a GPU, in bfloat16; with --output FILE
 
-Each run is a process of its own. On a CPU its memory is what the operating system counts, above what was in use before the model was
-built; on a GPU what PyTorch's allocator gave out. The copy of the state that undoes a failed step is the trainer's, not the learner's, and is in
-neither number.
+Each run is a process of its own. On a CPU its memory is what the operating system counts, above what was in use before the model
+was built; on a GPU what PyTorch's allocator gave out. The copy of the state that undoes a failed step is the trainer's, not the
+learner's, and is in neither number.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def measure(name: str, device: str) -> dict[str, Any]:
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=1e-6, steps=2, config=options))
     batch = build_batch(shape, work)
     for _ in range(2):  # the optimizer's state is made in the first
-        learner.update(batch)
+        learner.update(batch, algorithm.compute_advantages(batch), algorithm)
     if device == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     else:

@@ -52,7 +52,7 @@ HELP = (
     "Estimate memory, time and cost of a run from its model's shape, a device's published figures and stated assumptions, without "
     "loading a model. If the run does not fit, suggest what to change.",
     "The first argument may name the algorithm, as for train: policygrad plan grpo --model Qwen3.5-35B-A3B --gpus H200:64.",
-    "--fit finds the longest text and the largest group that fit instead, and prints them as options of train: policygrad plan grpo "
+    "--fit finds the longest text and the largest group that fit instead, and prints the command of train: policygrad plan grpo "
     "--model Qwen3.5-4B --gpus RTX-4090 --fit.",
     "--calibrate measures this machine for about a minute instead, and writes a file for --calibration.",
 )
@@ -64,7 +64,7 @@ class PlanOptions:
     """Options of `policygrad plan`."""
 
     model: Annotated[str, tyro.conf.arg(metavar="SHAPE")] = "Qwen3.5-9B"
-    """A name such as Qwen3.5-35B-A3B, gpt-oss-20b or Gemma-4-31B, a config.json of any causal language model, or a folder with one."""
+    """A name such as Qwen3.5-35B-A3B, gpt-oss-20b or Gemma-4-31B, any causal language model's config.json, or a folder with one."""
     gpus: Annotated[str, tyro.conf.arg(metavar="DEVICE:COUNT")] = "H100:8"
     """Device and count; the device is H100, H200, B200, MI300X, RTX-PRO-6000, RTX-5090, RTX-4090, RTX-3090, L40S, A100, A100-40GB,
     L4, A10G, T4, M4-Max or cpu."""

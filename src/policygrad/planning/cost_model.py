@@ -55,8 +55,8 @@ class ParallelLayout:
             )
         if self.base_bits is not None and self.learning_devices > 1:
             raise ConfigError(
-                f"--lora with bits=4 does not work with several learners, and there are {self.learning_devices}. Leave bits out, or "
-                "plan with one learning device."
+                f"--lora with bits=4 does not work with several learners, and there are {self.learning_devices}. Leave bits out, "
+                "or plan with one learning device."
             )
         if self.samplers >= self.gpus:
             raise ConfigError(

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -100,9 +100,7 @@ def _count(text: Any, name: str, source: str, lora: Lora | None) -> CountedShape
     linear = [sum(m.weight.numel() for m in layer.modules() if type(m) is nn.Linear) for layer in layers]
     tied = head.weight is model.get_input_embeddings().weight
     # Passes are of a model without windows, whose caches would hide how they grow with the text.
-    model, limit = _build(_without_windows(text), torch.bfloat16), 2**30
-    for p in model.parameters():
-        limit = min(limit, *p.shape) if p.dim() > 1 else limit
+    model = _build(_without_windows(text), torch.bfloat16)
     full = {key: _measure(model, text, dtype) for key, dtype in DTYPES.items()}
     rank = min(DEFAULT_RANK, max((min(p.shape) for p in model.parameters() if p.dim() > 1), default=1))
     model = add_adapters(model, lora or Lora(rank=rank))
@@ -248,7 +246,6 @@ class _LayerCounts:
 @dataclass
 class _Counts:
     layers: list[_LayerCounts]
-    storages: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -289,12 +286,11 @@ def _pass(model: Any, text: Any, length: int) -> _Counts:
 
     def record(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if storage._cdata not in parameters and counts.storages.setdefault(storage._cdata, meter.layer) == meter.layer:
-            if storage._cdata not in meter.seen:
-                meter.seen.add(storage._cdata)
-                meter.kept.append(x)
-                if meter.layer >= 0:
-                    counts.layers[meter.layer].saved += storage.nbytes()
+        if storage._cdata not in parameters and storage._cdata not in meter.seen:
+            meter.seen.add(storage._cdata)
+            meter.kept.append(x)
+            if meter.layer >= 0:
+                counts.layers[meter.layer].saved += storage.nbytes()
         return x
 
     with ExitStack() as stack:
