@@ -250,7 +250,9 @@ def write_train_command(fit: Fit, options: PlanOptions) -> str:
     """Return the command of train with what fits."""
     request, layout = fit.plan.request, fit.plan.layout
     shape, work = request.shape, request.workload
-    argv = ["policygrad", "train", request.algorithm.name, "--model", shape.hub or options.model]
+    path = Path(options.model).expanduser()
+    model = shape.hub or (str(path.parent) if path.is_file() else options.model)
+    argv = ["policygrad", "train", request.algorithm.name, "--model", model]
     argv += ["--prompts-per-step", str(work.prompts), "--samples-per-prompt", str(work.samples_per_prompt)]
     argv += ["--max-tokens", str(work.max_completion_tokens), "--decode-rows", str(layout.decode_rows)]
     argv += ["--learner.dtype", layout.dtype, "--learner.micro-tokens", str(layout.micro_tokens)]

@@ -237,7 +237,7 @@ class DenseShape(ModelShape):
 
     def _adapted_bytes(self, number: int) -> int:
         """Return the bytes per token that a layer with adapters of rank 16 saves: no input of a frozen product, but that of each
-        adapter, in float32. Fitted to what `saved_activation_bytes` counts, which it is within 1 %."""
+        adapter, in float32. Fitted to what `saved_activation_bytes` counts on Llama and Qwen3, which it equals."""
         width, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         per_hidden, per_mlp = (28, 10) if number == 2 else (16, 16)
         normed = 4 * (width + keys + self.heads + self.kv_heads) if self.qk_norm else 0
