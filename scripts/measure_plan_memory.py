@@ -3,21 +3,26 @@
     python scripts/measure_plan_memory.py                 on a CPU, in float32: docs/results/plan-memory.json
     python scripts/measure_plan_memory.py --device cuda   on a GPU, in bfloat16; with --output FILE
 
-Each run is a process of its own. On a CPU its memory is what the operating system counts, above what was in use before the model
-was built; on a GPU what PyTorch's allocator gave out. The copy of the state that undoes a failed step is the trainer's, not the
-learner's, and is in neither number.
+Each run is a process of its own. On a CPU the bytes of all tensors that are alive are added up, operation by operation: what the
+allocator keeps beyond them differs between machines. On a GPU it is what PyTorch's allocator gave out. The copy of the state that
+undoes a failed step is the trainer's, not the learner's, and is in neither number.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
-import resource
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SIZES = {
     "vocab_size": 4096,
@@ -49,9 +54,41 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {  # config.json, and the rank of 
 PROMPTS, SAMPLES, PROMPT, COMPLETION = 1, 8, 32, 224
 
 
+class LiveTensors(TorchDispatchMode):
+    """Adds up the bytes of storages that are alive, those of the existing tensors first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.finalizers: list[Any] = []
+        self.now = self.peak = 0
+        for x in gc.get_objects():
+            if isinstance(x, torch.Tensor):
+                self.add(x)
+
+    def add(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes or storage.nbytes() == 0:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.remove, key)
+
+    def remove(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.add(x)
+        return out
+
+
 def measure(name: str, device: str) -> dict[str, Any]:
     """Train one step on random completions in this process."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from policygrad.algorithms import DR_GRPO
@@ -77,9 +114,6 @@ def measure(name: str, device: str) -> dict[str, Any]:
     breakdown = learner_memory(shape, work, AlgorithmCost(), layout, DEVICES["cpu" if device == "cpu" else "H200"])
     planned = sum(breakdown.static.values()) + sum(breakdown.training.values())
     planned -= breakdown.static.get("copy of the state", 0)
-    if rank:  # PEFT is loaded before the memory is counted
-        import peft  # noqa: F401
-    before = resident() if device == "cpu" else 0
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **config), dtype=torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -91,21 +125,17 @@ def measure(name: str, device: str) -> dict[str, Any]:
     options = LearnerConfig(dtype=dtype, device=device, micro_tokens=tokens)
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=1e-6, steps=2, config=options))
     batch = build_batch(shape, work)
-    for _ in range(2):  # the optimizer's state is made in the first
-        learner.update(batch, algorithm.compute_advantages(batch), algorithm)
+    psi = algorithm.compute_advantages(batch)
     if device == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        learner.update(batch, psi, algorithm)  # makes the optimizer's state
+        with LiveTensors() as live:
+            learner.update(batch, psi, algorithm)
+        peak = live.peak
     else:
+        for _ in range(2):
+            learner.update(batch, psi, algorithm)
         peak = torch.cuda.max_memory_allocated()
     return {"run": name, "parameters": shape.parameters, "tokens": tokens, "measured": peak, "planned": planned}
-
-
-def resident() -> int:
-    """Return the bytes of this process that are in memory."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmRSS")
 
 
 def main() -> None:
@@ -127,7 +157,6 @@ def main() -> None:
             f"{name}: {row['measured'] / 2**20:.0f} MiB, planned {row['planned'] / row['measured'] - 1:+.1%}",
             file=sys.stderr,
         )
-    import torch
     import transformers
 
     where = platform.machine() if options.device == "cpu" else torch.cuda.get_device_name(0)

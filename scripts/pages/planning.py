@@ -76,7 +76,7 @@ def checked_block(bench: Mapping[str, Any] | None = None) -> str:
             "### Memory of one update\n\n"
             + _table(rows)
             + f"\n\nOff by {_range(rows)}. Small models in float32 on a CPU (torch {measured['torch']}, transformers "
-            f"{measured['transformers']}), one micro-batch, above what the process had before: `python "
+            f"{measured['transformers']}), one micro-batch, all tensors that are alive at the same time: `python "
             "scripts/measure_plan_memory.py`."
         )
     return "\n\n".join(lines)

@@ -113,7 +113,7 @@ class CapacityPlan:
         algorithm, windows = self.request.algorithm, self.request.shape.windows
         tokens = self.request.workload.count_tokens(self.layout.shares_prompts, windows)
         products = 2 if self.layout.only_adapters else 3
-        training = algorithm.trained_models * algorithm.epochs
+        training: float = algorithm.trained_models * algorithm.epochs
         training *= self.time_model.operations(tokens, 3, products, products)
         forward_passes = algorithm.scoring_passes_at(self.layout.max_staleness) + 1  # and sampling
         total = training + forward_passes * self.time_model.operations(tokens, 1, 1)

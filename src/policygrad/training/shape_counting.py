@@ -320,11 +320,11 @@ def _pass(model: Any, text: Any, length: int) -> _Counts:
     return counts
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
     """Adds up operations, by the layer that is active."""
 
     def __init__(self, counts: _Counts) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts, self.layer, self.is_counting = counts, -1, True
         self.seen, self.kept = (
             set[int](),
