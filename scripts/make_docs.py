@@ -43,7 +43,7 @@ from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
 from pages.memory import embedded_memory_file
 from pages.optimizers import measured_block, memory_block
-from pages.planning import checked_block
+from pages.planning import checked_block, devices_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
 from pages.staleness import staleness_page
@@ -102,7 +102,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
         DOCS / "many-processes.md": fill_blocks(DOCS / "many-processes.md", accuracy=accuracy_block()),
-        DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block()),
+        DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),
     }
 
 

@@ -55,13 +55,14 @@ from policygrad.models.loading import DTYPES, load_model  # noqa: E402
 from policygrad.models.lora_config import parse_lora  # noqa: E402
 from policygrad.planning.cost_model import Workload  # noqa: E402
 from policygrad.planning.hardware import DEVICES  # noqa: E402
-from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape  # noqa: E402
+from policygrad.planning.model_shapes import KNOWN_SHAPES  # noqa: E402
+from policygrad.planning.shapes import DenseShape  # noqa: E402
 from policygrad.samplers.base import Generation, Request, SamplingParams  # noqa: E402
 from policygrad.samplers.local.sampler import LocalSampler  # noqa: E402
 from policygrad.training import calibration  # noqa: E402
 
 RESULTS = ROOT / ".bench" / "gpu.json"
-TINY = ModelShape("tiny", 64, 128, 2, 4, 2, 16, 512, tied=True, qk_norm=True)
+TINY = DenseShape("tiny", 64, 128, 2, 4, 2, 16, 512, tied=True, qk_norm=True)
 GIB = 2**30
 
 
@@ -90,7 +91,7 @@ class Texts:
         """Tokens of all texts, shared ones as often as they occur."""
         return self.prompts * self.samples * (self.prompt_tokens + self.completion_tokens)
 
-    def batch(self, shape: ModelShape) -> pg.Batch:
+    def batch(self, shape: DenseShape) -> pg.Batch:
         lengths = (self.prompt_tokens, self.completion_tokens, self.completion_tokens)
         return calibration.build_batch(shape, Workload(self.prompts, self.samples, *lengths))
 
@@ -99,8 +100,8 @@ class Texts:
 class Sizes:
     """How much work the parts do."""
 
-    small: ModelShape  # the first model
-    large: ModelShape  # the one that trains with adapters
+    small: DenseShape  # the first model
+    large: DenseShape  # the one that trains with adapters
     texts_16k: Texts
     texts_64k: Texts
     groups: Texts  # completions that share a prompt
@@ -381,7 +382,7 @@ def measure_learner(
 ) -> dict[str, Any]:
     """Return what one update of random texts takes: forward, backward, optimizer step."""
     work: Texts = getattr(SIZES[device], texts)
-    dimensions: ModelShape = getattr(SIZES[device], shape)
+    dimensions: DenseShape = getattr(SIZES[device], shape)
     dtype = "fp32" if device == "cpu" else "bf16"
     model = calibration.build_model(dimensions, dtype, device)
     if lora:

@@ -11,17 +11,18 @@ from typing import Any
 
 from pages.markdown import table
 from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
-from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
-from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
+from policygrad.planning.hardware import DEVICES, GB, TB, Calibration, Device, Efficiency, load_calibration
+from policygrad.planning.model_shapes import KNOWN_SHAPES
 from policygrad.planning.planner import CapacityPlan, PlanRequest
 from policygrad.planning.render import GIB
+from policygrad.planning.shapes import DenseShape
 from policygrad.training.calibration import CPU
-from results import RESULTS
+from results import RESULTS, load_result
 
 NEMO = AlgorithmCost("grpo", frozen_models=1, scoring_passes=2, recomputes_head=True, updates=4)
 """Its GRPO scores every rollout twice, for log π_old and log π_ref, and makes four updates of 512 completions."""
-SEVEN = ModelShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
-TWENTY_FIVE = ModelShape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
+SEVEN = DenseShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
+TWENTY_FIVE = DenseShape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
 HEAD = ("run", "what", "measured", "planned", "error")
 
 
@@ -69,7 +70,35 @@ def checked_block(bench: Mapping[str, Any] | None = None) -> str:
             "--calibration "
             "docs/results/calibration.json` does it, and `make docs` writes this."
         )
+    if (measured := load_result("plan-memory")) is not None:
+        rows = list(memory_rows(measured))
+        lines.append(
+            "### Memory of one update\n\n"
+            + _table(rows)
+            + f"\n\nOff by {_range(rows)}. Small models in float32 on a CPU (torch {measured['torch']}, transformers "
+            f"{measured['transformers']}), one micro-batch, all tensors that are alive at the same time: `python "
+            "scripts/measure_plan_memory.py`."
+        )
     return "\n\n".join(lines)
+
+
+def memory_rows(measured: Mapping[str, Any]) -> Iterator[Row]:
+    """Updates of small models of several kinds, of docs/results/plan-memory.json."""
+    for row in measured["rows"]:
+        name = f"{row['run']}, {row['parameters'] / 1e6:.0f}M, {row['tokens']:,} tokens"
+        yield Row(name, "MiB at most", row["measured"] / 2**20, row["planned"] / 2**20)
+
+
+def devices_block() -> str:
+    """Write the table of devices with the sources of their figures."""
+    head = ("device", "memory, GB", "bandwidth, TB/s", "bfloat16", "float32", "to a neighbour", "network", "source")
+
+    def cells(d: Device) -> tuple[str, ...]:
+        bf16 = _short(d.bf16 / TB) if d.bf16 else "–"
+        links = f"{d.link / GB:g}", f"{d.network / GB:.3g}"
+        return d.name, f"{d.memory / GB:g}", f"{d.bandwidth / TB:g}", bf16, _short(d.fp32 / TB), *links, d.source
+
+    return table(head, (cells(device) for device in DEVICES.values() if device.name != "cpu"))
 
 
 def nemo_rows() -> Iterator[Row]:
@@ -151,7 +180,7 @@ def own_rows(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
             yield Row(run, "tokens per CPU s", rate, plan.request.workload.sampled_tokens / plan.step_times.generation)
 
 
-def here(result: Calibration, of: ModelShape, work: Workload) -> CapacityPlan:
+def here(result: Calibration, of: DenseShape, work: Workload) -> CapacityPlan:
     """Plan Dr. GRPO on one calibrated core."""
     device, reached = result.apply(DEVICES["cpu"], "fp32")
     layout = ParallelLayout(1, dtype="fp32", micro_tokens=MICRO_TOKENS_CPU)

@@ -145,7 +145,11 @@ def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--model", "Qwen3-9B"), "did you mean 'Qwen3-8B'"),
+        (("--model", "Qwen3-9B"), "did you mean 'Qwen3.5-9B'"),
+        (("--gpus", "T4", "--dtype", "bf16"), "the T4 has no bfloat16"),
+        (("--lora", "rank=0"), "rank must be at least 1"),
+        (("--lora", "rank=16,bits=4"), "does not work with several learners"),
+        (("--fit", "--engine"), "Leave out --samplers"),
         (("--gpus", "H20:8"), "did you mean H200"),
         (("--algorithm", "gpro"), "grpo"),
         (("--algorithm", "trpo"), "counts gradient steps"),

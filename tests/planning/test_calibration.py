@@ -11,11 +11,11 @@ import pytest
 from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, TimeModel, Workload
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
-from policygrad.planning.model_shapes import ModelShape
+from policygrad.planning.shapes import DenseShape
 from policygrad.training.calibration import CPU, GPU, CalibrationWorkload, build_model, calibrate, fit_decoding
 
 TINY = CalibrationWorkload(
-    ModelShape("tiny", 16, 32, 2, 2, 1, 8, 40, tied=True, qk_norm=True),
+    DenseShape("tiny", 16, 32, 2, 2, 1, 8, 40, tied=True, qk_norm=True),
     Workload(2, 2, 3, 6, 6),
     (16,),
     2**16,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES as MANAGER_SNAPSHOT_BYTES
+from policygrad.errors import ConfigError
 from policygrad.learners.local.activation_memory import saved_activation_bytes
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU
 from policygrad.planning.cost_model import (
@@ -18,16 +19,21 @@ from policygrad.planning.cost_model import (
     MAX_SNAPSHOT_BYTES,
     AlgorithmCost,
     ParallelLayout,
+    TimeModel,
     Workload,
     activation_bytes,
+    adapted_static_bytes,
     learner_memory,
     max_concurrent_rows,
     sampler_memory,
     static_bytes,
     usable_bytes,
+    weight_bytes,
+    windowed_pairs,
 )
-from policygrad.planning.hardware import DEVICES
-from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
+from policygrad.planning.hardware import DEVICES, Efficiency
+from policygrad.planning.model_shapes import KNOWN_SHAPES
+from policygrad.planning.shapes import DenseShape
 
 H100 = DEVICES["H100"]
 WORK = Workload(64, 8, 256, 1000, 3840)
@@ -61,7 +67,7 @@ def test_constants_are_those_of_the_library() -> None:
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_activations_are_what_the_library_counts(dtype: str, torch_dtype: torch.dtype) -> None:
     """On an architecture of its own, tensor by tensor."""
-    of = ModelShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
+    of = DenseShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
     config = tf.Qwen3Config(
         vocab_size=of.vocabulary,
         hidden_size=of.hidden,
@@ -163,3 +169,56 @@ def test_what_is_asked_for_more_takes_more(name: str, trained: int) -> None:
         learner_memory(KNOWN_SHAPES[name], longer, AlgorithmCost(), layout, H100).peak_bytes
         > learner_memory(KNOWN_SHAPES[name], WORK, AlgorithmCost(), layout, H100).peak_bytes
     )
+
+
+def test_adapters_by_hand() -> None:
+    of = DenseShape("", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)
+    # q 4+4, k and v 4+2 each, o 4+4, gate and up 4+8 each, down 8+4
+    assert of.count_adapters(3) == 3 * 2 * (8 + 6 + 6 + 8 + 12 + 12 + 12)
+    count = of.count_adapters(2)
+    layout = ParallelLayout(1, adapter_rank=2)
+    assert adapted_static_bytes(of, layout, trained_models=1, frozen_models=1) == {
+        "frozen weights": 2 * of.parameters,
+        "adapters": 4 * count,
+        "gradients": 4 * count,
+        "optimizer": 8 * count,
+        "copy of the state": 12 * count,
+        "other models": 4 * count,
+    }
+    four = replace(layout, base_bits=4)
+    linear = 2 * 144
+    bits = 4 + 8 / 64 + 32 / (64 * 256)
+    assert weight_bytes(of, four) == pytest.approx(linear * bits / 8 + 2 * (of.parameters - linear))
+    sharded = adapted_static_bytes(of, ParallelLayout(2, adapter_rank=2), 1, 1)
+    assert (sharded["frozen weights"], sharded["optimizer"]) == (2 * of.parameters, 4 * count)
+    with pytest.raises(ConfigError, match="does not work with several learners"):
+        ParallelLayout(2, adapter_rank=2, base_bits=4)
+
+
+def test_adapters_save_memory_and_time() -> None:
+    of, asks = KNOWN_SHAPES["Qwen3-8B"], AlgorithmCost()
+    for checkpointing in (False, True):
+        full = ParallelLayout(1, checkpointing=checkpointing)
+        layouts = [full, replace(full, adapter_rank=16), replace(full, adapter_rank=16, base_bits=4)]
+        static = [sum(learner_memory(of, WORK, asks, layout, H100).static.values()) for layout in layouts]
+        assert static == sorted(static, reverse=True)
+        seconds = [
+            TimeModel(of, H100, Efficiency(), layout).training_seconds(WORK.count_tokens(), asks) for layout in layouts
+        ]
+        assert seconds[1] < 0.9 * seconds[0]  # no gradients of frozen weights
+        assert seconds[1] < seconds[2]  # which are unpacked
+
+
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_pairs_in_windows_by_enumeration(window: int, length: int) -> None:
+    assert windowed_pairs(length, window) == sum(min(place + 1, window) for place in range(length))
+
+
+def test_pairs_in_windows_of_a_step_by_enumeration() -> None:
+    work = Workload(2, 3, 5, 4, 9)
+    for shared in (True, False):
+        expected = 0
+        for i, length in enumerate(work.lengths):
+            first = 0 if not shared or i < work.prompts else work.prompt_tokens
+            expected += sum(min(place + 1, 6) for place in range(first, work.prompt_tokens + length - 1))
+        assert work.count_tokens(shared, [6]).pairs(6) == expected

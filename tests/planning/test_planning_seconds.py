@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, SamplerSpeed, TimeModel, TokenCounts, Workload
 from policygrad.planning.hardware import DEVICES, Efficiency, parse_devices
-from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
+from policygrad.planning.model_shapes import KNOWN_SHAPES
 from policygrad.planning.planner import (
     CapacityPlan,
     PlanRequest,
@@ -20,9 +20,10 @@ from policygrad.planning.planner import (
     find_best_split,
     plan_device_counts,
 )
+from policygrad.planning.shapes import DenseShape
 
 H100 = DEVICES["H100"]
-SMALL = ModelShape("small", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)
+SMALL = DenseShape("small", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)
 ONE = Efficiency(training=1, scoring=1, sampling=1, layer_overhead=0, link=1, allreduce=0)
 
 
@@ -231,12 +232,14 @@ def test_devices_by_name() -> None:
     assert parse_devices("h200:64") == (DEVICES["H200"], 64)
     assert parse_devices("A100-80GB:8") == (DEVICES["A100"], 8)
     assert parse_devices("cpu") == (DEVICES["cpu"], 1)
-    mine = replace(H100, name="L40S")
-    assert parse_devices("l40s:2", mine) == (mine, 2)
+    assert parse_devices("rtx 4090") == (DEVICES["RTX-4090"], 1)
+    assert parse_devices("RTX-PRO-6000-Blackwell:8") == (DEVICES["RTX-PRO-6000"], 8)
+    mine = replace(H100, name="Mine")
+    assert parse_devices("mine:2", mine) == (mine, 2)
     with pytest.raises(ConfigError, match="did you mean H200"):
         parse_devices("H20:8")
-    with pytest.raises(ConfigError, match="available: A100, H100"):
-        parse_devices("MI300X:8")
+    with pytest.raises(ConfigError, match="available: H100, H200"):
+        parse_devices("Gaudi:8")
     for wrong in ("H100:0", "H100:", ":8", "H100:x"):
         with pytest.raises(ConfigError, match="a device and a count"):
             parse_devices(wrong)

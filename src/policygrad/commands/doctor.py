@@ -258,6 +258,7 @@ def examine_model(model: str) -> list[MachineCheck]:
     """
     import torch
 
+    from policygrad.commands.plan import count_layers
     from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
     from policygrad.planning.hardware import DEVICES, Efficiency
     from policygrad.planning.model_shapes import load_shape
@@ -265,7 +266,7 @@ def examine_model(model: str) -> list[MachineCheck]:
     from policygrad.training.config.serialization import load_algorithm
     from policygrad.training.cost_estimate import compute_plannable_cost
 
-    shape, on_gpu = load_shape(model), torch.cuda.device_count() > 0
+    shape, on_gpu = load_shape(model, count_layers), torch.cuda.device_count() > 0
     device = DEVICES["H100" if on_gpu else "cpu"]  # of which only the memory matters here
     if on_gpu:
         device = replace(device, memory=torch.cuda.get_device_properties(0).total_memory)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
@@ -16,7 +18,8 @@ from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.styled import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import DTYPE_BYTES, MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
-from policygrad.planning.hardware import Efficiency, load_calibration, parse_devices
+from policygrad.planning.fit import Fit, choose_fit, find_fits
+from policygrad.planning.hardware import DEVICES, Efficiency, load_calibration, parse_devices
 from policygrad.planning.model_shapes import load_shape
 from policygrad.planning.planner import (
     CapacityPlan,
@@ -28,18 +31,29 @@ from policygrad.planning.planner import (
 )
 from policygrad.planning.render import (
     PlanReport,
+    PlanTable,
+    describe_shape,
+    fit_summary,
+    fit_table,
+    fit_title,
     list_assumptions,
     plan_summary,
     plan_tables,
     plan_title,
     render_plan_page,
 )
+from policygrad.planning.shapes import CountedShape
 from policygrad.training.config.optional_arg import optional_arg
+
+if TYPE_CHECKING:
+    from policygrad.models.lora_config import Lora
 
 HELP = (
     "Estimate memory, time and cost of a run from its model's shape, a device's published figures and stated assumptions, without "
     "loading a model. If the run does not fit, suggest what to change.",
-    "The first argument may name the algorithm, as for train: policygrad plan grpo --model Qwen3-8B --gpus H200:64.",
+    "The first argument may name the algorithm, as for train: policygrad plan grpo --model Qwen3.5-35B-A3B --gpus H200:64.",
+    "--fit finds the longest text and the largest group that fit instead, and prints the command of train: policygrad plan grpo "
+    "--model Qwen3.5-4B --gpus RTX-4090 --fit.",
     "--calibrate measures this machine for about a minute instead, and writes a file for --calibration.",
 )
 CALIBRATION_FILE = "calibration.json"
@@ -49,10 +63,11 @@ CALIBRATION_FILE = "calibration.json"
 class PlanOptions:
     """Options of `policygrad plan`."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="SHAPE")] = "Qwen3-8B"
-    """A name such as Qwen3-8B or Llama-3.1-70B, a config.json, or a folder with one."""
+    model: Annotated[str, tyro.conf.arg(metavar="SHAPE")] = "Qwen3.5-9B"
+    """A name such as Qwen3.5-35B-A3B, gpt-oss-20b or Gemma-4-31B, any causal language model's config.json, or a folder with one."""
     gpus: Annotated[str, tyro.conf.arg(metavar="DEVICE:COUNT")] = "H100:8"
-    """Device and count; the device is A100, H100, H200, B200 or cpu."""
+    """Device and count; the device is H100, H200, B200, MI300X, RTX-PRO-6000, RTX-5090, RTX-4090, RTX-3090, L40S, A100, A100-40GB,
+    L4, A10G, T4, M4-Max or cpu."""
     algorithm: Annotated[str, tyro.conf.arg(metavar="NAME")] = "grpo"
     """Algorithm, as for `policygrad train`; also the first argument."""
     context: int = 4096
@@ -73,8 +88,10 @@ class PlanOptions:
     """An engine samples (--sampler.engine of train) and holds the policy; without it every learner also keeps the full policy."""
     tensor_parallel: int = 1
     """Devices per sampler."""
-    dtype: Annotated[str | None, optional_arg("bf16|fp32", "bf16, on a cpu fp32")] = None
+    dtype: Annotated[str | None, optional_arg("bf16|fp32", "bf16, on a cpu, T4 or M4-Max fp32")] = None
     """Compute precision."""
+    lora: Annotated[str, tyro.conf.arg(metavar="SETTINGS")] = ""
+    """Train adapters, as --learner.lora of train: rank=16,targets=all-linear, and bits=4 for frozen weights in four bits."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     micro_tokens: Annotated[int | None, optional_arg("INT", f"{MICRO_TOKENS}, on a cpu {MICRO_TOKENS_CPU}")] = None
@@ -89,6 +106,8 @@ class PlanOptions:
         None
     )
     """Measurements of the device by --calibrate."""
+    fit: bool = False
+    """Find the longest text and the largest group that fit, and print the command of train."""
     calibrate: bool = False
     """Measure this machine in --dtype, on its GPU if it has one."""
     json: bool = False
@@ -125,13 +144,26 @@ class PlanOutput(TypedDict):
     """The same for changed options, with `option` and `description`."""
 
 
+class FitOutput(TypedDict):
+    """--fit: what fits, with more and more savings."""
+
+    model: Mapping[str, Any]
+    device: Mapping[str, Any]
+    algorithm: Mapping[str, Any]
+    fits: list[Mapping[str, Any]]
+    """option, description, context (tokens of the longest text), group (completions of a prompt at once with it), group_at_context
+    (with --context), command, and the plan of the longest text and its largest group as in PlanOutput."""
+    command: str | None
+    """The first of `fits` that holds --context, or the one with the longest text; null = nothing fits."""
+
+
 class Calibrated(TypedDict):
     """--calibrate: the file that was written."""
 
     calibration: str
 
 
-@prints(PlanOutput, Calibrated)
+@prints(PlanOutput, FitOutput, Calibrated)
 def plan(args: list[str]) -> int:
     """Run `policygrad plan [ALGORITHM] [options]`."""
     if args and not args[0].startswith("-"):
@@ -157,6 +189,8 @@ def plan(args: list[str]) -> int:
         return 0
     if options.output is not None:
         check_writable(options.output, "--output")
+    if options.fit:
+        return print_fit(options)
     result = make_plan(options)
     alternatives = plan_device_counts(result.request, result.layout, device_counts(result.layout.gpus))
     alternatives = [result if other.layout.gpus == result.layout.gpus else other for other in alternatives]
@@ -171,8 +205,69 @@ def plan(args: list[str]) -> int:
     return 0
 
 
+def print_fit(options: PlanOptions) -> int:
+    """Run `policygrad plan --fit`."""
+    if options.samplers or options.max_staleness or options.engine:
+        raise ConfigError(
+            "--fit is for devices that sample and learn in turns with this library's sampler. Leave out --samplers, "
+            "--max-staleness and --engine, and read `policygrad plan` with them."
+        )
+    plan = make_plan(options)
+    fits = find_fits(plan, options.context)
+    commands = [write_train_command(fit, options) for fit in fits]
+    chosen = choose_fit(fits, options.context)
+    command = None if chosen is None else commands[fits.index(chosen)]
+    if options.json:
+        request, cost = plan.request, (options.steps, options.price)
+        print_json(
+            {
+                "model": describe_shape(request.shape),
+                "device": asdict(request.device),
+                "algorithm": asdict(request.algorithm),
+                "fits": [
+                    {**fit.to_dict(), "command": text, **fit.plan.to_dict(*cost)}
+                    for fit, text in zip(fits, commands, strict=True)
+                ],
+                "command": command,
+            }
+        )
+        return 0
+    print_lines(
+        format_tables(
+            fit_title(plan),
+            fit_summary(plan, chosen, options.context),
+            [fit_table(fits, options.context)],
+            list_assumptions(plan if chosen is None else chosen.plan),
+            get_terminal_width(),
+        )
+    )
+    if command is not None:
+        print(f"\n{command}")
+    return 0
+
+
+def write_train_command(fit: Fit, options: PlanOptions) -> str:
+    """Return the command of train with what fits."""
+    request, layout = fit.plan.request, fit.plan.layout
+    shape, work = request.shape, request.workload
+    path = Path(options.model).expanduser()
+    model = shape.hub or (str(path.parent) if path.is_file() else options.model)
+    argv = ["policygrad", "train", request.algorithm.name, "--model", model]
+    argv += ["--prompts-per-step", str(work.prompts), "--samples-per-prompt", str(work.samples_per_prompt)]
+    argv += ["--max-tokens", str(work.max_completion_tokens), "--decode-rows", str(layout.decode_rows)]
+    argv += ["--learner.dtype", layout.dtype, "--learner.micro-tokens", str(layout.micro_tokens)]
+    argv += ["--learner.world-size", str(layout.gpus)] * (layout.gpus > 1)
+    argv += ["--learner.gradient-checkpointing"] * layout.checkpointing
+    if layout.only_adapters:
+        given = options.lora or f"rank={layout.adapter_rank}"
+        bits = f",bits={layout.base_bits}" * (layout.base_bits is not None and "bits" not in given)
+        argv += ["--learner.lora", given + bits]
+    return shlex.join(argv)
+
+
 def make_plan(options: PlanOptions) -> CapacityPlan:
     """Make the plan of these options, with the best split of devices if they leave it open."""
+    from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS, parse_lora
     from policygrad.training.config.option_checks import check_completion_count
     from policygrad.training.config.serialization import load_algorithm
     from policygrad.training.cost_estimate import compute_plannable_cost
@@ -180,7 +275,12 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
     calibration = None if options.calibration is None else load_calibration(options.calibration)
     device, gpus = parse_devices(options.gpus, None if calibration is None else calibration.device)
     cpu, efficiency = device.name == "cpu", Efficiency()
-    dtype = options.dtype or ("fp32" if cpu else "bf16")
+    dtype = options.dtype or DEVICES.get(device.name, device).dtype
+    if dtype == "bf16" and not device.bf16:
+        raise ConfigError(
+            f"--dtype bf16: the {device.name} has no bfloat16. Use --dtype fp32, which train chooses there."
+        )
+    lora = parse_lora(options.lora)
     if calibration is not None:
         device, efficiency = calibration.apply(device, dtype)
     algorithm = compute_plannable_cost(load_algorithm(options.algorithm))
@@ -207,9 +307,13 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
         checkpointing=options.gradient_checkpointing,
         micro_tokens=options.micro_tokens or (MICRO_TOKENS_CPU if cpu else MICRO_TOKENS),
         decode_rows=options.decode_rows,
+        adapter_rank=0 if lora is None else lora.rank or DEFAULT_RANK,
+        base_bits=None if lora is None else lora.bits,
         keeps_full_policy=not options.engine,
     )
-    request = PlanRequest(load_shape(options.model), device, workload, algorithm, efficiency)
+    has_targets = lora is not None and lora.targets not in (None, DEFAULT_TARGETS)
+    shape = load_shape(options.model, partial(count_layers, lora=lora if has_targets else None), recount=has_targets)
+    request = PlanRequest(shape, device, workload, algorithm, efficiency)
     if options.max_staleness and options.samplers == 0:
         raise ConfigError("--max-staleness needs separate samplers, but --samplers is 0. Omit one of them.")
     if options.tensor_parallel > 1 and not layout.is_disaggregated and layout.keeps_full_policy:
@@ -220,16 +324,31 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
     return find_best_split(request, layout) if find_split else CapacityPlan(request, layout)
 
 
+def count_layers(config: Mapping[str, Any], name: str, source: str, lora: Lora | None = None) -> CountedShape:
+    """Count the layers of a config.json on its architecture, which imports transformers.
+
+    Args:
+        lora: Adapters with targets of their own.
+    """
+    from policygrad.training.shape_counting import count_shape
+
+    return count_shape(config, name, source, lora)
+
+
 def format_plan(report: PlanReport, width: int) -> list[StyledLine]:
     """Format the plan for a terminal, with running text within `width`."""
     plan = report.plan
+    summary = plan_summary(plan, report.steps, report.price)
+    return format_tables(plan_title(plan), summary, plan_tables(report), list_assumptions(plan), width)
+
+
+def format_tables(
+    title: str, summary: str, tables: Sequence[PlanTable], assumptions: Sequence[str], width: int
+) -> list[StyledLine]:
+    """Format a title, a summary, tables and assumptions for a terminal."""
     text = max(40, min(width, 100))
-    lines: list[StyledLine] = [
-        *wrap_styled((), plan_title(plan), text, HEAD),
-        *wrap_styled((), plan_summary(plan, report.steps, report.price), text),
-        (),
-    ]
-    for table in plan_tables(report):
+    lines: list[StyledLine] = [*wrap_styled((), title, text, HEAD), *wrap_styled((), summary, text), ()]
+    for table in tables:
         # Names and texts are aligned to the left, figures to the right.
         lines.append(((table.title, HEAD),))
         has_head = any(table.head)
@@ -248,6 +367,6 @@ def format_plan(report: PlanReport, width: int) -> list[StyledLine]:
             lines += wrap_styled((("  ", ""),), table.note, text, QUIET)
         lines.append(())
     lines.append((("Assumptions", HEAD),))
-    for sentence in list_assumptions(plan):
+    for sentence in assumptions:
         lines += wrap_styled((("  · ", QUIET),), sentence, text)
     return lines

@@ -11,7 +11,7 @@ from math import ceil
 
 from policygrad.errors import ConfigError
 from policygrad.planning.hardware import Device, Efficiency
-from policygrad.planning.model_shapes import ModelShape
+from policygrad.planning.shapes import LayerShape, ModelShape
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 MICRO_TOKENS = 16384  # tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`
@@ -37,6 +37,8 @@ class ParallelLayout:
     micro_tokens: int = MICRO_TOKENS  # tokens per forward and backward pass of a learner; a sequence is never split
     decode_rows: int = 512  # maximum completions that one sampler generates at once
     shares_prompts: bool = True  # A prompt is computed once for its group, as in this library
+    adapter_rank: int = 0  # rank of the adapters that alone are trained (`--learner.lora rank=16`); 0 = all weights are
+    base_bits: int | None = None  # 4 = the frozen weights under adapters are in four bits (`bits=4`)
     keeps_full_policy: bool = True
     """Each learner also keeps the full policy for sampling, as this library's own sampler needs; False = an engine samples and is
     the only one to hold it."""
@@ -50,6 +52,11 @@ class ParallelLayout:
         if self.samplers < 0 or self.max_staleness < 0:
             raise ConfigError(
                 f"--samplers and --max-staleness must be at least 0, not {self.samplers} and {self.max_staleness}"
+            )
+        if self.base_bits is not None and self.learning_devices > 1:
+            raise ConfigError(
+                f"--lora with bits=4 does not work with several learners, and there are {self.learning_devices}. Leave bits out, "
+                "or plan with one learning device."
             )
         if self.samplers >= self.gpus:
             raise ConfigError(
@@ -78,6 +85,11 @@ class ParallelLayout:
     def num_samplers(self) -> int:
         """Samplers, of `tensor_parallel` devices each."""
         return self.sampling_devices // self.tensor_parallel
+
+    @property
+    def only_adapters(self) -> bool:
+        """True if adapters alone are trained."""
+        return self.adapter_rank > 0
 
     @property
     def bytes_per_number(self) -> int:
@@ -166,14 +178,25 @@ class Workload:
         """Tokens of all completions."""
         return sum(self.lengths)
 
-    def count_tokens(self, shares_prompts: bool = True) -> TokenCounts:
-        """Count what a learner computes, with each prompt once per group or once per completion."""
+    def count_tokens(self, shares_prompts: bool = True, windows: Sequence[int] = ()) -> TokenCounts:
+        """Count what a learner computes, with each prompt once per group or once per completion.
+
+        Args:
+            windows: Numbers of tokens that some layers attend to, for which pairs are counted too.
+        """
         count, sampled, squares = self.num_completions, self.sampled_tokens, sum(n * n for n in self.lengths)
         copies = self.prompts if shares_prompts else count
         layer_tokens = copies * self.prompt_tokens + sampled - count  # the last token predicts nothing
         pairs = copies * self.prompt_tokens * (self.prompt_tokens + 1) / 2
         pairs += (sampled - count) * self.prompt_tokens + (squares - sampled) / 2
-        return TokenCounts(layer_tokens, pairs, copies + sampled - count)
+        prompt, ends = self.prompt_tokens, [self.prompt_tokens + n - 1 for n in self.lengths]
+        within = {
+            w: copies * windowed_pairs(prompt, w)
+            + sum(windowed_pairs(end, w) for end in ends)
+            - count * windowed_pairs(prompt, w)
+            for w in windows
+        }
+        return TokenCounts(layer_tokens, pairs, copies + sampled - count, within)
 
     @cached_property
     def mean_attended_tokens(self) -> float:
@@ -188,6 +211,20 @@ class TokenCounts:
     layer_tokens: float  # tokens that go through the layers
     attention_pairs: float  # pairs of a token and one that it attends to
     head_tokens: float  # tokens that go through the output head
+    window_pairs: Mapping[int, float] = field(default_factory=dict)  # attention pairs in windows of so many tokens
+
+    def pairs(self, window: int | None) -> float:
+        """Return the pairs of a layer with this window."""
+        if window is None:
+            return self.attention_pairs
+        known = self.window_pairs.get(window)
+        return min(self.attention_pairs, self.layer_tokens * window) if known is None else known
+
+
+def windowed_pairs(length: int, window: int) -> float:
+    """Return the pairs of a text in which each token attends to itself and the `window` − 1 tokens before it."""
+    inside = min(length, window)
+    return inside * (inside + 1) / 2 + (length - inside) * window
 
 
 # Memory of one device.
@@ -199,6 +236,9 @@ class TokenCounts:
 MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # bytes per trained parameter, in float32
 LOGITS_IN_MEMORY = {"gpu": 2**27, "cpu": 2**21}
 """Logits in memory at once: the learner's head processes this many at a time (`learners/local/logprobs.py`)."""
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Bytes of a weight in four bits with double quantization: a scale of 8 bits for 64, and one of 32 bits for 256 of these (Dettmers
+et al. 2023, QLoRA, sec. 3)."""
 LOGIT_BYTES = 12  # bytes per logit, with its temporaries
 MAX_SNAPSHOT_BYTES = 2**30  # largest training state that is copied so that a failed step can be undone
 DRIVER_BYTES = 2 * 2**30  # memory that a GPU's driver and its communication buffers occupy
@@ -253,19 +293,45 @@ def static_bytes(
     }
 
 
-def activation_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the bytes of activations of a micro-batch, in transformers' own implementation.
+def adapted_static_bytes(
+    shape: ModelShape, layout: ParallelLayout, trained_models: int, frozen_models: float
+) -> dict[str, float]:
+    """Return the bytes of frozen weights and of the adapters that are trained on them, in float32.
 
-    For the backward pass a layer keeps a norm's input in float32 and its output twice; queries, keys and values (the last two
-    repeated for every head); the attention's output; and the MLP's four intermediates. Recomputed layers keep their input.
+    All models share the weights; several learners shard them in float32.
     """
-    number = layout.bytes_per_number
-    norms = 2 * (4 + 2 * number) * shape.hidden
-    width = (shape.heads + shape.kv_heads) * shape.head_dim
-    normed = (4 + 2 * number) * width if shape.qk_norm else 0
-    attended = 4 * shape.heads * shape.head_dim * number
-    layer = (norms + normed + attended + 4 * shape.intermediate * number) * tokens
-    return shape.layers * shape.hidden * number * tokens + layer if layout.checkpointing else shape.layers * layer
+    ranks, adapters = layout.learning_devices, shape.count_adapters(layout.adapter_rank)
+    share = adapters / ranks * trained_models
+    state = share * (MASTER_BYTES + MOMENT_BYTES)
+    return {
+        "frozen weights": weight_bytes(shape, layout) if ranks == 1 else shape.parameters * MASTER_BYTES / ranks,
+        "adapters": share * MASTER_BYTES,
+        "gradients": share * GRADIENT_BYTES,
+        "optimizer": share * MOMENT_BYTES,
+        "copy of the state": state if ranks == 1 and state <= MAX_SNAPSHOT_BYTES else 0,
+        "other models": adapters / ranks * frozen_models * MASTER_BYTES if ranks == 1 else 0,
+    }
+
+
+def weight_bytes(shape: ModelShape, layout: ParallelLayout) -> float:
+    """Return the bytes of one copy of the weights in the compute precision, or in four bits where they are linear layers'."""
+    quantised = shape.linear_parameters if layout.base_bits == 4 else 0
+    return quantised * NF4_BYTES + (shape.parameters - quantised) * layout.bytes_per_number
+
+
+def activation_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, longest: float = 0) -> float:
+    """Return the bytes of activations of a micro-batch with a text of `longest` tokens, in transformers' own implementation.
+
+    Recomputed layers keep their input; the largest is recomputed at a time.
+    """
+
+    def saved(layer: LayerShape) -> float:
+        return layer.saved_bytes(layout.dtype, tokens, longest, only_adapters=layout.only_adapters)
+
+    if layout.checkpointing:
+        inputs = shape.num_layers * shape.hidden * layout.bytes_per_number * tokens
+        return inputs + max(map(saved, shape.layer_shapes))
+    return sum(layer.count * saved(layer) for layer in shape.layer_shapes)
 
 
 def learner_memory(
@@ -273,16 +339,18 @@ def learner_memory(
 ) -> MemoryBreakdown:
     """Return the memory of a device that learns, and samples too unless samplers have devices of their own."""
     ranks, number = layout.learning_devices, layout.bytes_per_number
-    static = static_bytes(shape.parameters, number, algorithm.trained_models, algorithm.frozen_models, ranks)
+    if layout.only_adapters:
+        static = adapted_static_bytes(shape, layout, algorithm.trained_models, algorithm.frozen_models)
+    else:
+        static = static_bytes(shape.parameters, number, algorithm.trained_models, algorithm.frozen_models, ranks)
     if ranks > 1:
-        around = shape.embedding_parameters * (1 if shape.tied else 2)
-        static["gathered layers"] = (2 * shape.layer_parameters + around) * number
+        static["gathered layers"] = (2 * shape.largest_layer + shape.around_parameters) * number
         if layout.keeps_full_policy and (layout.is_disaggregated or layout.tensor_parallel == 1):
             static["full policy"] = shape.parameters * number
     tokens = max(layout.micro_tokens, workload.max_tokens)
     logits = LOGITS_IN_MEMORY["cpu" if device.name == "cpu" else "gpu"]
     training = {
-        "activations": activation_bytes(shape, layout, tokens),
+        "activations": activation_bytes(shape, layout, tokens, workload.max_tokens),
         "logits": min(logits, tokens * shape.vocabulary) * LOGIT_BYTES,
     }
     sampling = {} if layout.is_disaggregated else sampling_bytes(shape, workload, layout, _row_limit(workload, layout))
@@ -305,7 +373,7 @@ def sampling_bytes(shape: ModelShape, workload: Workload, layout: ParallelLayout
     (Kwon et al. 2023, PagedAttention, sec. 4.3).
     """
     length = workload.max_tokens if layout.keeps_full_policy else workload.mean_attended_tokens
-    cache = rows * length * shape.cache_numbers_per_token * layout.bytes_per_number
+    cache = rows * shape.cached_numbers(length, engine=not layout.keeps_full_policy) * layout.bytes_per_number
     return {
         "keys and values": cache / layout.tensor_parallel,
         "logits": rows * shape.vocabulary * SAMPLING_LOGIT_BYTES / layout.tensor_parallel,
@@ -337,6 +405,7 @@ def _row_limit(workload: Workload, layout: ParallelLayout) -> int:
 #             / efficiency + layers · overhead
 
 BACKWARD_PASSES = 2  # cost of a backward pass, in forward passes
+FROZEN_PASSES = 1  # what a backward pass saves at weights without gradients
 
 
 @dataclass(frozen=True)
@@ -398,25 +467,43 @@ class TimeModel:
     efficiency: Efficiency
     layout: ParallelLayout
 
-    def operations(self, tokens: TokenCounts, passes: float, head: float) -> float:
-        """Return the operations of `passes` forward passes through the layers and `head` through the output head."""
-        shape = self.shape
-        matmuls = 2 * shape.layer_matmul_weights * tokens.layer_tokens
-        layer = matmuls + 4 * shape.heads * shape.head_dim * tokens.attention_pairs
-        return passes * shape.layers * layer + head * 2 * shape.embedding_parameters * tokens.head_tokens
+    def operations(self, tokens: TokenCounts, passes: float, head: float, weight_passes: float | None = None) -> float:
+        """Return the operations of `passes` forward passes through the layers and `head` through the output head.
+
+        Args:
+            weight_passes: Passes that multiply with weights, where attention has others; None = the same.
+        """
+        products = passes if weight_passes is None else weight_passes
+        total = 0.0
+        for layer in self.shape.layer_shapes:
+            weights = 2 * layer.matmul_weights * tokens.layer_tokens
+            attention = 4 * layer.pair_width * tokens.pairs(layer.window)
+            total += layer.count * (products * weights + passes * attention)
+        return total + head * 2 * self.shape.head_weights * tokens.head_tokens
 
     def bytes_moved(self, tokens: TokenCounts, passes: float, head: float) -> float:
         """Return the bytes that are read and written outside matrix products."""
         shape = self.shape
-        layer = 20 * shape.hidden + 8 * shape.qkv_width + 5 * shape.intermediate
-        in_layers = passes * shape.layers * layer * self.layout.bytes_per_number * tokens.layer_tokens
+        numbers = sum(layer.count * layer.moved_numbers for layer in shape.layer_shapes)
+        in_layers = passes * numbers * self.layout.bytes_per_number * tokens.layer_tokens
         return in_layers + head * 5 * 4 * shape.vocabulary * tokens.head_tokens
 
-    def roofline_seconds(self, tokens: TokenCounts, passes: float, head: float) -> float:
+    def roofline_seconds(
+        self, tokens: TokenCounts, passes: float, head: float, weight_passes: float | None = None
+    ) -> float:
         """Return the seconds on one device at its published figures."""
         rate = self.device.rate(self.layout.bytes_per_number)
-        operations, moved = self.operations(tokens, passes, head), self.bytes_moved(tokens, passes, head)
+        operations = self.operations(tokens, passes, head, weight_passes)
+        moved = self.bytes_moved(tokens, passes, head)
+        if self.layout.base_bits is not None:  # four-bit weights are made larger for every micro-batch
+            micro_batches = ceil(tokens.layer_tokens / self.layout.micro_tokens)
+            moved += passes * micro_batches * self.shape.linear_parameters * self.unpacked_bytes
         return operations / rate + moved / self.device.bandwidth
+
+    @property
+    def unpacked_bytes(self) -> float:
+        """Bytes that are read and written to use a weight of four bits in a matrix product, beside those of the product."""
+        return NF4_BYTES + self.layout.bytes_per_number
 
     def scoring_seconds(self, tokens: TokenCounts) -> float:
         """Return the seconds of a forward pass on one device."""
@@ -427,25 +514,37 @@ class TimeModel:
         passes = 1 + BACKWARD_PASSES + (1 if self.layout.checkpointing else 0)
         is_corrected = self.layout.max_staleness > 0 and algorithm.stale_scoring_passes > 0
         head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head or is_corrected else 0)
-        return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
+        if not self.layout.only_adapters:
+            return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
+        # Frozen weights have no gradients, which are half of a backward pass's products. Adapters' own products are trained.
+        seconds = self.roofline_seconds(tokens, passes, head - FROZEN_PASSES, passes - FROZEN_PASSES)
+        adapters = 2 * passes * self.shape.count_adapters(self.layout.adapter_rank) * tokens.layer_tokens
+        adapters *= self.shape.active_parameters / self.shape.parameters
+        return (seconds + adapters / self.device.rate(self.layout.bytes_per_number)) / self.efficiency.training
 
     def sampler_speed(self, workload: Workload) -> SamplerSpeed:
         """Return the speed of one sampler: a token for n completions reads the weights once, and every completion's cache."""
         shape, tensor = self.shape, self.layout.tensor_parallel
         number, bandwidth = self.layout.bytes_per_number, self.device.bandwidth * tensor
         rate = self.device.rate(number) * tensor
-        weights = (shape.layers * shape.layer_matmul_weights + shape.embedding_parameters) * number
         attended = workload.mean_attended_tokens
-        read = attended * shape.cache_numbers_per_token * number + SAMPLING_LOGIT_BYTES * shape.vocabulary
+        cached = shape.cached_numbers(attended, engine=not self.layout.keeps_full_policy)
+        read = cached * number + SAMPLING_LOGIT_BYTES * shape.vocabulary
         rows = ceil(workload.num_completions / self.layout.num_samplers)
+        concurrent = max_concurrent_rows(shape, workload, self.layout, self.device)
+        weights = (sum(x.count * x.read_weights(concurrent) for x in shape.layer_shapes) + shape.head_weights) * number
+        if self.layout.base_bits is not None and not self.layout.is_disaggregated:
+            weights += shape.linear_parameters * self.unpacked_bytes
         prompts, length = min(workload.prompts, ceil(rows / workload.samples_per_prompt)), workload.prompt_tokens
-        context = TokenCounts(length * prompts, prompts * length * (length + 1) / 2, prompts)
+        within = {w: prompts * windowed_pairs(length, w) for w in shape.windows}
+        context = TokenCounts(length * prompts, prompts * length * (length + 1) / 2, prompts, within)
         overhead = self.efficiency.layer_overhead + (2 * self.efficiency.allreduce if tensor > 1 else 0)
-        per_token = self.operations(TokenCounts(1, attended, 1), 1, 1) / rate
+        seen = {w: min(attended, w) for w in shape.windows}
+        per_token = self.operations(TokenCounts(1, attended, 1, seen), 1, 1) / rate
         return SamplerSpeed(
-            fixed=weights / bandwidth / self.efficiency.sampling + shape.layers * overhead,
+            fixed=weights / bandwidth / self.efficiency.sampling + shape.num_layers * overhead,
             per_completion=(read / bandwidth + per_token) / self.efficiency.sampling,
-            max_concurrency=max_concurrent_rows(shape, workload, self.layout, self.device),
+            max_concurrency=concurrent,
             startup=self.scoring_seconds(context) / tensor,
         )
 
@@ -468,9 +567,12 @@ class TimeModel:
     def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
         """Return the times of a step. Learners share tokens evenly; communication counts only where it outlasts their passes."""
         shape, ranks = self.shape, self.layout.learning_devices
-        tokens, number = workload.count_tokens(self.layout.shares_prompts), self.layout.bytes_per_number
+        tokens = workload.count_tokens(self.layout.shares_prompts, shape.windows)
+        number, trains = self.layout.bytes_per_number, shape.parameters
+        if self.layout.only_adapters:
+            trains = shape.count_adapters(self.layout.adapter_rank)
         gather = self.gather_seconds(shape.parameters * number, ranks)
-        reduce = self.gather_seconds(shape.parameters * GRADIENT_BYTES, ranks)
+        reduce = self.gather_seconds(trains * GRADIENT_BYTES, ranks)
         per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / ranks
         batches = algorithm.updates * ceil(per_update / self.layout.micro_tokens)  # every update has at least one
         scoring_batches = ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens)
@@ -478,12 +580,14 @@ class TimeModel:
         training = algorithm.epochs * self.training_seconds(tokens, algorithm) / ranks
         training = max(training, batches * (BACKWARD_PASSES * gather + reduce))
         state = 2 * (MASTER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + number
-        trained = algorithm.updates * algorithm.trained_models * shape.parameters
+        trained = algorithm.updates * algorithm.trained_models * trains
         size = shape.parameters * number
         if self.layout.is_disaggregated:  # through a folder to the samplers
             publishing = gather + 2 * size / self.efficiency.storage
         elif ranks == 1:
-            publishing = 0.0 if number == MASTER_BYTES else size * 3 / self.device.bandwidth
+            publishing = (
+                0.0 if number == MASTER_BYTES or self.layout.only_adapters else size * 3 / self.device.bandwidth
+            )
         else:
             publishing = gather
         return StepTimes(

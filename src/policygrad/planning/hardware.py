@@ -28,12 +28,13 @@ class Device:
     name: str
     memory: float  # Bytes
     bandwidth: float  # memory bandwidth
-    bf16: float  # peak rate of bfloat16 matrix products
+    bf16: float  # peak rate of bfloat16 matrix products that accumulate in float32; 0 = it has none
     fp32: float  # peak rate of float32 matrix products
     link: float  # bandwidth to each other device of the same machine
     network: float  # network bandwidth per device
     per_node: int = 8  # devices per machine
     source: str = ""
+    dtype: str = "bf16"  # precision that `--learner.dtype auto` chooses on it
 
     def rate(self, bytes_per_number: int) -> float:
         """Return the peak rate of matrix products in this precision."""
@@ -41,21 +42,128 @@ class Device:
 
 
 CPU_SOURCE = "one core as in docs/benchmarks.md, bandwidth assumed; measure yours with --calibrate"
+PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB  # 16 lanes, in one direction
+ETHERNET_10, ETHERNET_100 = (
+    1.25 * GB,
+    12.5 * GB,
+)  # assumed networks of desktops and of servers without NVLink, per machine
 DEVICES = {
     device.name: device
     for device in (
-        Device(
-            "A100", 80 * GB, 2.039 * TB, 312e12, 19.5e12, 300 * GB, 25 * GB, source="NVIDIA A100 datasheet, SXM4 80 GB"
-        ),
         Device("H100", 80 * GB, 3.35 * TB, 989e12, 67e12, 450 * GB, 50 * GB, source="NVIDIA H100 datasheet, SXM5"),
         Device("H200", 141 * GB, 4.8 * TB, 989e12, 67e12, 450 * GB, 50 * GB, source="NVIDIA H200 datasheet, SXM"),
         Device(
             "B200", 180 * GB, 8 * TB, 2250e12, 75e12, 900 * GB, 50 * GB, source="NVIDIA DGX B200 datasheet, one eighth"
         ),
-        Device("cpu", 8 * 2**30, 10 * GB, 200e9, 100e9, 5 * GB, GB, 1, CPU_SOURCE),
+        Device(
+            "MI300X",
+            192 * GB,
+            5.3 * TB,
+            1307.4e12,
+            163.4e12,
+            448 * GB,
+            50 * GB,
+            source="AMD Instinct MI300X datasheet, seven links of 64 GB/s",
+        ),
+        Device(
+            "RTX-PRO-6000",
+            96 * GB,
+            1.792 * TB,
+            503.8e12,
+            126e12,
+            PCIE_5,
+            ETHERNET_100 / 8,
+            source="NVIDIA RTX Blackwell PRO architecture whitepaper, Workstation Edition",
+        ),
+        Device(
+            "RTX-5090",
+            32 * GB,
+            1.792 * TB,
+            209.5e12,
+            104.8e12,
+            PCIE_5,
+            ETHERNET_10 / 4,
+            4,
+            "NVIDIA RTX Blackwell architecture whitepaper",
+        ),
+        Device(
+            "RTX-4090",
+            24 * GB,
+            1.008 * TB,
+            165.2e12,
+            82.6e12,
+            PCIE_4,
+            ETHERNET_10 / 4,
+            4,
+            "NVIDIA Ada architecture whitepaper",
+        ),
+        Device(
+            "RTX-3090",
+            24 * GB,
+            0.936 * TB,
+            71e12,
+            35.6e12,
+            PCIE_4,
+            ETHERNET_10 / 4,
+            4,
+            "NVIDIA Ampere GA102 architecture whitepaper",
+        ),
+        Device("L40S", 48 * GB, 0.864 * TB, 362e12, 91.6e12, PCIE_4, ETHERNET_100 / 8, source="NVIDIA L40S datasheet"),
+        Device(
+            "A100", 80 * GB, 2.039 * TB, 312e12, 19.5e12, 300 * GB, 25 * GB, source="NVIDIA A100 datasheet, SXM4 80 GB"
+        ),
+        Device(
+            "A100-40GB",
+            40 * GB,
+            1.555 * TB,
+            312e12,
+            19.5e12,
+            300 * GB,
+            25 * GB,
+            source="NVIDIA A100 datasheet, SXM4 40 GB",
+        ),
+        Device("L4", 24 * GB, 0.3 * TB, 121e12, 30.3e12, PCIE_4, ETHERNET_100 / 8, source="NVIDIA L4 datasheet"),
+        Device("A10G", 24 * GB, 0.6 * TB, 70e12, 35e12, PCIE_4, ETHERNET_100 / 8, source="NVIDIA A10G datasheet"),
+        Device(
+            "T4",
+            16 * GB,
+            0.3 * TB,
+            0,
+            8.1e12,
+            PCIE_3,
+            ETHERNET_100 / 8,
+            source="NVIDIA T4 datasheet; it has no bfloat16, and train does not use its float16",
+            dtype="fp32",
+        ),
+        Device(
+            "M4-Max",
+            0.75 * 128 * GB,
+            0.546 * TB,
+            18.4e12,
+            18.4e12,
+            PCIE_4,
+            ETHERNET_10,
+            1,
+            "Apple MacBook Pro (M4 Max, 128 GB) specifications; rate: 40 cores of 128 units at 1.8 GHz, as Apple publishes none; "
+            "three quarters of the memory",
+            "fp32",
+        ),
+        Device("cpu", 8 * 2**30, 10 * GB, 200e9, 100e9, 5 * GB, GB, 1, CPU_SOURCE, "fp32"),
     )
 }
-ALIASES = {"A100-80": "A100", "A100-80GB": "A100", "H100-80": "H100", "H100-80GB": "H100", "H200-141GB": "H200"}
+ALIASES = {"A100-80": "A100", "A100-80GB": "A100", "H100-80": "H100", "H100-80GB": "H100", "H200-141GB": "H200"} | {
+    "A100-40": "A100-40GB",
+    "RTX-PRO-6000-Blackwell": "RTX-PRO-6000",
+    "RTXPRO6000": "RTX-PRO-6000",
+    "RTX6000": "RTX-PRO-6000",
+    "5090": "RTX-5090",
+    "RTX5090": "RTX-5090",
+    "4090": "RTX-4090",
+    "RTX4090": "RTX-4090",
+    "3090": "RTX-3090",
+    "RTX3090": "RTX-3090",
+    "M4Max": "M4-Max",
+}
 
 
 def parse_devices(text: str, measured: Device | None = None) -> tuple[Device, int]:
@@ -75,7 +183,7 @@ def parse_devices(text: str, measured: Device | None = None) -> tuple[Device, in
         raise ConfigError(f"--gpus {text:.40}: the count must be from 1 to {MAX_DEVICES:,}")
     devices = DEVICES if measured is None else {measured.name: measured} | DEVICES
     names = {name.lower(): name for name in (*devices, *ALIASES)}
-    key = match.group(1).lower()
+    key = match.group(1).strip().lower().replace(" ", "-")
     if key not in names:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         hint = f"did you mean {names[near[0]]}?" if near else f"available: {', '.join(devices)}."

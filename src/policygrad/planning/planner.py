@@ -18,7 +18,7 @@ from policygrad.planning.cost_model import (
     Workload,
 )
 from policygrad.planning.hardware import DEVICES, Device, Efficiency
-from policygrad.planning.model_shapes import ModelShape
+from policygrad.planning.shapes import ModelShape
 
 MAX_SPLITS = 16  # maximum number of device splits to try
 
@@ -110,8 +110,11 @@ class CapacityPlan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: fraction of the peak rate that the step's operations need, without recomputation."""
-        algorithm, tokens = self.request.algorithm, self.request.workload.count_tokens(self.layout.shares_prompts)
-        training = algorithm.trained_models * algorithm.epochs * self.time_model.operations(tokens, 3, 3)
+        algorithm, windows = self.request.algorithm, self.request.shape.windows
+        tokens = self.request.workload.count_tokens(self.layout.shares_prompts, windows)
+        products = 2 if self.layout.only_adapters else 3
+        training: float = algorithm.trained_models * algorithm.epochs
+        training *= self.time_model.operations(tokens, 3, products, products)
         forward_passes = algorithm.scoring_passes_at(self.layout.max_staleness) + 1  # and sampling
         total = training + forward_passes * self.time_model.operations(tokens, 1, 1)
         return total / self.step_seconds / self.layout.gpus / self.request.device.rate(self.layout.bytes_per_number)
@@ -224,7 +227,7 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
             description="one sequence per micro-batch",
             micro_tokens=min(longest, plan.layout.micro_tokens),
         ),
-        partial(_change, option="--dtype bf16", description="compute in bfloat16", dtype="bf16"),
+        _compute_in_bfloat16,
         _generate_fewer_rows,
         partial(
             _change,
@@ -244,7 +247,11 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
         return suggestions
     request, layout = plan.request, plan.layout
     # The smallest device that fits.
-    larger = [d for d in DEVICES.values() if d.memory > request.device.memory and d.name != "cpu"]
+    larger = [
+        d
+        for d in DEVICES.values()
+        if d.memory > request.device.memory and d.bf16 >= request.device.bf16 and d.per_node > 1
+    ]
     for device in sorted(larger, key=lambda d: d.memory):
         changed = CapacityPlan(replace(request, device=device), layout)
         if changed.fits:
@@ -264,6 +271,12 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
 
 def _change(plan: CapacityPlan, option: str, description: str, **changes: Any) -> Suggestion:
     return Suggestion(option, description, CapacityPlan(plan.request, replace(plan.layout, **changes)))
+
+
+def _compute_in_bfloat16(plan: CapacityPlan) -> Suggestion | None:
+    if not plan.request.device.bf16:
+        return None
+    return _change(plan, "--dtype bf16", "compute in bfloat16", dtype="bf16")
 
 
 def _generate_fewer_rows(plan: CapacityPlan) -> Suggestion | None:

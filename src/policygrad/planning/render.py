@@ -9,8 +9,10 @@ from typing import Any
 
 from policygrad.pages.render import render_page
 from policygrad.planning.cost_model import DRIVER_BYTES, USABLE_FRACTION, usable_bytes
+from policygrad.planning.fit import Fit
 from policygrad.planning.hardware import Efficiency
 from policygrad.planning.planner import CapacityPlan, Suggestion
+from policygrad.planning.shapes import ModelShape
 
 GIB = 2**30
 PHASE_NAMES = {
@@ -46,7 +48,7 @@ class PlanReport:
         """Return the object that --json prints."""
         request, cost = self.plan.request, (self.steps, self.price)
         return {
-            "model": asdict(request.shape) | {"parameters": request.shape.parameters},
+            "model": describe_shape(request.shape),
             "device": asdict(request.device),
             "algorithm": asdict(request.algorithm),
             "workload": asdict(request.workload) | {"sampled_tokens": request.workload.sampled_tokens},
@@ -58,6 +60,11 @@ class PlanReport:
                 for change in self.changes
             ],
         }
+
+
+def describe_shape(shape: ModelShape) -> dict[str, Any]:
+    """Return a model's figures for JSON."""
+    return shape.to_dict() | {"parameters": shape.parameters, "active_parameters": shape.active_parameters}
 
 
 def plan_title(plan: CapacityPlan) -> str:
@@ -146,12 +153,50 @@ def plan_tables(report: PlanReport) -> list[PlanTable]:
     return [*tables, PlanTable("Other numbers of devices", tuple(head), tuple(rows))]
 
 
+def fit_title(plan: CapacityPlan) -> str:
+    return f"What fits: {plan_title(plan)}"
+
+
+def fit_summary(plan: CapacityPlan, chosen: Fit | None, context: int) -> str:
+    """Say what fits, and with which changes."""
+    if chosen is None:
+        return (
+            f"Nothing fits: {plan.request.shape.name} needs more than the {format_gib(plan.usable_bytes)} GiB that a "
+            f"{plan.request.device.name} can hold, whatever is saved. Use more devices, larger ones, or a smaller model."
+        )
+    how = f" with {chosen.option}" if chosen.option else " as it is"
+    short = "" if chosen.context >= context else f", less than the {context:,} of --context"
+    return (
+        f"Texts of at most {chosen.context:,} tokens{short}, and {chosen.group} completions of a prompt at once, fit{how}: "
+        f"{format_gib(chosen.plan.peak_bytes)} of {format_gib(plan.usable_bytes)} usable GiB. A step takes "
+        f"{format_seconds(chosen.plan.step_seconds)}."
+    )
+
+
+def fit_table(fits: Sequence[Fit], context: int) -> PlanTable:
+    """Return a table of what fits with more and more savings."""
+    rows = [
+        (
+            fit.option or "as it is",
+            f"{fit.context:,}",
+            str(fit.group),
+            str(fit.group_at_context or "–"),
+            format_gib(fit.plan.peak_bytes),
+            format_seconds(fit.plan.step_seconds),
+        )
+        for fit in fits
+    ]
+    head = ("options", "longest text", "group", f"group of {context:,} tokens", "GiB", "a step")
+    note = "A group is the completions of one prompt, all sampled at once. A step is of the longest text and its largest group."
+    return PlanTable("What fits", head, tuple(rows), note if rows else "")
+
+
 def list_assumptions(plan: CapacityPlan) -> list[str]:
     """Return the assumptions behind a plan's figures."""
     request, layout, efficiency = plan.request, plan.layout, plan.request.efficiency
     device, shape = request.device, request.shape
     assumptions = [
-        f"{shape.name}: {shape.parameters:,} parameters ({shape.source or 'given'}).",
+        f"{shape.name}: {shape.describe()} ({shape.source or 'given'}).",
         f"{device.name}: {format_gib(device.memory)} GiB, {device.bandwidth / 1e12:.3g} TB/s, "
         f"{device.rate(layout.bytes_per_number) / 1e12:.4g} Tflop/s in {layout.dtype} ({device.source}).",
         f"Efficiency, {'measured' if efficiency != Efficiency() else 'assumed'}: {efficiency.training:.0%} training, "
@@ -162,6 +207,12 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
         "Rewards, evaluations and checkpoints take no time; nothing fails.",
         f"{1 - USABLE_FRACTION:.0%} of a device's memory and {DRIVER_BYTES / GIB:.0f} GiB per GPU for its driver are not usable.",
     ]
+    if layout.only_adapters:
+        bits = " on weights in four bits" if layout.base_bits else ""
+        count = shape.count_adapters(layout.adapter_rank)
+        assumptions.append(f"Adapters{bits} alone are trained: {count:,} parameters, of rank {layout.adapter_rank}.")
+    if shape.has_states:
+        assumptions.append("Recurrent layers run transformers' own code, which saves more than kernels made for them.")
     if layout.learning_devices > 1 and layout.keeps_full_policy:
         assumptions.append("Each learner keeps the full policy too, for sampling; with --engine it does not.")
     if not layout.keeps_full_policy and not layout.is_disaggregated:

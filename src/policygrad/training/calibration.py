@@ -29,7 +29,7 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import DTYPES
 from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, TimeModel, Workload
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency
-from policygrad.planning.model_shapes import ModelShape
+from policygrad.planning.shapes import DenseShape, ModelShape
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.utils.devices import synchronize
@@ -39,7 +39,7 @@ from policygrad.utils.devices import synchronize
 class CalibrationWorkload:
     """What is measured: a made-up model on completions that were never sampled."""
 
-    shape: ModelShape
+    shape: DenseShape
     workload: Workload  # for training and scoring
     matmul_widths: tuple[int, ...]  # widths of square matrices; the fastest counts
     copy_bytes: int  # copied to measure the memory's bandwidth
@@ -49,7 +49,7 @@ class CalibrationWorkload:
 
 
 CPU = CalibrationWorkload(
-    ModelShape("made up", 256, 1024, 4, 4, 2, 64, 6144, tied=True, qk_norm=True),
+    DenseShape("made up", 256, 1024, 4, 4, 2, 64, 6144, tied=True, qk_norm=True),
     Workload(4, 8, 64, 192, 192),
     (512, 1024, 2048),
     2**28,
@@ -57,7 +57,7 @@ CPU = CalibrationWorkload(
     96,
 )
 GPU = CalibrationWorkload(
-    ModelShape("made up", 2048, 8192, 4, 16, 8, 128, 32768, tied=True, qk_norm=True),
+    DenseShape("made up", 2048, 8192, 4, 16, 8, 128, 32768, tied=True, qk_norm=True),
     Workload(16, 8, 256, 1024, 1024),
     (4096, 8192),
     2**32,
@@ -115,7 +115,7 @@ def calibrate(
     return Calibration(measured, efficiency, dtype, details)
 
 
-def build_model(shape: ModelShape, dtype: str, device: str) -> nn.Module:
+def build_model(shape: DenseShape, dtype: str, device: str) -> nn.Module:
     """Build a Qwen3 with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -170,7 +170,7 @@ def fit_decoding(setup: CalibrationWorkload, time_model: TimeModel, few: float, 
     ideal = replace(time_model, efficiency=replace(time_model.efficiency, sampling=1.0, layer_overhead=0.0))
     speed = ideal.sampler_speed(workload)
     sampling = speed.per_completion / per_completion
-    overhead = max(0.0, few - a * per_completion - speed.fixed / sampling) / time_model.shape.layers
+    overhead = max(0.0, few - a * per_completion - speed.fixed / sampling) / time_model.shape.num_layers
     return {"sampling": sampling, "layer_overhead": overhead}
 
 
