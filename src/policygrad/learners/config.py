@@ -162,7 +162,7 @@ class LearnerConfig:
     device: str = "auto"
     """cpu, cuda, cuda:1, xpu, mps; auto = cuda or xpu if available, else cpu."""
     micro_tokens: int = 0
-    """Tokens per forward and backward pass, shared ones once.
+    """Tokens per forward and backward pass, shared ones once; longer texts are read in segments.
     0 = 16384 on a GPU, 1024 on a CPU (2048 for a small model or bf16)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""

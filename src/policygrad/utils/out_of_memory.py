@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -114,8 +115,8 @@ class MemoryBudget:
         """Without `retries`: what ended the work."""
         self._allowed = 0  # what `cap` returned last
         self._largest = 0  # size of the largest piece of this attempt
-        self._piece: tuple[int, int] | None = None
-        """Size of the piece that is being computed, and the parts that it can be cut into."""
+        self._piece: tuple[int, Callable[[], int]] | None = None
+        """Size of the piece that is being computed, and what counts the parts that it can be cut into."""
 
     def cap(self, configured: int) -> int:
         """Return how many may be computed at a time."""
@@ -124,12 +125,15 @@ class MemoryBudget:
 
     def begin(self, size: int, parts: int) -> None:
         """Say which piece of work comes next: how large it is, and how many parts it has."""
+        self._begin(size, lambda: parts)
+
+    def _begin(self, size: int, parts: Callable[[], int]) -> None:
         self._piece, self._largest = (size, parts), max(size, self._largest)
 
     def watch(self, pieces: Iterable[T], size: Callable[[T], int], parts: Callable[[T], int]) -> Iterator[T]:
         """Iterate over pieces of work, and `begin` each."""
         for piece in pieces:
-            self.begin(size(piece), parts(piece))
+            self._begin(size(piece), partial(parts, piece))
             yield piece
 
     def run(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
@@ -169,7 +173,7 @@ class MemoryBudget:
         if self._piece is None:
             return False
         size, parts = self._piece
-        if parts <= 1 and size == self._largest:
+        if size == self._largest and parts() <= 1:
             return False
         limit = self.cap(self._allowed) // 2
         while limit >= self._largest:  # no piece used what was allowed

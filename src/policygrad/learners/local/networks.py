@@ -58,9 +58,8 @@ class TrainedNetworks:
         dummy_pass = dummy_pass or self.dummy_pass(self.policy)
         return self.division.micro_batches(batch, self.config, self.policy.model, dummy_pass, **options)
 
-    @property
     def reads_segments(self) -> bool:
-        """True if micro-batches may follow what has been read before."""
+        """Return whether micro-batches may follow what has been read before."""
         if self.config.compile or self.balance is not None or type(self.division) is not WorkDivision:
             return False
         return self.policy.network.reads_segments
@@ -98,7 +97,7 @@ class TrainedNetworks:
 
         def score() -> None:
             dummy_pass = self.dummy_pass(evaluator, needs)
-            for part in self.micro_batches(batch, dummy_pass, segments=self.reads_segments):
+            for part in self.micro_batches(batch, dummy_pass, can_follow=self.reads_segments):
                 with span("forward", completions=part.completions):
                     work = partial(evaluator.forward, part.to(self.device), needs, self.old, self.reference)
                     out = self.run_compiled(work)

@@ -23,7 +23,7 @@ from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.segments import LEAST_SEGMENT, Journey, PassPlan, Segment, mark_predicting, plan_passes
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
-from policygrad.utils.out_of_memory import MemoryBudget
+from policygrad.utils.out_of_memory import MemoryBudget, is_out_of_memory
 
 T = TypeVar("T")
 FIRST_SLOT = 2**31  # above any token id
@@ -255,7 +255,12 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 
 def pack_micro_batches(
-    batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False, segments: bool = False
+    batch: Batch,
+    rows: Tensor,
+    budget: int,
+    *,
+    keep_groups: bool = False,
+    can_follow: Callable[[], bool] = lambda: False,
 ) -> Iterator[Pack]:
     """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion;
     a budget of 0: one completion each.
@@ -265,18 +270,18 @@ def pack_micro_batches(
     would read them anew otherwise.
 
     Args:
-        segments: What several packs begin with, and what is too long for one, is a `Pack.path`, if that saves something. When the
-            last pack's backward pass is done, the next call of the iterator adds what is left of the gradients.
+        can_follow: Asked, where it saves something, whether what several packs begin with, and what is too long for one, may be a
+            `Pack.path`. After the last pack's backward pass, the next call of the iterator adds what is left of the gradients.
 
     Raises:
         DataError: The batch has no tokens or prompts.
     """
     texts = TokenSequences.of(batch, rows)
-    if segments and not keep_groups and not batch.has_media and len(texts.rows):
-        texts, units = _sort_by_unit(texts)
-        plans = plan_passes(texts.lengths, texts.shared_prefix_lengths(), units, budget)
-        if plans is not None:
-            return _pack_passes(batch, texts, plans)
+    if not keep_groups and not batch.has_media and len(texts.rows):
+        ordered, units = _sort_by_unit(texts)
+        plans = plan_passes(ordered.lengths, ordered.shared_prefix_lengths(), units, budget)
+        if plans is not None and can_follow():
+            return _pack_passes(batch, ordered, plans)
     return pack_texts(batch, texts, budget, groups=batch.group if keep_groups else None)
 
 
@@ -292,11 +297,16 @@ def _pack_passes(batch: Batch, texts: TokenSequences, plans: Sequence[PassPlan])
 
 
 def pack_with_reference(
-    batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False, segments: bool = False
+    batch: Batch,
+    rows: Tensor,
+    budget: int,
+    *,
+    keep_groups: bool = False,
+    can_follow: Callable[[], bool] = lambda: False,
 ) -> Iterator[Pack]:
     """Pack completions so that also what π_ref reads, each completion after its own prompt, has at most `budget` nodes."""
     if not batch.reference_prompts:
-        yield from pack_micro_batches(batch, rows, budget, keep_groups=keep_groups, segments=segments)
+        yield from pack_micro_batches(batch, rows, budget, keep_groups=keep_groups, can_follow=can_follow)
         return
     read = batch.as_reference_reads()
     texts = TokenSequences.of(read, rows)
@@ -436,22 +446,29 @@ class WorkDivision:
         rows: Tensor | None = None,
         keep_groups: bool = False,
         with_reference: bool = False,
-        segments: bool = False,
+        can_follow: Callable[[], bool] = lambda: False,
     ) -> Iterator[Pack]:
         """Iterate over this process's micro-batches of the completions `rows` (None = all) for a model.
 
         `dummy_pass` is a pass like those the micro-batches are for, which adds nothing. `with_reference`: π_ref is evaluated in the
-        same passes. `segments`: see `pack_micro_batches`; several processes, which make equally many passes, know none.
+        same passes. `can_follow`: see `pack_micro_batches`; several processes, which make equally many passes, follow nothing.
         """
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        pack: Callable[..., Iterator[Pack]] = pack_with_reference if with_reference else pack_micro_batches
-        if segments and type(self) is WorkDivision:
-            pack = partial(pack, segments=True)
-        make_packs = partial(pack, batch, rows, keep_groups=keep_groups)
+        pack = pack_with_reference if with_reference else pack_micro_batches
+        make_packs = partial(pack, batch, rows, keep_groups=keep_groups, can_follow=can_follow)
         device, budget = next(model.parameters()).device, micro_batch_tokens(config, model)
 
+        def is_cut() -> bool:
+            """Whether a text can be: asked where memory has run out, so that trying it may fail as well."""
+            try:
+                return can_follow()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return False
+
         def count_parts(part: Pack) -> int:
-            if segments and not keep_groups and part.slots is None:
+            if not keep_groups and part.slots is None and is_cut():
                 return max(part.completions, part.num_nodes // LEAST_SEGMENT)
             return len(torch.unique(batch.group[part.rows])) if keep_groups else part.completions
 
