@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policygrad.learners.local import prefix_attention
-from policygrad.learners.local.prefix_attention import KeptKeys, attend_after
+from policygrad.learners.local.prefix_attention import KeyBuffers, attend_after
 from policygrad.learners.local.tree_attention import AttentionTree
 
 PREFIX, HEADS, SHARED, WIDTH = 11, 6, 3, 8
@@ -36,11 +36,11 @@ def attend_to_everything(
     for node, path in ancestors.items():
         places = ([*range(PREFIX), *(PREFIX + x for x in path)])[-(window or 10**6) :]
         for head in range(HEADS):
-            kept = head // (HEADS // SHARED)
-            scores = k[0, kept, places] @ q[0, head, node] * WIDTH**-0.5
+            shared = head // (HEADS // SHARED)
+            scores = k[0, shared, places] @ q[0, head, node] * WIDTH**-0.5
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head, None]])
-            out[0, head, node] = scores.softmax(0)[: len(places)] @ v[0, kept, places]
+            out[0, head, node] = scores.softmax(0)[: len(places)] @ v[0, shared, places]
     return out
 
 
@@ -62,7 +62,7 @@ def test_it_is_attention_to_the_whole_text(has_kernel: bool, monkeypatch: pytest
         weight = draw(*expected.shape)
         inputs = (q, k, v, sinks) if has_sinks else (q, k, v)
         exact = torch.autograd.grad((weight * expected).sum(), inputs)
-        kept = KeptKeys.allocate(k, v, PREFIX + 5, learns=True)
+        kept = KeyBuffers.allocate(k, v, PREFIX + 5, learns=True)
         kept.store(k[:, :, :PREFIX], v[:, :, :PREFIX], 0)
         own_k, own_v = (x[:, :, PREFIX:].detach().requires_grad_() for x in (k, v))
         inputs = (q, own_k, own_v, sinks) if has_sinks else (q, own_k, own_v)

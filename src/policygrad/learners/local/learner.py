@@ -88,14 +88,8 @@ class LocalLearner:
         self.evaluator = self._build_evaluator(model, spec.temperature)
         if config.routing_replay:
             check_routing_replay(algorithm)
-            from policygrad.models.moe_routing import Routing
-
-            routed = replace(self.evaluator.network, routing=Routing.for_model(model))
-            self.evaluator = replace(self.evaluator, network=routed)
-        if has_experts(model) and not config.compile:  # compiled blocks do not show their routers
-            from policygrad.models.moe_routing import find_routing
-
-            self.evaluator = replace(self.evaluator, network=replace(self.evaluator.network, load=find_routing(model)))
+        if config.routing_replay or has_experts(model):
+            self.evaluator = self._follow_routers(self.evaluator)
         total = spec.steps * rule.updates
         self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, total, offload=config.offload)
         self.optimizer.check_masters()
@@ -143,6 +137,17 @@ class LocalLearner:
 
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         return choose_kernels(build_evaluator(model, temperature), self.config)
+
+    def _follow_routers(self, evaluator: Evaluator) -> Evaluator:
+        """Return the evaluator with what replays its experts, if that is asked for, and counts them."""
+        from policygrad.models.moe_routing import Routing, find_routing
+
+        network, model = evaluator.network, evaluator.model
+        if self.config.routing_replay:
+            network = replace(network, routing=Routing.for_model(model))
+        if not self.config.compile:  # compiled blocks do not show their routers
+            network = replace(network, load=find_routing(model))
+        return replace(evaluator, network=network)
 
     def _build_critic(self, spec: LearnerSpec) -> ValueModel | None:
         if spec.algorithm.critic is None:

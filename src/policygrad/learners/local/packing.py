@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,12 @@ from policygrad.core.media import Media, TextMedia, select_media
 from policygrad.core.metrics import Metrics
 from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.segments import LEAST_SEGMENT, Journey, PassPlan, Segment, mark_predicting, plan_passes
+from policygrad.learners.local.segments import LEAST_SEGMENT, PassPlan, Segment, mark_predicting, plan_passes
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
 from policygrad.utils.out_of_memory import MemoryBudget, is_out_of_memory
+
+if TYPE_CHECKING:
+    from policygrad.learners.local.walk import Journey
 
 T = TypeVar("T")
 FIRST_SLOT = 2**31  # above any token id
@@ -287,6 +290,8 @@ def pack_micro_batches(
 
 def _pack_passes(batch: Batch, texts: TokenSequences, plans: Sequence[PassPlan]) -> Iterator[Pack]:
     """Lay out planned passes, all before the first is read: a segment must know which of its tokens predict something."""
+    from policygrad.learners.local.walk import Journey
+
     packs = [replace(_layout_tree(batch, texts[plan.texts]), path=plan.path) for plan in plans]
     for pack in packs:
         mark_predicting(pack.path, pack.predicting_nodes.numpy())

@@ -27,7 +27,7 @@ _MAX_SCORES = 2**24  # scores that are written out at once, where no kernel does
 
 
 @dataclass(eq=False)
-class KeptKeys:
+class KeyBuffers:
     """Keys and values [1, h, C, D] of a layer, of which the first ones are in use, and their gradients so far."""
 
     keys: Tensor
@@ -37,17 +37,17 @@ class KeptKeys:
     value_gradients: Tensor | None = None
 
     @classmethod
-    def allocate(cls, key: Tensor, value: Tensor, capacity: int, learns: bool) -> KeptKeys:
+    def allocate(cls, key: Tensor, value: Tensor, capacity: int, learns: bool) -> KeyBuffers:
         """Make room for `capacity` tokens of a layer with such keys and values [1, h, n, D]."""
 
         def room(like: Tensor, zero: bool = False) -> Tensor:
             shape = (*like.shape[:2], capacity, like.shape[3])
             return at_least_float32(like[:0]).new_zeros(shape) if zero else like.new_empty(shape)
 
-        kept = cls(room(key.detach()), room(value.detach()))
+        buffers = cls(room(key.detach()), room(value.detach()))
         if learns:
-            kept.key_gradients, kept.value_gradients = room(key.detach(), True), room(value.detach(), True)
-        return kept
+            buffers.key_gradients, buffers.value_gradients = room(key.detach(), True), room(value.detach(), True)
+        return buffers
 
     def store(self, key: Tensor, value: Tensor, begin: int) -> None:
         """Keep the keys and values [1, h, n, D] of the tokens from `begin` on."""
@@ -69,7 +69,7 @@ def attend_after(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    kept: KeptKeys,
+    buffers: KeyBuffers,
     length: int,
     tree: AttentionTree,
     *,
@@ -84,7 +84,7 @@ def attend_after(
         window: A token sees itself and the `window` − 1 tokens before it; None = all before it.
         sinks: [H] a score of each head that takes a share of the softmax and gives nothing.
     """
-    parts = _Parts(kept, length, tree, window, scale)
+    parts = _Parts(buffers, length, tree, window, scale)
     return _AttendAfter.apply(query, key, value, sinks, parts)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -92,7 +92,7 @@ def attend_after(
 class _Parts:
     """What the nodes of a tree attend to."""
 
-    kept: KeptKeys
+    buffers: KeyBuffers
     length: int
     tree: AttentionTree
     window: int | None
@@ -114,7 +114,7 @@ class _Parts:
 class _AttendAfter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, parts: _Parts) -> Tensor:
-        kept, scale = parts.kept, parts.scale
+        buffers, scale = parts.buffers, parts.scale
         # the tree's own nodes
         blocks, output_index = parts.tree.blocks(parts.window)
         outs, sums = list[Tensor](), list[Tensor]()
@@ -129,12 +129,12 @@ class _AttendAfter(torch.autograd.Function):
         tokens, nodes, mask = parts.beginning(query.device)
         if nodes is None or len(nodes):
             q = query if nodes is None else query.index_select(2, nodes)
-            before, before_lse = _attend(q, kept.keys[:, :, tokens], kept.values[:, :, tokens], mask, scale)
+            before, before_lse = _attend(q, buffers.keys[:, :, tokens], buffers.values[:, :, tokens], mask, scale)
             places = slice(None) if nodes is None else nodes
-            own, own_lse = out[:, :, places], lse[:, :, places]
-            total = torch.logaddexp(own_lse, before_lse)
+            tree_out, tree_lse = out[:, :, places], lse[:, :, places]
+            total = torch.logaddexp(tree_lse, before_lse)
             out[:, :, places] = (
-                own * (own_lse - total).exp()[..., None] + before * (before_lse - total).exp()[..., None]
+                tree_out * (tree_lse - total).exp()[..., None] + before * (before_lse - total).exp()[..., None]
             )
             lse[:, :, places] = total
         if sinks is not None:
@@ -150,7 +150,7 @@ class _AttendAfter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         parts: _Parts = ctx.parts
-        kept, scale = parts.kept, parts.scale
+        buffers, scale = parts.buffers, parts.scale
         dq, dk, dv = (at_least_float32(torch.zeros_like(x)) for x in (query, key, value))
         blocks, output_index = parts.tree.blocks(parts.window)
         total, heads = sum(b.queries.numel() for b in blocks), query.shape[1]
@@ -171,15 +171,15 @@ class _AttendAfter(torch.autograd.Function):
         tokens, seeing, mask = parts.beginning(query.device)
         if seeing is None or len(seeing):
             g, q, o, sums = (x if seeing is None else x.index_select(2, seeing) for x in (grad, query, out, lse))
-            k, v = kept.keys[:, :, tokens], kept.values[:, :, tokens]
+            k, v = buffers.keys[:, :, tokens], buffers.values[:, :, tokens]
             gq, gk, gv = _differentiate(g, q, k, v, mask, scale, o, sums)
             if seeing is None:
                 dq += gq
             else:
                 dq.index_add_(2, seeing, gq.to(dq.dtype))
-            if kept.key_gradients is not None and kept.value_gradients is not None:
-                kept.key_gradients[:, :, tokens] += gk
-                kept.value_gradients[:, :, tokens] += gv
+            if buffers.key_gradients is not None and buffers.value_gradients is not None:
+                buffers.key_gradients[:, :, tokens] += gk
+                buffers.value_gradients[:, :, tokens] += gv
         d_sinks: Tensor | None = None
         if sinks is not None:
             share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
