@@ -25,6 +25,9 @@ from policygrad.learners.local.segments import plan_passes
 from policygrad.models.adapters import add_adapters
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
+from policygrad.training.config.supervised import SFTConfig
+from policygrad.training.sft import accumulate_sft_gradient
+from policygrad.training.supervised import LocalSupervisedLearner
 
 TREES = {f.type: f for f in families() if f.learning == "tree" and not f.refused}
 FAST = ("gpt2", "gemma3_text", "gpt_oss", "deepseek_v3")  # plain, windows, windows and sinks, latent attention
@@ -160,3 +163,19 @@ def test_an_update_in_segments_is_that_of_whole_texts(name: str, how: str) -> No
     assert float((gradient - exact).norm() / exact.norm()) < 1e-6
     for key in expected.keys() - {"completions/computed"}:
         assert found[key].value == pytest.approx(expected[key].value, rel=1e-5, abs=1e-7), key
+
+
+def test_a_fine_tuning_update_in_segments_is_that_of_whole_texts() -> None:
+    batch, gradients, losses = (
+        replace(make_batch(), group=torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])),
+        list[Tensor](),
+        list[float](),
+    )
+    for budget in (10**6, 50):
+        model = built("qwen3")
+        config = SFTConfig(data="unused", lr=1e-3, learner=LearnerConfig(micro_tokens=budget))
+        shard = LocalSupervisedLearner(model, config, 1)
+        losses.append(accumulate_sft_gradient(shard, batch)["loss"])
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-7)
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 1e-6

@@ -19,6 +19,7 @@ from policygrad.core.media import TextMedia, select_media
 from policygrad.core.precision import widest_dtype
 from policygrad.learners.local.expert_balance import ExpertBalance, Load, find_expert_balance
 from policygrad.learners.local.forward import backward_mode, backward_zero
+from policygrad.learners.local.networks import reads_segments
 from policygrad.learners.local.packing import Pack
 from policygrad.models.chat.demonstrations import encode_demonstration_texts
 from policygrad.models.loading import at_least_float32, load_model
@@ -159,6 +160,7 @@ def _run_micro_batches(
                 balance_loss += float(more.detach())
         shard.optimizer.accumulate_master_grads()
         loss += float(pack_loss.detach())
+    shard.optimizer.accumulate_master_grads()  # of what the last micro-batches followed
     return loss, balance_loss
 
 
@@ -184,7 +186,11 @@ def _micro_batches(shard: LearnerShard, batch: Batch) -> Iterator[Pack]:
             backward_zero(shard.evaluator(pack))
         shard.optimizer.accumulate_master_grads()
 
-    return shard.division.micro_batches(batch, shard.config, shard.model, idle)
+    def can_follow() -> bool:
+        balance = find_expert_balance(shard.evaluator, shard.config, shard.division)
+        return reads_segments(shard.evaluator, shard.config, shard.division, balance)
+
+    return shard.division.micro_batches(batch, shard.config, shard.model, idle, can_follow=can_follow)
 
 
 def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:

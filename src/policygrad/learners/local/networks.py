@@ -60,9 +60,7 @@ class TrainedNetworks:
 
     def reads_segments(self) -> bool:
         """Return whether micro-batches may follow what has been read before."""
-        if self.config.compile or self.balance is not None or type(self.division) is not WorkDivision:
-            return False
-        return self.policy.network.reads_segments
+        return reads_segments(self.policy, self.config, self.division, self.balance)
 
     def dummy_pass(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
         """Return a pass of the evaluator that adds nothing to any gradient."""
@@ -118,6 +116,16 @@ class TrainedNetworks:
 
     def backward_mode(self) -> AbstractContextManager[None]:
         return backward_mode(self.policy.model, self.config.gradient_checkpointing)
+
+
+def reads_segments(
+    evaluator: Evaluator, config: LearnerConfig, division: WorkDivision, balance: ExpertBalance | None
+) -> bool:
+    """Return whether micro-batches may follow what has been read before: in one process, whose blocks are not compiled, without the
+    load-balancing loss, which counts tokens where they are read."""
+    if config.compile or balance is not None or type(division) is not WorkDivision:
+        return False
+    return evaluator.network.reads_segments
 
 
 def measure_load(loads: Tensor) -> Metrics:
