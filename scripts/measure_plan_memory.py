@@ -3,8 +3,9 @@
     python scripts/measure_plan_memory.py                 on a CPU, in float32: docs/results/plan-memory.json
     python scripts/measure_plan_memory.py --device cuda   on a GPU, in bfloat16; with --output FILE
 
-Each run is a process of its own. On a CPU the bytes of all tensors that are alive are added up, operation by operation: what the
-allocator keeps beyond them differs between machines. On a GPU it is what PyTorch's allocator gave out. The copy of the state that
+Each run is a process of its own. On a CPU two things are measured: the bytes of all tensors that are alive, added up operation by
+operation, which is what a plan counts; and what the operating system counts above the memory before the model was built, with
+what libraries load and the allocator keeps. On a GPU it is what PyTorch's allocator gave out. The copy of the state that
 undoes a failed step is the trainer's, not the learner's, and is in neither number.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import gc
 import json
 import platform
+import resource
 import subprocess
 import sys
 import weakref
@@ -114,6 +116,7 @@ def measure(name: str, device: str) -> dict[str, Any]:
     breakdown = learner_memory(shape, work, AlgorithmCost(), layout, DEVICES["cpu" if device == "cpu" else "H200"])
     planned = sum(breakdown.static.values()) + sum(breakdown.training.values())
     planned -= breakdown.static.get("copy of the state", 0)
+    before = resident() if device == "cpu" else 0
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **config), dtype=torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -127,15 +130,32 @@ def measure(name: str, device: str) -> dict[str, Any]:
     batch = build_batch(shape, work)
     psi = algorithm.compute_advantages(batch)
     if device == "cpu":
-        learner.update(batch, psi, algorithm)  # makes the optimizer's state
+        for _ in range(2):  # the first makes the optimizer's state
+            learner.update(batch, psi, algorithm)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
         with LiveTensors() as live:
             learner.update(batch, psi, algorithm)
         peak = live.peak
     else:
         for _ in range(2):
             learner.update(batch, psi, algorithm)
-        peak = torch.cuda.max_memory_allocated()
-    return {"run": name, "parameters": shape.parameters, "tokens": tokens, "measured": peak, "planned": planned}
+        grown = peak = torch.cuda.max_memory_allocated()
+    return {
+        "resident": grown,
+        "run": name,
+        "parameters": shape.parameters,
+        "tokens": tokens,
+        "measured": peak,
+        "planned": planned,
+    }
+
+
+def resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmRSS")
 
 
 def main() -> None:

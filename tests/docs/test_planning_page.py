@@ -45,9 +45,9 @@ def test_figures_of_devices_are_those_of_the_planner() -> None:
         assert device.fp32 <= device.bf16 or device.dtype == "fp32"
 
 
-def test_memory_of_an_update_is_within_a_fifth_of_the_plan() -> None:
+def test_memory_of_an_update_is_within_a_tenth_of_the_plan() -> None:
     measured = load_result("plan-memory")
     assert measured is not None
-    rows = list(planning.memory_rows(measured))
+    rows = [row for row in planning.memory_rows(measured) if row.what == "MiB of tensors"]
     assert len(rows) >= 3
-    assert all(abs(row.error) < 0.2 for row in rows)
+    assert all(abs(row.error) < 0.1 for row in rows)

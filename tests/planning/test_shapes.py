@@ -114,7 +114,7 @@ def check_family(family: Family) -> None:
     assert (shape.active_parameters < shape.parameters) == ("experts" in family.layers), family.name
     has_keys = any(layer.cache_numbers for layer in shape.layer_shapes)
     assert has_keys == ("ttention" in family.layers.replace("Lightning attention", "")), family.name
-    recurrent = ("Mamba", "delta rule", "onvolution", "Lightning")
+    recurrent = ("Mamba", "delta rule", "onvolution", "Lightning", "compressed")
     assert shape.has_states == any(word in family.layers for word in recurrent), family.name
     assert (
         bool(shape.windows) == any(word in family.layers for word in ("windows", "chunks"))

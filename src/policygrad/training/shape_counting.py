@@ -221,7 +221,7 @@ def _name_kind(layer: nn.Module, text: Any, window: int | None, routes: bool, ha
     if has_state:
         names = " ".join(type(module).__name__ for module in layer.modules()).lower()
         words = {"mamba": "Mamba", "deltanet": "delta rule", "delta": "delta rule", "conv": "convolution"}
-        words |= {"lightning": "Lightning attention"}
+        words |= {"lightning": "Lightning attention", "compress": "compressed keys"}
         mixer.append(next((text for word, text in words.items() if word in names), "recurrent"))
     if has_keys:
         latent = "latent " if getattr(text, "kv_lora_rank", None) is not None else ""
@@ -312,10 +312,13 @@ def _pass(model: Any, text: Any, length: int) -> _Counts:
         with torch.no_grad():
             out = model.base_model(input_ids=ids, use_cache=True, **given)
         outputs.clear()
-    kept = get_cache(out, model)[1].layers
-    for i in range(len(layers)):
-        if i < len(kept):
-            counts.layers[i].cached = sum(x.numel() for x in _tensors(vars(kept[i]).values()))
+    cache = get_cache(out, model)[1]
+    states = [value for key, value in vars(cache).items() if isinstance(value, list) and key != "layers"]
+    for i, counted in enumerate(counts.layers):
+        if i < len(cache.layers):
+            counted.cached = sum(x.numel() for x in _tensors(vars(cache.layers[i]).values()))
+        for values in states:  # MiniMax keeps the states of its layers beside their caches
+            counted.cached += sum(x.numel() for x in _tensors(values[i : i + 1]))
     counts.layers = [counts.layers[i] for i in representative]
     return counts
 
