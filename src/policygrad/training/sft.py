@@ -186,9 +186,9 @@ def _micro_batches(shard: LearnerShard, batch: Batch) -> Iterator[Pack]:
             backward_zero(shard.evaluator(pack))
         shard.optimizer.accumulate_master_grads()
 
-    def can_follow() -> bool:
+    def can_follow(saving: float) -> bool:
         balance = find_expert_balance(shard.evaluator, shard.config, shard.division)
-        return reads_segments(shard.evaluator, shard.config, shard.division, balance)
+        return reads_segments(shard.evaluator, shard.config, shard.division, balance, saving)
 
     return shard.division.micro_batches(batch, shard.config, shard.model, idle, can_follow=can_follow)
 

@@ -501,7 +501,7 @@ def _reads_segments(network: Network) -> bool:
 
     def is_exact() -> bool:
         rows = torch.arange(6)
-        packs = (pack_micro_batches(batch, rows, budget, can_follow=lambda: True) for budget in (10**6, 13))
+        packs = (pack_micro_batches(batch, rows, budget, can_follow=lambda saving: True) for budget in (10**6, 13))
         whole, cut = (_measure(evaluator, batch, x) for x in packs)
         return _are_close(cut, whole, network)
 

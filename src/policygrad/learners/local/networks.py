@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from policygrad.learners.local.expert_balance import ExpertBalance
 
 T = TypeVar("T")
+_LEAST_SAVING = 0.05  # of the tokens: a path takes two calls more
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +59,9 @@ class TrainedNetworks:
         dummy_pass = dummy_pass or self.dummy_pass(self.policy)
         return self.division.micro_batches(batch, self.config, self.policy.model, dummy_pass, **options)
 
-    def reads_segments(self) -> bool:
-        """Return whether micro-batches may follow what has been read before."""
-        return reads_segments(self.policy, self.config, self.division, self.balance)
+    def reads_segments(self, saving: float) -> bool:
+        """Return whether micro-batches may follow what has been read before, as a function of this does."""
+        return reads_segments(self.policy, self.config, self.division, self.balance, saving)
 
     def dummy_pass(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
         """Return a pass of the evaluator that adds nothing to any gradient."""
@@ -119,13 +120,19 @@ class TrainedNetworks:
 
 
 def reads_segments(
-    evaluator: Evaluator, config: LearnerConfig, division: WorkDivision, balance: ExpertBalance | None
+    evaluator: Evaluator, config: LearnerConfig, division: WorkDivision, balance: ExpertBalance | None, saving: float
 ) -> bool:
     """Return whether micro-batches may follow what has been read before: in one process, whose blocks are not compiled, without the
-    load-balancing loss, which counts tokens where they are read."""
+    load-balancing loss, which counts tokens where they are read.
+
+    Args:
+        saving: Share of the tokens that would else be read again; 1 = a text is too long. Less is worth it on a CPU alone:
+            elsewhere attention to what was read has no kernel yet.
+    """
     if config.compile or balance is not None or type(division) is not WorkDivision:
         return False
-    return evaluator.network.reads_segments
+    is_on_cpu = next(evaluator.model.parameters()).device.type == "cpu"
+    return saving >= (_LEAST_SAVING if is_on_cpu else 1) and evaluator.network.reads_segments
 
 
 def measure_load(loads: Tensor) -> Metrics:

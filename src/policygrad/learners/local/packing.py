@@ -21,7 +21,14 @@ from policygrad.core.media import Media, TextMedia, select_media
 from policygrad.core.metrics import Metrics
 from policygrad.errors import DataError
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.segments import LEAST_SEGMENT, PassPlan, Segment, mark_predicting, plan_passes
+from policygrad.learners.local.segments import (
+    LEAST_SEGMENT,
+    PassPlan,
+    Segment,
+    find_saving,
+    mark_predicting,
+    plan_passes,
+)
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
 from policygrad.utils.out_of_memory import MemoryBudget, is_out_of_memory
 
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
     from policygrad.learners.local.walk import Journey
 
 T = TypeVar("T")
+CanFollow = Callable[[float], bool]
 FIRST_SLOT = 2**31  # above any token id
 MICRO_TOKENS_FLAG = "--learner.micro-tokens"
 
@@ -263,7 +271,7 @@ def pack_micro_batches(
     budget: int,
     *,
     keep_groups: bool = False,
-    can_follow: Callable[[], bool] = lambda: False,
+    can_follow: CanFollow = lambda saving: False,
 ) -> Iterator[Pack]:
     """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion;
     a budget of 0: one completion each.
@@ -273,7 +281,7 @@ def pack_micro_batches(
     would read them anew otherwise.
 
     Args:
-        can_follow: Asked, where it saves something, whether what several packs begin with, and what is too long for one, may be a
+        can_follow: Asked, where it saves something (`find_saving`), whether what packs begin with, or is too long for one, may be a
             `Pack.path`. After the last pack's backward pass, the next call of the iterator adds what is left of the gradients.
 
     Raises:
@@ -282,9 +290,9 @@ def pack_micro_batches(
     texts = TokenSequences.of(batch, rows)
     if not keep_groups and not batch.has_media and len(texts.rows):
         ordered, units = _sort_by_unit(texts)
-        plans = plan_passes(ordered.lengths, ordered.shared_prefix_lengths(), units, budget)
-        if plans is not None and can_follow():
-            return _pack_passes(batch, ordered, plans)
+        tree = ordered.lengths, ordered.shared_prefix_lengths(), units, budget
+        if (saving := find_saving(*tree)) and can_follow(saving):
+            return _pack_passes(batch, ordered, plan_passes(*tree))
     return pack_texts(batch, texts, budget, groups=batch.group if keep_groups else None)
 
 
@@ -307,7 +315,7 @@ def pack_with_reference(
     budget: int,
     *,
     keep_groups: bool = False,
-    can_follow: Callable[[], bool] = lambda: False,
+    can_follow: CanFollow = lambda saving: False,
 ) -> Iterator[Pack]:
     """Pack completions so that also what π_ref reads, each completion after its own prompt, has at most `budget` nodes."""
     if not batch.reference_prompts:
@@ -451,7 +459,7 @@ class WorkDivision:
         rows: Tensor | None = None,
         keep_groups: bool = False,
         with_reference: bool = False,
-        can_follow: Callable[[], bool] = lambda: False,
+        can_follow: CanFollow = lambda saving: False,
     ) -> Iterator[Pack]:
         """Iterate over this process's micro-batches of the completions `rows` (None = all) for a model.
 
@@ -466,7 +474,7 @@ class WorkDivision:
         def is_cut() -> bool:
             """Whether a text can be: asked where memory has run out, so that trying it may fail as well."""
             try:
-                return can_follow()
+                return can_follow(1.0)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -48,35 +48,32 @@ class PassPlan:
     path: tuple[Segment, ...]
 
 
-def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan] | None:
-    """Divide texts into passes of at most `budget` tokens of their own; None where whole texts do as well.
+def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan]:
+    """Divide texts into passes of at most `budget` tokens of their own.
 
     Args:
         lengths: [n] tokens of the texts, neighbours of which have the longest common beginnings.
         shared: [n] how many each has in common with the one before it.
         units: [n] texts of equal numbers, neighbours, are read in one pass.
     """
-    if not _saves(lengths, shared, units, budget):
-        return None
     starts = np.flatnonzero(np.diff(units, prepend=units[0] - 1))
     return list(_divide(lengths, shared, np.append(starts, len(units)), budget, ()))
 
 
-def _saves(lengths: Ints, shared: Ints, units: Ints, budget: int) -> bool:
-    """Return whether a text is too long for a pass, or passes would read a twentieth of their tokens again."""
-    new = lengths - shared
+def find_saving(lengths: Ints, shared: Ints, units: Ints, budget: int) -> float:
+    """Return which share of the tokens passes would read again that follow nothing; 1 where a text is too long for one."""
+    if not budget:
+        return 0.0
     starts = np.flatnonzero(np.diff(units, prepend=units[0] - 1))
-    alone = np.add.reduceat(new, starts) + shared[starts]
-    if budget and alone.max() > budget:
-        return True
+    new_tokens = np.add.reduceat(lengths - shared, starts)
+    if (new_tokens + shared[starts]).max() > budget:
+        return 1.0
     again, used = 0, 0
-    for start, more in zip(starts.tolist(), np.add.reduceat(new, starts).tolist(), strict=True):
+    for common, more in zip(shared[starts].tolist(), new_tokens.tolist(), strict=True):
         if used and used + more > budget:
-            used, common = 0, int(shared[start])
-            again += common if common >= LEAST_SEGMENT else 0
-            used = common
+            again, used = again + (common if common >= LEAST_SEGMENT else 0), common
         used += more
-    return bool(budget) and again > 0.05 * new.sum()
+    return again / int(new_tokens.sum())
 
 
 def _divide(lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[Segment, ...]) -> Iterator[PassPlan]:
