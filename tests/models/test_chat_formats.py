@@ -225,6 +225,11 @@ def test_the_tokenizer_s_own_description_comes_first() -> None:
     assert half.error == "the call is not closed"
     described.hf.response_template = {"fields": "none"}
     assert replace(described).chat_format.name == "hermes"  # one that cannot be read
+    described.hf.response_template = "glm"
+    assert replace(described).chat_format == get_format("glm")  # chosen by name
+    described.hf.response_template = "nope"
+    with pytest.raises(pg.ModelError, match="there is no format 'nope'"):
+        assert replace(described).chat_format
 
 
 def test_a_template_without_tools_is_asked_for_tags_and_read_so() -> None:

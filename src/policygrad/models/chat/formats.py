@@ -83,9 +83,9 @@ class UnknownFormat:
 
     def parse(self, text: str, opening: str = "", tools: Tools = ()) -> AssistantMessage:
         reason = (
-            f"the chat template of {self.model!r} has an unknown format for tool calls: give ToolUse(parser=…), a function from "
-            "the text of a turn to policygrad.ToolCall objects, such as TaggedToolCallParser() and JsonToolCallParser() in "
-            "policygrad.models.chat.tool_calls"
+            f"the chat template of {self.model!r} has an unknown format for tool calls: name a format of docs/chat-formats.md as "
+            "response_template in its tokenizer_config.json, such as hermes, or give ToolUse(parser=…), a function from the text of "
+            "a turn to policygrad.ToolCall objects, such as JsonToolCallParser() in policygrad.models.chat.tool_calls"
         )
         return replace(split_thought(text, opened=self.find_opening(opening) != ""), unread=reason)
 
@@ -207,7 +207,10 @@ def find_format(template: str | None, model: str = "") -> ChatFormat:
 
 
 def find_declared_format(response_template: Any, template: str | None, model: str = "") -> ChatFormat:
-    """Return the format of a tokenizer that has a `response_template`; None or one that cannot be read: by its chat template."""
+    """Return the format of a tokenizer that has a `response_template`, a description or the name of a format (`get_format`); None
+    or one that cannot be read: by its chat template. Raises ModelError for an unknown name."""
+    if isinstance(response_template, str):
+        return get_format(response_template)
     if isinstance(response_template, dict) and supports_tools(template):
         own = DeclaredFormat("response_template", response_template)
         if not own.find_fault():
