@@ -106,6 +106,7 @@ class Walk:
         self.depth = 0
         """Tokens of the path that what is being read follows."""
         self.is_storing = False
+        self.recomputes: bool = network.model.training  # transformers recompute activations in training mode only
         self.computed: list[tuple[KeyBuffers, Tensor, Tensor]] | None = None
         """The keys and values of the segment that is being read again."""
 
@@ -125,10 +126,18 @@ class Walk:
 
     def return_to(self, count: int) -> None:
         """Leave all but the first `count` segments of the path."""
-        while len(self.steps) > count:
-            step = self.steps.pop()
-            if self.learns:
-                self._differentiate(step)
+        if not self.learns:
+            del self.steps[count:]
+            return
+        model = self.network.model
+        was_training = model.training
+        try:
+            while len(self.steps) > count:
+                model.train(self.recomputes)
+                self._differentiate(self.steps.pop())
+        finally:
+            if model.training != was_training:
+                model.train(was_training)
 
     def _enter(self, segment: Segment, part: Pack) -> None:
         self.depth, self.is_storing = segment.begin, True
