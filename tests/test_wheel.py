@@ -87,6 +87,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
         "compare",
         "policygrad",
         "shapes",
+        "planning",
         "tasks",
         "tiny",
         "formats",

@@ -37,8 +37,10 @@ CUDA = {
     "samplers/local/cuda_graphs.py",
     "samplers/local/text_cache.py",  # room on the GPU
     "training/calibration.py",
+    "training/memory_limits.py",  # what fills the memory
     "training/trainer.py",  # peak memory
     "utils/devices.py",
+    "utils/out_of_memory.py",  # frees what the allocator has cached
     "weight_sync/nccl.py",
 }
 

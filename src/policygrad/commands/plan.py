@@ -66,8 +66,7 @@ class PlanOptions:
     model: Annotated[str, tyro.conf.arg(metavar="SHAPE")] = "Qwen3.5-9B"
     """A name such as Qwen3.5-35B-A3B, gpt-oss-20b or Gemma-4-31B, any causal language model's config.json, or a folder with one."""
     gpus: Annotated[str, tyro.conf.arg(metavar="DEVICE:COUNT")] = "H100:8"
-    """Device and count; the device is H100, H200, B200, MI300X, RTX-PRO-6000, RTX-5090, RTX-4090, RTX-3090, L40S, A100, A100-40GB,
-    L4, A10G, T4, M4-Max or cpu."""
+    """Device and count, such as H200:8, RTX-4090 or cpu; a name without figures is answered with those there are."""
     algorithm: Annotated[str, tyro.conf.arg(metavar="NAME")] = "grpo"
     """Algorithm, as for `policygrad train`; also the first argument."""
     context: int = 4096
