@@ -174,6 +174,15 @@ def test_an_indexer_is_no_router(kind: str) -> None:
     assert not [r for r in routers if "Router" not in type(r.module).__name__]
 
 
+def group_after(prompt: Tensor, tokens: Tensor, lengths: tuple[int, ...]) -> pg.Batch:
+    """Four completions of these lengths after one prompt."""
+    mask = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
+    reward = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    return pg.Batch(
+        mask=mask, group=torch.zeros(4, dtype=torch.int64), reward=reward, tokens=tokens * mask, prompts=(prompt,)
+    )
+
+
 ROUTED = {
     f.type: f for f in families() if "experts" in f.layers and f.type != "phimoe"
 }  # which does not choose by `topk`
@@ -193,13 +202,8 @@ def test_changed_counts_every_token_once_and_no_padding(kind: str) -> None:
         with torch.no_grad(), routing.recording():
             model(input_ids=torch.cat([prompt, tokens[row, :n]])[None], use_cache=False)
             read.append(routing.pop_recorded())
-    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
-    batch = pg.Batch(
-        mask=mask,
-        group=torch.zeros(4, dtype=torch.int64),
-        reward=torch.tensor([1.0, 0.0, 0.0, 1.0]),
-        tokens=tokens * mask,
-        prompts=(prompt,),
+    batch = replace(
+        group_after(prompt, tokens, lengths),
         routed_experts=nn.utils.rnn.pad_sequence([r[5:] for r in read], batch_first=True, padding_value=-1),
         prompt_routed_experts=(read[0][:5],),
         logp_sampler=torch.zeros(4, 12),
@@ -211,22 +215,17 @@ def test_changed_counts_every_token_once_and_no_padding(kind: str) -> None:
     assert changed.count == (5 + 11 + 1 + 2) * len(routing.routers)  # the last token of a text is not read
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "qwen3_5_moe"])
-def test_loads_count_every_token_of_an_update_once(kind: str) -> None:
-    """Along a tree, in texts that are read one by one (a window of 9), and through the model's own cache."""
+@pytest.mark.parametrize(
+    ("kind", "budget"), [("qwen3_moe", 1000), ("qwen3_moe", 15), ("gpt_oss", 1000), ("qwen3_5_moe", 1000)]
+)
+def test_loads_count_every_token_of_an_update_once(kind: str, budget: int) -> None:
+    """Along a tree, in segments, in texts that are read one by one (a window of 9), and through the model's own cache."""
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(next(f for f in families() if f.type == kind).config()).eval()
     prompt, lengths = torch.arange(40) % 37 + 3, (12, 2, 12, 1)
     tokens = torch.randint(3, 40, (4, 12), generator=torch.Generator().manual_seed(0))
     tokens[2, :6] = tokens[0, :6]  # two that begin alike
-    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
-    batch = pg.Batch(
-        mask=mask,
-        group=torch.zeros(4, dtype=torch.int64),
-        reward=torch.tensor([1.0, 0.0, 0.0, 1.0]),
-        tokens=tokens * mask,
-        prompts=(prompt,),
-    )
+    batch = group_after(prompt, tokens, lengths)
     routing = find_routing(model)
     expected = torch.zeros(len(routing.routers), routing.routers[0].experts, dtype=torch.float64)
     seen = set[tuple[int, ...]]()
@@ -241,9 +240,11 @@ def test_loads_count_every_token_of_an_update_once(kind: str) -> None:
                 seen.add(beginning)
                 expected.scatter_add_(1, routes[position], torch.ones_like(routes[position], dtype=torch.float64))
     algorithm = pg.DR_GRPO.with_max_tokens(12)
-    config = LearnerConfig(gradient_checkpointing=kind == "qwen3_moe")
+    config = LearnerConfig(gradient_checkpointing=kind == "qwen3_moe", micro_tokens=budget)
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=config))
     metrics = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm).accumulate()
-    assert metrics["routing/busiest"].value == pytest.approx(float((expected.max(1).values / expected.mean(1)).mean()))
+    rel = 1e-6 if budget == 1000 else 0.02  # what several passes read again counts again: here the prompt's last token
+    busiest = float((expected.max(1).values / expected.mean(1)).mean())
+    assert metrics["routing/busiest"].value == pytest.approx(busiest, rel=rel)
     assert metrics["routing/unused"].value == pytest.approx(float((expected == 0).double().mean()))
     assert expected.sum() == len(seen) * len(routing.routers) * routing.routers[0].k

@@ -59,8 +59,8 @@ class TrainedNetworks:
         dummy_pass = dummy_pass or self.dummy_pass(self.policy)
         return self.division.micro_batches(batch, self.config, self.policy.model, dummy_pass, **options)
 
-    def reads_segments(self, saving: float) -> bool:
-        """Return whether micro-batches may follow what has been read before, as a function of this does."""
+    def can_follow(self, saving: float) -> bool:
+        """Return `reads_segments` of the policy."""
         return reads_segments(self.policy, self.config, self.division, self.balance, saving)
 
     def dummy_pass(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
@@ -96,7 +96,8 @@ class TrainedNetworks:
 
         def score() -> None:
             dummy_pass = self.dummy_pass(evaluator, needs)
-            for part in self.micro_batches(batch, dummy_pass, can_follow=self.reads_segments):
+            can_follow = partial(reads_segments, evaluator, self.config, self.division, self.balance)
+            for part in self.micro_batches(batch, dummy_pass, can_follow=can_follow):
                 with span("forward", completions=part.completions):
                     work = partial(evaluator.forward, part.to(self.device), needs, self.old, self.reference)
                     out = self.run_compiled(work)
@@ -123,13 +124,14 @@ def reads_segments(
     evaluator: Evaluator, config: LearnerConfig, division: WorkDivision, balance: ExpertBalance | None, saving: float
 ) -> bool:
     """Return whether micro-batches may follow what has been read before: in one process, whose blocks are not compiled, without the
-    load-balancing loss, which counts tokens where they are read.
+    load-balancing loss, which counts tokens where they are read, and where the tree serves texts of any length.
 
     Args:
         saving: Share of the tokens that would else be read again; 1 = a text is too long. Less is worth it on a CPU alone:
             elsewhere attention to what was read has no kernel yet.
     """
-    if config.compile or balance is not None or type(division) is not WorkDivision:
+    is_one_call = config.compile or balance is not None or evaluator.window is not None
+    if is_one_call or type(division) is not WorkDivision:
         return False
     is_on_cpu = next(evaluator.model.parameters()).device.type == "cpu"
     return saving >= (_LEAST_SAVING if is_on_cpu else 1) and evaluator.network.reads_segments

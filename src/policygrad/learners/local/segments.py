@@ -12,15 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policygrad.learners.local.tree_attention import Ints
-
-if TYPE_CHECKING:
-    pass
 
 LEAST_SEGMENT = 64  # tokens: fewer are read again by each pass that follows them
 

@@ -172,7 +172,7 @@ class LocalGradientProblem:
         keep_groups = self.algorithm.gate.requires_full_groups
         read = replace(batch, mask=self.algorithm.read_tokens(batch))
         options: dict[str, Any] = {"rows": rows, "keep_groups": keep_groups, "with_reference": "kl_ref" in needs}
-        options["can_follow"] = networks.reads_segments
+        options["can_follow"] = networks.can_follow
         for part in networks.micro_batches(read, dummy_pass, **options):
             coef = tuple(move(c[part.rows], device) for c in coefficients)
             yield part, bare.select(part.rows).to(device), move(self.psi[part.rows], device), coef

@@ -71,9 +71,7 @@ class LocalSampler:
         self._needs_equal_lengths = self._shares_at_attention = False  # likewise
         self._continues: bool | None = None  # likewise, at the first that may be continued
         self._texts: TextCache | None = None  # of the last call
-        self._earlier_texts: TextCache | None = (
-            None  # of the call before, while the prompts of this one may continue them
-        )
+        self._earlier_texts: TextCache | None = None  # of the call before, which this one's prompts may continue
 
     @classmethod
     def from_tokenizer(
