@@ -190,6 +190,8 @@ def test_the_header_says_which_length_fits_where_that_is_near_what_may_be_sample
     assert note is not None
     assert "completions may have 1,100 tokens" in note
     assert "--learner.gradient-checkpointing" in note
+    learner.cuts_long_texts = lambda: True
+    assert memory_limits.describe_longest_text(model, learner, changed) == ({}, None)
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])

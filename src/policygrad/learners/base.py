@@ -97,6 +97,14 @@ class SnapshotLearner(Protocol):
 
 
 @runtime_checkable
+class CutsLongTexts(Protocol):
+    """A learner that may read a text in several passes."""
+
+    def cuts_long_texts(self) -> bool:
+        """Return whether it does, with its model."""
+
+
+@runtime_checkable
 class DistributedLearner(Protocol):
     """A learner whose state is sharded over several processes, as seen in rank 0."""
 

@@ -69,9 +69,8 @@ def _list_savings(plan: CapacityPlan) -> list[tuple[str, str, dict[str, Any]]]:
     if not layout.only_adapters:
         savings.append((f"{checkpointing} --lora rank={rank}".strip(), "train adapters", changes))
     if layout.base_bits is None and layout.learning_devices == 1 and plan.request.device.per_node > 1:
-        option = (
-            f"{checkpointing} --lora rank={rank},bits=4".strip()
-        )  # bitsandbytes needs a GPU of NVIDIA, AMD or Intel
+        # bitsandbytes needs a GPU of NVIDIA, AMD or Intel
+        option = f"{checkpointing} --lora rank={rank},bits=4".strip()
         savings.append((option, "frozen weights in four bits", changes | {"base_bits": 4}))
     return savings
 

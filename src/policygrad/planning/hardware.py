@@ -43,10 +43,8 @@ class Device:
 
 CPU_SOURCE = "one core as in docs/benchmarks.md, bandwidth assumed; measure yours with --calibrate"
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB  # 16 lanes, in one direction
-ETHERNET_10, ETHERNET_100 = (
-    1.25 * GB,
-    12.5 * GB,
-)  # assumed networks of desktops and of servers without NVLink, per machine
+ETHERNET_10, ETHERNET_100 = 1.25 * GB, 12.5 * GB
+"""Assumed networks of desktops and of servers without NVLink, per machine."""
 DEVICES = {
     device.name: device
     for device in (

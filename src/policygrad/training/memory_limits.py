@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from policygrad.errors import MemoryStopError, OutOfMemoryError, RunError
+from policygrad.learners.base import CutsLongTexts
 from policygrad.learners.config import LearnerConfig
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
 from policygrad.utils.filesystem import write_atomically
@@ -225,11 +226,13 @@ class MemoryUse:
 def describe_longest_text(model: nn.Module, learner: object, config: Any) -> tuple[dict[str, str], str | None]:
     """Return about how long a text may be that is learned from, as a fact of the run, and a note if completions may be longer.
 
-    Nothing where they are short: it is counted on the architecture, which takes seconds, where a completion of `max_tokens` may
-    take a quarter of what is free.
+    Nothing where they are cut, or short: it is counted on the architecture, which takes seconds, where a completion of `max_tokens`
+    may take a quarter of what is free.
     """
     tokens, free = config.sampling.max_tokens, _measure_free(next(model.parameters()).device)
     if config.learner.world_size > 1 or free is None or _guess_saved(model, tokens) < free / 4:
+        return {}, None
+    if isinstance(learner, CutsLongTexts) and learner.cuts_long_texts():
         return {}, None
     use = MemoryUse.measure(model, learner, config.learner)
     longest = use.estimate_longest(learner, COUNTED_TOKENS)

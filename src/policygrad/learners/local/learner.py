@@ -365,6 +365,10 @@ class LocalLearner:
             curvature=self.curvature,
         )
 
+    def cuts_long_texts(self) -> bool:
+        """Return whether texts longer than a micro-batch are read in segments (`segments`)."""
+        return self.networks.can_follow(1.0)
+
     def snapshot_old_policy(self) -> None:
         """Keep the current policy as the π_old of an exact KL."""
         if self.networks.old is None:
