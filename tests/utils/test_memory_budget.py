@@ -13,7 +13,7 @@ from doubles.short_memory import ON_CPU, ON_GPU
 from policygrad.errors import EngineError, OutOfMemoryError
 from policygrad.utils import memory
 from policygrad.utils.memory import measure_free_memory, refusing_what_is_not_free
-from policygrad.utils.out_of_memory import MemoryBudget, describe_shortage, is_out_of_memory
+from policygrad.utils.out_of_memory import MemoryBudget, describe_missing_memory, is_out_of_memory
 
 MIB = 2**20
 
@@ -58,9 +58,9 @@ def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
 
 
 def test_a_shortage_is_described_by_what_was_wanted() -> None:
-    assert describe_shortage(ON_GPU) == describe_shortage(ON_CPU) == "2.00 GiB more were wanted"
-    assert describe_shortage(MemoryError()) == "MemoryError"
-    assert describe_shortage(RuntimeError("CUDA error: out of memory\nmore")) == "CUDA error: out of memory"
+    assert describe_missing_memory(ON_GPU) == describe_missing_memory(ON_CPU) == "2.00 GiB more were wanted"
+    assert describe_missing_memory(MemoryError()) == "MemoryError"
+    assert describe_missing_memory(RuntimeError("CUDA error: out of memory\nmore")) == "CUDA error: out of memory"
 
 
 def limited() -> int:

@@ -34,8 +34,8 @@ class OptimizerRow:
 
     def count_moment_bytes(self, momentum: float, *, hidden: bool = True) -> float:
         """Return the bytes of moments per parameter, of hidden matrices or of embeddings and output head."""
-        own = self.moment_bytes if hidden or not self.other_moment_bytes else self.other_moment_bytes
-        return own + (self.momentum_bytes if momentum else 0.0)
+        moments = self.moment_bytes if hidden or not self.other_moment_bytes else self.other_moment_bytes
+        return moments + (self.momentum_bytes if momentum else 0.0)
 
 
 OPTIONS = ("betas", "eps", "momentum")

@@ -106,16 +106,16 @@ def find_routing(model: nn.Module) -> Routing:
     A router chooses k experts for each token, always among the same ones. What else calls `topk`, such as the indexer of sparse
     attention, chooses among the tokens of a text or blocks of them, so its choices depend on the text's length.
     """
-    found: Routing | None = model.__dict__.get("_policygrad_routing")
-    if found is not None:
-        return found
+    routing: Routing | None = model.__dict__.get("_policygrad_routing")
+    if routing is not None:
+        return routing
     short, long = (_observe_topk(model, length) for length in _TEXT_LENGTHS)
     routers = list[Router]()
     for module, calls in short.items():
         # the last call selects the experts: groups of them are selected first
         tokens, width, k = calls[-1]
-        again = long.get(module, [])
-        same = len(again) == len(calls) and tokens == _TEXT_LENGTHS[0] and again[-1] == (_TEXT_LENGTHS[1], width, k)
+        later = long.get(module, [])
+        same = len(later) == len(calls) and tokens == _TEXT_LENGTHS[0] and later[-1] == (_TEXT_LENGTHS[1], width, k)
         if same and k:
             routers.append(Router(module, len(calls), k, width))
     model.__dict__["_policygrad_routing"] = routing = Routing(routers)

@@ -80,8 +80,8 @@ def _find_longest(plan: CapacityPlan) -> int | None:
     limit = min(plan.request.shape.context_length or MAX_CONTEXT, MAX_CONTEXT) // STEP
     least = plan.request.workload.prompt_tokens // STEP + 1
     group = plan.request.workload.samples_per_prompt
-    found = _find_largest(lambda n: _with_texts(plan, n * STEP, group).fits, least, limit)
-    return None if found is None else found * STEP
+    units = _find_largest(lambda n: _with_texts(plan, n * STEP, group).fits, least, limit)
+    return None if units is None else units * STEP
 
 
 def _find_group(plan: CapacityPlan, context: int) -> int:

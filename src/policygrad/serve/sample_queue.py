@@ -24,7 +24,7 @@ from policygrad.serve.sampling import EngineAnswers, FullWeights, LocalAnswers, 
 from policygrad.serve.store import SavedPath, Store
 from policygrad.serve.training import FULL_WEIGHTS, WEIGHTS_INFO, load_trainable
 from policygrad.serve.wire import Answer
-from policygrad.utils.out_of_memory import describe_shortage, is_out_of_memory
+from policygrad.utils.out_of_memory import describe_missing_memory, is_out_of_memory
 
 GATHER_SECONDS = 0.01
 """A sampling request waits this long for others, so that they are decoded together."""
@@ -199,7 +199,9 @@ class SampleQueue:
         """Return the answer of a request that failed. The log gets it too if it is a bug."""
         is_users, text = isinstance(error, ConfigError | DataError), str(error)
         if is_out_of_memory(error):
-            shortage = text if isinstance(error, OutOfMemoryError) else f"out of memory ({describe_shortage(error)})"
+            shortage = (
+                text if isinstance(error, OutOfMemoryError) else f"out of memory ({describe_missing_memory(error)})"
+            )
             text = f"{shortage}: ask for fewer tokens, or start the server with a smaller --decode-rows or --max-models"
         elif not isinstance(error, PolicygradError):
             text = f"{type(error).__name__}: {error} (a bug of the server)"

@@ -28,7 +28,7 @@ from policygrad.serve.config import ServeConfig
 from policygrad.serve.models import ClientModel, ServedNetwork, load_network
 from policygrad.serve.store import MAX_SEQUENCE, LoggedRequest, SavedInfo, SavedPath, Store, UnknownIdError
 from policygrad.serve.wire import Answer
-from policygrad.utils.out_of_memory import describe_shortage, is_out_of_memory
+from policygrad.utils.out_of_memory import describe_missing_memory, is_out_of_memory
 
 FULL_WEIGHTS = "model.safetensors"
 """All weights of a model in a folder of weights for sampling; an adapter is in PEFT's file instead."""
@@ -233,7 +233,7 @@ class Training:
         except Exception as error:  # a bug must not end the server; the client and the log get it
             text, is_users = f"{type(error).__name__}: {error} (a bug of the server)", False
             if is_out_of_memory(error):  # in an optimizer step, say
-                text = f"out of memory ({describe_shortage(error)}): {SHORTER_DATA}"
+                text = f"out of memory ({describe_missing_memory(error)}): {SHORTER_DATA}"
             else:
                 request_id = f"{lane.model_id}:{request.sequence}"
                 self.note(f"{request_id}: {type(error).__name__}: {error}\n{traceback.format_exc()}")

@@ -17,7 +17,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.memory import measure_free_memory, read_meminfo
-from policygrad.utils.out_of_memory import Halving, HasMemoryBudget, describe_shortage
+from policygrad.utils.out_of_memory import Halving, HasMemoryBudget, describe_missing_memory
 
 MEMORY_FILE = "memory.json"
 """In the run's folder: by option the limit that memory has set."""
@@ -103,7 +103,7 @@ def explain_shortage(
     if isinstance(error, OutOfMemoryError):
         flag, size, limit, what = error.flag, error.size, error.limit, str(error)
     else:
-        flag, size, limit, what = "", None, None, f"out of memory ({describe_shortage(error)})"
+        flag, size, limit, what = "", None, None, f"out of memory ({describe_missing_memory(error)})"
     if limit is not None:
         text = f"{what}. The run's folder keeps {flag} {limit}, with which this begins: {resume_command}"
         return MemoryStopError(text, flag=flag, size=size, limit=limit)

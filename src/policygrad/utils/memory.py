@@ -36,14 +36,14 @@ def _list_groups(cgroup: Path, membership: Path) -> list[Path]:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return tops
-    own = list[Path]()
+    groups = list[Path]()
     for line in lines:  # number:controllers:/path
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             top = cgroup / "memory" if controllers else cgroup
             group = top / path.strip("/")
-            own += [group, *(folder for folder in group.parents if folder.is_relative_to(top))]
-    return list(dict.fromkeys([*tops, *own]))
+            groups += [group, *(folder for folder in group.parents if folder.is_relative_to(top))]
+    return list(dict.fromkeys([*tops, *groups]))
 
 
 def _measure_free_of_group(folder: Path) -> float:

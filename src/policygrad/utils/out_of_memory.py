@@ -48,11 +48,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def describe_shortage(error: BaseException) -> str:
+def describe_missing_memory(error: BaseException) -> str:
     """Return what was asked for, or else the error's first line, as text for a message."""
     text = str(error).strip()
-    if wanted := _WANTED.search(text):
-        number, unit = wanted.group(1), wanted.group(2)
+    if match := _WANTED.search(text):
+        number, unit = match.group(1), match.group(2)
         if unit.lower() == "bytes":  # as torch says it on a CPU
             size = int(number)
             number, unit = (f"{size / 2**30:.2f}", "GiB") if size >= 2**30 else (f"{size / 2**20:.2f}", "MiB")
@@ -74,10 +74,10 @@ def release_memory() -> None:
 def keep_gradients(*parameters: Mapping[str, Tensor]) -> Callable[[], None]:
     """Return a function that puts gradients back to what they are now, which is mostly none: then it drops what was added."""
     tensors = (p for named in parameters for p in named.values())
-    kept = [(p, None if p.grad is None else p.grad.detach().clone()) for p in tensors]
+    gradients = [(p, None if p.grad is None else p.grad.detach().clone()) for p in tensors]
 
     def put_back() -> None:
-        for p, gradient in kept:
+        for p, gradient in gradients:
             p.grad = None if gradient is None else gradient.clone()
 
     return put_back
@@ -152,9 +152,9 @@ class MemoryBudget:
                     raise
                 if not self.retries:
                     halved = self.halve()
-                    self.end = self._make_end(describe_shortage(error), self.limit if halved else None)
+                    self.end = self._make_end(describe_missing_memory(error), self.limit if halved else None)
                     raise
-                shortage = describe_shortage(error)
+                shortage = describe_missing_memory(error)
             piece, halved = self._piece, self.halve()
             undo()  # out of the block: the error's frames keep the work's tensors
             release_memory()

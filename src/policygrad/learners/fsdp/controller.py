@@ -35,7 +35,7 @@ from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing, find_routing
 from policygrad.models.traits import has_experts
-from policygrad.utils.out_of_memory import describe_shortage, is_out_of_memory
+from policygrad.utils.out_of_memory import describe_missing_memory, is_out_of_memory
 from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
@@ -283,7 +283,7 @@ class FsdpController:
 def describe_rank_shortage(rank: int, learner: FsdpLearner | None, error: BaseException) -> OutOfMemoryError:
     """Return what a rank ran out of memory in, and with which option the run should be resumed."""
     end = None if learner is None else learner.memory.end
-    end = end or OutOfMemoryError(f"out of memory ({describe_shortage(error)})")
+    end = end or OutOfMemoryError(f"out of memory ({describe_missing_memory(error)})")
     return OutOfMemoryError(f"rank {rank}: {end}", flag=end.flag, size=end.size, limit=end.limit)
 
 

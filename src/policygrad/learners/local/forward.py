@@ -77,8 +77,8 @@ class Network:
 
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
-        if part.path and part.journey is not None and self.use_tree and self.reads_segments:
-            return part.journey.read(self, get_backbone(self.model), part)
+        if part.path and part.path_readers is not None and self.use_tree and self.reads_segments:
+            return part.path_readers.read(self, get_backbone(self.model), part)
         return self.read_states(part)
 
     def read_states(self, part: Pack, backbone: nn.Module | None = None) -> Tensor:
@@ -117,15 +117,15 @@ class Network:
         """True if packs may follow a path that is read once for several of them: found by trying it, on the first call."""
         if not (self.use_tree and self.split_head):
             return False
-        found: bool | None = self.model.__dict__.get(_SEGMENTS)
-        if found is None:
+        answer: bool | None = self.model.__dict__.get(_SEGMENTS)
+        if answer is None:
             self.model.__dict__[_SEGMENTS] = True  # while it is tried
             try:
-                found = _reads_segments(self)
+                answer = _reads_segments(self)
             finally:
                 del self.model.__dict__[_SEGMENTS]
-            self.model.__dict__[_SEGMENTS] = found
-        return found
+            self.model.__dict__[_SEGMENTS] = answer
+        return answer
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Enclose passes whose tokens do not count for `load`."""
@@ -502,8 +502,8 @@ def _reads_segments(network: Network) -> bool:
     def is_exact() -> bool:
         rows = torch.arange(6)
         packs = (pack_micro_batches(batch, rows, budget, can_follow=lambda saving: True) for budget in (10**6, 13))
-        whole, cut = (_measure(evaluator, batch, x) for x in packs)
-        return _are_close(cut, whole, network)
+        truth, cut = (_measure(evaluator, batch, x) for x in packs)
+        return _are_close(cut, truth, network)
 
     try:
         with network.uncounted():

@@ -96,8 +96,8 @@ class Muon(torch.optim.Optimizer):
         gradient, buffer = local_tensor(p.grad), local_tensor(state["momentum_buffer"])  # type: ignore[arg-type]
         buffer.lerp_(gradient, 1 - momentum)
         # every process orthogonalises the full matrix and keeps its part
-        ahead = full_tensor(redistribute_like(gradient.lerp(buffer, momentum), p))
-        direction, weight = take_shard(orthogonalise(ahead.to(self.dtype)), p), local_tensor(p)
+        lookahead = full_tensor(redistribute_like(gradient.lerp(buffer, momentum), p))
+        direction, weight = take_shard(orthogonalise(lookahead.to(self.dtype)), p), local_tensor(p)
         weight.mul_(1 - lr * weight_decay)
         weight.add_(direction, alpha=-lr * ADAMW_LENGTH * math.sqrt(max(p.shape[-2:])))
 

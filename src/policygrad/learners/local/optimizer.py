@@ -26,7 +26,7 @@ MOMENT_PREFIXES = ("adam/", "moments/")
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
-class UpdateRule(Protocol):
+class StepRule(Protocol):
     """What is used of a torch.optim.Optimizer."""
 
     param_groups: list[dict[str, Any]]
@@ -78,7 +78,7 @@ class Optimizer:
         self.is_streamed = config.offload or self.bare is not None
         """Steps are taken one parameter after another, each with its master and moments alone in the device's memory."""
         self.masters = {name: self._make_master(p) for name, p in self.parameters.items()}
-        build: Callable[..., Sequence[UpdateRule]] = load_object(config.row.target, f"optimizer.name={config.name}")
+        build: Callable[..., Sequence[StepRule]] = load_object(config.row.target, f"optimizer.name={config.name}")
         self.rules = list(build(model, self.masters, config, lr))
         self.rule_of = {m: rule for rule in self.rules for group in rule.param_groups for m in group["params"]}
         self.unload()
@@ -332,7 +332,7 @@ def build_sgd(
     return [torch.optim.SGD(list(masters.values()), lr=lr, momentum=config.momentum, weight_decay=decay)]
 
 
-def is_fused(rule: UpdateRule) -> bool:
+def is_fused(rule: StepRule) -> bool:
     """Return whether an optimizer is a kernel on the GPU, which keeps its counter there."""
     return any(bool(group.get("fused")) for group in rule.param_groups)
 

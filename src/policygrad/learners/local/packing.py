@@ -24,7 +24,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.segments import (
     LEAST_SEGMENT,
     PassPlan,
-    Segment,
+    PathSegment,
     find_saving,
     mark_predicting,
     plan_passes,
@@ -33,7 +33,7 @@ from policygrad.learners.local.tree_attention import AttentionTree, Ints
 from policygrad.utils.out_of_memory import MemoryBudget, is_out_of_memory
 
 if TYPE_CHECKING:
-    from policygrad.learners.local.walk import Journey
+    from policygrad.learners.local.path_reader import PathReaders
 
 T = TypeVar("T")
 CanFollow = Callable[[float], bool]
@@ -212,16 +212,16 @@ class Pack:
     """The pictures of each distinct text, with `slots`."""
     reference: Pack | None = None
     """The same completions in the same order after the prompts that π_ref reads; None = the same texts."""
-    path: tuple[Segment, ...] = ()
+    path: tuple[PathSegment, ...] = ()
     """What all texts begin with that may be read once for several packs, the first nodes; a pack can also be read as a whole."""
-    journey: Journey | None = None
+    path_readers: PathReaders | None = None
     """Reads paths, with `path`."""
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes behind the path, or of those that π_ref reads if they are more."""
-        own = len(self.ids) - (self.path[-1].end if self.path else 0)
-        return own if self.reference is None else max(own, len(self.reference.ids))
+        nodes = len(self.ids) - (self.path[-1].end if self.path else 0)
+        return nodes if self.reference is None else max(nodes, len(self.reference.ids))
 
     @property
     def node_media(self) -> TextMedia:
@@ -298,15 +298,15 @@ def pack_micro_batches(
 
 def _pack_passes(batch: Batch, texts: TokenSequences, plans: Sequence[PassPlan]) -> Iterator[Pack]:
     """Lay out planned passes, all before the first is read: a segment must know which of its tokens predict something."""
-    from policygrad.learners.local.walk import Journey
+    from policygrad.learners.local.path_reader import PathReaders
 
     packs = [replace(_layout_tree(batch, texts[plan.texts]), path=plan.path) for plan in plans]
     for pack in packs:
         mark_predicting(pack.path, pack.predicting_nodes.numpy())
-    journey = Journey(max((plan.path[-1].end for plan in plans if plan.path), default=0))
+    path_readers = PathReaders(max((plan.path[-1].end for plan in plans if plan.path), default=0))
     for pack in packs:
-        yield replace(pack, journey=journey)
-    journey.finish()
+        yield replace(pack, path_readers=path_readers)
+    path_readers.finish()
 
 
 def pack_with_reference(

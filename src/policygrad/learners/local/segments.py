@@ -22,14 +22,14 @@ LEAST_SEGMENT = 64  # tokens: fewer are read again by each pass that follows the
 
 
 @dataclass(eq=False)
-class Segment:
+class PathSegment:
     """Tokens `begin` to `end` of a path of texts, and what passes read of it, which is noted while they are laid out."""
 
     begin: int
     end: int
     predicting: NDArray[np.bool_] = field(init=False)
     """[end − begin] which of them predict a token in some pass."""
-    readers: int = 0
+    num_readers: int = 0
     """Passes in which some of them do."""
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class PassPlan:
     """Texts that are read in one pass, behind a path."""
 
     texts: Ints
-    path: tuple[Segment, ...]
+    path: tuple[PathSegment, ...]
 
 
 def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan]:
@@ -64,15 +64,17 @@ def find_saving(lengths: Ints, shared: Ints, units: Ints, budget: int) -> float:
     new_tokens = np.add.reduceat(lengths - shared, starts)
     if (new_tokens + shared[starts]).max() > budget:
         return 1.0
-    again, used = 0, 0
+    repeated, used = 0, 0
     for common, more in zip(shared[starts].tolist(), new_tokens.tolist(), strict=True):
         if used and used + more > budget:
-            again, used = again + (common if common >= LEAST_SEGMENT else 0), common
+            repeated, used = repeated + (common if common >= LEAST_SEGMENT else 0), common
         used += more
-    return again / int(new_tokens.sum())
+    return repeated / int(new_tokens.sum())
 
 
-def _divide(lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[Segment, ...]) -> Iterator[PassPlan]:
+def _divide(
+    lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[PathSegment, ...]
+) -> Iterator[PassPlan]:
     """Divide the units that begin at `starts` (the last entry is their end), all of which follow the path."""
     first, end = int(starts[0]), int(starts[-1])
     depth = path[-1].end if path else 0
@@ -87,7 +89,7 @@ def _divide(lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[
     if room - depth >= (1 if is_unit else LEAST_SEGMENT):
         for begin in range(depth, room, budget):
             stop = min(begin + budget, room)
-            path = (*path, Segment(begin, stop))
+            path = (*path, PathSegment(begin, stop))
     if is_unit:
         yield PassPlan(np.arange(first, end), path)
         return
@@ -112,9 +114,9 @@ def _divide(lengths: Ints, shared: Ints, starts: Ints, budget: int, path: tuple[
         yield PassPlan(np.arange(begin, end), path)
 
 
-def mark_predicting(path: Sequence[Segment], nodes: Ints) -> None:
+def mark_predicting(path: Sequence[PathSegment], nodes: Ints) -> None:
     """Note which nodes of a path predict something: those of a pass, numbered along the path first."""
     for segment in path:
         inner = nodes[(nodes >= segment.begin) & (nodes < segment.end)] - segment.begin
         segment.predicting[inner] = True
-        segment.readers += bool(len(inner))
+        segment.num_readers += bool(len(inner))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from policygrad.learners.local.prefix_attention import KeyBuffers, attend_after
-from policygrad.learners.local.segments import Segment
+from policygrad.learners.local.segments import PathSegment
 from policygrad.learners.local.tree_attention import AttentionTree
 from policygrad.models.loading import at_least_float32
 
@@ -28,35 +28,37 @@ _UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, wh
 
 
 @dataclass(frozen=True, eq=False)
-class Journey:
-    """Passes in an order in which each path is walked once, and how far every network has come."""
+class PathReaders:
+    """The readers of packs that come in an order in which each path is read once: one for every network."""
 
     capacity: int
     """Tokens of the longest path."""
-    walks: dict[int, Walk] = field(default_factory=dict)
+    by_backbone: dict[int, PathReader] = field(default_factory=dict)
 
     def read(self, network: Network, backbone: nn.Module, part: Pack) -> Tensor:
         """Return [u, H] the backbone's states at `part.predicting_nodes`."""
-        walk = self.walks.get(id(backbone))
-        if walk is None:
-            walk = self.walks[id(backbone)] = Walk(network, backbone, self.capacity, torch.is_grad_enabled())
-        return walk.read(part)
+        reader = self.by_backbone.get(id(backbone))
+        if reader is None:
+            reader = self.by_backbone[id(backbone)] = PathReader(
+                network, backbone, self.capacity, torch.is_grad_enabled()
+            )
+        return reader.read(part)
 
     def finish(self) -> None:
         """Compute what is left of the gradients."""
-        for walk in self.walks.values():
-            walk.return_to(0)
-        self.walks.clear()
+        for reader in self.by_backbone.values():
+            reader.return_to(0)
+        self.by_backbone.clear()
 
 
 @dataclass(eq=False)
 class _Step:
     """A segment that has been read."""
 
-    segment: Segment
+    segment: PathSegment
     part: Pack
     states: Tensor | None  # [p, H] at its predicting nodes; None once no pass will read them
-    readers: int
+    num_readers: int
     """Passes that will."""
     gradient: Tensor | None = None
     """[p, H] of the states, so far."""
@@ -74,9 +76,9 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, read: Tensor, steps: Sequence[_Step], nodes: Tensor) -> Tensor:
-        ctx.found = [(step, *step.find_rows(nodes)) for step in steps]
+        ctx.parts = [(step, *step.find_rows(nodes)) for step in steps]
         out = read.new_empty(len(nodes) + len(read), read.shape[1])
-        for step, which, rows in ctx.found:
+        for step, which, rows in ctx.parts:
             if len(rows) and step.states is not None:
                 torch.index_select(step.states, 0, rows, out=out[which])
         out[len(nodes) :] = read
@@ -86,19 +88,19 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        for step, which, rows in ctx.found:
+        for step, which, rows in ctx.parts:
             if len(rows) and step.states is not None:
                 if step.gradient is None:
                     step.gradient = at_least_float32(torch.zeros_like(step.states))
                 step.gradient.index_add_(0, rows, grad[which].to(step.gradient.dtype))
-                step.readers -= 1
-                if not step.readers:
+                step.num_readers -= 1
+                if not step.num_readers:
                     step.states = None
         return grad[ctx.count :], None, None
 
 
-class Walk:
-    """A network on its way along the paths of texts."""
+class PathReader:
+    """Reads packs behind their paths with one network, and keeps what the segments of the current path have left."""
 
     def __init__(self, network: Network, backbone: nn.Module, capacity: int, learns: bool) -> None:
         self.network, self.backbone, self.capacity, self.learns = network, backbone, capacity, learns
@@ -139,7 +141,7 @@ class Walk:
             if model.training != was_training:
                 model.train(was_training)
 
-    def _enter(self, segment: Segment, part: Pack) -> None:
+    def _enter(self, segment: PathSegment, part: Pack) -> None:
         self.depth, self.is_storing = segment.begin, True
         piece = cut_part(part, segment.begin, segment.end, segment.predicting)
         try:
@@ -147,7 +149,7 @@ class Walk:
                 states = self._read_tree(piece)
         finally:
             self.is_storing = False
-        self.steps.append(_Step(segment, piece, states, segment.readers))
+        self.steps.append(_Step(segment, piece, states, segment.num_readers))
 
     def _differentiate(self, step: _Step) -> None:
         """Read a segment again, with a graph, and pass on the gradients that its states, keys and values have received."""
@@ -165,7 +167,7 @@ class Walk:
 
     def _read_tree(self, part: Pack) -> Tensor:
         tree = replace(part.tree, attend=self.attend)
-        return self.network.read_states(replace(part, tree=tree, path=(), journey=None), self.backbone)
+        return self.network.read_states(replace(part, tree=tree, path=(), path_readers=None), self.backbone)
 
     def attend(
         self,
