@@ -13,7 +13,7 @@ from torch import nn
 
 from policygrad.errors import MemoryStopError, OutOfMemoryError, RunError
 from policygrad.learners.base import CutsLongTexts
-from policygrad.learners.config import LearnerConfig
+from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.memory import measure_free_memory, read_meminfo
@@ -109,7 +109,7 @@ def explain_shortage(
         return MemoryStopError(text, flag=flag, size=size, limit=limit)
     lines = [f"{what}. The run can be resumed once something is changed: {resume_command} …"]
     if model is not None:
-        use = MemoryUse.measure(model, learner, config.learner)
+        use = MemoryUse.measure(model, learner, config)
         saved = None if flag != "--learner.micro-tokens" or size is None else use.estimate_saved(size)
         rows = {name: x for name, x in use.parts.items() if x}
         if saved is not None:
@@ -133,8 +133,10 @@ class MemoryUse:
     parts: Mapping[str, int]
 
     @classmethod
-    def measure(cls, model: nn.Module, learner: object, config: LearnerConfig) -> MemoryUse:
+    def measure(cls, model: nn.Module, learner: object, config: Any) -> MemoryUse:
         """Count the weights of the model, and of what the learner has beside it. Of several processes each has its share."""
+        settings: OptimizerConfig = config.optimizer
+        moment_bytes = settings.row.count_moment_bytes(settings.momentum)
         parameters = list(model.parameters())
         optimizers = getattr(learner, "optimizers", None)
         if optimizers is None:  # several processes, or a learner of the user's
@@ -145,17 +147,17 @@ class MemoryUse:
             masters = [(p, o.masters[n]) for o in optimizers for n, p in o.parameters.items()]
             trained, copies = sum(m.numel() for _, m in masters), sum(m.numel() for p, m in masters if p is not m)
             beside = sum(p.nbytes for o in optimizers[1:] for p in o.parameters.values())
-        share = max(1, config.world_size)
+        share = max(1, config.learner.world_size)
         other = int(getattr(learner, "reference_parameters", 0)) * parameters[0].element_size()
         parts = {
             "weights": sum(p.nbytes for p in parameters) // share,
             "gradients": 4 * trained // share,
-            "AdamW's moments": 8 * trained // share,
+            "moments": int(moment_bytes * trained) // share,
             "float32 copies of the weights": 4 * copies // share,
             "other models": (other + beside) // share,
         }
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-        return cls(model, config, _describe_capacity(device), parts)
+        return cls(model, config.learner, _describe_capacity(device), parts)
 
     def estimate_saved(self, tokens: int) -> int | None:
         """Return the bytes that a text saves for its backward pass; None where that cannot be counted, or is recomputed instead."""
@@ -182,8 +184,8 @@ class MemoryUse:
         if free is None or not long or not short or long > 2.2 * short:
             return None
         optimizers = getattr(learner, "optimizers", ())
-        present = sum(x.nbytes for o in optimizers for s in o.adam.state.values() for x in s.values() if x.ndim)
-        free -= self.parts["gradients"] + max(0, self.parts["AdamW's moments"] - present)
+        present = sum(o.moment_bytes for o in optimizers)
+        free -= self.parts["gradients"] + max(0, self.parts["moments"] - present)
         holes = 1.0 if self.device.startswith("cuda") else FRAGMENTATION
         return max(0, int(free / holes / (long / tokens)))
 
@@ -191,7 +193,7 @@ class MemoryUse:
         """Iterate over options that the run does not have yet, the one that frees most first."""
         learner, parts = self.learner_config, self.parts
         passes = 0 if is_sampling else saved or 0
-        state = parts["gradients"] + parts["AdamW's moments"] + parts["float32 copies of the weights"]
+        state = parts["gradients"] + parts["moments"] + parts["float32 copies of the weights"]
         on_gpu, gpus = not self.device.startswith("cpu"), torch.cuda.device_count()
         sampling = getattr(config, "sampling", None)
         remedies = list[tuple[float, str]]()
@@ -214,7 +216,7 @@ class MemoryUse:
             )
         if is_sampling and sampling is not None and on_gpu and not learner.offload and learner.world_size == 1:
             text = "--learner.offload: keep moments in this machine's memory while completions are sampled"
-            remedies.append((parts["AdamW's moments"] + parts["float32 copies of the weights"], text))
+            remedies.append((parts["moments"] + parts["float32 copies of the weights"], text))
         if sampling is not None:
             text = f"--max-tokens below {sampling.max_tokens:,}: shorter completions"
             remedies.append((passes / 2 or 1, text))
@@ -234,7 +236,7 @@ def describe_longest_text(model: nn.Module, learner: object, config: Any) -> tup
         return {}, None
     if isinstance(learner, CutsLongTexts) and learner.cuts_long_texts():
         return {}, None
-    use = MemoryUse.measure(model, learner, config.learner)
+    use = MemoryUse.measure(model, learner, config)
     longest = use.estimate_longest(learner, COUNTED_TOKENS)
     if longest is None:
         return {}, None

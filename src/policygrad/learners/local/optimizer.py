@@ -112,6 +112,11 @@ class Optimizer:
             copies = (m for n, m in self.masters.items() if m is not self.parameters[n] and self.bare is None)
             self.host.move_out([*copies, *self._moments(self.masters.values())])
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments that there are, wherever they lie; none before the first update."""
+        return sum(x.nbytes for x in self._moments(self.masters.values()))
+
     def _moments(self, masters: Iterable[Tensor]) -> list[Tensor]:
         states = (self.rule_of[master].state.get(master, {}) for master in masters)
         return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.ndim]
