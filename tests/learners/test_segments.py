@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,16 +30,19 @@ from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.sft import accumulate_sft_gradient
 from policygrad.training.supervised import LocalSupervisedLearner
 
-TREES = {f.type: f for f in families() if f.learning == "tree" and not f.refused}
-FAST = ("gpt2", "gemma3_text", "gpt_oss", "deepseek_v3")  # plain, windows, windows and sinks, latent attention
+FAMILIES = {f.type: f for f in families() if f.learning in ("tree", "cache") and not f.refused}
+FAST = ("gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1")
+"""Plain, windows, windows and sinks, latent attention, delta rules, Mamba beside attention."""
 WHOLE = ("cohere", "cohere2", "cohere2_moe", "nanochat", "minicpm3", "llama4", "diffllama")
 """Models that scale their logits outside of the head, attend in chunks, or twice in a layer: read as whole texts."""
+WHOLE += ("gemma2", "bloom", "mpt", "xglm", "deepseek_v32", "glm_moe_dsa")
+"""So are those with a cap on logits, positions by distance, and a choice of tokens to attend to."""
 EXACT = ("gpt2", "gpt_neo", "opt", "biogpt")  # nothing of which is computed in float32
 
 
 def built(kind: str) -> Any:
     torch.manual_seed(0)
-    config = TREES[kind].config()
+    config = FAMILIES[kind].config()
     config.max_position_embeddings = 256
     config._experts_implementation = "eager"  # the grouped product has no float64
     return load_model(tf.AutoModelForCausalLM.from_config(config).double().eval())
@@ -54,7 +58,7 @@ def make_batch() -> pg.Batch:
     return pg.Batch(
         mask=mask,
         group=torch.tensor([0, 0, 0, 0, 0, 1, 2, 2]),
-        reward=torch.tensor([1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, 0.0]),
+        reward=torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 0.0]),
         tokens=tokens,
         prompts=tuple(torch.randint(3, 40, (n,), generator=g) for n in (150, 11, 5)),
     )
@@ -114,7 +118,7 @@ def accumulate(model: nn.Module, algorithm: pg.Algorithm, batch: pg.Batch, confi
     return metrics, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FAST else pytest.mark.full) for k in TREES])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FAST else pytest.mark.full) for k in FAMILIES])
 def test_log_probabilities_and_gradients_are_those_of_whole_texts(kind: str) -> None:
     model, batch, gradients, reads = built(kind), make_batch(), list[Tensor](), list[int]()
     evaluator = build_evaluator(model, 1.0)
@@ -133,24 +137,28 @@ def test_log_probabilities_and_gradients_are_those_of_whole_texts(kind: str) -> 
             (weight[pack.rows] * result).sum().backward()
             logp[pack.rows] = result.detach()
         gradients += [logp, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
-    assert max(reads) <= 40 < 150
-    bound = 1e-13 if kind in EXACT else 1e-7
+    is_tree = FAMILIES[kind].learning == "tree"
+    assert (
+        max(reads) <= (40 if is_tree else 3 * 40) < 150
+    )  # without a tree what texts of a pass have in common is read for each
+    bound = 1e-13 if kind in EXACT else 1e-7 if is_tree else 2e-6
     torch.testing.assert_close(gradients[2], gradients[0], rtol=0, atol=10 * bound)
     assert float((gradients[3] - gradients[1]).norm() / gradients[1].norm()) < bound
 
 
-ALGORITHMS = ("grpo", "gspo", "ppo", "ppo_penalty", "cpgd", "high_entropy")
+KINDS = {"in full": "qwen3", "adapters": "qwen3", "recomputed": "qwen3", "with a cache": "qwen3_5"}
+ALGORITHMS = ("grpo", "gspo", "ppo", "prime", "ppo_penalty", "cpgd", "high_entropy")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("how", ["in full", "adapters", "recomputed"])
-def test_an_update_in_segments_is_that_of_whole_texts(name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [*product(["in full"], ALGORITHMS), *product(["adapters", "recomputed", "with a cache"], ("grpo", "ppo"))],
+)
+def test_an_update_in_segments_is_that_of_whole_texts(how: str, name: str) -> None:
     """After the weights have moved: ratios are not 1."""
-    if how != "in full" and name != "grpo":
-        pytest.skip("shown with grpo")
     algorithm, results = runnable(name).with_max_tokens(140), list[tuple[Any, Tensor]]()
     for budget in (10**6, 50):
-        model = built("qwen3")
+        model = built(KINDS[how])
         if how == "adapters":
             model = add_adapters(model, Lora(rank=2)).double()
             with torch.no_grad():
@@ -162,7 +170,7 @@ def test_an_update_in_segments_is_that_of_whole_texts(name: str, how: str) -> No
     (expected, exact), (found, gradient) = results
     assert float((gradient - exact).norm() / exact.norm()) < 1e-6
     for key in expected.keys() - {"completions/computed"}:
-        assert found[key].value == pytest.approx(expected[key].value, rel=1e-5, abs=1e-7), key
+        assert found[key].value == pytest.approx(expected[key].value, rel=1e-5, abs=1e-6), key
 
 
 def test_a_fine_tuning_update_in_segments_is_that_of_whole_texts() -> None:

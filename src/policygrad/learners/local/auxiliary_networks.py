@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from policygrad.learners.local.forward import (
     get_backbone,
     recompute_activations,
 )
+from policygrad.learners.local.networks import reads_segments
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.packing import Pack, WorkDivision
 from policygrad.models.loading import at_least_float32
@@ -84,6 +86,7 @@ class ValueModel:
         division: WorkDivision | None = None,
     ) -> None:
         self.config, self.division = spec.config, division or WorkDivision()
+        self.can_follow = partial(reads_segments, evaluator, self.config, self.division, None)
         self.network = ValueNetwork(evaluator, critic, spec.config.gradient_checkpointing, build)
         self.division.shard(self.network)
         passes = spec.steps + min(spec.steps, critic.pretrain) * (critic.pretrain_epochs - 1)
@@ -93,7 +96,11 @@ class ValueModel:
 
     def _micro_batches(self, batch: Batch) -> Iterator[Pack]:
         return self.division.micro_batches(
-            batch, self.config, self.network, lambda part: backward_zero(self.network(part))
+            batch,
+            self.config,
+            self.network,
+            lambda part: backward_zero(self.network(part)),
+            can_follow=self.can_follow,
         )
 
     @property
@@ -167,6 +174,7 @@ class ValueModel:
                     torch.autograd.backward(loss)
                 self.optimizer.accumulate_master_grads()
                 metrics = merge(metrics, {"value_loss": Sum(widen(loss.detach()))})
+            self.optimizer.accumulate_master_grads()  # of what the last micro-batches followed
             self.network.eval()
             return metrics
 
@@ -214,6 +222,7 @@ class ImplicitRewardModel:
             return {}
         model, recompute = self.evaluator.model, self.config.gradient_checkpointing
         bare, device = batch.without_texts(), next(model.parameters()).device
+        can_follow = partial(reads_segments, self.evaluator, self.config, self.division, None)
 
         def dummy_pass(part: Pack) -> None:
             with backward_mode(model, recompute):
@@ -221,13 +230,15 @@ class ImplicitRewardModel:
 
         def work() -> Metrics:
             metrics = Metrics()
-            for part in self.division.micro_batches(batch, self.config, model, dummy_pass, rows=rows):
+            options: dict[str, Any] = {"rows": rows, "can_follow": can_follow}
+            for part in self.division.micro_batches(batch, self.config, model, dummy_pass, **options):
                 with span("reward model forward and backward"), backward_mode(model, recompute):
                     logp = self.evaluator(part.to(device))
                     loss = self.part.loss(logp, bare.select(part.rows).to(device)).sum() / len(rows)
                     torch.autograd.backward(loss)
                 self.optimizer.accumulate_master_grads()
                 metrics = merge(metrics, {"reward_model/loss": Sum(float(loss.detach()))})
+            self.optimizer.accumulate_master_grads()  # of what the last micro-batches followed
             return metrics
 
         metrics = self.division.memory.run(work, keep_gradients(self.optimizer.parameters, self.optimizer.masters))

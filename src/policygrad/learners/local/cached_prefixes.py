@@ -21,6 +21,9 @@ from transformers.cache_utils import DynamicCache
 from policygrad.learners.local.packing import Pack
 from policygrad.learners.local.tree_attention import Ints
 
+StateName = tuple[int, str, int | None]
+"""Of a state in a cache: its layer, its name there, and its number where a layer has several of that name."""
+
 _CACHE_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
 _LEAST_SAVING = 0.9  # of the tokens that are read: two calls cost more than one
 _SMALL_CALL = 512  # tokens below which padding costs less than another call
@@ -64,9 +67,9 @@ def plan_prefixes(lengths: Ints, shared: Ints) -> PrefixPlan | None:
     common[is_alone] = np.minimum(common[is_alone], common[~is_alone].max())
     owners = np.repeat(np.arange(len(begins)), np.diff([*begins, len(lengths)]))
     remaining = lengths - common[owners]
-    calls = tuple(_group_by_length(remaining))
+    calls = tuple(group_by_length(remaining))
     read = len(common) * int(common.max()) + sum(len(x) * int(remaining[x].max()) for x in calls)
-    alone = sum(len(x) * int(lengths[x].max()) for x in _group_by_length(lengths))
+    alone = sum(len(x) * int(lengths[x].max()) for x in group_by_length(lengths))
     if read > _LEAST_SAVING * alone or remaining.max() < 2:  # one token is read as a step of decoding, in place
         return None
     return PrefixPlan(common, np.array(begins), owners, calls)
@@ -93,7 +96,7 @@ def _divide(lengths: Ints, shared: Ints) -> list[int]:
     return begins[::-1]
 
 
-def _group_by_length(lengths: Ints) -> Iterator[Ints]:
+def group_by_length(lengths: Ints) -> Iterator[Ints]:
     """Group texts of similar length, longest first."""
     order = np.argsort(-lengths, kind="stable")
     start, needed = 0, 0
@@ -116,8 +119,7 @@ def read_with_prefixes(
         weigh: Told before each call which of its tokens [n] are read for the first time, and are no padding.
     """
     device, paths, width = part.ids.device, part.tree.paths, plan.width
-    base = network.get_base_model() if hasattr(network, "get_base_model") else network
-    name, config = _find_cache_name(type(base)), base.config.get_text_config(decoder=True)
+    name, config = find_cache_argument(network)
     # the beginnings, padded on the left
     column = np.arange(width) - (width - plan.lengths)[:, None]
     nodes = np.take_along_axis(paths[plan.firsts], np.maximum(column, 0), 1)
@@ -164,10 +166,32 @@ def read_with_prefixes(
     return merged.index_select(0, torch.from_numpy(places).to(device)[part.predicting_nodes])
 
 
-def _find_cache_name(kind: Any) -> str:
-    """Return the name of a network's argument that takes a cache."""
-    parameters = inspect.signature(kind.forward).parameters
-    return next(name for name in _CACHE_NAMES if name in parameters)
+def find_cache_argument(network: Any) -> tuple[str, Any]:
+    """Return the name of a network's argument that takes a cache, and the config that a cache is made for."""
+    base = network.get_base_model() if hasattr(network, "get_base_model") else network
+    parameters = inspect.signature(type(base).forward).parameters
+    return next(name for name in _CACHE_NAMES if name in parameters), base.config.get_text_config(decoder=True)
+
+
+def replace_states(cache: PrefixCache, function: Callable[[StateName, Tensor], Tensor]) -> PrefixCache:
+    """Return a copy of a cache in which `function` has replaced each state that a layer keeps, without changing this one."""
+    replaced = copy.copy(cache)
+    replaced.layers, layers = [], list[Any](cache.layers)
+    for number, layer in enumerate(map(copy.copy, layers)):
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                value = {
+                    key: function((number, name, key), x) if _is_state(x) else x for key, x in value.items()
+                }  # of several states of a layer
+            elif _is_state(value):
+                value = function((number, name, None), value)
+            setattr(layer, name, value)
+        replaced.layers.append(layer)
+    return replaced
+
+
+def _is_state(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0
 
 
 class PrefixCache(DynamicCache):
@@ -175,16 +199,22 @@ class PrefixCache(DynamicCache):
 
     def repeat(self, rows: Tensor) -> PrefixCache:
         """Return a cache with these rows [n] of all layers, without changing this one."""
-        repeated = copy.copy(self)
-        repeated.layers, layers = [], list[Any](self.layers)
-        for layer in map(copy.copy, layers):
-            for name, value in vars(layer).items():
-                if isinstance(value, dict):  # of states
-                    setattr(layer, name, dict(value))
+        repeated = replace_states(self, lambda name, x: x)
+        for layer in list[Any](repeated.layers):
             if hasattr(layer, "reorder_cache"):
                 layer.reorder_cache(rows)
-            repeated.layers.append(layer)
         return repeated
+
+    def states(self) -> dict[StateName, Tensor]:
+        """Return what the layers keep."""
+        found = dict[StateName, Tensor]()
+
+        def note(name: StateName, x: Tensor) -> Tensor:
+            found[name] = x
+            return x
+
+        replace_states(self, note)
+        return found
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any

@@ -29,6 +29,7 @@ from policygrad.models.traits import base_network, placeholder_id, read_balance_
 from policygrad.utils.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
+    from policygrad.learners.local.path_reader import PathReaders
     from policygrad.models.moe_routing import Routing
 
 Inputs = dict[str, Any]
@@ -77,8 +78,8 @@ class Network:
 
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
-        if part.path and part.path_readers is not None and self.use_tree and self.reads_segments:
-            return part.path_readers.read(self, get_backbone(self.model), part)
+        if (readers := self._find_readers(part)) is not None:
+            return readers.read(self, get_backbone(self.model), part)
         return self.read_states(part)
 
     def read_states(self, part: Pack, backbone: nn.Module | None = None) -> Tensor:
@@ -115,7 +116,7 @@ class Network:
     @property
     def reads_segments(self) -> bool:
         """True if packs may follow a path that is read once for several of them: found by trying it, on the first call."""
-        if not (self.use_tree and self.split_head):
+        if not self.split_head or not (self.use_tree or (self.reads_prefixes and self.routing is None)):
             return False
         answer: bool | None = self.model.__dict__.get(_SEGMENTS)
         if answer is None:
@@ -126,6 +127,10 @@ class Network:
                 del self.model.__dict__[_SEGMENTS]
             self.model.__dict__[_SEGMENTS] = answer
         return answer
+
+    def _find_readers(self, part: Pack) -> PathReaders | None:
+        """Return what reads this pack behind its path; None = it is read as a whole."""
+        return part.path_readers if part.path and self.reads_segments else None
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Enclose passes whose tokens do not count for `load`."""
@@ -196,6 +201,8 @@ class Network:
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
         """Return [u, H] last hidden states at `part.predicting_nodes`; `network`: another backbone to use."""
         backbone = get_backbone(self.model) if network is None else network
+        if (readers := self._find_readers(part)) is not None:
+            return readers.read(replace(self, routing=None, load=None), backbone, part)
         read = self._read_prefixes(part, backbone, hidden=True)
         return _hidden_states(backbone, *self.call(part)) if read is None else read
 
@@ -490,7 +497,9 @@ def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator
             raise
         return False
     equal, padded = gaps
-    return padded <= 10 * max(equal, torch.finfo(truth.network.model.get_input_embeddings().weight.dtype).eps)
+    dtype = truth.network.model.get_input_embeddings().weight.dtype
+    # parts of a model in float64 are often computed in float32
+    return padded <= 10 * max(equal, torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 @torch.no_grad()

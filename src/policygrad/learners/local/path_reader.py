@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,16 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from policygrad.learners.local.prefix_attention import KeyBuffers, attend_after
 from policygrad.learners.local.segments import PathSegment
-from policygrad.learners.local.tree_attention import AttentionTree
 from policygrad.models.loading import at_least_float32
 
 if TYPE_CHECKING:
     from policygrad.learners.local.forward import Network
     from policygrad.learners.local.packing import Pack
-
-_UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, which change its scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +35,22 @@ class PathReaders:
         """Return [u, H] the backbone's states at `part.predicting_nodes`."""
         reader = self.by_backbone.get(id(backbone))
         if reader is None:
-            reader = self.by_backbone[id(backbone)] = PathReader(
-                network, backbone, self.capacity, torch.is_grad_enabled()
-            )
+            reader = self.by_backbone[id(backbone)] = self._open(network, backbone)
         return reader.read(part)
+
+    def _open(self, network: Network, backbone: nn.Module) -> PathReader:
+        """Return a reader that keeps what this network needs."""
+        learns = torch.is_grad_enabled()
+        memory: PathMemory
+        if network.use_tree:
+            from policygrad.learners.local.kept_keys import KeptKeys
+
+            memory = KeptKeys(lambda part: network.read_states(part, backbone), self.capacity, learns)
+        else:
+            from policygrad.learners.local.kept_caches import KeptCaches
+
+            memory = KeptCaches(backbone, learns, None if network.load is None else network.load.weigh)
+        return PathReader(network, backbone, memory, learns)
 
     def finish(self) -> None:
         """Compute what is left of the gradients."""
@@ -99,18 +107,27 @@ class _Collect(torch.autograd.Function):
         return grad[ctx.count :], None, None
 
 
-class PathReader:
-    """Reads packs behind their paths with one network, and keeps what the segments of the current path have left."""
+class PathMemory(Protocol):
+    """Reads segments and what follows them with one backbone, and keeps what they leave and its gradients."""
 
-    def __init__(self, network: Network, backbone: nn.Module, capacity: int, learns: bool) -> None:
-        self.network, self.backbone, self.capacity, self.learns = network, backbone, capacity, learns
-        self.steps, self.layers = list[_Step](), dict[nn.Module, KeyBuffers]()
-        self.depth = 0
-        """Tokens of the path that what is being read follows."""
-        self.is_storing = False
-        self.recomputes: bool = network.model.training  # transformers recompute activations in training mode only
-        self.computed: list[tuple[KeyBuffers, Tensor, Tensor]] | None = None
-        """The keys and values of the segment that is being read again."""
+    def enter(self, part: Pack, begin: int) -> Tensor:
+        """Read a segment, the path's tokens from `begin` on, without a graph, and keep what it leaves; [p, H] its states."""
+
+    def follow(self, part: Pack, depth: int) -> Tensor:
+        """Read texts after the path's first `depth` tokens; [u, H] their states."""
+
+    def recompute(self, part: Pack, begin: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Read a segment again; [p, H] its states, and what it leaves, each with the gradient that it has received and that is
+        forgotten here."""
+
+
+class PathReader:
+    """Reads packs behind their paths with one network, and keeps the states of the current path's segments."""
+
+    def __init__(self, network: Network, backbone: nn.Module, memory: PathMemory, learns: bool) -> None:
+        self.network, self.backbone, self.memory, self.learns = network, backbone, memory, learns
+        self.steps = list[_Step]()
+        self.recomputes = backbone.training  # transformers recompute activations in training mode only
 
     def read(self, part: Pack) -> Tensor:
         """Return [u, H] the states at the part's predicting nodes, of the path and its own."""
@@ -120,10 +137,9 @@ class PathReader:
         self.return_to(common)
         for segment in part.path[common:]:
             self._enter(segment, part)
-        self.depth = part.path[-1].end
-        nodes = part.predicting_nodes
-        inner = nodes[nodes < self.depth]
-        states = self._read_tree(cut_part(part, self.depth, len(part.ids)))
+        depth, nodes = part.path[-1].end, part.predicting_nodes
+        inner = nodes[nodes < depth]
+        states = self.memory.follow(cut_part(part, depth, len(part.ids)), depth)
         return _Collect.apply(states, self.steps[:], inner) if len(inner) else states  # type: ignore[no-untyped-call]
 
     def return_to(self, count: int) -> None:
@@ -131,73 +147,28 @@ class PathReader:
         if not self.learns:
             del self.steps[count:]
             return
-        model = self.network.model
-        was_training = model.training
+        was_training = self.backbone.training
         try:
             while len(self.steps) > count:
-                model.train(self.recomputes)
+                self.backbone.train(self.recomputes)
                 self._differentiate(self.steps.pop())
         finally:
-            if model.training != was_training:
-                model.train(was_training)
+            self.backbone.train(was_training)
 
     def _enter(self, segment: PathSegment, part: Pack) -> None:
-        self.depth, self.is_storing = segment.begin, True
         piece = cut_part(part, segment.begin, segment.end, segment.predicting)
-        try:
-            with torch.no_grad(), self.network.uncounted():
-                states = self._read_tree(piece)
-        finally:
-            self.is_storing = False
+        with torch.no_grad(), self.network.uncounted():
+            states = self.memory.enter(piece, segment.begin)
         self.steps.append(_Step(segment, piece, states, segment.num_readers))
 
     def _differentiate(self, step: _Step) -> None:
-        """Read a segment again, with a graph, and pass on the gradients that its states, keys and values have received."""
-        self.depth, self.computed = step.segment.begin, []
-        try:
-            with torch.enable_grad():
-                states, computed = self._read_tree(step.part), self.computed
-        finally:
-            self.computed = None
-        pairs = [] if step.gradient is None else [(states, step.gradient.to(states.dtype))]
-        for buffers, key, value in computed:
-            pairs += zip((key, value), buffers.pop_gradients(step.segment.begin, step.segment.end), strict=True)
+        """Read a segment again, with a graph, and pass on the gradients that its states and what it leaves have received."""
+        with torch.enable_grad():
+            states, pairs = self.memory.recompute(step.part, step.segment.begin)
+        if step.gradient is not None:
+            pairs = [(states, step.gradient.to(states.dtype)), *pairs]
         if pairs := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
-
-    def _read_tree(self, part: Pack) -> Tensor:
-        tree = replace(part.tree, attend=self.attend)
-        return self.network.read_states(replace(part, tree=tree, path=(), path_readers=None), self.backbone)
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tree: AttentionTree,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        s_aux: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor | None:
-        """Return [1, H, N, D], or None for nodes that follow nothing; keep what is asked for."""
-        unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
-        if unknown:
-            raise NotImplementedError(f"segments do not know attention with {', '.join(unknown)}")
-        buffers = self.layers.get(module)
-        if buffers is None:
-            buffers = self.layers[module] = KeyBuffers.allocate(key, value, self.capacity, self.learns)
-        if self.is_storing:
-            buffers.store(key, value, self.depth)
-        if self.computed is not None:
-            self.computed.append((buffers, key, value))
-        if self.depth == 0:
-            return None
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_after(
-            query, key, value, buffers, self.depth, tree, scale=scale, window=sliding_window, sinks=s_aux
-        )
 
 
 def cut_part(part: Pack, begin: int, end: int, predicting: NDArray[np.bool_] | None = None) -> Pack:
@@ -230,4 +201,6 @@ def cut_part(part: Pack, begin: int, end: int, predicting: NDArray[np.bool_] | N
         routes=None if part.routes is None else part.routes[begin:end],
         reads=part.reads[begin:end],
         reference=None,
+        path=(),
+        path_readers=None,
     )

@@ -45,7 +45,8 @@ class PassPlan:
 
 
 def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan]:
-    """Divide texts into passes of at most `budget` tokens of their own.
+    """Divide texts into passes of at most `budget` tokens of their own. A segment has two tokens or more, as one is a step of
+    decoding to a model with a cache, which knows no gradient: a pass may have one more than the budget where that leaves none.
 
     Args:
         lengths: [n] tokens of the texts, neighbours of which have the longest common beginnings.
@@ -53,7 +54,7 @@ def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[P
         units: [n] texts of equal numbers, neighbours, are read in one pass.
     """
     starts = np.flatnonzero(np.diff(units, prepend=units[0] - 1))
-    return list(_divide(lengths, shared, np.append(starts, len(units)), budget, ()))
+    return list(_divide(lengths, shared, np.append(starts, len(units)), max(budget, 3), ()))
 
 
 def find_saving(lengths: Ints, shared: Ints, units: Ints, budget: int) -> float:
@@ -85,11 +86,10 @@ def _divide(
         yield PassPlan(np.arange(first, end), path)
         return
     is_unit = len(starts) == 2
-    room = min(common, max(depth, depth + tokens - budget)) if is_unit else common
-    if room - depth >= (1 if is_unit else LEAST_SEGMENT):
-        for begin in range(depth, room, budget):
-            stop = min(begin + budget, room)
-            path = (*path, PathSegment(begin, stop))
+    room = min(common, max(depth + 2, depth + tokens - budget)) if is_unit else common
+    if room - depth >= (2 if is_unit else LEAST_SEGMENT):
+        bounds = np.linspace(depth, room, -(-(room - depth) // budget) + 1).astype(int).tolist()
+        path = (*path, *(PathSegment(begin, stop) for begin, stop in pairwise(bounds)))
     if is_unit:
         yield PassPlan(np.arange(first, end), path)
         return
@@ -97,9 +97,9 @@ def _divide(
     # units that go on from one another beyond what all have in common stay together
     inner = starts[1:-1]
     least = int(shared[inner].min())
-    bounds = [first, *inner[shared[inner] <= max(least, depth)].tolist(), end]
+    starts_of_passes = [first, *inner[shared[inner] <= max(least, depth)].tolist(), end]
     begin, used = first, 0
-    for start, stop in pairwise(bounds):
+    for start, stop in pairwise(starts_of_passes):
         size = int(lengths[start] + (lengths - shared)[start + 1 : stop].sum()) - depth
         more = size - (max(0, int(shared[start]) - depth) if start > begin else 0)
         if start > begin and used + more > budget:
