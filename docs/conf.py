@@ -33,6 +33,7 @@ NAV = {
         "many-processes",
         "ray",
         "gpu",
+        "long-texts",
         "optimizers",
         "planning",
         "extras",

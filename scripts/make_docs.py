@@ -39,6 +39,7 @@ from pages.blocks import (
 )
 from pages.commands import help_file, show_file
 from pages.figures import gate_figure, owners
+from pages.lengths import FIGURE, lengths_block, lengths_figure
 from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
 from pages.memory import embedded_memory_file
@@ -89,6 +90,8 @@ def generate_files() -> dict[Path, str]:
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=gpu_block()),
+        DOCS / "long-texts.md": fill_blocks(DOCS / "long-texts.md", lengths=lengths_block()),
+        **({} if (figure := lengths_figure()) is None else {DOCS / FIGURE: figure}),
         DOCS / "optimizers.md": fill_blocks(DOCS / "optimizers.md", memory=memory_block(), measured=measured_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
