@@ -6,9 +6,9 @@
 
 Every figure is a process of its own with one thread: the most memory that it ever held (weights, gradients, AdamW's moments, Python
 and its libraries included), and the CPU seconds of the update after a first one on a short text. In segments, another process
-adds up the tensors that are alive at a time: the rest is Python, libraries and what the C library's allocator keeps. Every way computes
-the gradient of the same number: the mean log-probability of the text's tokens but the first 64, or of the completions; ours weighs
-them by advantages of 1.
+adds up the tensors that are alive at a time: the rest is Python, libraries and what the C library's allocator keeps. Every way
+computes the gradient of the same number: the mean log-probability of the text's tokens but the first 64, or of the completions;
+ours weighs them by advantages of 1.
 """
 
 from __future__ import annotations

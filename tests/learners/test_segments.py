@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -64,12 +65,24 @@ def make_batch() -> pg.Batch:
     )
 
 
+def make_branching_batch() -> pg.Batch:
+    """The same batch, two completions of which go on from their middle, or from the middle of their prompt, up to three times."""
+    batch = make_batch()
+    assert batch.prompts is not None
+    positions = torch.arange(140) + torch.tensor([len(batch.prompts[g]) for g in batch.group.tolist()])[:, None]
+    for row, first, depth in ((1, 10, 80), (6, 60, 10), (6, 100, 30), (7, 4, 3)):
+        positions[row, first:] += depth - positions[row, first].item()
+    return replace(batch, positions=positions)
+
+
 LENGTHS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=12)
 
 
 @settings(max_examples=80, deadline=None)
-@given(drawn=LENGTHS, prompt=st.integers(1, 150), budget=st.integers(3, 90))
-def test_every_token_is_read_within_the_budget(drawn: list[tuple[int, int, int]], prompt: int, budget: int) -> None:
+@given(drawn=LENGTHS, prompt=st.integers(1, 150), budget=st.integers(3, 90), texts_each=st.integers(1, 4))
+def test_every_token_is_read_within_the_budget(
+    drawn: list[tuple[int, int, int]], prompt: int, budget: int, texts_each: int
+) -> None:
     """Texts of up to four groups, some of which have the same tokens but for their last ones."""
     g = torch.Generator().manual_seed(0)
     groups = torch.tensor(sorted(group for group, _, _ in drawn)).unique(return_inverse=True)[1]
@@ -82,11 +95,16 @@ def test_every_token_is_read_within_the_budget(drawn: list[tuple[int, int, int]]
     batch = pg.Batch(mask=mask, group=groups, reward=torch.zeros(len(drawn)), tokens=tokens, prompts=prompts)
     texts = TokenSequences.of(batch, torch.arange(len(drawn))).sort()
     shared = texts.shared_prefix_lengths()
-    plans = plan_passes(texts.lengths, shared, np.arange(len(drawn)), budget)
+    units = np.arange(len(drawn)) // texts_each  # texts of a completion
+    plans = plan_passes(texts.lengths, shared, units, budget)
     new = int((texts.lengths - shared).sum())
-    assert (find_saving(texts.lengths, shared, np.arange(len(drawn)), budget) == 1) is bool(
-        texts.lengths.max() > budget
-    )
+    is_long = bool(texts.lengths.max() > budget)
+    saving = find_saving(texts.lengths, shared, units, budget)
+    assert saving == 1 if is_long else texts_each > 1 or saving < 1
+    for plan in plans:  # completions are whole, in one pass or in parts of one
+        assert not set(units[plan.texts]) & set(np.delete(units, plan.texts))
+        assert not plan.parts or np.array_equal(np.concatenate([x.texts for x in plan.parts]), plan.texts)
+    plans = [part for plan in plans for part in plan.parts or (plan,)]
     assert np.array_equal(np.concatenate([plan.texts for plan in plans]), np.arange(len(drawn)))
     segments = {segment for plan in plans for segment in plan.path}
     read = sum(segment.end - segment.begin for segment in segments)
@@ -118,9 +136,10 @@ def accumulate(model: nn.Module, algorithm: pg.Algorithm, batch: pg.Batch, confi
     return metrics, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.parametrize("make", [make_batch, make_branching_batch])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FAST else pytest.mark.full) for k in FAMILIES])
-def test_log_probabilities_and_gradients_are_those_of_whole_texts(kind: str) -> None:
-    model, batch, gradients, reads = built(kind), make_batch(), list[Tensor](), list[int]()
+def test_log_probabilities_and_gradients_are_those_of_whole_texts(kind: str, make: Callable[[], pg.Batch]) -> None:
+    model, batch, gradients, reads = built(kind), make(), list[Tensor](), list[int]()
     evaluator = build_evaluator(model, 1.0)
     assert evaluator.network.reads_segments is (kind not in WHOLE)
     if kind in WHOLE:

@@ -130,7 +130,8 @@ class Network:
 
     def _find_readers(self, part: Pack) -> PathReaders | None:
         """Return what reads this pack behind its path; None = it is read as a whole."""
-        return part.path_readers if part.path and self.reads_segments else None
+        is_cut = len(part.parts) > 1 or any(x.path for x in part.parts)
+        return part.path_readers if is_cut and self.reads_segments else None
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Enclose passes whose tokens do not count for `load`."""

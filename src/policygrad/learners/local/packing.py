@@ -25,8 +25,9 @@ from policygrad.learners.local.segments import (
     LEAST_SEGMENT,
     PassPlan,
     PathSegment,
+    StateSource,
     find_saving,
-    mark_predicting,
+    find_sources,
     plan_passes,
 )
 from policygrad.learners.local.tree_attention import AttentionTree, Ints
@@ -188,6 +189,22 @@ class TokenSequences:
 
 
 @dataclass(frozen=True, eq=False)
+class PackPart:
+    """Texts of a pack that are read in one call, behind a path, and what the states belong to that they need."""
+
+    path: tuple[PathSegment, ...]
+    sources: tuple[StateSource, ...]  # of states that segments have computed
+    which: Ints  # [k] the pack's predicting nodes, by number, whose states the call computes
+    pack: Pack | None = None
+    """The texts laid out alone, with those predicting nodes; None = all of the pack's."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the path."""
+        return self.path[-1].end if self.path else 0
+
+
+@dataclass(frozen=True, eq=False)
 class Pack:
     """A micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts."""
 
@@ -212,15 +229,15 @@ class Pack:
     """The pictures of each distinct text, with `slots`."""
     reference: Pack | None = None
     """The same completions in the same order after the prompts that π_ref reads; None = the same texts."""
-    path: tuple[PathSegment, ...] = ()
-    """What all texts begin with that may be read once for several packs, the first nodes; a pack can also be read as a whole."""
+    parts: tuple[PackPart, ...] = ()
+    """How it is read where what texts begin with may be read once for several packs; a pack can also be read as a whole."""
     path_readers: PathReaders | None = None
-    """Reads paths, with `path`."""
+    """Reads the parts."""
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes behind the path, or of those that π_ref reads if they are more."""
-        nodes = len(self.ids) - (self.path[-1].end if self.path else 0)
+        """Number of nodes that are read at a time, or of those that π_ref reads if they are more."""
+        nodes = max((len((x.pack or self).ids) - x.depth for x in self.parts), default=len(self.ids))
         return nodes if self.reference is None else max(nodes, len(self.reference.ids))
 
     @property
@@ -244,6 +261,8 @@ class Pack:
             changed["sampling_mask"] = SamplingMask(function(left.ids), function(left.counts))
         if self.reference is not None:
             changed["reference"] = self.reference.map(function)
+        parts = (x if x.pack is None else replace(x, pack=x.pack.map(function)) for x in self.parts)
+        changed["parts"] = tuple(parts)
         return replace(self, **changed, tree=self.tree.map(function))
 
     def to(self, device: torch.device | str) -> Pack:
@@ -282,7 +301,7 @@ def pack_micro_batches(
 
     Args:
         can_follow: Asked, where it saves something (`find_saving`), whether what packs begin with, or is too long for one, may be a
-            `Pack.path`. After the last pack's backward pass, the next call of the iterator adds what is left of the gradients.
+            `PackPart.path`. After the last pack's backward pass, the next call of the iterator adds what is left of the gradients.
 
     Raises:
         DataError: The batch has no tokens or prompts.
@@ -300,13 +319,44 @@ def _pack_passes(batch: Batch, texts: TokenSequences, plans: Sequence[PassPlan])
     """Lay out planned passes, all before the first is read: a segment must know which of its tokens predict something."""
     from policygrad.learners.local.path_reader import PathReaders
 
-    packs = [replace(_layout_tree(batch, texts[plan.texts]), path=plan.path) for plan in plans]
-    for pack in packs:
-        mark_predicting(pack.path, pack.predicting_nodes.numpy())
-    path_readers = PathReaders(max((plan.path[-1].end for plan in plans if plan.path), default=0))
+    packs = [_layout_parts(batch, texts, plan) for plan in plans]
+    path_readers = PathReaders(max(part.depth for pack in packs for part in pack.parts))
     for pack in packs:
         yield replace(pack, path_readers=path_readers)
     path_readers.finish()
+
+
+def _layout_parts(batch: Batch, texts: TokenSequences, plan: PassPlan) -> Pack:
+    """Lay out a planned pass with the parts in which it is read."""
+    pack = _layout_tree(batch, texts[plan.texts])
+    predicting, lengths, shared = pack.predicting_nodes.numpy(), texts.lengths, texts.shared_prefix_lengths()
+    is_found, parts = np.zeros(len(predicting), dtype=bool), list[PackPart]()
+    if not plan.parts:
+        return replace(
+            pack, parts=(PackPart(plan.path, *find_sources(predicting, np.arange(len(pack.ids)), plan.path, is_found)),)
+        )
+    whole = _number_nodes(lengths[plan.texts], shared[plan.texts])
+    for part in plan.parts:
+        own = _number_nodes(lengths[part.texts], shared[part.texts])
+        nodes = np.zeros(own.max() + 1, dtype=np.int64)
+        nodes[own] = whole[part.texts - plan.texts[0], : own.shape[1]]
+        sources, which = find_sources(predicting, nodes, part.path, is_found)
+        alone = _layout_tree(batch, texts[part.texts])
+        ours = torch.from_numpy(np.searchsorted(nodes, predicting[which]))
+        parts.append(PackPart(part.path, sources, which, replace(alone, predicting_nodes=ours)))
+    return replace(pack, parts=tuple(parts))
+
+
+def _number_nodes(lengths: Ints, shared: Ints) -> Ints:
+    """Return [n, L] the node of every token of texts, padded with the last one, the first of which shares nothing."""
+    paths, nodes = np.zeros((len(lengths), int(lengths.max())), dtype=np.int64), 0
+    for i, (length, same) in enumerate(zip(lengths.tolist(), [0, *shared[1:].tolist()], strict=True)):
+        if same:
+            paths[i, :same] = paths[i - 1, :same]
+        paths[i, same:length] = np.arange(nodes, nodes + length - same)
+        paths[i, length:] = paths[i, length - 1]
+        nodes += length - same
+    return paths
 
 
 def pack_with_reference(
@@ -367,15 +417,9 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
     assert batch.tokens is not None
     texts = texts.sort()
     shared = texts.shared_prefix_lengths()
-    # the node of every token, padded with the last one; texts that add a node are distinct
-    paths, nodes = np.zeros((len(shared), int(texts.lengths.max())), dtype=np.int64), 0
-    for i, (length, same) in enumerate(zip(texts.lengths.tolist(), shared.tolist(), strict=True)):
-        if same:
-            paths[i, :same] = paths[i - 1, :same]
-        paths[i, same:length] = np.arange(nodes, nodes + length - same)
-        paths[i, length:] = paths[i, length - 1]
-        nodes += length - same
-    reads = np.bincount(paths[np.arange(paths.shape[1]) < texts.lengths[:, None]], minlength=nodes)
+    paths = _number_nodes(texts.lengths, shared)
+    reads = np.bincount(paths[np.arange(paths.shape[1]) < texts.lengths[:, None]])
+    # texts that add a node are distinct
     distinct = np.flatnonzero(texts.lengths > shared)
     distinct_paths = paths[distinct]
     lengths, skip = texts.lengths[distinct], shared[distinct]

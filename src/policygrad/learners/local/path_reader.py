@@ -5,7 +5,8 @@ What a segment leaves is described in `segments`. Here is how it is read, kept a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from policygrad.learners.local.segments import PathSegment
+from policygrad.learners.local.tree_attention import Ints
 from policygrad.models.loading import at_least_float32
 
 if TYPE_CHECKING:
     from policygrad.learners.local.forward import Network
-    from policygrad.learners.local.packing import Pack
+    from policygrad.learners.local.packing import Pack, PackPart
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,56 +57,57 @@ class PathReaders:
     def finish(self) -> None:
         """Compute what is left of the gradients."""
         for reader in self.by_backbone.values():
-            reader.return_to(0)
+            reader.finish()
         self.by_backbone.clear()
 
 
 @dataclass(eq=False)
 class _Step:
-    """A segment that has been read."""
+    """What has been read without a graph: a segment, or a part of a pack behind its path."""
 
-    segment: PathSegment
     part: Pack
     states: Tensor | None  # [p, H] at its predicting nodes; None once no pass will read them
-    num_readers: int
+    num_readers: int = 1
     """Passes that will."""
     gradient: Tensor | None = None
     """[p, H] of the states, so far."""
 
-    def find_rows(self, nodes: Tensor) -> tuple[slice, Tensor]:
-        """Return which of these nodes of a path, in ascending order, are this segment's, and [k] their rows of the states."""
-        bounds = torch.tensor([self.segment.begin, self.segment.end], device=nodes.device)
-        first, end = torch.searchsorted(nodes, bounds).tolist()
-        places = torch.from_numpy(np.flatnonzero(self.segment.predicting)).to(nodes.device)
-        return slice(first, end), torch.searchsorted(places, nodes[first:end] - self.segment.begin)
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Rows of a step's states, and their places among those that a pass needs."""
+
+    step: _Step
+    which: Tensor  # [k]
+    rows: Tensor  # [k]
 
 
 class _Collect(torch.autograd.Function):
-    """The states of a path at some nodes, before those of a pass. Their gradients stay with the path."""
+    """The states that a pass needs: its own, and those of what it follows, whose gradients stay there."""
 
     @staticmethod
-    def forward(ctx: Any, read: Tensor, steps: Sequence[_Step], nodes: Tensor) -> Tensor:
-        ctx.parts = [(step, *step.find_rows(nodes)) for step in steps]
-        out = read.new_empty(len(nodes) + len(read), read.shape[1])
-        for step, which, rows in ctx.parts:
-            if len(rows) and step.states is not None:
-                torch.index_select(step.states, 0, rows, out=out[which])
-        out[len(nodes) :] = read
-        ctx.count = len(nodes)
+    def forward(ctx: Any, read: Tensor, which: Tensor, sources: Sequence[_Source]) -> Tensor:
+        out = read.new_empty(len(which) + sum(len(x.which) for x in sources), read.shape[1])
+        for x in sources:
+            assert x.step.states is not None
+            out[x.which] = x.step.states.index_select(0, x.rows)
+        out[which] = read
+        ctx.sources, ctx.which = sources, which
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        for step, which, rows in ctx.parts:
-            if len(rows) and step.states is not None:
-                if step.gradient is None:
-                    step.gradient = at_least_float32(torch.zeros_like(step.states))
-                step.gradient.index_add_(0, rows, grad[which].to(step.gradient.dtype))
-                step.num_readers -= 1
-                if not step.num_readers:
-                    step.states = None
-        return grad[ctx.count :], None, None
+        for x in ctx.sources:
+            step = x.step
+            assert step.states is not None
+            if step.gradient is None:
+                step.gradient = at_least_float32(torch.zeros_like(step.states))
+            step.gradient.index_add_(0, x.rows, grad[x.which].to(step.gradient.dtype))
+            step.num_readers -= 1
+            if not step.num_readers:
+                step.states = None
+        return grad[ctx.which], None, None
 
 
 class PathMemory(Protocol):
@@ -122,53 +125,108 @@ class PathMemory(Protocol):
 
 
 class PathReader:
-    """Reads packs behind their paths with one network, and keeps the states of the current path's segments."""
+    """Reads packs behind their paths with one network, and keeps the states of the segments that are followed."""
 
     def __init__(self, network: Network, backbone: nn.Module, memory: PathMemory, learns: bool) -> None:
         self.network, self.backbone, self.memory, self.learns = network, backbone, memory, learns
-        self.steps = list[_Step]()
+        self.path, self.steps = list[PathSegment](), dict[PathSegment, _Step]()
+        """The segments that the memory has now, and what was read of all that are not done."""
+        self.unfinished: list[tuple[PackPart, _Step]] = []
+        """Parts of the last pack that wait for the gradients of their states."""
         self.recomputes = backbone.training  # transformers recompute activations in training mode only
 
-    def read(self, part: Pack) -> Tensor:
-        """Return [u, H] the states at the part's predicting nodes, of the path and its own."""
-        common = 0
-        while common < min(len(self.steps), len(part.path)) and self.steps[common].segment is part.path[common]:
-            common += 1
-        self.return_to(common)
-        for segment in part.path[common:]:
-            self._enter(segment, part)
-        depth, nodes = part.path[-1].end, part.predicting_nodes
-        inner = nodes[nodes < depth]
-        states = self.memory.follow(cut_part(part, depth, len(part.ids)), depth)
-        return _Collect.apply(states, self.steps[:], inner) if len(inner) else states  # type: ignore[no-untyped-call]
+    def read(self, pack: Pack) -> Tensor:
+        """Return [u, H] the states at the pack's predicting nodes: of its segments and of all its parts."""
+        self._finish_parts()
+        sources, count = list[_Source](), len(pack.parts)
+        device = pack.ids.device
 
-    def return_to(self, count: int) -> None:
-        """Leave all but the first `count` segments of the path."""
+        def add(step: _Step, which: Ints, rows: Ints) -> None:
+            if len(which):
+                sources.append(_Source(step, torch.from_numpy(which).to(device), torch.from_numpy(rows).to(device)))
+
+        for number, part in enumerate(pack.parts):
+            self._go_to(part, pack, is_left=number == 0)
+            for source in part.sources:
+                rows = np.searchsorted(np.flatnonzero(source.segment.predicting), source.places)
+                add(self.steps[source.segment], source.which, rows)
+            own = cut_part(part.pack or pack, part.depth, len((part.pack or pack).ids))
+            if number < count - 1:
+                with torch.no_grad(), self.network.uncounted():
+                    step = _Step(own, self.memory.follow(own, part.depth))
+                self.unfinished.append((part, step))
+                add(step, part.which, np.arange(len(part.which)))
+        states = self.memory.follow(own, part.depth)
         if not self.learns:
-            del self.steps[count:]
-            return
-        was_training = self.backbone.training
-        try:
-            while len(self.steps) > count:
-                self.backbone.train(self.recomputes)
-                self._differentiate(self.steps.pop())
-        finally:
-            self.backbone.train(was_training)
+            self.unfinished, self.steps = [], {segment: self.steps[segment] for segment in self.path}
+        if not sources:
+            return states
+        which = torch.from_numpy(part.which).to(device)
+        return _Collect.apply(states, which, sources)  # type: ignore[no-any-return,no-untyped-call]
 
-    def _enter(self, segment: PathSegment, part: Pack) -> None:
-        piece = cut_part(part, segment.begin, segment.end, segment.predicting)
+    def finish(self) -> None:
+        """Compute what is left of the gradients."""
+        self._finish_parts()
+        self._return_to(0)
+
+    def _go_to(self, part: PackPart, pack: Pack, *, is_left: bool) -> None:
+        """Make the memory have a part's path; `is_left`: no pass will follow what it has of another."""
+        common = 0
+        while common < min(len(self.path), len(part.path)) and self.path[common] is part.path[common]:
+            common += 1
+        if is_left:
+            self._return_to(common)
+        del self.path[common:]
+        for segment in part.path[common:]:
+            self._enter(segment, part.pack or pack)
+
+    def _enter(self, segment: PathSegment, pack: Pack) -> None:
+        """Read a segment, also a second time where another has taken its place."""
+        piece = cut_part(pack, segment.begin, segment.end, segment.predicting)
         with torch.no_grad(), self.network.uncounted():
             states = self.memory.enter(piece, segment.begin)
-        self.steps.append(_Step(segment, piece, states, segment.num_readers))
+        if segment not in self.steps:
+            self.steps[segment] = _Step(piece, states, segment.num_readers)
+        self.path.append(segment)
 
-    def _differentiate(self, step: _Step) -> None:
+    def _finish_parts(self) -> None:
+        """Read the last pack's parts again, last first, each with a graph, and pass on the gradients of their states."""
+        with self._training():
+            while self.unfinished:
+                part, step = self.unfinished.pop()
+                self._go_to(part, step.part, is_left=True)
+                with torch.enable_grad():
+                    states = self.memory.follow(step.part, part.depth)
+                if step.gradient is not None:
+                    torch.autograd.backward(states, step.gradient.to(states.dtype))
+
+    def _return_to(self, count: int) -> None:
+        """Leave all but the first `count` segments of the path, which nothing will follow any more."""
+        with self._training():
+            while len(self.path) > count:
+                segment = self.path.pop()
+                step = self.steps.pop(segment)
+                if self.learns:
+                    self._differentiate(segment, step)
+
+    def _differentiate(self, segment: PathSegment, step: _Step) -> None:
         """Read a segment again, with a graph, and pass on the gradients that its states and what it leaves have received."""
         with torch.enable_grad():
-            states, pairs = self.memory.recompute(step.part, step.segment.begin)
+            states, pairs = self.memory.recompute(step.part, segment.begin)
         if step.gradient is not None:
             pairs = [(states, step.gradient.to(states.dtype)), *pairs]
         if pairs := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Enclose passes that are differentiated at once."""
+        was_training = self.backbone.training
+        self.backbone.train(self.recomputes)
+        try:
+            yield
+        finally:
+            self.backbone.train(was_training)
 
 
 def cut_part(part: Pack, begin: int, end: int, predicting: NDArray[np.bool_] | None = None) -> Pack:
@@ -201,6 +259,6 @@ def cut_part(part: Pack, begin: int, end: int, predicting: NDArray[np.bool_] | N
         routes=None if part.routes is None else part.routes[begin:end],
         reads=part.reads[begin:end],
         reference=None,
-        path=(),
+        parts=(),
         path_readers=None,
     )

@@ -42,6 +42,9 @@ class PassPlan:
 
     texts: Ints
     path: tuple[PathSegment, ...]
+    parts: tuple[PassPlan, ...] = ()
+    """Several = one completion's texts that have too many tokens for a pass: those of each part are read behind a path of its own, and
+    the loss is that of all."""
 
 
 def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan]:
@@ -85,12 +88,15 @@ def _divide(
     if tokens <= budget:
         yield PassPlan(np.arange(first, end), path)
         return
-    is_unit = len(starts) == 2
-    room = min(common, max(depth + 2, depth + tokens - budget)) if is_unit else common
-    if room - depth >= (2 if is_unit else LEAST_SEGMENT):
+    is_text = end - first == 1
+    if len(starts) == 2 and not is_text:
+        yield _divide_unit(lengths, shared, first, end, budget, path)
+        return
+    room = min(common, max(depth + 2, depth + tokens - budget)) if is_text else common
+    if room - depth >= (2 if is_text else LEAST_SEGMENT):
         bounds = np.linspace(depth, room, -(-(room - depth) // budget) + 1).astype(int).tolist()
         path = (*path, *(PathSegment(begin, stop) for begin, stop in pairwise(bounds)))
-    if is_unit:
+    if is_text:
         yield PassPlan(np.arange(first, end), path)
         return
     depth = path[-1].end if path else 0
@@ -114,9 +120,45 @@ def _divide(
         yield PassPlan(np.arange(begin, end), path)
 
 
-def mark_predicting(path: Sequence[PathSegment], nodes: Ints) -> None:
-    """Note which nodes of a path predict something: those of a pass, numbered along the path first."""
+def _divide_unit(
+    lengths: Ints, shared: Ints, first: int, end: int, budget: int, path: tuple[PathSegment, ...]
+) -> PassPlan:
+    """Plan the pass of a completion's texts, which follow the path and have too many tokens: in parts."""
+    parts = tuple(_divide(lengths, shared, np.arange(first, end + 1), budget, path))
+    if len(parts) == 1:
+        return parts[0]
+    return PassPlan(np.arange(first, end), (), parts)
+
+
+@dataclass(frozen=True, eq=False)
+class StateSource:
+    """Where some of a pass's states come from: the tokens `places` of a segment predict the pass's nodes numbers `which`."""
+
+    segment: PathSegment
+    which: Ints
+    places: Ints
+
+
+def find_sources(
+    predicting: Ints, nodes: Ints, path: Sequence[PathSegment], is_found: NDArray[np.bool_]
+) -> tuple[tuple[StateSource, ...], Ints]:
+    """Return which of a pass's predicting nodes [u], not found before, lie on a path, and [k] which behind it; all are noted.
+
+    Args:
+        nodes: [n] the pass's nodes of a part's texts, in ascending order, those of its path first.
+    """
+    sources = list[StateSource]()
+
+    def find(begin: int, end: int | None) -> Ints:
+        hit = np.isin(predicting, nodes[begin:end]) & ~is_found
+        is_found[hit] = True
+        return np.flatnonzero(hit)
+
     for segment in path:
-        inner = nodes[(nodes >= segment.begin) & (nodes < segment.end)] - segment.begin
-        segment.predicting[inner] = True
-        segment.num_readers += bool(len(inner))
+        which = find(segment.begin, segment.end)
+        if len(which):
+            places = np.searchsorted(nodes, predicting[which]) - segment.begin
+            segment.predicting[places] = True
+            segment.num_readers += 1
+            sources.append(StateSource(segment, which, places))
+    return tuple(sources), find(path[-1].end if path else 0, None)
