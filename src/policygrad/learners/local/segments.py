@@ -43,8 +43,8 @@ class PassPlan:
     texts: Ints
     path: tuple[PathSegment, ...]
     parts: tuple[PassPlan, ...] = ()
-    """Several = one completion's texts that have too many tokens for a pass: those of each part are read behind a path of its own, and
-    the loss is that of all."""
+    """Several = one completion's texts that have too many tokens for a pass: those of each part are read behind a path of its own,
+    and the loss is that of all."""
 
 
 def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan]:
