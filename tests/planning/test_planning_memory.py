@@ -19,7 +19,6 @@ from policygrad.planning.cost_model import (
     MAX_SNAPSHOT_BYTES,
     AlgorithmCost,
     ParallelLayout,
-    TimeModel,
     Workload,
     activation_bytes,
     adapted_static_bytes,
@@ -34,6 +33,7 @@ from policygrad.planning.cost_model import (
 from policygrad.planning.hardware import DEVICES, Efficiency
 from policygrad.planning.model_shapes import KNOWN_SHAPES
 from policygrad.planning.shapes import DenseShape
+from policygrad.planning.time_model import TimeModel
 
 H100 = DEVICES["H100"]
 WORK = Workload(64, 8, 256, 1000, 3840)

@@ -13,12 +13,11 @@ from policygrad.planning.cost_model import (
     AlgorithmCost,
     MemoryBreakdown,
     ParallelLayout,
-    StepTimes,
-    TimeModel,
     Workload,
 )
 from policygrad.planning.hardware import DEVICES, Device, Efficiency
 from policygrad.planning.shapes import ModelShape
+from policygrad.planning.time_model import StepTimes, TimeModel
 
 MAX_SPLITS = 16  # maximum number of device splits to try
 

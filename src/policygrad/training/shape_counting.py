@@ -97,7 +97,7 @@ def _count(text: Any, name: str, source: str, lora: Lora | None) -> CountedShape
         [p.numel() for module in find_stacked_experts(layer) for p in module.parameters() if p.dim() == 3]
         for layer in layers
     ]
-    linear = [sum(m.weight.numel() for m in layer.modules() if type(m) is nn.Linear) for layer in layers]
+    linear = [[m.weight.numel() for m in layer.modules() if type(m) is nn.Linear] for layer in layers]
     tied = head.weight is model.get_input_embeddings().weight
     # Passes are of a model without windows, whose caches would hide how they grow with the text.
     model = _build(_without_windows(text), torch.bfloat16)
@@ -146,7 +146,8 @@ def _count(text: Any, name: str, source: str, lora: Lora | None) -> CountedShape
             state_numbers=state,
             routed_parameters=routed,
             routed_fraction=round(min(1.0, counts[0].experts / 2 / tokens / routed), 6) if routed else 1.0,
-            linear_parameters=linear[i],
+            linear_parameters=sum(linear[i]),
+            largest_linear=max(linear[i], default=0),
             adapters=adapters[i] if lora is not None else adapters[i] // rank,
             adapted_saved=adapted_saved,
         )
