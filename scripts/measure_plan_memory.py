@@ -3,10 +3,10 @@
     python scripts/measure_plan_memory.py                 on a CPU, in float32: docs/results/plan-memory.json
     python scripts/measure_plan_memory.py --device cuda   on a GPU, in bfloat16; with --output FILE
 
-Each run is a process of its own, and its update has two micro-batches. On a CPU two things are measured: the bytes of all tensors
-that are alive, added up operation by operation, and what the operating system counts of the whole process, with Python, libraries
-and what the allocator keeps. On a GPU it is what PyTorch's allocator gave out. The copy of the state that undoes a failed step is
-the trainer's, not the learner's, and is in neither number.
+Each run is a process of its own, and its update has four micro-batches, or as many as segments make. On a CPU two things are
+measured: the bytes of all tensors that are alive, added up operation by operation, and what the operating system counts of the
+whole process, with Python, libraries and what the allocator keeps. On a GPU it is what PyTorch's allocator gave out. The copy of
+the state that undoes a failed step is the trainer's, not the learner's, and is in neither number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MeasuredUpdate:
 
     config: dict[str, Any]  # config.json
     rank: int = 0  # of adapters; 0 = all weights train
-    prompts: int = 2
+    prompts: int = 4
     samples: int = 8
     completion: int = 224
     micro_tokens: int = 32 + 8 * 223  # one group
@@ -77,7 +77,7 @@ QWEN = {"model_type": "qwen3", **SIZES}
 RUNS = {
     "dense (qwen3)": MeasuredUpdate(QWEN),
     "dense (qwen3), long texts in segments": MeasuredUpdate(
-        QWEN | {"max_position_embeddings": 8192}, prompts=1, samples=2, completion=6112, micro_tokens=512
+        QWEN | {"max_position_embeddings": 8192}, prompts=1, samples=2, completion=3040, micro_tokens=512
     ),
     "dense (qwen3), adapters of rank 16": MeasuredUpdate(QWEN, rank=16),
     "experts (qwen3_moe)": MeasuredUpdate({"model_type": "qwen3_moe", **SIZES, **EXPERTS}),

@@ -17,6 +17,7 @@ from policygrad.utils.field_types import check_field_types
 if TYPE_CHECKING:  # torch, which is slow
     from policygrad.core.algorithm import Algorithm
     from policygrad.core.base import UpdateRule
+    from policygrad.planning.cost_model import OptimizerState
 
 SCHEDULES = ("constant", "linear", "cosine")
 MASTERS = ("fp32", "none")
@@ -89,6 +90,22 @@ class OptimizerConfig:
     def row(self) -> OptimizerRow:
         """What is known of the optimizer. Raises ConfigError for an unknown name."""
         return find_optimizer(self.name)
+
+    def describe_state(self, *, offload_sampling: bool = False) -> OptimizerState:
+        """Return what it keeps of each parameter.
+
+        Args:
+            offload_sampling: `LearnerConfig.offload`.
+        """
+        from policygrad.planning.cost_model import OptimizerState
+
+        return OptimizerState(
+            name=self.name,
+            moment_bytes=self.row.count_moment_bytes(self.momentum),
+            outer_moment_bytes=self.row.count_moment_bytes(self.momentum, hidden=False),
+            masters=self.masters,
+            offload="always" if self.offload else "sampling" if offload_sampling else "none",
+        )
 
     def check(self, algorithm: Algorithm, learner: LearnerConfig, lr: float | None) -> None:
         """Raise ConfigError for options that act on nothing that the algorithm updates, or that do not fit the learner."""

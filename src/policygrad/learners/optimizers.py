@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policygrad.errors import ConfigError
-from policygrad.planning.model_sizes import ADAMW_MOMENT_BYTES
+from policygrad.planning.model_sizes import ADAMW_MOMENT_BYTES, EIGHT_BIT_MOMENT_BYTES
 from policygrad.utils.plugins import find_plugin, list_plugin_names, load_plugin
 
 ADAMW = "adamw"
@@ -39,7 +39,6 @@ class OptimizerRow:
 
 OPTIONS = ("betas", "eps", "momentum")
 """Options of `OptimizerConfig` that do not act in every optimizer."""
-BLOCK = 256  # numbers that share a scale in adamw8bit
 _ADAMW_OPTIONS = frozenset({"betas", "eps"})
 
 OPTIMIZERS = {
@@ -47,7 +46,7 @@ OPTIMIZERS = {
     "adamw8bit": OptimizerRow(
         "policygrad.learners.local.adamw_8bit:build_adamw_8bit",
         _ADAMW_OPTIONS,
-        moment_bytes=2 * (1 + 4 / BLOCK),
+        moment_bytes=EIGHT_BIT_MOMENT_BYTES,
         splits_layers=False,
     ),
     "muon": OptimizerRow(

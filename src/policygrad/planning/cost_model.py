@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
 from policygrad.errors import ConfigError
 from policygrad.planning.hardware import Device
-from policygrad.planning.model_sizes import ADAMW_MOMENT_BYTES, GRADIENT_BYTES, MASTER_BYTES
+from policygrad.planning.model_sizes import ADAMW_MOMENT_BYTES, EIGHT_BIT_MOMENT_BYTES, GRADIENT_BYTES, MASTER_BYTES
 from policygrad.planning.shapes import LayerShape, ModelShape
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 MICRO_TOKENS = 16384  # tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`
 MICRO_TOKENS_CPU = 1024
+SEGMENT_TOKENS = {"gpu": 4096, "cpu": 512}  # proposed for texts that are read in segments
 
 
 OFFLOADS = ("none", "sampling", "always")
@@ -303,10 +304,10 @@ SAMPLING_LOGIT_BYTES = 24  # bytes per logit during sampling, with its probabili
 PROCESS_BYTES = 384 * 2**20
 """Memory of a process on a CPU without any tensor: 254 MiB of Python and torch, 96 to 115 of transformers, PEFT and an
 architecture, 16 of the first step's kernels were measured."""
-HOLES = {"weights": 0.15, "adapters": 0.6}
-"""What the C library's allocator holds beside each byte of a pass, on a CPU: with its blocks returned at once, which takes a third
-longer, the same update needs 12 % less of a process where all weights are trained, and 32 % less with adapters, between whose small
-saved tensors large temporary ones leave holes."""
+HOLES = {"weights": 0.7, "adapters": 1.85}
+"""Bytes that the C library's allocator holds beside each byte of a pass, on a CPU, after some passes: between saved tensors freed
+ones leave holes, most where adapters' small ones lie between large temporary ones. With `MALLOC_MMAP_THRESHOLD_=1048576` there are
+next to none, and an update takes half as long again."""
 STEP_BYTES, ROUNDING_BYTES = 8, 12
 """Bytes per parameter of the largest matrix during its own step: temporaries in float32; noise and bits of stochastic rounding."""
 
@@ -428,6 +429,16 @@ def segment_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, pred
         "keys and values of segments": tokens * (numbers * (number + GRADIENT_BYTES) + widest * GRADIENT_BYTES),
         "states of segments": predicting * shape.hidden * (2 * number + GRADIENT_BYTES),
     }
+
+
+def shrink_state(layout: ParallelLayout) -> tuple[str, OptimizerState]:
+    """Return options and state of AdamW with moments in 8 bits and, where one process trains bf16 weights, without masters."""
+    is_bare = layout.learning_devices == 1 and layout.bytes_per_number < MASTER_BYTES
+    moments = EIGHT_BIT_MOMENT_BYTES
+    state = replace(layout.optimizer, name="adamw8bit", moment_bytes=moments, outer_moment_bytes=moments)
+    if not is_bare:
+        return "--optimizer adamw8bit", state
+    return "--optimizer adamw8bit --masters none", replace(state, masters="none")
 
 
 def learner_memory(
