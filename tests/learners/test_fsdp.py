@@ -116,6 +116,51 @@ def test_two_processes_learn_in_bf16_as_one_does_up_to_rounding(ranks: WorkerGro
         assert torch.equal(parameter, result[f"weights/{key}"].bfloat16())
 
 
+def test_two_processes_without_masters_or_with_state_on_the_host_step_as_one_does(ranks: WorkerGroup) -> None:
+    """To the bit where one of them has the whole gradient, whose norm is not asked for: weights in bf16 are rounded by the same
+    chance. Resumed to the bit too."""
+    one = replace(BATCH, mask=BATCH.mask & (torch.arange(len(BATCH.mask)) == 0)[:, None], reward=BATCH.reward.float())
+    psi, make = torch.ones(one.mask.shape), partial(model, torch.bfloat16, n_embd=60, n_inner=75, n_layer=1)
+    for options in ({"masters": "none"}, {"name": "adamw8bit", "masters": "none"}, {"name": "muon", "offload": True}):
+        local, ranked, published = pair(ranks, pg.REINFORCE, make, optimizer=pg.OptimizerConfig(**options, clip=0.0))
+        before = {name: x.clone() for name, x in local.state()[0].items()}
+        for _ in range(2):
+            for learner in (local, ranked):
+                learner.update(one, psi, pg.REINFORCE)
+            state = agree(local, ranked, 0.0)
+        assert any(not torch.equal(x, state[name]) for name, x in before.items())
+        weights = {name: x for name, x in state.items() if name.startswith("weights/")}
+        bare = "masters" in options
+        assert all(x.dtype == (torch.bfloat16 if bare else torch.float32) for x in weights.values())
+        ranked.publish()
+        assert all(torch.equal(p, weights[f"weights/{name}"].bfloat16()) for name, p in published.named_parameters())
+        saved = {name: x.clone() for name, x in state.items()}, ranked.state()[1]
+        ranked.update(one, psi, pg.REINFORCE)
+        later = {name: x.clone() for name, x in ranked.state()[0].items()}
+        assert any(not torch.equal(x, saved[0][name]) for name, x in later.items())
+        ranked.restore(*saved)
+        ranked.update(one, psi, pg.REINFORCE)
+        resumed = ranked.state()[0]
+        assert all(torch.equal(x, resumed[name]) for name, x in later.items())
+
+
+def test_two_processes_without_masters_learn_as_one_does_up_to_rounding(ranks: WorkerGroup) -> None:
+    """Gradients of micro-batches are rounded to bf16 before they are summed, and micro-batches are others, so that some weights are
+    rounded to the other side; by another chance it would be twice as many as move."""
+    batch = replace(BATCH, reward=BATCH.reward.float())
+    options = pg.OptimizerConfig(masters="none", eps=1.0)
+    algorithm = pg.DR_GRPO.with_max_tokens(6)
+    local, ranked, _ = pair(ranks, algorithm, partial(model, torch.bfloat16), optimizer=options)
+    before = {name: x.clone() for name, x in local.state()[0].items()}
+    for learner in (local, ranked):
+        learned(learner, algorithm, batch)
+    (expected, _), (result, _) = local.state(), ranked.state()
+    moved = sum(int((expected[name] != x).sum()) for name, x in before.items())
+    apart = sum(int((expected[name] != result[name]).sum()) for name in before)
+    assert moved > 100
+    assert apart < 0.3 * moved
+
+
 def test_two_processes_replay_and_adapt_experts_as_one_does(ranks: WorkerGroup) -> None:
     _replays_experts(ranks)
     _adapts_experts(ranks)

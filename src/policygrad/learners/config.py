@@ -121,6 +121,13 @@ class OptimizerConfig:
                     f"optimizer.{name}={getattr(self, name)} is for gradient steps, and {type(rule).__name__} moves all "
                     "weights at once: leave it out"
                 )
+        others = {"a critic": algorithm.critic, "a reward model": algorithm.reward_model}
+        if self.masters == "none" and learner.world_size > 1 and any(others.values()):
+            trained = " and ".join(name for name, part in others.items() if part is not None)
+            raise ConfigError(
+                f"optimizer.masters=none shards the weights of a policy, and {algorithm.name} trains {trained} too: leave it out, "
+                f"or {ONE_PROCESS_HINT}"
+            )
         if rule.uses_lr:
             self.check_lr(lr)
         self.check_learner(learner)
@@ -145,12 +152,6 @@ class OptimizerConfig:
                 "optimizer.offload does all that learner.offload does, and keeps the state on the host during updates too: leave "
                 "one of them out"
             )
-        for name in ("masters", "offload"):
-            if learner.world_size > 1 and getattr(self, name) != getattr(OptimizerConfig(), name):
-                raise ConfigError(
-                    f"optimizer.{name}={getattr(self, name)} is for a learner in one process, and learner.world_size is "
-                    f"{learner.world_size}: leave it out"
-                )
         if learner.tensor_parallel > 1 and not self.row.splits_layers:
             raise ConfigError(
                 f"optimizer.name={self.name} needs rows of matrices in one piece, and learner.tensor_parallel is "

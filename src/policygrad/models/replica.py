@@ -195,6 +195,32 @@ def local_tensor(x: Tensor) -> Tensor:
     return x if to_local is None else to_local()
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) of a part of a tensor
+
+
+def local_box(x: Tensor) -> Box:
+    """Return the box that this process holds of a tensor; all of one that is not sharded.
+
+    A `_StridedShard` splits after the others: tensor parallelism has divided the rows first, and FSDP divides the part of the ranks
+    that hold the same.
+    """
+    offset, size = [0] * x.ndim, list(x.shape)
+    if not hasattr(x, "to_local"):
+        return tuple(offset), tuple(size)
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    sharded: Any = x
+    splits = zip(sharded.placements, sharded.device_mesh.get_coordinate() or (), sharded.device_mesh.shape, strict=True)
+    for p, at, count in sorted(splits, key=lambda split: isinstance(split[0], _StridedShard)):
+        if isinstance(p, (Shard, _StridedShard)):  # before torch 2.12 the second is a subclass of the first
+            each = -(-size[p.dim] // count)
+            begin = min(at * each, size[p.dim])
+            offset[p.dim] += begin
+            size[p.dim] = min(each, size[p.dim] - begin)
+    return tuple(offset), tuple(size)
+
+
 def redistribute_like(shard: Tensor, x: Tensor) -> Tensor:
     """Return a tensor sharded like x, given this process's shard of it, in any shape."""
     if not hasattr(x, "to_local"):

@@ -103,11 +103,10 @@ class ParallelLayout:
         if state.masters == "none" and (self.dtype == "fp32" or self.only_adapters):
             reason = "--lora trains adapters in fp32" if self.only_adapters else "--dtype is fp32"
             raise ConfigError(f"--masters none is for weights in bf16, and {reason}: leave it out")
-        if self.learning_devices > 1 and (state.masters == "none" or state.offload != "none"):
-            option = "--masters none" if state.masters == "none" else f"--offload {state.offload}"
+        if self.learning_devices > 1 and state.offload == "sampling":
             raise ConfigError(
-                f"{option} is for a learner in one process, and there are {self.learning_devices}: leave it out, or plan with one "
-                "learning device"
+                f"--offload sampling is for a learner in one process, and there are {self.learning_devices}: use --offload "
+                "always, or plan with one learning device"
             )
         if self.samplers >= self.gpus:
             raise ConfigError(
@@ -432,8 +431,8 @@ def segment_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, pred
 
 
 def shrink_state(layout: ParallelLayout) -> tuple[str, OptimizerState]:
-    """Return options and state of AdamW with moments in 8 bits and, where one process trains bf16 weights, without masters."""
-    is_bare = layout.learning_devices == 1 and layout.bytes_per_number < MASTER_BYTES
+    """Return options and state of AdamW with moments in 8 bits and, for bf16 weights, without masters."""
+    is_bare = layout.bytes_per_number < MASTER_BYTES
     moments = EIGHT_BIT_MOMENT_BYTES
     state = replace(layout.optimizer, name="adamw8bit", moment_bytes=moments, outer_moment_bytes=moments)
     if not is_bare:

@@ -81,7 +81,7 @@ def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, s
         if layout.optimizer.name == "adamw":
             option, state = shrink_state(layout)
             yield " ".join([*options, option]), "moments in 8 bits", changes | {"optimizer": state}
-            if on_gpu and layout.learning_devices == 1 and state.offload == "none":
+            if on_gpu and state.offload == "none":
                 state = replace(state, offload="always")
                 text = "what is left of the optimizer's state in the host's memory"
                 yield " ".join([*options, option, "--offload always"]), text, changes | {"optimizer": state}

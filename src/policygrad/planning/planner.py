@@ -291,7 +291,7 @@ def _read_in_segments(plan: CapacityPlan) -> Suggestion | None:
 
 
 def _keep_less_state(plan: CapacityPlan) -> Suggestion | None:
-    """Suggest moments in 8 bits and, for one learner in bfloat16, no masters."""
+    """Suggest moments in 8 bits and, in bfloat16, no masters."""
     layout = plan.layout
     if layout.only_adapters or layout.optimizer.name != "adamw":
         return None

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,6 +103,7 @@ class FsdpController:
                 if network is not None:
                     compute_head_in_float32(network)
         skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
+        skeleton = replace(skeleton, has_masters=spec.optimizer.masters != "none")
         check_live_reference(algorithm)
         is_elsewhere = is_live(algorithm) or is_scored_elsewhere(algorithm)
         reads_reference = "logp_ref" in algorithm.needs and not is_elsewhere

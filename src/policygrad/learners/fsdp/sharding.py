@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from policygrad.core.batch import Forward
+from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.tensor_parallel import apply_tensor_parallel, resolve_tp_plan
+from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT
 from policygrad.learners.local.curvature import CallModule
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
 from policygrad.learners.local.packing import Pack
@@ -44,7 +46,9 @@ class ModelSkeleton:
     shares_pictures: bool
     window: int | None
     compute_dtype: torch.dtype | None
-    """Precision of its passes, if lower than float32, in which the weights are then stored."""
+    """Precision of its passes, if lower than float32, in which the model that rank 0 has read is stored."""
+    has_masters: bool = True
+    """Shards are in float32 or better; False = in the precision of the model (`optimizer.masters=none`)."""
 
     @classmethod
     def of(cls, model: nn.Module, temperature: float) -> ModelSkeleton:
@@ -74,6 +78,10 @@ class ModelSkeleton:
         if self.use_tree:
             enable_tree_attention(model, is_checked=True)
         return model
+
+    def choose_stored(self, p: Tensor) -> Tensor:
+        """Return a parameter in the precision in which its shards are stored."""
+        return at_least_float32(p) if self.has_masters else p
 
     def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:
         """Build the model on a device, frozen, with uninitialised weights."""
@@ -207,13 +215,18 @@ def _build_sharded(
 ) -> ShardedEvaluator:
     """Build and shard layer by layer; `values(name, like)` returns a full parameter."""
     model = skeleton.build_meta()
+    if not skeleton.has_masters and len(kinds := {p.dtype for p in model.parameters()}) > 1:
+        raise ConfigError(
+            f"optimizer.masters=none shards weights of one precision, and {type(model).__name__} has "
+            f"{', '.join(sorted(map(str, kinds)))}: leave it out, or {ONE_PROCESS_HINT}"
+        )
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     module_names = {module: name for name, module in model.named_modules()}
     root, created = CallModule(model), dict[Tensor, nn.Parameter]()
     plan = resolve_tp_plan(model) if place.tp_mesh is not None else {}
 
     def prepare(unit: nn.Module) -> None:
-        materialise(list(unit.modules()), place.device, lambda p: values(names[p], at_least_float32(p)), created)
+        materialise(list(unit.modules()), place.device, lambda p: values(names[p], skeleton.choose_stored(p)), created)
         if place.tp_mesh is not None and unit is not root:
             apply_tensor_parallel(unit, module_names, plan, place.tp_mesh)
 
