@@ -28,7 +28,9 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.optimizers import OPTIMIZERS
 from policygrad.models.adapters import add_adapters
+from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
+from policygrad.models.replica import is_packed
 from policygrad.utils.signals import defer_signals
 
 TWICE = pg.GradientSteps(epochs=2, minibatches=2)
@@ -292,6 +294,41 @@ def test_weights_in_four_bits_are_refused() -> None:
         check_shardable(uninterrupted)
 
 
+def test_two_processes_train_adapters_on_four_bits_as_one_does(ranks: WorkerGroup) -> None:
+    """Each has the frozen weights whole, and its share of the adapters and of their moments."""
+    pytest.importorskip("bitsandbytes")
+
+    def make() -> nn.Module:
+        result = load_model("tiny", lora=Lora(rank=4, bits=4))
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in result.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=generator)
+        return result
+
+    for chosen in (pg.DR_GRPO, pg.GRPO):  # the second reads the policy without its adapters
+        algorithm, batch = chosen.with_max_tokens(6), replace(BATCH, reward=BATCH.reward.float())
+        local, ranked, published = pair(ranks, algorithm, make)
+        packed = {name: p for name, p in ranked._learner.model.named_parameters() if is_packed(p)}
+        assert len(packed) > 4
+        assert all(not hasattr(p, "to_local") and p.dtype == torch.uint8 for p in packed.values())
+        expected, result = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
+        assert result == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        state = agree(local, ranked, 1e-5)
+        assert state
+        assert all("lora_" in name for name in state)
+        ranked.publish()
+        trained = {f"weights/{name}": p for name, p in published.named_parameters() if p.requires_grad}
+        assert trained
+        assert all(torch.equal(p, state[name]) for name, p in trained.items())
+        saved = {name: x.clone() for name, x in state.items()}, ranked.state()[1]
+        learned(ranked, algorithm, batch)
+        later = {name: x.clone() for name, x in ranked.state()[0].items()}
+        ranked.restore(*saved)
+        learned(ranked, algorithm, batch)
+        assert all(torch.equal(x, later[name]) for name, x in ranked.state()[0].items())
+
+
 def test_a_trust_region_of_a_model_without_forward_mode_is_refused(ranks: WorkerGroup) -> None:
     """One process takes the derivative of reverse mode there, which FSDP does not have."""
     bloom = tf.BloomForCausalLM(tf.BloomConfig(**PLAIN, hidden_size=8, n_layer=1, n_head=2)).eval()
@@ -299,7 +336,7 @@ def test_a_trust_region_of_a_model_without_forward_mode_is_refused(ranks: Worker
         FsdpController(ranks, bloom, make_spec(replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None)))
 
 
-@pytest.mark.parametrize("options", [{"lora": "rank=4,bits=4"}, {"device": "cuda:1"}], ids=str)
+@pytest.mark.parametrize("options", [{"lora": "rank=4,bits=4", "tensor_parallel": 2}, {"device": "cuda:1"}], ids=str)
 def test_options_for_one_process_are_refused_with_several(options: dict[str, Any]) -> None:
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.world_size=2"):
         pg.Run(learner=pg.LearnerConfig(world_size=2, **options))

@@ -71,12 +71,12 @@ def test_a_text_is_no_longer_than_the_models_positions() -> None:
     assert first.context == KNOWN_SHAPES["SmolLM2-135M"].context_length == 8192
 
 
-def test_four_bits_are_for_one_learner_and_no_apple_gpu() -> None:
-    for device, gpus in (("RTX-4090", 4), ("M4-Max", 1)):
+def test_four_bits_are_for_no_apple_gpu() -> None:
+    for device, gpus, has_bits in (("RTX-4090", 4, True), ("M4-Max", 1, False)):
         layout = ParallelLayout(gpus, dtype=DEVICES[device].dtype)
         fits = find_fits(plan("Qwen3-4B", device, layout), 2048)
         assert fits
-        assert not any("bits" in fit.option for fit in fits)
+        assert any("bits" in fit.option for fit in fits) == has_bits
 
 
 def test_the_command_is_one_of_train(run_command: Any) -> None:

@@ -298,8 +298,13 @@ class LearnerConfig:
             )
         if self.world_size == 1:
             return
+        has_bits = self.adapters is not None and self.adapters.bits is not None
+        if has_bits and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"learner.lora with bits=4 keeps the weights of a layer in one piece, and learner.tensor_parallel is "
+                f"{self.tensor_parallel}: set it to 1, or leave bits out"
+            )
         unsupported = {
-            "learner.lora with bits=4": self.adapters is not None and self.adapters.bits is not None,
             f"learner.device={self.device}, one GPU for all ranks,": self.device.startswith("cuda:"),
         }
         for option in (option for option, is_set in unsupported.items() if is_set):

@@ -94,11 +94,6 @@ class ParallelLayout:
             raise ConfigError(
                 f"--samplers and --max-staleness must be at least 0, not {self.samplers} and {self.max_staleness}"
             )
-        if self.base_bits is not None and self.learning_devices > 1:
-            raise ConfigError(
-                f"--lora with bits=4 does not work with several learners, and there are {self.learning_devices}. Leave bits out, "
-                "or plan with one learning device."
-            )
         state = self.optimizer
         if state.masters == "none" and (self.dtype == "fp32" or self.only_adapters):
             reason = "--lora trains adapters in fp32" if self.only_adapters else "--dtype is fp32"
@@ -367,14 +362,17 @@ def adapted_static_bytes(
 ) -> dict[str, float]:
     """Return the bytes of frozen weights and of the adapters that are trained on them, in float32.
 
-    All models share the weights; several learners shard them in float32.
+    All models share the weights; several learners shard them in float32, and those in four bits each has whole.
     """
+    quantised = shape.linear_parameters if layout.base_bits == 4 else 0
     ranks, adapters = layout.learning_devices, shape.count_adapters(layout.adapter_rank)
     share = adapters / ranks * trained_models
     moments = share * layout.optimizer.count_moments(outer=0.0)
     state = share * MASTER_BYTES + moments
     return {
-        "frozen weights": weight_bytes(shape, layout) if ranks == 1 else shape.parameters * MASTER_BYTES / ranks,
+        "frozen weights": weight_bytes(shape, layout)
+        if ranks == 1
+        else quantised * NF4_BYTES + (shape.parameters - quantised) * MASTER_BYTES / ranks,
         "adapters": share * MASTER_BYTES,
         "gradients": share * GRADIENT_BYTES,
         "optimizer": moments * (layout.optimizer.offload != "always"),
@@ -452,9 +450,10 @@ def learner_memory(
         models = algorithm.trained_models, algorithm.frozen_models
         static = static_bytes(shape.parameters, number, *models, ranks, optimizer=state, outer=outer)
     if ranks > 1:
-        static["gathered layers"] = (2 * shape.largest_layer + shape.around_parameters) * number
+        layers = 0 if layout.base_bits else 2 * shape.largest_layer  # those in four bits are not gathered
+        static["gathered layers"] = (layers + shape.around_parameters) * number
         if layout.keeps_full_policy and (layout.is_disaggregated or layout.tensor_parallel == 1):
-            static["full policy"] = shape.parameters * number
+            static["full policy"] = weight_bytes(shape, layout)
     if device.name == "cpu":
         static["Python and libraries"] = PROCESS_BYTES
     training = training_bytes(shape, workload, algorithm, layout, device)

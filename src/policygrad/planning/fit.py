@@ -88,7 +88,7 @@ def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, s
         options.append(f"--lora rank={rank}")
         changes |= {"adapter_rank": rank, "optimizer": replace(layout.optimizer, masters="fp32")}
         yield " ".join(options), "train adapters", dict(changes)
-    if layout.base_bits is None and layout.learning_devices == 1 and on_gpu:
+    if layout.base_bits is None and on_gpu:
         # bitsandbytes needs a GPU of NVIDIA, AMD or Intel
         given = [text for text in options if not text.startswith("--lora")]
         option = " ".join([*given, f"--lora rank={rank},bits=4"])

@@ -215,7 +215,7 @@ class MemoryUse:
             remedies.append(
                 (0.98 * state, "--learner.lora rank=16: train adapters, without gradients and moments of the weights")
             )
-        if learner.adapters is not None and learner.adapters.bits is None and on_gpu and learner.world_size == 1:
+        if learner.adapters is not None and learner.adapters.bits is None and on_gpu:
             remedies.append((0.7 * parts["weights"], f"--learner.lora {learner.lora},bits=4: weights in four bits"))
         remedies += self._list_optimizer_remedies(config, on_gpu=on_gpu)
         if learner.dtype == "fp32" and on_gpu:
