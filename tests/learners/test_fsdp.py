@@ -318,6 +318,7 @@ def test_two_processes_train_adapters_on_four_bits_as_one_does(ranks: WorkerGrou
         assert state
         assert all("lora_" in name for name in state)
         ranked.publish()
+        assert all(published.get_parameter(name) is p for name, p in packed.items())
         trained = {f"weights/{name}": p for name, p in published.named_parameters() if p.requires_grad}
         assert trained
         assert all(torch.equal(p, state[name]) for name, p in trained.items())
@@ -336,7 +337,13 @@ def test_a_trust_region_of_a_model_without_forward_mode_is_refused(ranks: Worker
         FsdpController(ranks, bloom, make_spec(replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None)))
 
 
-@pytest.mark.parametrize("options", [{"lora": "rank=4,bits=4", "tensor_parallel": 2}, {"device": "cuda:1"}], ids=str)
+def test_four_bits_are_refused_where_a_layers_matrices_are_shared() -> None:
+    config = pg.LearnerConfig(world_size=2, tensor_parallel=2, lora="rank=4,bits=4")
+    with pytest.raises(pg.ConfigError, match=r"bits=4 keeps .* in one piece, and learner\.tensor_parallel is 2"):
+        config.check_processes()
+
+
+@pytest.mark.parametrize("options", [{"device": "cuda:1"}], ids=str)
 def test_options_for_one_process_are_refused_with_several(options: dict[str, Any]) -> None:
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.world_size=2"):
         pg.Run(learner=pg.LearnerConfig(world_size=2, **options))

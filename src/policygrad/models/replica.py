@@ -196,7 +196,7 @@ def copy_packed(p: Tensor, content: Tensor) -> nn.Parameter:
 
 def make_packed(kind: type[Tensor], content: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
     """Return a packed parameter, frozen, from its content and its attributes, scales among them, which move to its device."""
-    made: Any = torch.Tensor._make_subclass(kind, content, False)  # type: ignore[attr-defined]
+    made: Any = torch.Tensor._make_subclass(kind, content, False)
     vars(made).update(attributes)
     if not content.is_meta:
         made.quant_state.to(content.device)

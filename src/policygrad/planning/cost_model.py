@@ -453,7 +453,8 @@ def learner_memory(
         layers = 0 if layout.base_bits else 2 * shape.largest_layer  # those in four bits are not gathered
         static["gathered layers"] = (layers + shape.around_parameters) * number
         if layout.keeps_full_policy and (layout.is_disaggregated or layout.tensor_parallel == 1):
-            static["full policy"] = weight_bytes(shape, layout)
+            shared = shape.linear_parameters if layout.base_bits == 4 else 0  # the learner's own
+            static["full policy"] = (shape.parameters - shared) * number
     if device.name == "cpu":
         static["Python and libraries"] = PROCESS_BYTES
     training = training_bytes(shape, workload, algorithm, layout, device)

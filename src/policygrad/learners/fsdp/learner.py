@@ -36,6 +36,7 @@ from policygrad.learners.fsdp.sharding import (
     find_fsdp_units,
     shard_copy,
     shard_model,
+    share_packed,
 )
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, choose_kernels
@@ -135,6 +136,8 @@ class FsdpLearner(LocalLearner):
             self.full_model = None
         self._place = ShardPlacement(*build_meshes(spec.device, workers.size, tp_size), device)
         policy = shard_model(spec.policy, source, workers, self._place, temperature)
+        if self.full_model is not None:
+            share_packed(policy.model, self.full_model)
         self._policy_evaluator = choose_kernels(policy, spec.learner.config)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:

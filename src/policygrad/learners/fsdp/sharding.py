@@ -212,6 +212,15 @@ def shard_model(
     return _build_sharded(skeleton, values, place, temperature)
 
 
+def share_packed(source: nn.Module, target: nn.Module) -> None:
+    """Let a model of the same architecture use another's weights in four bits, which never change."""
+    modules = dict(target.named_modules())
+    for name, p in source.named_parameters():
+        if is_packed(p):
+            path, _, key = name.rpartition(".")
+            modules[path]._parameters[key] = p
+
+
 def shard_copy(evaluator: Evaluator, skeleton: ModelSkeleton, place: ShardPlacement) -> ShardedEvaluator:
     """Build a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
 
