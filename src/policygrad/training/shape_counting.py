@@ -110,9 +110,8 @@ def _count(text: Any, name: str, source: str, lora: Lora | None) -> CountedShape
     for i, layer in enumerate(layers):
         counts = [one.layers[i] for one in full["bf16"].by_length]
         tokens, more = full["bf16"].lengths
-        growth = more - tokens
         routed = sum(experts[i])
-        cache = (counts[1].cached - counts[0].cached) / growth
+        cache = (counts[1].cached - counts[0].cached) / (more - tokens)
         state = max(0, round(counts[0].cached - cache * tokens))
         linear_cost, pair_cost = _split([c.operations for c in counts], tokens, more, has_pairs=not counts[0].attention)
         pair_cost += counts[0].attention / tokens**2
