@@ -3,10 +3,10 @@
     python scripts/measure_plan_memory.py                 on a CPU, in float32: docs/results/plan-memory.json
     python scripts/measure_plan_memory.py --device cuda   on a GPU, in bfloat16; with --output FILE
 
-Each run is a process of its own. On a CPU two things are measured: the bytes of all tensors that are alive, added up operation by
-operation, which is what a plan counts; and what the operating system counts above the memory before the model was built, with
-what libraries load and the allocator keeps. On a GPU it is what PyTorch's allocator gave out. The copy of the state that
-undoes a failed step is the trainer's, not the learner's, and is in neither number.
+Each run is a process of its own, and its update has four micro-batches, or as many as segments make. On a CPU two things are
+measured: the bytes of all tensors that are alive, added up operation by operation, and what the operating system counts of the
+whole process, with Python, libraries and what the allocator keeps. On a GPU it is what PyTorch's allocator gave out. The copy of
+the state that undoes a failed step is the trainer's, not the learner's, and is in neither number.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import argparse
 import gc
 import json
 import platform
-import resource
 import subprocess
 import sys
 import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, Workload, learner_memory
+from policygrad.planning.hardware import DEVICES
 
 SIZES = {
     "vocab_size": 4096,
@@ -47,13 +50,39 @@ DELTA = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-RUNS: dict[str, tuple[dict[str, Any], int]] = {  # config.json, and the rank of adapters
-    "dense (qwen3)": ({"model_type": "qwen3", **SIZES}, 0),
-    "dense (qwen3), adapters of rank 16": ({"model_type": "qwen3", **SIZES}, 16),
-    "experts (qwen3_moe)": ({"model_type": "qwen3_moe", **SIZES, **EXPERTS}, 0),
-    "delta rule and attention (qwen3_5_text)": ({"model_type": "qwen3_5_text", **SIZES, **DELTA}, 0),
+
+
+@dataclass(frozen=True)
+class MeasuredUpdate:
+    """A model, what of it trains, and the texts of one update."""
+
+    config: dict[str, Any]  # config.json
+    rank: int = 0  # of adapters; 0 = all weights train
+    prompts: int = 4
+    samples: int = 8
+    completion: int = 224
+    micro_tokens: int = 32 + 8 * 223  # one group
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(self.prompts, self.samples, PROMPT, self.completion, self.completion)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(1, dtype="fp32", micro_tokens=self.micro_tokens, adapter_rank=self.rank)
+
+
+PROMPT = 32
+QWEN = {"model_type": "qwen3", **SIZES}
+RUNS = {
+    "dense (qwen3)": MeasuredUpdate(QWEN),
+    "dense (qwen3), long texts in segments": MeasuredUpdate(
+        QWEN | {"max_position_embeddings": 8192}, prompts=1, samples=2, completion=3040, micro_tokens=512
+    ),
+    "dense (qwen3), adapters of rank 16": MeasuredUpdate(QWEN, rank=16),
+    "experts (qwen3_moe)": MeasuredUpdate({"model_type": "qwen3_moe", **SIZES, **EXPERTS}),
+    "delta rule and attention (qwen3_5_text)": MeasuredUpdate({"model_type": "qwen3_5_text", **SIZES, **DELTA}),
 }
-PROMPTS, SAMPLES, PROMPT, COMPLETION = 1, 8, 32, 224
 
 
 class LiveTensors(TorchDispatchMode):
@@ -99,24 +128,22 @@ def measure(name: str, device: str) -> dict[str, Any]:
     from policygrad.learners.local.learner import LocalLearner
     from policygrad.models.adapters import add_adapters
     from policygrad.models.lora_config import Lora
-    from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, Workload, learner_memory
-    from policygrad.planning.hardware import DEVICES
     from policygrad.planning.model_shapes import read_dense_shape
     from policygrad.training.calibration import build_batch
     from policygrad.training.shape_counting import count_shape
 
-    values, rank = RUNS[name]
-    config = dict(values)
+    run = RUNS[name]
+    config, work, rank = dict(run.config), run.workload, run.rank
     kind, dtype = config.pop("model_type"), "fp32" if device == "cpu" else "bf16"
     dense = kind == "qwen3"
-    shape = read_dense_shape(values, name, "here") if dense else count_shape(values, name, "here")
-    tokens = PROMPT + SAMPLES * (COMPLETION - 1)
-    work = Workload(PROMPTS, SAMPLES, PROMPT, COMPLETION, COMPLETION)
-    layout = ParallelLayout(1, dtype=dtype, micro_tokens=tokens, adapter_rank=rank)
-    breakdown = learner_memory(shape, work, AlgorithmCost(), layout, DEVICES["cpu" if device == "cpu" else "H200"])
-    planned = sum(breakdown.static.values()) + sum(breakdown.training.values())
-    planned -= breakdown.static.get("copy of the state", 0)
-    before = resident() if device == "cpu" else 0
+    shape = read_dense_shape(run.config, name, "here") if dense else count_shape(run.config, name, "here")
+    layout = replace(run.layout, dtype=dtype)
+    algorithm = DR_GRPO.with_max_tokens(run.completion)
+    place = DEVICES["cpu" if device == "cpu" else "H200"]
+    breakdown = learner_memory(shape, work, AlgorithmCost(), layout, place)
+    planned = breakdown.static | breakdown.training
+    planned.pop("copy of the state", None)
+    others = sum(planned.pop(key, 0.0) for key in ("Python and libraries", "allocator's holes"))
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **config), dtype=torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -124,38 +151,39 @@ def measure(name: str, device: str) -> dict[str, Any]:
     model = model.to(device).eval()
     if rank:
         model = add_adapters(model, Lora(rank=rank))
-    algorithm = DR_GRPO.with_max_tokens(COMPLETION)
-    options = LearnerConfig(dtype=dtype, device=device, micro_tokens=tokens)
+    options = LearnerConfig(dtype=dtype, device=device, micro_tokens=run.micro_tokens)
     learner = LocalLearner(model, LearnerSpec(algorithm, lr=1e-6, steps=2, config=options))
     batch = build_batch(shape, work)
     psi = algorithm.compute_advantages(batch)
     if device == "cpu":
         for _ in range(2):  # the first makes the optimizer's state
             learner.update(batch, psi, algorithm)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        process = read_peak()
         with LiveTensors() as live:
             learner.update(batch, psi, algorithm)
         peak = live.peak
     else:
         for _ in range(2):
             learner.update(batch, psi, algorithm)
-        grown = peak = torch.cuda.max_memory_allocated()
+        process = peak = torch.cuda.max_memory_allocated()
     return {
-        "resident": grown,
         "run": name,
         "parameters": shape.parameters,
-        "tokens": tokens,
-        "measured": peak,
-        "planned": planned,
+        "tokens": work.max_tokens if run.micro_tokens < work.max_tokens else run.micro_tokens,
+        "tensors": peak,
+        "planned_tensors": sum(planned.values()),
+        "process": process,
+        "planned_process": sum(planned.values()) + others,
+        "parts": {key: round(size) for key, size in planned.items()},
     }
 
 
-def resident() -> int:
-    """Return the bytes of this process that are in memory."""
+def read_peak() -> int:
+    """Return the largest number of bytes of this process that were in memory at once."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
+        if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmRSS")
+    raise OSError("/proc/self/status has no VmHWM")
 
 
 def main() -> None:
@@ -174,7 +202,8 @@ def main() -> None:
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         row = rows[-1]
         print(
-            f"{name}: {row['measured'] / 2**20:.0f} MiB, planned {row['planned'] / row['measured'] - 1:+.1%}",
+            f"{name}: tensors {row['tensors'] / 2**20:.0f} MiB, planned {row['planned_tensors'] / row['tensors'] - 1:+.1%}; "
+            f"process {row['process'] / 2**20:.0f} MiB, planned {row['planned_process'] / row['process'] - 1:+.1%}",
             file=sys.stderr,
         )
     import transformers

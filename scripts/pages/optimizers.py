@@ -8,7 +8,8 @@ from measure_optimizers import SETTINGS
 
 from pages.markdown import Data, load, table
 from policygrad.learners.config import OptimizerConfig
-from policygrad.learners.optimizers import MASTER_BYTES, OPTIMIZERS
+from policygrad.learners.optimizers import OPTIMIZERS
+from policygrad.planning.model_sizes import MASTER_BYTES
 
 WEIGHT_BYTES = 2  # of a bf16 model
 

@@ -72,15 +72,15 @@ def checked_block(bench: Mapping[str, Any] | None = None) -> str:
         )
     if (measured := load_result("plan-memory")) is not None:
         rows = list(memory_rows(measured))
+        tensors, process = ([row for row in rows if row.what.endswith(what)] for what in ("tensors", "process"))
         lines.append(
             "### Memory of one update\n\n"
             + _table(rows)
-            + f"\n\nTensors that are alive at the same time, which a plan counts, are off by "
-            f"{_range([row for row in rows if row.what.endswith('tensors')])}; the memory of the process, above what it was before "
-            f"the model was built, by {_range([row for row in rows if row.what.endswith('process')])}, as a plan knows neither the "
-            "libraries that a first step loads nor what the C library's allocator keeps, most of all with adapters. (The second "
-            "was measured first; as it missed 10 %, the first was added.) Small models in float32 on a CPU (torch "
-            f"{measured['torch']}, transformers {measured['transformers']}), one micro-batch: `python "
+            + f"\n\nTensors that are alive at the same time are off by {_range(tensors)}; the whole process, with Python, "
+            f"libraries and what the C library's allocator keeps, by {_range(process)}. What the allocator keeps was "
+            "measured on the first and third of these models and on one of 20M, so for their rows the second figure is "
+            "no test. Small models in float32 on a CPU (torch "
+            f"{measured['torch']}, transformers {measured['transformers']}), four micro-batches: `python "
             "scripts/measure_plan_memory.py`."
         )
     return "\n\n".join(lines)
@@ -90,8 +90,8 @@ def memory_rows(measured: Mapping[str, Any]) -> Iterator[Row]:
     """Updates of small models of several kinds, of docs/results/plan-memory.json."""
     for row in measured["rows"]:
         name = f"{row['run']}, {row['parameters'] / 1e6:.0f}M, {row['tokens']:,} tokens"
-        yield Row(name, "MiB of tensors", row["measured"] / 2**20, row["planned"] / 2**20)
-        yield Row(name, "MiB of the process", row["resident"] / 2**20, row["planned"] / 2**20)
+        yield Row(name, "MiB of tensors", row["tensors"] / 2**20, row["planned_tensors"] / 2**20)
+        yield Row(name, "MiB of the process", row["process"] / 2**20, row["planned_process"] / 2**20)
 
 
 def devices_block() -> str:

@@ -179,16 +179,31 @@ def test_a_root_of_a_second_moment_does_not_vanish() -> None:
 
 def test_rounding_is_right_on_average_and_repeats_for_a_key() -> None:
     x = torch.tensor([1.0, 1.0 + 1 / 512, -1.0 - 1 / 1024, 3e-5]).repeat(100_000, 1)
-    noise = stochastic_rounding.make_noise("a", x)
+    box = (0, 0), tuple(x.shape)
+    noise = stochastic_rounding.make_noise("a", x.shape, box, x.device)
     rounded = stochastic_rounding.round_stochastically(x, noise)
     assert rounded.dtype == torch.bfloat16
-    assert torch.equal(noise, stochastic_rounding.make_noise("a", x))
-    assert not torch.equal(noise, stochastic_rounding.make_noise("b", x))
+    assert torch.equal(noise, stochastic_rounding.make_noise("a", x.shape, box, x.device))
+    assert not torch.equal(noise, stochastic_rounding.make_noise("b", x.shape, box, x.device))
     steps = torch.tensor([1 / 128, 1 / 128, 1 / 128, 3e-5 / 128])  # at least as large as the distance of two neighbours
     assert bool(((rounded.float() - x).abs() < steps).all())
     assert bool((rounded[:, 0] == 1).all())
     standard_error = steps / math.sqrt(len(x))
     assert bool(((rounded.double().mean(0) - x[0].double()).abs() < 3 * standard_error).all())
+
+
+def test_a_part_of_a_weight_is_rounded_as_the_whole_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever rows and columns it has, and however many keys the noise of the whole has."""
+    device = torch.device("cpu")
+    for block in (2**22, 12):
+        monkeypatch.setattr(stochastic_rounding, "_NOISE_BLOCK", block)
+        whole = stochastic_rounding.make_noise("a", (7, 4, 2), ((0, 0, 0), (7, 4, 2)), device)
+        assert len(whole.unique()) > 50
+        for first, count, column, width in ((0, 3, 0, 4), (3, 4, 0, 4), (2, 3, 1, 2), (7, 0, 0, 4)):
+            box = (first, column, 0), (count, width, 2)
+            part = stochastic_rounding.make_noise("a", (7, 4, 2), box, device)
+            assert torch.equal(part, whole[first : first + count, column : column + width])
+    assert stochastic_rounding.make_noise("a", (), ((), ()), device).shape == ()
 
 
 def test_steps_below_a_weights_resolution_add_up_without_masters() -> None:
@@ -307,9 +322,9 @@ def test_options_that_contradict_the_learner_or_the_algorithm_are_refused() -> N
             {"learner": LearnerConfig(lora="rank=2", dtype="bf16")},
         ),
         "leave one of them out": (OptimizerConfig(offload=True), {"learner": LearnerConfig(offload=True)}),
-        "optimizer.offload=True is for a learner in one process": (
-            OptimizerConfig(offload=True),
-            {"learner": LearnerConfig(world_size=2)},
+        "trains a critic too: leave it out, or": (
+            OptimizerConfig(masters="none"),
+            {"algorithm": pg.PPO, "learner": LearnerConfig(world_size=2, dtype="bf16")},
         ),
         "optimizer.name=muon needs rows of matrices in one piece": (
             OptimizerConfig(name="muon"),
@@ -326,6 +341,8 @@ def test_options_that_contradict_the_learner_or_the_algorithm_are_refused() -> N
             pg.Run(optimizer=optimizer, **options)
         assert text in str(error.value)
     assert pg.Run(optimizer=OptimizerConfig(name="sgd"), lr=0.1).resolve().lr == 0.1
+    for allowed in (OptimizerConfig(masters="none"), OptimizerConfig(offload=True)):
+        pg.Run(optimizer=allowed, learner=LearnerConfig(world_size=2, dtype="bf16"))
     with pytest.raises(ConfigError, match=r"optimizer.name=sgd needs --lr"):
         SFTConfig(data="rows.jsonl", optimizer=OptimizerConfig(name="sgd"))
     with pytest.raises(ConfigError, match=r"learner.dtype is fp32"):

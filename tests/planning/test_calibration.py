@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from policygrad.errors import ConfigError
-from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, TimeModel, Workload
+from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, Workload
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
 from policygrad.planning.shapes import DenseShape
+from policygrad.planning.time_model import TimeModel
 from policygrad.training.calibration import CPU, GPU, CalibrationWorkload, build_model, calibrate, fit_decoding
 
 TINY = CalibrationWorkload(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ def plan(model: str, device: str, layout: ParallelLayout) -> CapacityPlan:
 def test_what_is_found_fits_and_more_does_not() -> None:
     fits = find_fits(plan("Qwen3-8B", "RTX-4090", ParallelLayout(1)), 4096)
     assert [fit.option for fit in fits] == [
-        "--gradient-checkpointing --lora rank=16",
-        "--gradient-checkpointing --lora rank=16,bits=4",
+        "--gradient-checkpointing --micro-tokens 4096 --lora rank=16",
+        "--gradient-checkpointing --micro-tokens 4096 --lora rank=16,bits=4",
     ]
     for fit in fits:
         assert fit.plan.fits
@@ -44,17 +45,38 @@ def test_what_is_found_fits_and_more_does_not() -> None:
     assert choose_fit([], 1) is None
 
 
+def test_segments_hold_longer_texts_and_smaller_optimizers_larger_groups() -> None:
+    """On a model whose whole state fits; a learner in several processes reads no segments."""
+    of = replace(KNOWN_SHAPES["Qwen3-0.6B"], context_length=None)
+    request = replace(plan("Qwen3-0.6B", "RTX-3090", ParallelLayout(1)).request, shape=of)
+    fits = {fit.description: fit for fit in find_fits(CapacityPlan(request, ParallelLayout(1)), 4096)}
+    whole, cut, small = (fits[key] for key in ("as it is", "read longer texts in segments", "moments in 8 bits"))
+    assert whole.context < cut.context < small.context
+    assert whole.group_at_context <= cut.group_at_context < small.group_at_context
+    assert cut.plan.layout.micro_tokens == 4096 < cut.context
+    assert small.option.endswith("--optimizer adamw8bit --masters none")
+    away = fits["what is left of the optimizer's state in the host's memory"]
+    assert small.context < away.context
+    assert fits["train adapters"].plan.layout.optimizer == ParallelLayout(1).optimizer
+    short = find_fits(CapacityPlan(request, ParallelLayout(1)), 4096, micro_tokens=1024)
+    assert all(fit.plan.layout.micro_tokens == 1024 for fit in short)
+    assert short[0].context > fits["as it is"].context
+    several = find_fits(CapacityPlan(request, ParallelLayout(2)), 4096)
+    assert several
+    assert not any("micro-tokens" in fit.option for fit in several)
+
+
 def test_a_text_is_no_longer_than_the_models_positions() -> None:
     (first, *_) = find_fits(plan("SmolLM2-135M", "H200", ParallelLayout(1)), 4096)
     assert first.context == KNOWN_SHAPES["SmolLM2-135M"].context_length == 8192
 
 
-def test_four_bits_are_for_one_learner_and_no_apple_gpu() -> None:
-    for device, gpus in (("RTX-4090", 4), ("M4-Max", 1)):
+def test_four_bits_are_for_no_apple_gpu() -> None:
+    for device, gpus, has_bits in (("RTX-4090", 4, True), ("M4-Max", 1, False)):
         layout = ParallelLayout(gpus, dtype=DEVICES[device].dtype)
         fits = find_fits(plan("Qwen3-4B", device, layout), 2048)
         assert fits
-        assert not any("bits" in fit.option for fit in fits)
+        assert any("bits" in fit.option for fit in fits) == has_bits
 
 
 def test_the_command_is_one_of_train(run_command: Any) -> None:
@@ -72,6 +94,37 @@ def test_the_command_is_one_of_train(run_command: Any) -> None:
     out = run_command(*argv)[1]
     assert told["command"] in out
     assert "What fits: Qwen3-8B with grpo on 1 × RTX-4090" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--optimizer", "adamw8bit", "--masters", "none", "--offload", "always"],
+            ["optimizer.name", "optimizer.masters"],
+        ),
+        (["--engine", "--offload", "sampling"], ["sampler.colocate", "learner.offload", "sampler.max-concurrency"]),
+        (["--engine", "--beside", "--lora", "rank=8"], ["sampler.gpu-memory", "learner.lora"]),
+    ],
+)
+def test_the_command_has_every_option_that_the_plan_was_made_with(
+    run_command: Any, options: list[str], expected: list[str]
+) -> None:
+    argv = ("plan", "grpo", "--model", "Qwen3-0.6B", "--gpus", "H200", "--fit", *options)
+    told = json.loads(run_command(*argv, "--json")[1])
+    program, command, *rest = shlex.split(told["command"])
+    assert (program, command) == ("policygrad", "train")
+    assert {f"--{name}" for name in expected} <= set(rest)
+    code, out, err = run_command("train", *rest, "--learner.device", "cuda", "--dry-run")
+    assert code == 0, err
+    assert tomllib.loads(out)["model"] == "Qwen/Qwen3-0.6B"
+
+
+def test_where_memory_is_shared_nothing_is_moved(run_command: Any) -> None:
+    code, _, err = run_command("plan", "--model", "Qwen3-0.6B", "--gpus", "cpu", "--offload", "always")
+    assert code == 2
+    assert "has no memory of its own" in err
+    assert "says where an engine keeps" in " ".join(run_command("plan", "--beside")[2].split())
 
 
 def test_what_never_fits_is_said(run_command: Any) -> None:

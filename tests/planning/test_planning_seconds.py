@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, SamplerSpeed, TimeModel, TokenCounts, Workload
+from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, TokenCounts, Workload
 from policygrad.planning.hardware import DEVICES, Efficiency, parse_devices
 from policygrad.planning.model_shapes import KNOWN_SHAPES
 from policygrad.planning.planner import (
@@ -21,6 +21,7 @@ from policygrad.planning.planner import (
     plan_device_counts,
 )
 from policygrad.planning.shapes import DenseShape
+from policygrad.planning.time_model import SamplerSpeed, TimeModel
 
 H100 = DEVICES["H100"]
 SMALL = DenseShape("small", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)

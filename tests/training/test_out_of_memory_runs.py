@@ -190,7 +190,14 @@ def test_the_header_says_which_length_fits_where_that_is_near_what_may_be_sample
     assert "completions may have 1,100 tokens" in note
     assert "--learner.gradient-checkpointing" in note
     learner.cuts_long_texts = lambda: True
-    assert memory_limits.describe_longest_text(model, learner, changed) == ({}, None)
+    short = replace(changed, learner=replace(run.learner, micro_tokens=256))
+    facts, note = memory_limits.describe_longest_text(model, learner, short)
+    text, _, how = facts["longest text"].partition(" tokens fit")
+    assert how == ", prompt and completion, read in segments of 256"
+    config = model.config
+    each = 8 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim + 12 * config.hidden_size
+    assert int(text.split()[-1].replace(",", "")) == pytest.approx(256 + 0.75 * saved / each, rel=0.01)
+    assert note is None
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -17,6 +18,7 @@ from policygrad.commands.options import check_at_least_1, check_writable, write_
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.styled import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
+from policygrad.learners.optimizers import ADAMW
 from policygrad.planning.cost_model import DTYPE_BYTES, MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
 from policygrad.planning.fit import Fit, choose_fit, find_fits
 from policygrad.planning.hardware import DEVICES, Efficiency, load_calibration, parse_devices
@@ -85,16 +87,26 @@ class PlanOptions:
     """Devices that only sample."""
     engine: bool = False
     """An engine samples (--sampler.engine of train) and holds the policy; without it every learner also keeps the full policy."""
+    beside: bool = False
+    """An engine on the learners' devices keeps its memory while they learn, instead of sleeping (--sampler.colocate of train)."""
     tensor_parallel: int = 1
     """Devices per sampler."""
     dtype: Annotated[str | None, optional_arg("bf16|fp32", "bf16, on a cpu, T4 or M4-Max fp32")] = None
     """Compute precision."""
     lora: Annotated[str, tyro.conf.arg(metavar="SETTINGS")] = ""
     """Train adapters, as --learner.lora of train: rank=16,targets=all-linear, and bits=4 for frozen weights in four bits."""
+    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = ADAMW
+    """Optimizer, as --optimizer.name of train: adamw, adamw8bit, muon, sgd."""
+    masters: Annotated[str, tyro.conf.arg(metavar="fp32|none")] = "fp32"
+    """What bf16 weights are trained on, as --optimizer.masters of train."""
+    offload: Annotated[str, tyro.conf.arg(metavar="none|sampling|always")] = "none"
+    """When moments and masters are in the host's memory: sampling = --learner.offload of train, always = --optimizer.offload."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     micro_tokens: Annotated[int | None, optional_arg("INT", f"{MICRO_TOKENS}, on a cpu {MICRO_TOKENS_CPU}")] = None
-    """Tokens per forward and backward pass."""
+    """Tokens per forward and backward pass; a single learner reads longer texts in segments."""
+    context_parallel: int = 1
+    """Learners that share each text, as --learner.context-parallel of train."""
     decode_rows: int = 512
     """Maximum completions that a sampler generates at once."""
     steps: int = 1000
@@ -117,6 +129,8 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
+        if self.beside and not self.engine:
+            raise ConfigError("--beside says where an engine keeps its memory: add --engine, or leave it out")
         check_at_least_1(self, "steps")
         if self.price is not None and not 0 <= self.price < float("inf"):
             raise ConfigError(f"--price must be at least 0 and finite, not {self.price:g}")
@@ -206,13 +220,13 @@ def plan(args: list[str]) -> int:
 
 def print_fit(options: PlanOptions) -> int:
     """Run `policygrad plan --fit`."""
-    if options.samplers or options.max_staleness or options.engine:
+    if options.samplers or options.max_staleness:
         raise ConfigError(
-            "--fit is for devices that sample and learn in turns with this library's sampler. Leave out --samplers, "
-            "--max-staleness and --engine, and read `policygrad plan` with them."
+            "--fit is for devices that sample and learn in turns. Leave out --samplers and --max-staleness, and read `policygrad "
+            "plan` with them."
         )
     plan = make_plan(options)
-    fits = find_fits(plan, options.context)
+    fits = find_fits(plan, options.context, micro_tokens=options.micro_tokens)
     commands = [write_train_command(fit, options) for fit in fits]
     chosen = choose_fit(fits, options.context)
     command = None if chosen is None else commands[fits.index(chosen)]
@@ -248,15 +262,27 @@ def print_fit(options: PlanOptions) -> int:
 def write_train_command(fit: Fit, options: PlanOptions) -> str:
     """Return the command of train with what fits."""
     request, layout = fit.plan.request, fit.plan.layout
-    shape, work = request.shape, request.workload
+    shape, work, state = request.shape, request.workload, layout.optimizer
     path = Path(options.model).expanduser()
     model = shape.hub or (str(path.parent) if path.is_file() else options.model)
     argv = ["policygrad", "train", request.algorithm.name, "--model", model]
     argv += ["--prompts-per-step", str(work.prompts), "--samples-per-prompt", str(work.samples_per_prompt)]
-    argv += ["--max-tokens", str(work.max_completion_tokens), "--decode-rows", str(layout.decode_rows)]
+    argv += ["--max-tokens", str(work.max_completion_tokens)]
+    if layout.keeps_full_policy:
+        argv += ["--decode-rows", str(layout.decode_rows)]
+    else:
+        share = 1.0 if layout.engine_sleeps else fit.plan.engine_bytes / request.device.memory
+        memory = (
+            ["--sampler.colocate"] if layout.engine_sleeps else ["--sampler.gpu-memory", f"{ceil(100 * share) / 100:g}"]
+        )
+        argv += ["--sampler.engine", "vllm", *memory, "--sampler.max-concurrency", str(layout.decode_rows)]
     argv += ["--learner.dtype", layout.dtype, "--learner.micro-tokens", str(layout.micro_tokens)]
     argv += ["--learner.world-size", str(layout.gpus)] * (layout.gpus > 1)
+    argv += ["--learner.context-parallel", str(layout.context_parallel)] * (layout.context_parallel > 1)
     argv += ["--learner.gradient-checkpointing"] * layout.checkpointing
+    argv += ["--optimizer.name", state.name] * (state.name != ADAMW)
+    argv += ["--optimizer.masters", state.masters] * (state.masters != "fp32")
+    argv += {"none": [], "sampling": ["--learner.offload"], "always": ["--optimizer.offload"]}[state.offload]
     if layout.only_adapters:
         given = options.lora or f"rank={layout.adapter_rank}"
         bits = f",bits={layout.base_bits}" * (layout.base_bits is not None and "bits" not in given)
@@ -266,6 +292,7 @@ def write_train_command(fit: Fit, options: PlanOptions) -> str:
 
 def make_plan(options: PlanOptions) -> CapacityPlan:
     """Make the plan of these options, with the best split of devices if they leave it open."""
+    from policygrad.learners.config import OptimizerConfig
     from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS, parse_lora
     from policygrad.training.config.option_checks import check_completion_count
     from policygrad.training.config.serialization import load_algorithm
@@ -280,6 +307,12 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
             f"--dtype bf16: the {device.name} has no bfloat16. Use --dtype fp32, which train chooses there."
         )
     lora = parse_lora(options.lora)
+    if options.offload != "none" and device.per_node == 1:
+        raise ConfigError(
+            f"--offload {options.offload} moves the optimizer's state from a GPU to the host's memory, and a {device.name} has no "
+            "memory of its own: leave it out"
+        )
+    optimizer = OptimizerConfig(name=options.optimizer, masters=options.masters).describe_state()
     if calibration is not None:
         device, efficiency = calibration.apply(device, dtype)
     algorithm = compute_plannable_cost(load_algorithm(options.algorithm))
@@ -308,6 +341,9 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
         decode_rows=options.decode_rows,
         adapter_rank=0 if lora is None else lora.rank or DEFAULT_RANK,
         base_bits=None if lora is None else lora.bits,
+        context_parallel=options.context_parallel,
+        optimizer=replace(optimizer, offload=options.offload),
+        engine_sleeps=not options.beside,
         keeps_full_policy=not options.engine,
     )
     has_targets = lora is not None and lora.targets not in (None, DEFAULT_TARGETS)

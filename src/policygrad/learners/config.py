@@ -17,6 +17,7 @@ from policygrad.utils.field_types import check_field_types
 if TYPE_CHECKING:  # torch, which is slow
     from policygrad.core.algorithm import Algorithm
     from policygrad.core.base import UpdateRule
+    from policygrad.planning.cost_model import OptimizerState
 
 SCHEDULES = ("constant", "linear", "cosine")
 MASTERS = ("fp32", "none")
@@ -90,6 +91,22 @@ class OptimizerConfig:
         """What is known of the optimizer. Raises ConfigError for an unknown name."""
         return find_optimizer(self.name)
 
+    def describe_state(self, *, offload_sampling: bool = False) -> OptimizerState:
+        """Return what it keeps of each parameter.
+
+        Args:
+            offload_sampling: `LearnerConfig.offload`.
+        """
+        from policygrad.planning.cost_model import OptimizerState
+
+        return OptimizerState(
+            name=self.name,
+            moment_bytes=self.row.count_moment_bytes(self.momentum),
+            outer_moment_bytes=self.row.count_moment_bytes(self.momentum, hidden=False),
+            masters=self.masters,
+            offload="always" if self.offload else "sampling" if offload_sampling else "none",
+        )
+
     def check(self, algorithm: Algorithm, learner: LearnerConfig, lr: float | None) -> None:
         """Raise ConfigError for options that act on nothing that the algorithm updates, or that do not fit the learner."""
         rule = algorithm.update_rule
@@ -104,6 +121,13 @@ class OptimizerConfig:
                     f"optimizer.{name}={getattr(self, name)} is for gradient steps, and {type(rule).__name__} moves all "
                     "weights at once: leave it out"
                 )
+        others = {"a critic": algorithm.critic, "a reward model": algorithm.reward_model}
+        if self.masters == "none" and learner.world_size > 1 and any(others.values()):
+            trained = " and ".join(name for name, part in others.items() if part is not None)
+            raise ConfigError(
+                f"optimizer.masters=none shards the weights of a policy, and {algorithm.name} trains {trained} too: leave it out, "
+                f"or {ONE_PROCESS_HINT}"
+            )
         if rule.uses_lr:
             self.check_lr(lr)
         self.check_learner(learner)
@@ -128,12 +152,6 @@ class OptimizerConfig:
                 "optimizer.offload does all that learner.offload does, and keeps the state on the host during updates too: leave "
                 "one of them out"
             )
-        for name in ("masters", "offload"):
-            if learner.world_size > 1 and getattr(self, name) != getattr(OptimizerConfig(), name):
-                raise ConfigError(
-                    f"optimizer.{name}={getattr(self, name)} is for a learner in one process, and learner.world_size is "
-                    f"{learner.world_size}: leave it out"
-                )
         if learner.tensor_parallel > 1 and not self.row.splits_layers:
             raise ConfigError(
                 f"optimizer.name={self.name} needs rows of matrices in one piece, and learner.tensor_parallel is "
@@ -280,8 +298,13 @@ class LearnerConfig:
             )
         if self.world_size == 1:
             return
+        has_bits = self.adapters is not None and self.adapters.bits is not None
+        if has_bits and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"learner.lora with bits=4 keeps the weights of a layer in one piece, and learner.tensor_parallel is "
+                f"{self.tensor_parallel}: set it to 1, or leave bits out"
+            )
         unsupported = {
-            "learner.lora with bits=4": self.adapters is not None and self.adapters.bits is not None,
             f"learner.device={self.device}, one GPU for all ranks,": self.device.startswith("cuda:"),
         }
         for option in (option for option, is_set in unsupported.items() if is_set):

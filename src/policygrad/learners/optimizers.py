@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policygrad.errors import ConfigError
+from policygrad.planning.model_sizes import ADAMW_MOMENT_BYTES, EIGHT_BIT_MOMENT_BYTES
 from policygrad.utils.plugins import find_plugin, list_plugin_names, load_plugin
 
 ADAMW = "adamw"
-GRADIENT_BYTES, MASTER_BYTES = 4, 4
-"""Bytes per trained parameter: its gradient, which is summed in float32, and its float32 master where the model is bf16."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,14 @@ class OptimizerRow:
 
 OPTIONS = ("betas", "eps", "momentum")
 """Options of `OptimizerConfig` that do not act in every optimizer."""
-BLOCK = 256  # numbers that share a scale in adamw8bit
 _ADAMW_OPTIONS = frozenset({"betas", "eps"})
 
 OPTIMIZERS = {
-    ADAMW: OptimizerRow("policygrad.learners.local.optimizer:build_adamw", _ADAMW_OPTIONS, moment_bytes=8),
+    ADAMW: OptimizerRow("policygrad.learners.local.optimizer:build_adamw", _ADAMW_OPTIONS, ADAMW_MOMENT_BYTES),
     "adamw8bit": OptimizerRow(
         "policygrad.learners.local.adamw_8bit:build_adamw_8bit",
         _ADAMW_OPTIONS,
-        moment_bytes=2 * (1 + 4 / BLOCK),
+        moment_bytes=EIGHT_BIT_MOMENT_BYTES,
         splits_layers=False,
     ),
     "muon": OptimizerRow(

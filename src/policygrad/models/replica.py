@@ -166,7 +166,7 @@ def replace_parameters(
     make: Callable[[nn.Parameter], Tensor],
     created: dict[Tensor, nn.Parameter] | None = None,
 ) -> None:
-    """Replace the modules' parameters by `make(parameter)`, tied ones by one; keep those that it returns as they are.
+    """Replace the modules' parameters by `make(parameter)`, tied ones by one; keep parameters that it returns as they are.
 
     `created` has the parameters made by earlier calls, by the one that they replace.
     """
@@ -176,8 +176,31 @@ def replace_parameters(
             if p is not None:
                 if p not in created:
                     new = make(p)
-                    created[p] = p if new is p else nn.Parameter(new, p.requires_grad)
+                    created[p] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, p.requires_grad)
                 module._parameters[key] = created[p]
+
+
+# Frozen weights in four bits (bitsandbytes): bytes of packed numbers, with their scales in an attribute. They are no numbers to
+# convert, and have no rows to shard.
+
+
+def is_packed(p: Tensor) -> bool:
+    """Return whether a parameter is a weight in four bits."""
+    return getattr(p, "quant_state", None) is not None
+
+
+def copy_packed(p: Tensor, content: Tensor) -> nn.Parameter:
+    """Return a parameter of the kind of a packed one, with its scales, on the device of its content."""
+    return make_packed(type(p), content, {key: x for key, x in vars(p).items() if key != "module"})
+
+
+def make_packed(kind: type[Tensor], content: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
+    """Return a packed parameter, frozen, from its content and its attributes, scales among them, which move to its device."""
+    made: Any = torch.Tensor._make_subclass(kind, content, False)
+    vars(made).update(attributes)
+    if not content.is_meta:
+        made.quant_state.to(content.device)
+    return made  # type: ignore[no-any-return]
 
 
 # Tensors that are sharded across processes (DTensor).
@@ -193,6 +216,32 @@ def local_tensor(x: Tensor) -> Tensor:
     """Return this process's shard of a sharded tensor; any other tensor as it is."""
     to_local = getattr(x, "to_local", None)
     return x if to_local is None else to_local()
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) of a part of a tensor
+
+
+def local_box(x: Tensor) -> Box:
+    """Return the box that this process holds of a tensor; all of one that is not sharded.
+
+    A `_StridedShard` splits after the others: tensor parallelism has divided the rows first, and FSDP divides the part of the ranks
+    that hold the same.
+    """
+    offset, size = [0] * x.ndim, list(x.shape)
+    if not hasattr(x, "to_local"):
+        return tuple(offset), tuple(size)
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    sharded: Any = x
+    splits = zip(sharded.placements, sharded.device_mesh.get_coordinate() or (), sharded.device_mesh.shape, strict=True)
+    for p, at, count in sorted(splits, key=lambda split: isinstance(split[0], _StridedShard)):
+        if isinstance(p, (Shard, _StridedShard)):  # before torch 2.12 the second is a subclass of the first
+            each = -(-size[p.dim] // count)
+            begin = min(at * each, size[p.dim])
+            offset[p.dim] += begin
+            size[p.dim] = min(each, size[p.dim] - begin)
+    return tuple(offset), tuple(size)
 
 
 def redistribute_like(shard: Tensor, x: Tensor) -> Tensor:

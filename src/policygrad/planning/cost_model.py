@@ -1,21 +1,55 @@
-"""Memory and time of one training step, computed from a model's shape, a parallel layout and a device's figures."""
+"""Memory of one training step, computed from a model's shape, a parallel layout and a device's figures."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
 from policygrad.errors import ConfigError
-from policygrad.planning.hardware import Device, Efficiency
+from policygrad.planning.hardware import Device
+from policygrad.planning.model_sizes import ADAMW_MOMENT_BYTES, EIGHT_BIT_MOMENT_BYTES, GRADIENT_BYTES, MASTER_BYTES
 from policygrad.planning.shapes import LayerShape, ModelShape
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 MICRO_TOKENS = 16384  # tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`
 MICRO_TOKENS_CPU = 1024
+SEGMENT_TOKENS = {"gpu": 4096, "cpu": 512}  # proposed for texts that are read in segments
+
+
+OFFLOADS = ("none", "sampling", "always")
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps of each trained parameter, in bytes, and where: of `learners/optimizers.py`'s registry."""
+
+    name: str = "adamw"
+    moment_bytes: float = ADAMW_MOMENT_BYTES  # of a parameter of a hidden matrix
+    outer_moment_bytes: float = ADAMW_MOMENT_BYTES  # of one of embeddings and output head
+    masters: str = "fp32"  # none = bf16 weights alone (`--optimizer.masters none`)
+    offload: str = "none"
+    """When moments and masters are in the host's memory: sampling (`--learner.offload`), or always but for the parameter that is
+    being updated (`--optimizer.offload`)."""
+
+    def __post_init__(self) -> None:
+        if self.offload not in OFFLOADS:
+            raise ConfigError(f"--offload must be one of {', '.join(OFFLOADS)}, not {self.offload!r}")
+
+    def count_moments(self, outer: float) -> float:
+        """Return the bytes per parameter of a model with this fraction of its parameters in embeddings and output head."""
+        return (1 - outer) * self.moment_bytes + outer * self.outer_moment_bytes
+
+    def master_bytes(self, number: int, ranks: int) -> int:
+        """Return the bytes of a parameter's master beside the weight that is computed with. Several processes have masters alone,
+        and gather the others layer by layer."""
+        return MASTER_BYTES if number < MASTER_BYTES and ranks == 1 and self.masters == "fp32" else 0
+
+    def weight_bytes(self, number: int, ranks: int) -> int:
+        """Return the bytes of a trained weight, without a master beside it."""
+        return number if ranks == 1 or self.masters == "none" else MASTER_BYTES
 
 
 @dataclass(frozen=True)
@@ -34,17 +68,24 @@ class ParallelLayout:
     max_staleness: int = 0  # rollouts by which disaggregated samplers may run ahead
     dtype: str = "bf16"  # compute precision; master weights, gradients and moments are float32
     checkpointing: bool = False  # recompute activations in the backward pass (`--learner.gradient-checkpointing`)
-    micro_tokens: int = MICRO_TOKENS  # tokens per forward and backward pass of a learner; a sequence is never split
+    micro_tokens: int = (
+        MICRO_TOKENS  # tokens per forward and backward pass of a learner; longer texts are read in segments
+    )
     decode_rows: int = 512  # maximum completions that one sampler generates at once
     shares_prompts: bool = True  # A prompt is computed once for its group, as in this library
     adapter_rank: int = 0  # rank of the adapters that alone are trained (`--learner.lora rank=16`); 0 = all weights are
     base_bits: int | None = None  # 4 = the frozen weights under adapters are in four bits (`bits=4`)
+    context_parallel: int = 1  # learners that share each text (`--learner.context-parallel`)
+    optimizer: OptimizerState = OptimizerState()
+    engine_sleeps: bool = (
+        True  # an engine on the learners' devices frees its memory while they learn (`--sampler.colocate`)
+    )
     keeps_full_policy: bool = True
     """Each learner also keeps the full policy for sampling, as this library's own sampler needs; False = an engine samples and is
     the only one to hold it."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tensor_parallel", "micro_tokens", "decode_rows"):
+        for name in ("gpus", "tensor_parallel", "micro_tokens", "decode_rows", "context_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in DTYPE_BYTES:
@@ -53,14 +94,23 @@ class ParallelLayout:
             raise ConfigError(
                 f"--samplers and --max-staleness must be at least 0, not {self.samplers} and {self.max_staleness}"
             )
-        if self.base_bits is not None and self.learning_devices > 1:
+        state = self.optimizer
+        if state.masters == "none" and (self.dtype == "fp32" or self.only_adapters):
+            reason = "--lora trains adapters in fp32" if self.only_adapters else "--dtype is fp32"
+            raise ConfigError(f"--masters none is for weights in bf16, and {reason}: leave it out")
+        if self.learning_devices > 1 and state.offload == "sampling":
             raise ConfigError(
-                f"--lora with bits=4 does not work with several learners, and there are {self.learning_devices}. Leave bits out, "
-                "or plan with one learning device."
+                f"--offload sampling is for a learner in one process, and there are {self.learning_devices}: use --offload "
+                "always, or plan with one learning device"
             )
         if self.samplers >= self.gpus:
             raise ConfigError(
                 f"--samplers {self.samplers} of {self.gpus} devices leaves none to learn. Use at most {self.gpus - 1}."
+            )
+        if self.learning_devices % self.context_parallel:
+            raise ConfigError(
+                f"--context-parallel {self.context_parallel} does not divide the {self.learning_devices} learning devices. Use a "
+                "divisor."
             )
         if self.sampling_devices % self.tensor_parallel:
             raise ConfigError(
@@ -229,13 +279,14 @@ def windowed_pairs(length: int, window: int) -> float:
 
 # Memory of one device.
 #
-# A learner, one of R that share P parameters, holds master weights, gradients and two moments of AdamW in float32, 16 P/R; the
-# gathered layers; the reference, 4 P/R; and the activations of a micro-batch. A sampler holds its share of the weights, and the
-# keys and values of the completions that it generates at once.
+# A learner, one of R that share P parameters, holds master weights, gradients and moments, with AdamW 16 P/R; the gathered layers;
+# the reference, 4 P/R; and the activations of a micro-batch. Of a text that is longer, one process keeps what its segments leave:
+# keys, values and their gradients, and states. A sampler holds its share of the weights, and the keys and values of the
+# completions that it generates at once.
 
-MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # bytes per trained parameter, in float32
 LOGITS_IN_MEMORY = {"gpu": 2**27, "cpu": 2**21}
 """Logits in memory at once: the learner's head processes this many at a time (`learners/local/logprobs.py`)."""
+CACHED_PROBABILITIES = 2**24  # that are kept for the backward pass, where the head would run twice
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes of a weight in four bits with double quantization: a scale of 8 bits for 64, and one of 32 bits for 256 of these (Dettmers
 et al. 2023, QLoRA, sec. 3)."""
@@ -244,6 +295,15 @@ MAX_SNAPSHOT_BYTES = 2**30  # largest training state that is copied so that a fa
 DRIVER_BYTES = 2 * 2**30  # memory that a GPU's driver and its communication buffers occupy
 USABLE_FRACTION = 0.95  # fraction of the remaining memory that is usable before fragmentation
 SAMPLING_LOGIT_BYTES = 24  # bytes per logit during sampling, with its probability and its rank
+PROCESS_BYTES = 384 * 2**20
+"""Memory of a process on a CPU without any tensor: 254 MiB of Python and torch, 96 to 115 of transformers, PEFT and an
+architecture, 16 of the first step's kernels were measured."""
+HOLES = {"weights": 0.7, "adapters": 1.85}
+"""Bytes that the C library's allocator holds beside each byte of a pass, on a CPU, after some passes: between saved tensors freed
+ones leave holes, most where adapters' small ones lie between large temporary ones. With `MALLOC_MMAP_THRESHOLD_=1048576` there are
+next to none, and an update takes half as long again."""
+STEP_BYTES, ROUNDING_BYTES = 8, 12
+"""Bytes per parameter of the largest matrix during its own step: temporaries in float32; noise and bits of stochastic rounding."""
 
 
 @dataclass(frozen=True)
@@ -271,23 +331,27 @@ def static_bytes(
     frozen_models: float,
     ranks: int = 1,
     *,
-    adamw: bool = True,
+    optimizer: OptimizerState | None = OptimizerState(),
+    outer: float = 0.0,
 ) -> dict[str, float]:
     """Return the bytes of models and optimizer state on one of `ranks` devices.
 
     Args:
-        bytes_per_number: in the compute precision.
-        frozen_models: evaluated models besides those that train.
-        adamw: False = a trust-region step, whose conjugate gradient needs six vectors.
+        bytes_per_number: In the compute precision.
+        frozen_models: Evaluated models besides those that train.
+        optimizer: None = a trust-region step, whose conjugate gradient needs six vectors.
+        outer: Fraction of the parameters in embeddings and output head.
     """
     share = parameters / ranks
-    state = share * trained_models * (MASTER_BYTES + (MOMENT_BYTES if adamw else 0))
-    # A single process holds master and compute weights; several gather the compute weights layer by layer.
-    weight = bytes_per_number + (MASTER_BYTES if bytes_per_number < MASTER_BYTES else 0) if ranks == 1 else MASTER_BYTES
+    kept = OptimizerState() if optimizer is None else optimizer
+    master, weight = kept.master_bytes(bytes_per_number, ranks), kept.weight_bytes(bytes_per_number, ranks)
+    moments = 0 if optimizer is None else share * trained_models * optimizer.count_moments(outer)
+    state = share * trained_models * (master or weight) + moments
+    on_device = kept.offload != "always"
     return {
-        "weights": share * trained_models * weight,
+        "weights": share * trained_models * (weight + master * on_device),
         "gradients": share * trained_models * GRADIENT_BYTES,
-        "optimizer": share * (trained_models * MOMENT_BYTES if adamw else 6 * 4),
+        "optimizer": share * 6 * 4 if optimizer is None else moments * on_device,
         "copy of the state": state if ranks == 1 and state <= MAX_SNAPSHOT_BYTES else 0,
         "other models": share * frozen_models * (bytes_per_number if ranks == 1 else MASTER_BYTES),
     }
@@ -298,16 +362,20 @@ def adapted_static_bytes(
 ) -> dict[str, float]:
     """Return the bytes of frozen weights and of the adapters that are trained on them, in float32.
 
-    All models share the weights; several learners shard them in float32.
+    All models share the weights; several learners shard them in float32, and those in four bits each has whole.
     """
+    quantised = shape.linear_parameters if layout.base_bits == 4 else 0
     ranks, adapters = layout.learning_devices, shape.count_adapters(layout.adapter_rank)
     share = adapters / ranks * trained_models
-    state = share * (MASTER_BYTES + MOMENT_BYTES)
+    moments = share * layout.optimizer.count_moments(outer=0.0)
+    state = share * MASTER_BYTES + moments
     return {
-        "frozen weights": weight_bytes(shape, layout) if ranks == 1 else shape.parameters * MASTER_BYTES / ranks,
+        "frozen weights": weight_bytes(shape, layout)
+        if ranks == 1
+        else quantised * NF4_BYTES + (shape.parameters - quantised) * MASTER_BYTES / ranks,
         "adapters": share * MASTER_BYTES,
         "gradients": share * GRADIENT_BYTES,
-        "optimizer": share * MOMENT_BYTES,
+        "optimizer": moments * (layout.optimizer.offload != "always"),
         "copy of the state": state if ranks == 1 and state <= MAX_SNAPSHOT_BYTES else 0,
         "other models": adapters / ranks * frozen_models * MASTER_BYTES if ranks == 1 else 0,
     }
@@ -322,41 +390,147 @@ def weight_bytes(shape: ModelShape, layout: ParallelLayout) -> float:
 def activation_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, longest: float = 0) -> float:
     """Return the bytes of activations of a micro-batch with a text of `longest` tokens, in transformers' own implementation.
 
-    Recomputed layers keep their input; the largest is recomputed at a time.
+    Recomputed layers keep their input; the largest is recomputed at a time. Behind the layers are the last norm, the states that
+    predict tokens, and their gradient.
     """
 
     def saved(layer: LayerShape) -> float:
         return layer.saved_bytes(layout.dtype, tokens, longest, only_adapters=layout.only_adapters)
 
+    number = layout.bytes_per_number
+    outside = shape.hidden * (4 + 4 * number) * tokens
     if layout.checkpointing:
-        inputs = shape.num_layers * shape.hidden * layout.bytes_per_number * tokens
-        return inputs + max(map(saved, shape.layer_shapes))
-    return sum(layer.count * saved(layer) for layer in shape.layer_shapes)
+        inputs = shape.num_layers * shape.hidden * number * tokens
+        return inputs + max(map(saved, shape.layer_shapes)) + outside
+    return sum(layer.count * saved(layer) for layer in shape.layer_shapes) + outside
+
+
+def reads_segments(shape: ModelShape, algorithm: AlgorithmCost, layout: ParallelLayout) -> bool:
+    """Return whether texts longer than a micro-batch are read in segments: by one process, with a model that reads texts as a tree,
+    which recurrent layers do not, and without a critic of its own."""
+    return layout.learning_devices == 1 and not shape.has_states and algorithm.trained_models == 1
+
+
+def segment_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, predicting: float) -> dict[str, float]:
+    """Return the bytes that segments of so many tokens leave to what follows them (`learners/local/path_reader.py`).
+
+    Keys and values are kept in the compute precision, their gradients in float32, and those of the layer that is being
+    differentiated once more. States are there as they were read and beside those of the last pass, which have a gradient.
+
+    Args:
+        predicting: How many of the tokens predict one that is learned from.
+    """
+    number, widest = layout.bytes_per_number, max(layer.attended_numbers for layer in shape.layer_shapes)
+    numbers = sum(layer.count * layer.attended_numbers for layer in shape.layer_shapes)
+    return {
+        "keys and values of segments": tokens * (numbers * (number + GRADIENT_BYTES) + widest * GRADIENT_BYTES),
+        "states of segments": predicting * shape.hidden * (2 * number + GRADIENT_BYTES),
+    }
+
+
+def shrink_state(layout: ParallelLayout) -> tuple[str, OptimizerState]:
+    """Return options and state of AdamW with moments in 8 bits and, for bf16 weights, without masters."""
+    is_bare = layout.bytes_per_number < MASTER_BYTES
+    moments = EIGHT_BIT_MOMENT_BYTES
+    state = replace(layout.optimizer, name="adamw8bit", moment_bytes=moments, outer_moment_bytes=moments)
+    if not is_bare:
+        return "--optimizer adamw8bit", state
+    return "--optimizer adamw8bit --masters none", replace(state, masters="none")
 
 
 def learner_memory(
     shape: ModelShape, workload: Workload, algorithm: AlgorithmCost, layout: ParallelLayout, device: Device
 ) -> MemoryBreakdown:
     """Return the memory of a device that learns, and samples too unless samplers have devices of their own."""
-    ranks, number = layout.learning_devices, layout.bytes_per_number
+    ranks, number, state = layout.learning_devices, layout.bytes_per_number, layout.optimizer
+    outer = shape.around_parameters / shape.parameters
     if layout.only_adapters:
         static = adapted_static_bytes(shape, layout, algorithm.trained_models, algorithm.frozen_models)
     else:
-        static = static_bytes(shape.parameters, number, algorithm.trained_models, algorithm.frozen_models, ranks)
+        models = algorithm.trained_models, algorithm.frozen_models
+        static = static_bytes(shape.parameters, number, *models, ranks, optimizer=state, outer=outer)
     if ranks > 1:
-        static["gathered layers"] = (2 * shape.largest_layer + shape.around_parameters) * number
+        layers = 0 if layout.base_bits else 2 * shape.largest_layer  # those in four bits are not gathered
+        static["gathered layers"] = (layers + shape.around_parameters) * number
         if layout.keeps_full_policy and (layout.is_disaggregated or layout.tensor_parallel == 1):
-            static["full policy"] = shape.parameters * number
-    tokens = max(layout.micro_tokens, workload.max_tokens)
-    logits = LOGITS_IN_MEMORY["cpu" if device.name == "cpu" else "gpu"]
-    training = {
-        "activations": activation_bytes(shape, layout, tokens, workload.max_tokens),
-        "logits": min(logits, tokens * shape.vocabulary) * LOGIT_BYTES,
-    }
+            shared = shape.linear_parameters if layout.base_bits == 4 else 0  # the learner's own
+            static["full policy"] = (shape.parameters - shared) * number
+    if device.name == "cpu":
+        static["Python and libraries"] = PROCESS_BYTES
+    training = training_bytes(shape, workload, algorithm, layout, device)
+    if state.offload == "sampling":
+        training |= _pop_offloaded(static, shape, layout, algorithm.trained_models)
     sampling = {} if layout.is_disaggregated else sampling_bytes(shape, workload, layout, _row_limit(workload, layout))
     if not layout.is_disaggregated and (not layout.keeps_full_policy or (ranks > 1 and layout.tensor_parallel > 1)):
         sampling["policy shard"] = shape.parameters * number / layout.tensor_parallel
+    if not layout.is_disaggregated and not layout.keeps_full_policy and not layout.engine_sleeps:
+        static |= {f"engine's {name}": size for name, size in sampling.items()}
+        sampling = {}
     return MemoryBreakdown({name: size for name, size in static.items() if size}, training, sampling)
+
+
+def training_bytes(
+    shape: ModelShape, workload: Workload, algorithm: AlgorithmCost, layout: ParallelLayout, device: Device
+) -> dict[str, float]:
+    """Return what a learner needs beside what it holds: of a pass or, where that is more, of a step of the optimizer."""
+    number, on_cpu, longest = layout.bytes_per_number, device.name == "cpu", workload.max_tokens
+    tokens: float = max(layout.micro_tokens, longest)
+    further = 0
+    if reads_segments(shape, algorithm, layout):
+        further = max(0, longest - layout.micro_tokens)
+        tokens, longest = layout.micro_tokens, min(longest, layout.micro_tokens)
+    own = tokens / layout.context_parallel
+    logits: float = LOGITS_IN_MEMORY["cpu" if on_cpu else "gpu"]
+    passes = {
+        "activations": activation_bytes(shape, layout, own, longest),
+        "logits": min(logits, own * shape.vocabulary) * LOGIT_BYTES,
+    }
+    if algorithm.recomputes_head:
+        passes["logits"] += min(CACHED_PROBABILITIES, own * shape.vocabulary) * 4
+    if layout.only_adapters:
+        passes["unpacked weights"] = shape.largest_linear * number if layout.base_bits else 0
+    else:
+        passes["gradient of the head"] = shape.head_weights * GRADIENT_BYTES
+    if layout.context_parallel > 1:
+        widest = max(layer.attended_numbers for layer in shape.layer_shapes)
+        passes["gathered keys and values"] = 2 * widest * number * tokens
+    if further:
+        passes |= segment_bytes(shape, layout, further, max(0, further - workload.prompt_tokens))
+    trained = 0 if layout.only_adapters else shape.parameters * algorithm.trained_models / layout.learning_devices
+    copies = {"gradients in bf16": trained * number if number < GRADIENT_BYTES else 0}
+    if further:  # those of the segments before are there while the next one is read again
+        passes |= copies
+    if on_cpu:
+        passes["allocator's holes"] = sum(passes.values()) * HOLES["adapters" if layout.only_adapters else "weights"]
+    phases = passes, copies, {"optimizer step": _step_bytes(shape, layout)}
+    heaviest = max(phases, key=lambda phase: sum(phase.values()))
+    return {name: size for name, size in heaviest.items() if size}
+
+
+def _step_bytes(shape: ModelShape, layout: ParallelLayout) -> float:
+    """Return what the step of the largest matrix needs: temporaries, and what is there during its step alone."""
+    state, largest = layout.optimizer, shape.head_weights / layout.learning_devices
+    if layout.only_adapters:
+        return 0.0
+    each: float = STEP_BYTES
+    if state.masters == "none":
+        each += MASTER_BYTES + ROUNDING_BYTES
+    if state.offload == "always":
+        each += state.outer_moment_bytes + state.master_bytes(layout.bytes_per_number, layout.learning_devices)
+    return largest * each
+
+
+def _pop_offloaded(
+    static: dict[str, float], shape: ModelShape, layout: ParallelLayout, trained_models: int
+) -> dict[str, float]:
+    """Remove masters and moments, which are elsewhere while completions are sampled; return them as what learning needs."""
+    moved = static["optimizer"]
+    static["optimizer"] = 0.0
+    if not layout.only_adapters:
+        masters = layout.optimizer.master_bytes(layout.bytes_per_number, layout.learning_devices)
+        static["weights"] -= shape.parameters * trained_models * masters
+        moved += shape.parameters * trained_models * masters
+    return {"masters and moments": moved}
 
 
 def sampler_memory(shape: ModelShape, workload: Workload, layout: ParallelLayout, device: Device) -> MemoryBreakdown:
@@ -392,208 +566,3 @@ def max_concurrent_rows(shape: ModelShape, workload: Workload, layout: ParallelL
 def _row_limit(workload: Workload, layout: ParallelLayout) -> int:
     """Completions per sampler at once, regardless of memory."""
     return min(layout.decode_rows, ceil(workload.num_completions / layout.num_samplers))
-
-
-# Time of a step's phases, from operations and bytes.
-#
-# a pass      ( operations / peak rate + bytes / bandwidth ) / efficiency
-# operations  forward: 2 per weight of a matrix product and token, 4 per width of the heads and attention pair; backward: twice
-#             that; recomputed activations: one more forward pass
-# bytes       outside matrix products: numbers that norms, positions, gates and residuals read and write
-# one token for each of n completions
-#             ( weights / bandwidth + n · ( keys and values / bandwidth + operations / peak rate ) )
-#             / efficiency + layers · overhead
-
-BACKWARD_PASSES = 2  # cost of a backward pass, in forward passes
-FROZEN_PASSES = 1  # what a backward pass saves at weights without gradients
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of each phase of a step, by itself."""
-
-    generation: float  # from reading the first prompt to the end of the last completion
-    scoring: float  # log π_old, log π_ref and values of all tokens
-    learning: float  # forward and backward passes
-    optimizer: float
-    publishing: float  # until samplers have the new weights
-
-    @property
-    def update(self) -> float:
-        """A learner's work in a step, without publishing."""
-        return self.scoring + self.learning + self.optimizer
-
-    @property
-    def total(self) -> float:
-        """All phases in sequence."""
-        return self.generation + self.update + self.publishing
-
-
-@dataclass(frozen=True)
-class SamplerSpeed:
-    """Seconds of a sampler: one token for each of n completions takes `fixed` + n · `per_completion`.
-
-    The weights are read once per token, and every completion's cache once. At most `max_concurrency` completions are generated at
-    a time; when one ends, the next starts.
-    """
-
-    fixed: float
-    per_completion: float
-    max_concurrency: int
-    startup: float = 0.0  # seconds of a rollout before its first token
-
-    def __call__(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a rollout whose completions have these tokens, in the order of the requests."""
-        waiting = [n for n in reversed(lengths) if n > 0]
-        running = list[int]()  # the token count at which each will end
-        position, seconds = 0, self.startup
-        while waiting or running:
-            while waiting and len(running) < self.max_concurrency:
-                heapq.heappush(running, position + waiting.pop())
-            tokens = running[0] - position
-            seconds += tokens * (self.fixed + len(running) * self.per_completion)
-            position = running[0]
-            while running and running[0] == position:
-                heapq.heappop(running)
-        return seconds
-
-
-@dataclass(frozen=True)
-class TimeModel:
-    """A roofline model of a transformer on devices with a given efficiency."""
-
-    shape: ModelShape
-    device: Device
-    efficiency: Efficiency
-    layout: ParallelLayout
-
-    def operations(self, tokens: TokenCounts, passes: float, head: float, weight_passes: float | None = None) -> float:
-        """Return the operations of `passes` forward passes through the layers and `head` through the output head.
-
-        Args:
-            weight_passes: Passes that multiply with weights, where attention has others; None = the same.
-        """
-        products = passes if weight_passes is None else weight_passes
-        total = 0.0
-        for layer in self.shape.layer_shapes:
-            weights = 2 * layer.matmul_weights * tokens.layer_tokens
-            attention = 4 * layer.pair_width * tokens.pairs(layer.window)
-            total += layer.count * (products * weights + passes * attention)
-        return total + head * 2 * self.shape.head_weights * tokens.head_tokens
-
-    def bytes_moved(self, tokens: TokenCounts, passes: float, head: float) -> float:
-        """Return the bytes that are read and written outside matrix products."""
-        shape = self.shape
-        numbers = sum(layer.count * layer.moved_numbers for layer in shape.layer_shapes)
-        in_layers = passes * numbers * self.layout.bytes_per_number * tokens.layer_tokens
-        return in_layers + head * 5 * 4 * shape.vocabulary * tokens.head_tokens
-
-    def roofline_seconds(
-        self, tokens: TokenCounts, passes: float, head: float, weight_passes: float | None = None
-    ) -> float:
-        """Return the seconds on one device at its published figures."""
-        rate = self.device.rate(self.layout.bytes_per_number)
-        operations = self.operations(tokens, passes, head, weight_passes)
-        moved = self.bytes_moved(tokens, passes, head)
-        if self.layout.base_bits is not None:  # four-bit weights are made larger for every micro-batch
-            micro_batches = ceil(tokens.layer_tokens / self.layout.micro_tokens)
-            moved += passes * micro_batches * self.shape.linear_parameters * self.unpacked_bytes
-        return operations / rate + moved / self.device.bandwidth
-
-    @property
-    def unpacked_bytes(self) -> float:
-        """Bytes that are read and written to use a weight of four bits in a matrix product, beside those of the product."""
-        return NF4_BYTES + self.layout.bytes_per_number
-
-    def scoring_seconds(self, tokens: TokenCounts) -> float:
-        """Return the seconds of a forward pass on one device."""
-        return self.roofline_seconds(tokens, 1, 1) / self.efficiency.scoring
-
-    def training_seconds(self, tokens: TokenCounts, algorithm: AlgorithmCost) -> float:
-        """Return the seconds of a forward and backward pass on one device."""
-        passes = 1 + BACKWARD_PASSES + (1 if self.layout.checkpointing else 0)
-        is_corrected = self.layout.max_staleness > 0 and algorithm.stale_scoring_passes > 0
-        head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head or is_corrected else 0)
-        if not self.layout.only_adapters:
-            return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
-        # Frozen weights have no gradients, which are half of a backward pass's products. Adapters' own products are trained.
-        seconds = self.roofline_seconds(tokens, passes, head - FROZEN_PASSES, passes - FROZEN_PASSES)
-        adapters = 2 * passes * self.shape.count_adapters(self.layout.adapter_rank) * tokens.layer_tokens
-        adapters *= self.shape.active_parameters / self.shape.parameters
-        return (seconds + adapters / self.device.rate(self.layout.bytes_per_number)) / self.efficiency.training
-
-    def sampler_speed(self, workload: Workload) -> SamplerSpeed:
-        """Return the speed of one sampler: a token for n completions reads the weights once, and every completion's cache."""
-        shape, tensor = self.shape, self.layout.tensor_parallel
-        number, bandwidth = self.layout.bytes_per_number, self.device.bandwidth * tensor
-        rate = self.device.rate(number) * tensor
-        attended = workload.mean_attended_tokens
-        cached = shape.cached_numbers(attended, engine=not self.layout.keeps_full_policy)
-        read = cached * number + SAMPLING_LOGIT_BYTES * shape.vocabulary
-        rows = ceil(workload.num_completions / self.layout.num_samplers)
-        concurrent = max_concurrent_rows(shape, workload, self.layout, self.device)
-        weights = (sum(x.count * x.read_weights(concurrent) for x in shape.layer_shapes) + shape.head_weights) * number
-        if self.layout.base_bits is not None and not self.layout.is_disaggregated:
-            weights += shape.linear_parameters * self.unpacked_bytes
-        prompts, length = min(workload.prompts, ceil(rows / workload.samples_per_prompt)), workload.prompt_tokens
-        within = {w: prompts * windowed_pairs(length, w) for w in shape.windows}
-        context = TokenCounts(length * prompts, prompts * length * (length + 1) / 2, prompts, within)
-        overhead = self.efficiency.layer_overhead + (2 * self.efficiency.allreduce if tensor > 1 else 0)
-        seen = {w: min(attended, w) for w in shape.windows}
-        per_token = self.operations(TokenCounts(1, attended, 1, seen), 1, 1) / rate
-        return SamplerSpeed(
-            fixed=weights / bandwidth / self.efficiency.sampling + shape.num_layers * overhead,
-            per_completion=(read / bandwidth + per_token) / self.efficiency.sampling,
-            max_concurrency=concurrent,
-            startup=self.scoring_seconds(context) / tensor,
-        )
-
-    def sampling_seconds(self, workload: Workload) -> float:
-        """Return the seconds until the sampler with the most work is done."""
-        speed, samplers = self.sampler_speed(workload), self.layout.num_samplers
-        loads = {workload.lengths[i::samplers] for i in range(min(samplers, workload.num_completions))}
-        heaviest = sorted(loads, key=lambda load: (max(load, default=0), sum(load)))[-4:]
-        return max(map(speed, heaviest))
-
-    def gather_seconds(self, size: float, devices: int) -> float:
-        """Return the seconds until `size` bytes that are sharded over these devices are on each of them."""
-        if devices < 2:
-            return 0.0
-        within = size / self.device.link
-        machines = ceil(devices / self.device.per_node)
-        between = size / (self.device.network * self.device.per_node) if machines > 1 else 0.0
-        return max(within, between) / self.efficiency.link
-
-    def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
-        """Return the times of a step. Learners share tokens evenly; communication counts only where it outlasts their passes."""
-        shape, ranks = self.shape, self.layout.learning_devices
-        tokens = workload.count_tokens(self.layout.shares_prompts, shape.windows)
-        number, trains = self.layout.bytes_per_number, shape.parameters
-        if self.layout.only_adapters:
-            trains = shape.count_adapters(self.layout.adapter_rank)
-        gather = self.gather_seconds(shape.parameters * number, ranks)
-        reduce = self.gather_seconds(trains * GRADIENT_BYTES, ranks)
-        per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / ranks
-        batches = algorithm.updates * ceil(per_update / self.layout.micro_tokens)  # every update has at least one
-        scoring_batches = ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens)
-        scoring = max(self.scoring_seconds(tokens) / ranks, gather * scoring_batches)
-        training = algorithm.epochs * self.training_seconds(tokens, algorithm) / ranks
-        training = max(training, batches * (BACKWARD_PASSES * gather + reduce))
-        state = 2 * (MASTER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + number
-        trained = algorithm.updates * algorithm.trained_models * trains
-        size = shape.parameters * number
-        if self.layout.is_disaggregated:  # through a folder to the samplers
-            publishing = gather + 2 * size / self.efficiency.storage
-        elif ranks == 1:
-            publishing = (
-                0.0 if number == MASTER_BYTES or self.layout.only_adapters else size * 3 / self.device.bandwidth
-            )
-        else:
-            publishing = gather
-        return StepTimes(
-            generation=self.sampling_seconds(workload),
-            scoring=algorithm.scoring_passes_at(self.layout.max_staleness) * scoring,
-            learning=algorithm.trained_models * training,
-            optimizer=trained * state / ranks / self.device.bandwidth,
-            publishing=publishing,
-        )

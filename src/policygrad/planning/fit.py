@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from policygrad.planning.cost_model import SEGMENT_TOKENS, reads_segments, shrink_state
 from policygrad.planning.planner import CapacityPlan
 
 MAX_CONTEXT = 2**20  # tokens of the longest text to try, where a model's positions set no limit
@@ -30,14 +31,17 @@ class Fit:
         return {name: getattr(self, name) for name in names}
 
 
-def find_fits(plan: CapacityPlan, context: int) -> list[Fit]:
+def find_fits(plan: CapacityPlan, context: int, micro_tokens: int | None = None) -> list[Fit]:
     """Return what fits with the plan's own layout and with more and more savings; without those with which nothing does.
 
     Args:
         context: Tokens of the texts for which the largest group is found too.
+        micro_tokens: Tokens of a pass, beyond which texts are read in segments; None = texts are read whole, and in segments as a
+            saving.
     """
+    plan = replace(plan, layout=replace(plan.layout, micro_tokens=micro_tokens or MAX_CONTEXT))
     fits = list[Fit]()
-    for option, description, changes in _list_savings(plan):
+    for option, description, changes in _list_savings(plan, can_cut=micro_tokens is None):
         saving = replace(plan, layout=replace(plan.layout, **changes))
         longest = _find_longest(saving)
         if longest is None:
@@ -56,23 +60,39 @@ def choose_fit(fits: Sequence[Fit], context: int) -> Fit | None:
     return max(fits, key=lambda fit: fit.context, default=None)
 
 
-def _list_savings(plan: CapacityPlan) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return savings, each with those before it: options of plan, in words, and changes of the layout."""
-    layout = plan.layout
-    rank = layout.adapter_rank or DEFAULT_ADAPTERS
-    savings: list[tuple[str, str, dict[str, Any]]] = [("", "as it is", {})]
-    checkpointing = "" if layout.checkpointing else "--gradient-checkpointing"
-    changes: dict[str, Any] = {"checkpointing": True}
-    if checkpointing:
-        savings.append((checkpointing, "recompute activations", changes))
-    changes = changes | {"adapter_rank": rank}
+def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Iterate over savings, each with those before it: options of plan, in words, and changes of the layout. Adapters have next to
+    no state of the optimizer, so theirs are without savings of it."""
+    layout, request = plan.layout, plan.request
+    rank, options = layout.adapter_rank or DEFAULT_ADAPTERS, list[str]()
+    changes: dict[str, Any] = {}
+    on_gpu = request.device.per_node > 1
+    yield "", "as it is", {}
+    if not layout.checkpointing:
+        options.append("--gradient-checkpointing")
+        changes["checkpointing"] = True
+        yield " ".join(options), "recompute activations", dict(changes)
+    if can_cut and reads_segments(request.shape, request.algorithm, layout):
+        tokens = SEGMENT_TOKENS["gpu" if on_gpu else "cpu"]
+        options.append(f"--micro-tokens {tokens}")
+        changes["micro_tokens"] = tokens
+        yield " ".join(options), "read longer texts in segments", dict(changes)
     if not layout.only_adapters:
-        savings.append((f"{checkpointing} --lora rank={rank}".strip(), "train adapters", changes))
-    if layout.base_bits is None and layout.learning_devices == 1 and plan.request.device.per_node > 1:
+        if layout.optimizer.name == "adamw":
+            option, state = shrink_state(layout)
+            yield " ".join([*options, option]), "moments in 8 bits", changes | {"optimizer": state}
+            if on_gpu and state.offload == "none":
+                state = replace(state, offload="always")
+                text = "what is left of the optimizer's state in the host's memory"
+                yield " ".join([*options, option, "--offload always"]), text, changes | {"optimizer": state}
+        options.append(f"--lora rank={rank}")
+        changes |= {"adapter_rank": rank, "optimizer": replace(layout.optimizer, masters="fp32")}
+        yield " ".join(options), "train adapters", dict(changes)
+    if layout.base_bits is None and on_gpu:
         # bitsandbytes needs a GPU of NVIDIA, AMD or Intel
-        option = f"{checkpointing} --lora rank={rank},bits=4".strip()
-        savings.append((option, "frozen weights in four bits", changes | {"base_bits": 4}))
-    return savings
+        given = [text for text in options if not text.startswith("--lora")]
+        option = " ".join([*given, f"--lora rank={rank},bits=4"])
+        yield option, "frozen weights in four bits", changes | {"adapter_rank": rank, "base_bits": 4}
 
 
 def _find_longest(plan: CapacityPlan) -> int | None:
@@ -101,7 +121,7 @@ def _find_largest(fits: Callable[[int], bool], least: int, most: int) -> int | N
 
 
 def _with_texts(plan: CapacityPlan, context: int, group: int) -> CapacityPlan:
-    """Return a plan of texts of at most `context` tokens, one to a micro-batch, and groups that are sampled at once."""
+    """Return a plan of texts of at most `context` tokens, at most one to a micro-batch, and groups that are sampled at once."""
     work = plan.request.workload
     longest = context - work.prompt_tokens
     share = work.completion_tokens / work.max_completion_tokens
@@ -111,5 +131,5 @@ def _with_texts(plan: CapacityPlan, context: int, group: int) -> CapacityPlan:
         max_completion_tokens=longest,
         completion_tokens=max(1.0, min(longest, share * longest)),
     )
-    layout = replace(plan.layout, micro_tokens=context, decode_rows=group)
+    layout = replace(plan.layout, micro_tokens=min(context, plan.layout.micro_tokens), decode_rows=group)
     return CapacityPlan(replace(plan.request, workload=work), layout)

@@ -1,4 +1,4 @@
-"""Names of the models inside the package, and limits of models' sizes, for what reads no shape."""
+"""Names of the models inside the package, limits of models' sizes, and bytes of a trained parameter, for what reads no shape."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+GRADIENT_BYTES, MASTER_BYTES = 4, 4
+"""Bytes per trained parameter: its gradient, which is summed in float32, and its float32 master where the model is bf16."""
+ADAMW_MOMENT_BYTES = 8
+"""Bytes per trained parameter of AdamW's two moments, in float32."""
+MOMENT_BLOCK = 256
+"""Numbers that share a scale in moments of 8 bits."""
+EIGHT_BIT_MOMENT_BYTES = 2 * (1 + 4 / MOMENT_BLOCK)
 SMALL_MODEL_PARAMETERS = 5_000_000  # below, a matrix product is finished before a second thread has woken up
 EMBEDDED_MODEL = "tiny"
 VISION_MODEL = "shapes"

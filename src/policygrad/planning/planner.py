@@ -13,12 +13,11 @@ from policygrad.planning.cost_model import (
     AlgorithmCost,
     MemoryBreakdown,
     ParallelLayout,
-    StepTimes,
-    TimeModel,
     Workload,
 )
 from policygrad.planning.hardware import DEVICES, Device, Efficiency
 from policygrad.planning.shapes import ModelShape
+from policygrad.planning.time_model import StepTimes, TimeModel
 
 MAX_SPLITS = 16  # maximum number of device splits to try
 
@@ -91,6 +90,14 @@ class CapacityPlan:
     def peak_bytes(self) -> float:
         """Memory of the fullest device."""
         return max(self.learner.peak_bytes, self.sampler.peak_bytes if self.sampler else 0.0)
+
+    @property
+    def engine_bytes(self) -> float:
+        """Memory of an engine on the fullest device."""
+        q, layout = self.request, self.layout
+        rows = cost_model.max_concurrent_rows(q.shape, q.workload, layout, q.device)
+        weights = q.shape.parameters * layout.bytes_per_number / layout.tensor_parallel
+        return weights + sum(cost_model.sampling_bytes(q.shape, q.workload, layout, rows).values())
 
     @property
     def fits(self) -> bool:
@@ -227,7 +234,9 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
             description="one sequence per micro-batch",
             micro_tokens=min(longest, plan.layout.micro_tokens),
         ),
+        _read_in_segments,
         _compute_in_bfloat16,
+        _keep_less_state,
         _generate_fewer_rows,
         partial(
             _change,
@@ -271,6 +280,23 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
 
 def _change(plan: CapacityPlan, option: str, description: str, **changes: Any) -> Suggestion:
     return Suggestion(option, description, CapacityPlan(plan.request, replace(plan.layout, **changes)))
+
+
+def _read_in_segments(plan: CapacityPlan) -> Suggestion | None:
+    request, tokens = plan.request, cost_model.SEGMENT_TOKENS["cpu" if plan.request.device.name == "cpu" else "gpu"]
+    is_read = cost_model.reads_segments(request.shape, request.algorithm, plan.layout)
+    if not is_read or tokens >= min(plan.layout.micro_tokens, request.workload.max_tokens):
+        return None
+    return _change(plan, f"--micro-tokens {tokens}", "read longer texts in segments", micro_tokens=tokens)
+
+
+def _keep_less_state(plan: CapacityPlan) -> Suggestion | None:
+    """Suggest moments in 8 bits and, in bfloat16, no masters."""
+    layout = plan.layout
+    if layout.only_adapters or layout.optimizer.name != "adamw":
+        return None
+    option, state = cost_model.shrink_state(layout)
+    return _change(plan, option, "moments in 8 bits", optimizer=state)
 
 
 def _compute_in_bfloat16(plan: CapacityPlan) -> Suggestion | None:

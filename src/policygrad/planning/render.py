@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from policygrad.pages.render import render_page
-from policygrad.planning.cost_model import DRIVER_BYTES, USABLE_FRACTION, usable_bytes
+from policygrad.planning.cost_model import DRIVER_BYTES, USABLE_FRACTION, OptimizerState, reads_segments, usable_bytes
 from policygrad.planning.fit import Fit
 from policygrad.planning.hardware import Efficiency
 from policygrad.planning.planner import CapacityPlan, Suggestion
@@ -211,13 +211,30 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
         bits = " on weights in four bits" if layout.base_bits else ""
         count = shape.count_adapters(layout.adapter_rank)
         assumptions.append(f"Adapters{bits} alone are trained: {count:,} parameters, of rank {layout.adapter_rank}.")
+    elif layout.optimizer != OptimizerState():
+        state = layout.optimizer
+        masters = "" if state.masters == "fp32" else ", bf16 weights without masters"
+        away = {"none": "", "sampling": ", in the host's memory while sampling", "always": ", in the host's memory"}
+        assumptions.append(
+            f"Optimizer {state.name}: {state.moment_bytes:.3g} bytes of moments per parameter{away[state.offload]}{masters}."
+        )
+    longest = request.workload.max_tokens
+    if longest > layout.micro_tokens and reads_segments(shape, request.algorithm, layout):
+        assumptions.append(
+            f"Texts longer than {layout.micro_tokens:,} tokens are read in segments (--micro-tokens), which no GPU has done yet."
+        )
+    if layout.context_parallel > 1:
+        assumptions.append(
+            f"{layout.context_parallel} learners share each text; a layer's keys and values are gathered whole."
+        )
     if shape.has_states:
         assumptions.append("Recurrent layers run transformers' own code, which saves more than kernels made for them.")
     if layout.learning_devices > 1 and layout.keeps_full_policy:
         assumptions.append("Each learner keeps the full policy too, for sampling; with --engine it does not.")
     if not layout.keeps_full_policy and not layout.is_disaggregated:
+        sleep, option = ("releases", "--sampler.colocate of train") if layout.engine_sleeps else ("keeps", "--beside")
         assumptions.append(
-            "The engine samples on the learners' devices, releases its memory while they learn (--sampler.colocate of train), and "
+            f"The engine samples on the learners' devices, {sleep} its memory while they learn ({option}), and "
             "receives weights over their links. This library's engines read them from files then, which takes longer: give them "
             "devices of their own with --samplers or --max-staleness, and NCCL sends them (--sampler.weight-transport nccl)."
         )

@@ -27,6 +27,7 @@ class LayerShape:
     routed_parameters: int = 0  # parameters of experts, of which a token uses some
     routed_fraction: float = 1.0  # the fraction that it uses
     linear_parameters: int = 0  # parameters that four-bit weights replace
+    largest_linear: int = 0  # those of the largest matrix of them
     adapters: int = 0  # parameters of adapters on every linear layer, of rank 1 (`ModelShape.adapter_rank`)
     adapted_saved: Saved = ()  # `saved` where only adapters are trained
 
@@ -111,6 +112,11 @@ class ModelShape:
     def linear_parameters(self) -> int:
         """Parameters that four-bit weights replace."""
         return sum(layer.count * layer.linear_parameters for layer in self.layer_shapes)
+
+    @property
+    def largest_linear(self) -> int:
+        """Parameters of the largest matrix that four-bit weights replace, which is unpacked for its product."""
+        return max(layer.largest_linear for layer in self.layer_shapes)
 
     @property
     def has_states(self) -> bool:
@@ -208,14 +214,14 @@ class DenseShape(ModelShape):
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """One kind. For the backward pass, in transformers' own implementation, a layer keeps a norm's input in float32 and its
-        output twice; queries, keys and values (the last two repeated for every head); the attention's output; and the MLP's four
-        intermediates."""
+        output twice; queries, keys and values (the last two repeated for every head); the attention's output, and that in the order
+        of tokens; and the MLP's four intermediates. Queries and keys after a norm are kept by the attention."""
         width = self.heads * self.head_dim
         saved, adapted = list[tuple[str, float, float]](), list[tuple[str, float, float]]()
         for dtype, number in (("bf16", 2), ("fp32", 4)):
             norms = 2 * (4 + 2 * number) * self.hidden
-            normed = (4 + 2 * number) * (self.heads + self.kv_heads) * self.head_dim if self.qk_norm else 0
-            attended = 4 * width * number
+            normed = (4 + number) * (self.heads + self.kv_heads) * self.head_dim if self.qk_norm else 0
+            attended = 5 * width * number
             saved.append((dtype, norms + normed + attended + 4 * self.intermediate * number, 0))
             adapted.append((dtype, self._adapted_bytes(number), 0))
         cached = 2 * self.kv_heads * self.head_dim
@@ -230,6 +236,7 @@ class DenseShape(ModelShape):
             cache_numbers=cached,
             attended_numbers=cached,
             linear_parameters=self.layer_matmul_weights,
+            largest_linear=self.hidden * max(self.intermediate, width),
             adapters=7 * self.hidden + 2 * width + cached + 3 * self.intermediate,  # the widths of its linear layers
             adapted_saved=tuple(adapted),
         )
@@ -241,7 +248,7 @@ class DenseShape(ModelShape):
         width, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         per_hidden, per_mlp = (28, 10) if number == 2 else (16, 16)
         normed = 4 * (width + keys + self.heads + self.kv_heads) if self.qk_norm else 0
-        attention = 4 * (number // 2 + 1) * width + 2 * number * keys + 4 * self.heads
+        attention = 4 * (number // 2 + 1) * width + 2 * number * width + 4 * self.heads
         return per_hidden * self.hidden + per_mlp * self.intermediate + attention + normed + 7 * 4 * 16 + 8
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import DTYPES
-from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, TimeModel, Workload
+from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency
 from policygrad.planning.shapes import DenseShape, ModelShape
+from policygrad.planning.time_model import TimeModel
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.utils.devices import synchronize

@@ -7,8 +7,8 @@ logits over the vocabulary. Sampling is the key-value cache of the rows that dec
 a run that samples and trains in one process, on one device.
 
 On an accelerator it is also an upper bound: PyTorch's allocator releases its cache before it fails. The C library's allocator on
-the CPU releases little: what sampling took remains beside training, tensors of changing sizes leave holes between them
-(`FRAGMENTATION`), and kernels and threads are loaded with the first step (`FIRST_STEP_BYTES`). `upper_bound` counts them.
+the CPU releases little: what sampling took remains beside training, freed tensors leave holes between others (`HOLES`),
+and kernels and threads are loaded with the first step (`FIRST_STEP_BYTES`). `upper_bound` counts them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from policygrad.core.updates import GradientSteps
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
-from policygrad.learners.optimizers import MASTER_BYTES
 from policygrad.models.loading import DTYPES
-from policygrad.planning.cost_model import MAX_SNAPSHOT_BYTES, AlgorithmCost, static_bytes
+from policygrad.planning.cost_model import HOLES, AlgorithmCost, static_bytes
 from policygrad.rewards.workers.limits import format_size
 from policygrad.rollout.evaluation import EVAL_CHUNK
 from policygrad.tasks.benchmarks import parse_benchmarks
@@ -31,9 +30,6 @@ from policygrad.training.config.run import Run
 from policygrad.training.memory_probe import probe_model
 from policygrad.utils.devices import pick_device
 
-FRAGMENTATION = 1.7
-"""Largest ratio of resident memory to what a micro-batch saves, under glibc: measured 1.04 to 1.08 where all weights are trained,
-1.5 to 1.7 with LoRA (SmolLM2-135M, 2,048 tokens)."""
 FIRST_STEP_BYTES = 96 * 2**20
 """Memory that kernels and threads add to the libraries on the CPU, with a margin: 50 to 64 MiB were measured."""
 
@@ -94,6 +90,8 @@ class MemoryEstimate:
     training: int
     sampling: int
     micro_tokens: int  # tokens of a micro-batch
+    holes: float = HOLES["weights"]
+    """Bytes that the CPU's allocator holds beside each of training."""
     releases_memory: bool = False
     """Whether the allocator releases its cache before it fails, as an accelerator's does."""
 
@@ -106,7 +104,7 @@ class MemoryEstimate:
         """The peak if the allocator releases nothing."""
         if self.releases_memory:
             return self.peak
-        return sum(self.fixed.values()) + FIRST_STEP_BYTES + self.sampling + int(FRAGMENTATION * self.training)
+        return sum(self.fixed.values()) + FIRST_STEP_BYTES + self.sampling + int((1 + self.holes) * self.training)
 
     def __str__(self) -> str:
         fixed = ", ".join(f"{name} {format_size(size)}" for name, size in self.fixed.items() if size)
@@ -136,24 +134,9 @@ def count_static_bytes(
         ahead: Whether a further model samples while the policy learns.
     """
     uses_lr, trained = algorithm.update_rule.uses_lr, cost.trained_models
-    sizes = static_bytes(parameters, bytes_per_number, trained, cost.frozen_models + ahead, ranks, adamw=uses_lr)
-    if not uses_lr or optimizer == OptimizerConfig():
-        return sizes
-    share = parameters * trained / ranks
-    moments = sum(
-        part * optimizer.row.count_moment_bytes(optimizer.momentum, hidden=hidden)
-        for part, hidden in ((1 - outer, True), (outer, False))
-    )
-    has_copies = bytes_per_number < MASTER_BYTES and ranks == 1
-    masters = MASTER_BYTES if has_copies and optimizer.masters == "fp32" else 0
-    weight = bytes_per_number if has_copies else MASTER_BYTES
-    state = share * ((masters or weight) + moments)
-    on_device = not optimizer.offload
-    return sizes | {
-        "weights": share * (weight + masters * on_device),
-        "optimizer": share * moments * on_device,
-        "copy of the state": state if ranks == 1 and state <= MAX_SNAPSHOT_BYTES else 0,
-    }
+    state = optimizer.describe_state() if uses_lr else None
+    frozen = cost.frozen_models + ahead
+    return static_bytes(parameters, bytes_per_number, trained, frozen, ranks, optimizer=state, outer=outer)
 
 
 def estimate_memory(run: Run) -> MemoryEstimate:
@@ -208,5 +191,6 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         training=facts.saved_bytes + logits,
         sampling=max(number * (length * cache_bytes + facts.vocabulary * 24) for number, length in sampled),
         micro_tokens=facts.micro_tokens,
+        holes=HOLES["weights" if adapters is None else "adapters"],
         releases_memory=device != "cpu",
     )

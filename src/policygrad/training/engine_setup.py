@@ -53,7 +53,7 @@ def compute_resident_bytes(options: RunOptions, algorithm: Algorithm | None, par
     if algorithm is None or options.learner.lora:  # adapters and their moments are small
         return float(parameters * number)
     cost = compute_algorithm_cost(algorithm)
-    if options.learner.offload or options.optimizer.offload:
+    if options.learner.world_size == 1 and (options.learner.offload or options.optimizer.offload):
         return float(parameters * number * (cost.trained_models + cost.frozen_models))
     state = count_static_bytes(parameters, number, cost, options.optimizer, algorithm, options.learner.world_size)
     return sum(state.values())

@@ -14,6 +14,8 @@ from torch import nn
 from policygrad.errors import MemoryStopError, OutOfMemoryError, RunError
 from policygrad.learners.base import CutsLongTexts
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.optimizers import ADAMW
+from policygrad.planning.model_sizes import GRADIENT_BYTES, MASTER_BYTES
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
 from policygrad.utils.filesystem import write_atomically
 from policygrad.utils.memory import measure_free_memory, read_meminfo
@@ -151,9 +153,9 @@ class MemoryUse:
         other = int(getattr(learner, "reference_parameters", 0)) * parameters[0].element_size()
         parts = {
             "weights": sum(p.nbytes for p in parameters) // share,
-            "gradients": 4 * trained // share,
+            "gradients": GRADIENT_BYTES * trained // share,
             "moments": int(moment_bytes * trained) // share,
-            "float32 copies of the weights": 4 * copies // share,
+            "float32 copies of the weights": MASTER_BYTES * copies // share,
             "other models": (other + beside) // share,
         }
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
@@ -172,12 +174,15 @@ class MemoryUse:
         except Exception:  # an architecture may fail in any way on tensors without memory, and the table does without
             return None
 
-    def estimate_longest(self, learner: object, tokens: int) -> int | None:
+    def estimate_longest(self, learner: object, tokens: int, budget: int | None = None) -> int | None:
         """Return about how many tokens of one text fit beside what the run holds, counted on texts of `tokens` and half as many.
 
         None where that cannot be counted, or where what is saved grows faster than the text.
+
+        Args:
+            budget: Tokens of a pass, beyond which texts are read in segments; None = texts are read whole.
         """
-        from policygrad.training.cost_estimate import FRAGMENTATION
+        from policygrad.planning.cost_model import HOLES
 
         free = _measure_free(next(self.model.parameters()).device)
         long, short = self.estimate_saved(tokens), self.estimate_saved(tokens // 2)
@@ -186,8 +191,13 @@ class MemoryUse:
         optimizers = getattr(learner, "optimizers", ())
         present = sum(o.moment_bytes for o in optimizers)
         free -= self.parts["gradients"] + max(0, self.parts["moments"] - present)
-        holes = 1.0 if self.device.startswith("cuda") else FRAGMENTATION
-        return max(0, int(free / holes / (long / tokens)))
+        if not self.device.startswith("cuda"):
+            free /= 1 + HOLES["adapters" if self.learner_config.lora else "weights"]
+        longest = free / (long / tokens)
+        further = None if budget is None else _count_segment_bytes(self.model)
+        if budget is not None and further is not None and longest > budget:
+            longest = budget + (free - budget * long / tokens) / further
+        return max(0, int(longest))
 
     def list_remedies(self, config: Any, saved: int | None, *, is_sampling: bool) -> Iterator[str]:
         """Iterate over options that the run does not have yet, the one that frees most first."""
@@ -205,8 +215,9 @@ class MemoryUse:
             remedies.append(
                 (0.98 * state, "--learner.lora rank=16: train adapters, without gradients and moments of the weights")
             )
-        if learner.adapters is not None and learner.adapters.bits is None and on_gpu and learner.world_size == 1:
+        if learner.adapters is not None and learner.adapters.bits is None and on_gpu:
             remedies.append((0.7 * parts["weights"], f"--learner.lora {learner.lora},bits=4: weights in four bits"))
+        remedies += self._list_optimizer_remedies(config, on_gpu=on_gpu)
         if learner.dtype == "fp32" and on_gpu:
             remedies.append((passes / 2, "--learner.dtype bf16: half of what a pass saves"))
         if gpus > learner.world_size:
@@ -224,23 +235,40 @@ class MemoryUse:
             remedies.append((passes / 2 or 1, "rows with fewer tokens"))
         yield from (text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
 
+    def _list_optimizer_remedies(self, config: Any, *, on_gpu: bool) -> Iterator[tuple[float, str]]:
+        """Iterate over what each option of the optimizer frees, and what it does; none for adapters, whose state is small."""
+        learner, parts, optimizer = self.learner_config, self.parts, getattr(config, "optimizer", None)
+        if learner.lora or optimizer is None or not parts["moments"]:
+            return
+        if optimizer.name == ADAMW and learner.tensor_parallel == 1:
+            yield 0.75 * parts["moments"], "--optimizer.name adamw8bit: moments in 8 bits"
+        if learner.world_size == 1 and parts["float32 copies of the weights"] and optimizer.masters == "fp32":
+            copies = float(parts["float32 copies of the weights"])
+            yield copies, "--optimizer.masters none: bf16 weights without float32 copies, rounded by chance"
+        if learner.world_size == 1 and on_gpu and not (learner.offload or optimizer.offload):
+            state = float(parts["moments"] + parts["float32 copies of the weights"])
+            yield state, "--optimizer.offload: keep moments in this machine's memory, also while learning"
+
 
 def describe_longest_text(model: nn.Module, learner: object, config: Any) -> tuple[dict[str, str], str | None]:
     """Return about how long a text may be that is learned from, as a fact of the run, and a note if completions may be longer.
 
-    Nothing where they are cut, or short: it is counted on the architecture, which takes seconds, where a completion of `max_tokens`
+    Nothing where they are short: it is counted on the architecture, which takes seconds, where a completion of `max_tokens`
     may take a quarter of what is free.
     """
     tokens, free = config.sampling.max_tokens, _measure_free(next(model.parameters()).device)
     if config.learner.world_size > 1 or free is None or _guess_saved(model, tokens) < free / 4:
         return {}, None
+    budget = None
     if isinstance(learner, CutsLongTexts) and learner.cuts_long_texts():
-        return {}, None
+        device, parameters = next(model.parameters()).device, sum(p.numel() for p in model.parameters())
+        budget = config.learner.resolve_micro_tokens(device, parameters)
     use = MemoryUse.measure(model, learner, config)
-    longest = use.estimate_longest(learner, COUNTED_TOKENS)
+    longest = use.estimate_longest(learner, COUNTED_TOKENS, budget)
     if longest is None:
         return {}, None
-    facts = {"longest text": f"about {longest:,} tokens fit, prompt and completion"}
+    how = "" if budget is None or longest <= budget else f", read in segments of {budget:,}"
+    facts = {"longest text": f"about {longest:,} tokens fit, prompt and completion{how}"}
     if tokens <= longest:
         return facts, None
     remedies = "; or ".join(use.list_remedies(config, use.estimate_saved(COUNTED_TOKENS), is_sampling=False))
@@ -248,6 +276,28 @@ def describe_longest_text(model: nn.Module, learner: object, config: Any) -> tup
         facts,
         f"completions may have {tokens:,} tokens, and about {longest:,} of a text fit, prompt included: {remedies}",
     )
+
+
+def _count_segment_bytes(model: nn.Module) -> float | None:
+    """Return the bytes that a token of a segment leaves to what follows it: see `segment_bytes` of the cost model; None where the
+    model's sizes do not tell.
+
+    Keys and values with their gradients, in float32, and states with theirs.
+    """
+    text: Any = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    hidden = getattr(text, "hidden_size", None)
+    if not heads or not hidden:
+        return None
+    width = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    widths = 2 * width
+    if (
+        getattr(text, "kv_lora_rank", None) is not None
+    ):  # latent attention: keys and values are kept as layers attend to them
+        widths = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
+    number = next(model.parameters()).element_size()
+    numbers = int(text.num_hidden_layers) * int(heads) * int(widths)
+    return float(numbers * (number + GRADIENT_BYTES) + hidden * (2 * number + GRADIENT_BYTES))
 
 
 def _guess_saved(model: nn.Module, tokens: int) -> float:

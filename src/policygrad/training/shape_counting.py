@@ -97,7 +97,7 @@ def _count(text: Any, name: str, source: str, lora: Lora | None) -> CountedShape
         [p.numel() for module in find_stacked_experts(layer) for p in module.parameters() if p.dim() == 3]
         for layer in layers
     ]
-    linear = [sum(m.weight.numel() for m in layer.modules() if type(m) is nn.Linear) for layer in layers]
+    linear = [[m.weight.numel() for m in layer.modules() if type(m) is nn.Linear] for layer in layers]
     tied = head.weight is model.get_input_embeddings().weight
     # Passes are of a model without windows, whose caches would hide how they grow with the text.
     model = _build(_without_windows(text), torch.bfloat16)
@@ -110,9 +110,8 @@ def _count(text: Any, name: str, source: str, lora: Lora | None) -> CountedShape
     for i, layer in enumerate(layers):
         counts = [one.layers[i] for one in full["bf16"].by_length]
         tokens, more = full["bf16"].lengths
-        growth = more - tokens
         routed = sum(experts[i])
-        cache = (counts[1].cached - counts[0].cached) / growth
+        cache = (counts[1].cached - counts[0].cached) / (more - tokens)
         state = max(0, round(counts[0].cached - cache * tokens))
         linear_cost, pair_cost = _split([c.operations for c in counts], tokens, more, has_pairs=not counts[0].attention)
         pair_cost += counts[0].attention / tokens**2
@@ -146,7 +145,8 @@ def _count(text: Any, name: str, source: str, lora: Lora | None) -> CountedShape
             state_numbers=state,
             routed_parameters=routed,
             routed_fraction=round(min(1.0, counts[0].experts / 2 / tokens / routed), 6) if routed else 1.0,
-            linear_parameters=linear[i],
+            linear_parameters=sum(linear[i]),
+            largest_linear=max(linear[i], default=0),
             adapters=adapters[i] if lora is not None else adapters[i] // rank,
             adapted_saved=adapted_saved,
         )

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from policygrad.learners.local.learner import check_vocabulary_sizes, is_live, i
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.loading import compute_head_in_float32
 from policygrad.models.moe_routing import Routing, find_routing
+from policygrad.models.replica import is_packed
 from policygrad.models.traits import has_experts
 from policygrad.utils.out_of_memory import describe_missing_memory, is_out_of_memory
 from policygrad.utils.signals import defer_signals
@@ -45,8 +47,8 @@ SYMMETRIC_ERRORS = (PolicygradError, KeyError)
 
 
 def check_shardable(model: nn.Module) -> None:
-    """Raise ConfigError for weights that cannot be sharded."""
-    if getattr(model, "is_quantized", False):
+    """Raise ConfigError for weights that can neither be sharded nor, frozen in four bits under adapters, stay whole."""
+    if getattr(model, "is_quantized", False) and not any(map(is_packed, model.parameters())):
         raise ConfigError(
             f"the model's weights are quantised and cannot be sharded: use unquantised weights, or {ONE_PROCESS_HINT}"
         )
@@ -102,6 +104,7 @@ class FsdpController:
                 if network is not None:
                     compute_head_in_float32(network)
         skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
+        skeleton = replace(skeleton, has_masters=spec.optimizer.masters != "none")
         check_live_reference(algorithm)
         is_elsewhere = is_live(algorithm) or is_scored_elsewhere(algorithm)
         reads_reference = "logp_ref" in algorithm.needs and not is_elsewhere

@@ -36,20 +36,20 @@ from policygrad.learners.fsdp.sharding import (
     find_fsdp_units,
     shard_copy,
     shard_model,
+    share_packed,
 )
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, choose_kernels
 from policygrad.learners.local.learner import LocalLearner, is_live
 from policygrad.learners.local.packing import MICRO_TOKENS_FLAG, WorkDivision
 from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
-from policygrad.models.replica import ModelFactory, full_tensor
+from policygrad.models.replica import ModelFactory, full_tensor, local_box
 from policygrad.models.traits import placeholder_id
 from policygrad.models.vision import read_texts
 from policygrad.utils.out_of_memory import MemoryBudget
 from policygrad.weight_sync.base import PublishedWeights
 
 _SHARDS = (Shard, _StridedShard)  # before torch 2.12 the second is a subclass of the first
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) of a part of a tensor
 BoxReader = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
 """Reads a box of a stored tensor, or all of it (None)."""
 
@@ -76,23 +76,6 @@ def shard_to_write(x: Tensor, is_first: bool, is_first_of_tp: bool) -> tuple[tup
     if (not local.numel() and any(coordinates)) or (x.device_mesh.ndim == 1 and not is_first_of_tp):
         return None
     return local_box(x)[0], local
-
-
-def local_box(x: DTensor) -> Box:
-    """Return the box that this rank holds.
-
-    A `_StridedShard` splits after the others: tensor parallelism has divided the rows first, and FSDP divides the part of the ranks
-    that hold the same.
-    """
-    offset, size = [0] * x.ndim, list(x.shape)
-    splits = zip(x.placements, x.device_mesh.get_coordinate() or (), x.device_mesh.shape, strict=True)
-    for p, at, count in sorted(splits, key=lambda split: isinstance(split[0], _StridedShard)):
-        if isinstance(p, _SHARDS):
-            each = -(-size[p.dim] // count)
-            begin = min(at * each, size[p.dim])
-            offset[p.dim] += begin
-            size[p.dim] = min(each, size[p.dim] - begin)
-    return tuple(offset), tuple(size)
 
 
 def shard_like(parameter: DTensor, like: Tensor, read: BoxReader) -> Tensor:
@@ -153,6 +136,8 @@ class FsdpLearner(LocalLearner):
             self.full_model = None
         self._place = ShardPlacement(*build_meshes(spec.device, workers.size, tp_size), device)
         policy = shard_model(spec.policy, source, workers, self._place, temperature)
+        if self.full_model is not None:
+            share_packed(policy.model, self.full_model)
         self._policy_evaluator = choose_kernels(policy, spec.learner.config)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:

@@ -22,15 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from policygrad.core.batch import Forward
+from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.tensor_parallel import apply_tensor_parallel, resolve_tp_plan
+from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT
 from policygrad.learners.local.curvature import CallModule
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
 from policygrad.learners.local.packing import Pack
 from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
 from policygrad.models.adapters import set_adapters_enabled
 from policygrad.models.loading import at_least_float32
-from policygrad.models.replica import copy_weights, replace_parameters
+from policygrad.models.replica import copy_packed, copy_weights, is_packed, make_packed, replace_parameters
 from policygrad.models.traits import placeholder_id
 
 
@@ -44,7 +46,9 @@ class ModelSkeleton:
     shares_pictures: bool
     window: int | None
     compute_dtype: torch.dtype | None
-    """Precision of its passes, if lower than float32, in which the weights are then stored."""
+    """Precision of its passes, if lower than float32, in which the model that rank 0 has read is stored."""
+    has_masters: bool = True
+    """Shards are in float32 or better; False = in the precision of the model (`optimizer.masters=none`)."""
 
     @classmethod
     def of(cls, model: nn.Module, temperature: float) -> ModelSkeleton:
@@ -64,7 +68,8 @@ class ModelSkeleton:
         """Make the skeleton of a model that is only called as a unit, such as a classifier."""
         file = io.BytesIO()
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
-        compute_dtype = next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
+        numbers = (p for p in model.parameters() if not is_packed(p))
+        compute_dtype = next((p.dtype for p in numbers if at_least_float32(p).dtype != p.dtype), None)
         return cls(file.getvalue(), False, False, True, None, compute_dtype)
 
     def build_meta(self) -> Any:
@@ -75,11 +80,21 @@ class ModelSkeleton:
             enable_tree_attention(model, is_checked=True)
         return model
 
+    def choose_stored(self, p: Tensor) -> Tensor:
+        """Return a parameter in the precision in which its shards are stored."""
+        return at_least_float32(p) if self.has_masters and not is_packed(p) else p
+
     def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:
         """Build the model on a device, frozen, with uninitialised weights."""
         model: nn.Module = self.build_meta()
         like = at_least_float32 if at_least_fp32 else nn.Parameter.detach
-        materialise(list(model.modules()), device, lambda p: torch.empty_like(like(p), device=device))
+
+        def make(p: nn.Parameter) -> Tensor:
+            if is_packed(p):
+                return copy_packed(p, torch.empty(p.shape, dtype=p.dtype, device=device))
+            return torch.empty_like(like(p), device=device)
+
+        materialise(list(model.modules()), device, make)
         return model.requires_grad_(False)
 
 
@@ -105,6 +120,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles parameters without their values. Buffers keep theirs: they are small and computed nowhere else."""
 
     def reducer_override(self, x: Any) -> Any:
+        if isinstance(x, nn.Parameter) and is_packed(
+            x
+        ):  # its scales, an eighth of a bit for each number, are part of the structure
+            content, attributes = torch.empty(x.shape, dtype=x.dtype, device="meta"), dict(vars(x))
+            attributes.pop("module", None)
+            return make_packed, (type(x), content, attributes)
         if isinstance(x, nn.Parameter):
             return nn.Parameter, (torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
         # the receiver may have no device of that name
@@ -191,6 +212,15 @@ def shard_model(
     return _build_sharded(skeleton, values, place, temperature)
 
 
+def share_packed(source: nn.Module, target: nn.Module) -> None:
+    """Let a model of the same architecture use another's weights in four bits, which never change."""
+    modules = dict(target.named_modules())
+    for name, p in source.named_parameters():
+        if is_packed(p):
+            path, _, key = name.rpartition(".")
+            modules[path]._parameters[key] = p
+
+
 def shard_copy(evaluator: Evaluator, skeleton: ModelSkeleton, place: ShardPlacement) -> ShardedEvaluator:
     """Build a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
 
@@ -207,13 +237,22 @@ def _build_sharded(
 ) -> ShardedEvaluator:
     """Build and shard layer by layer; `values(name, like)` returns a full parameter."""
     model = skeleton.build_meta()
+    if not skeleton.has_masters and len(kinds := {p.dtype for p in model.parameters()}) > 1:
+        raise ConfigError(
+            f"optimizer.masters=none shards weights of one precision, and {type(model).__name__} has "
+            f"{', '.join(sorted(map(str, kinds)))}: leave it out, or {ONE_PROCESS_HINT}"
+        )
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     module_names = {module: name for name, module in model.named_modules()}
     root, created = CallModule(model), dict[Tensor, nn.Parameter]()
     plan = resolve_tp_plan(model) if place.tp_mesh is not None else {}
 
+    def make(p: nn.Parameter) -> Tensor:
+        value = values(names[p], skeleton.choose_stored(p))
+        return copy_packed(p, value) if is_packed(p) else value
+
     def prepare(unit: nn.Module) -> None:
-        materialise(list(unit.modules()), place.device, lambda p: values(names[p], at_least_float32(p)), created)
+        materialise(list(unit.modules()), place.device, make, created)
         if place.tp_mesh is not None and unit is not root:
             apply_tensor_parallel(unit, module_names, plan, place.tp_mesh)
 
@@ -234,7 +273,7 @@ def apply_fsdp(
     compute_dtype: torch.dtype | None,
     prepare: Callable[[nn.Module], None] = lambda unit: None,
 ) -> None:
-    """Shard a module's parameters layer by layer, each after `prepare`.
+    """Shard a module's parameters layer by layer, each after `prepare`. Weights in four bits stay whole in every process.
 
     `compute_dtype`: the precision in which parameters are gathered, if lower than theirs; gradients are then summed in float32.
     """
@@ -249,7 +288,9 @@ def apply_fsdp(
     layers = [module for module in root.modules() if type(module).__name__ in names and module not in towers]
     for unit in (*reversed(layers), root):
         prepare(unit)
-        module = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        packed = {p for p in unit.parameters() if is_packed(p)}
+        ignored: dict[str, Any] = {"ignored_params": packed} if packed else {}
+        module = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, **ignored)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some ranks' tokens use

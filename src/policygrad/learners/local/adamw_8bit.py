@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.optimizer import make_adamw
-from policygrad.learners.optimizers import BLOCK
 from policygrad.models.replica import local_tensor, redistribute_like, redistribute_rows
+from policygrad.planning.model_sizes import MOMENT_BLOCK as BLOCK
 
 MIN_NUMBERS = 4096
 """Smaller tensors, and vectors, keep their moments in float32, as in the paper's implementation: they save nothing."""

@@ -1,7 +1,8 @@
 """Keep an optimizer's tensors in the host's memory: while completions are sampled, or always but during their own step.
 
-A tensor that is away stays the same object, of which the optimizer's state and the learner hold references: only its storage is
-empty. Its values are in a copy on the host, in pinned memory, so that moving them runs at the link's speed.
+A tensor that is away stays the same object, of which the optimizer's state and the learner hold references: only its storage, of a
+sharded one that of this process's shard, is empty. Its values are in a copy on the host, in pinned memory, so that moving them runs
+at the link's speed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from policygrad.models.replica import local_tensor, redistribute_like
 
 
 class HostMemory:
@@ -21,17 +24,19 @@ class HostMemory:
 
     @torch.no_grad()
     def move_out(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors to the host and free their own memory. Each must own its storage whole."""
+        """Copy tensors, of sharded ones this process's part, to the host and free their own memory. Each must own its storage
+        whole."""
         moved = [x for x in tensors if x not in self._away]
         for x in moved:
-            if x.untyped_storage().nbytes() != x.nbytes:
-                raise ValueError(f"a tensor of shape {list(x.shape)} shares its memory with others")
+            own = local_tensor(x)
+            if own.untyped_storage().nbytes() != own.nbytes:
+                raise ValueError(f"a tensor of shape {list(own.shape)} shares its memory with others")
             if x not in self._copies:
-                self._copies[x] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-            self._copies[x].copy_(x, non_blocking=True)
+                self._copies[x] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+            self._copies[x].copy_(own, non_blocking=True)
         _wait_for_copies(moved)
         for x in moved:
-            x.untyped_storage().resize_(0)
+            local_tensor(x).untyped_storage().resize_(0)
         self._away.update(moved)
 
     @torch.no_grad()
@@ -39,14 +44,16 @@ class HostMemory:
         """Give those of the tensors that are away, or all that are (None), their memory and their values back."""
         returning = self._away & set(self._away if tensors is None else tensors)
         for x in returning:
-            x.untyped_storage().resize_(self._copies[x].nbytes)
-            x.copy_(self._copies[x], non_blocking=True)
+            own = local_tensor(x)
+            own.untyped_storage().resize_(self._copies[x].nbytes)
+            own.copy_(self._copies[x], non_blocking=True)
         _wait_for_copies(returning)
         self._away -= returning
 
     def find(self, x: Tensor) -> Tensor:
-        """Return where a tensor's values are: itself, or its copy if it is away. What is written there comes back with it."""
-        return self._copies[x] if x in self._away else x
+        """Return where a tensor's values are: itself, or its copy if it is away. What is written there comes back with it. Of a
+        sharded tensor on a GPU it is another copy there, as the processes' shards are on one kind of device."""
+        return redistribute_like(self._copies[x], x) if x in self._away else x
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Drop the copies of tensors that nothing uses any more."""
