@@ -142,12 +142,23 @@ def test_a_further_token_of_a_long_text_costs_its_keys_values_and_states() -> No
 
 
 def test_texts_are_read_whole_where_the_learner_reads_them_whole() -> None:
-    of, long = KNOWN_SHAPES["Qwen3-8B"], Workload(1, 8, 256, 20_000, 20_000)
-    for layout, cost in ((ParallelLayout(2), AlgorithmCost()), (ParallelLayout(1), AlgorithmCost(trained_models=2))):
-        assert not reads_segments(of, cost, layout)
-        training = learner_memory(of, long, cost, layout, H100).training
+    dense, recurrent = KNOWN_SHAPES["Qwen3-8B"], KNOWN_SHAPES["Qwen3.5-9B"]
+    long = Workload(1, 8, 256, 20_000, 20_000)
+    for of, layout in ((dense, ParallelLayout(2)), (recurrent, ParallelLayout(1, checkpointing=True))):
+        assert not reads_segments(of, layout)
+        training = learner_memory(of, long, AlgorithmCost(), layout, H100).training
         assert training["activations"] == activation_bytes(of, layout, long.max_tokens)
-    assert reads_segments(of, AlgorithmCost(), ParallelLayout(1))
+    assert reads_segments(dense, ParallelLayout(1, checkpointing=True))
+    assert reads_segments(recurrent, ParallelLayout(1))
+
+
+def test_recurrent_layers_keep_a_state_for_each_segment() -> None:
+    of, layout = KNOWN_SHAPES["Qwen3.5-9B"], ParallelLayout(1, micro_tokens=4096)
+    states = sum(layer.count * layer.state_numbers for layer in of.layer_shapes)
+    two, three = (sum(segment_bytes(of, layout, tokens, 0).values()) for tokens in (8192, 12_288))
+    keys = sum(layer.count * layer.attended_numbers for layer in of.layer_shapes)
+    widest = max(layer.attended_numbers for layer in of.layer_shapes)
+    assert three - two == states * 8 + 4096 * (keys * (2 + 4) + widest * 4)
 
 
 def test_learners_that_share_a_text_each_have_their_part_and_one_layer_whole() -> None:

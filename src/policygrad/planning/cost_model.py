@@ -405,26 +405,29 @@ def activation_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, l
     return sum(layer.count * saved(layer) for layer in shape.layer_shapes) + outside
 
 
-def reads_segments(shape: ModelShape, algorithm: AlgorithmCost, layout: ParallelLayout) -> bool:
-    """Return whether texts longer than a micro-batch are read in segments: by one process, with a model that reads texts as a tree,
-    which recurrent layers do not, and without a critic of its own."""
-    return layout.learning_devices == 1 and not shape.has_states and algorithm.trained_models == 1
+def reads_segments(shape: ModelShape, layout: ParallelLayout) -> bool:
+    """Return whether texts longer than a micro-batch are read in segments: by one process; recurrent layers do so through a cache,
+    which layers that recompute activations do not have."""
+    return layout.learning_devices == 1 and not (shape.has_states and layout.checkpointing)
 
 
 def segment_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, predicting: float) -> dict[str, float]:
     """Return the bytes that segments of so many tokens leave to what follows them (`learners/local/path_reader.py`).
 
     Keys and values are kept in the compute precision, their gradients in float32, and those of the layer that is being
-    differentiated once more. States are there as they were read and beside those of the last pass, which have a gradient.
+    differentiated once more. Recurrent layers keep their state at the end of each segment, in float32. The last layer's states are
+    there as they were read and beside those of the last pass, which have a gradient.
 
     Args:
         predicting: How many of the tokens predict one that is learned from.
     """
     number, widest = layout.bytes_per_number, max(layer.attended_numbers for layer in shape.layer_shapes)
     numbers = sum(layer.count * layer.attended_numbers for layer in shape.layer_shapes)
+    recurrent = sum(layer.count * layer.state_numbers for layer in shape.layer_shapes)
     return {
         "keys and values of segments": tokens * (numbers * (number + GRADIENT_BYTES) + widest * GRADIENT_BYTES),
-        "states of segments": predicting * shape.hidden * (2 * number + GRADIENT_BYTES),
+        "states of segments": predicting * shape.hidden * (2 * number + GRADIENT_BYTES)
+        + math.ceil(tokens / layout.micro_tokens) * recurrent * 2 * GRADIENT_BYTES,
     }
 
 
@@ -476,7 +479,7 @@ def training_bytes(
     number, on_cpu, longest = layout.bytes_per_number, device.name == "cpu", workload.max_tokens
     tokens: float = max(layout.micro_tokens, longest)
     further = 0
-    if reads_segments(shape, algorithm, layout):
+    if reads_segments(shape, layout):
         further = max(0, longest - layout.micro_tokens)
         tokens, longest = layout.micro_tokens, min(longest, layout.micro_tokens)
     own = tokens / layout.context_parallel

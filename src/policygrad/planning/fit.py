@@ -72,7 +72,9 @@ def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, s
         options.append("--gradient-checkpointing")
         changes["checkpointing"] = True
         yield " ".join(options), "recompute activations", dict(changes)
-    if can_cut and reads_segments(request.shape, request.algorithm, layout):
+    if request.shape.has_states and can_cut:  # either of the two
+        options, changes = [], {"checkpointing": False}
+    if can_cut and reads_segments(request.shape, replace(layout, **changes)):
         tokens = SEGMENT_TOKENS["gpu" if on_gpu else "cpu"]
         options.append(f"--micro-tokens {tokens}")
         changes["micro_tokens"] = tokens

@@ -284,7 +284,7 @@ def _change(plan: CapacityPlan, option: str, description: str, **changes: Any) -
 
 def _read_in_segments(plan: CapacityPlan) -> Suggestion | None:
     request, tokens = plan.request, cost_model.SEGMENT_TOKENS["cpu" if plan.request.device.name == "cpu" else "gpu"]
-    is_read = cost_model.reads_segments(request.shape, request.algorithm, plan.layout)
+    is_read = cost_model.reads_segments(request.shape, plan.layout)
     if not is_read or tokens >= min(plan.layout.micro_tokens, request.workload.max_tokens):
         return None
     return _change(plan, f"--micro-tokens {tokens}", "read longer texts in segments", micro_tokens=tokens)

@@ -219,7 +219,7 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
             f"Optimizer {state.name}: {state.moment_bytes:.3g} bytes of moments per parameter{away[state.offload]}{masters}."
         )
     longest = request.workload.max_tokens
-    if longest > layout.micro_tokens and reads_segments(shape, request.algorithm, layout):
+    if longest > layout.micro_tokens and reads_segments(shape, layout):
         assumptions.append(
             f"Texts longer than {layout.micro_tokens:,} tokens are read in segments (--micro-tokens), which no GPU has done yet."
         )

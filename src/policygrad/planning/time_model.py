@@ -142,7 +142,7 @@ class TimeModel:
 
     def count_read_twice(self, workload: Workload, algorithm: AlgorithmCost) -> float:
         """Return the fraction of the tokens that segments of long texts read twice."""
-        if not reads_segments(self.shape, algorithm, self.layout):
+        if not reads_segments(self.shape, self.layout):
             return 0.0
         texts = [workload.prompt_tokens + length for length in workload.lengths]
         return sum(max(0, text - self.layout.micro_tokens) for text in texts) / sum(texts)
