@@ -178,11 +178,11 @@ class DividedAttention:
         inputs = query, key, value
         chunks = [torch.stack([self._as_rows(y) for y in x.chunk(size, 1)]) for x in inputs]
         rows = self.context.exchange(torch.cat(chunks, 2)).flatten(0, 1).index_select(0, self.order)
-        parts = rows.split([x.shape[2] for x in chunks], 1)
+        parts = torch.split(rows, [x.shape[2] for x in chunks], 1)
         q, k, v = (_as_heads(part, x.shape[1] // size) for part, x in zip(parts, inputs, strict=True))
         sinks = None if s_aux is None else s_aux.chunk(size)[self.context.rank]
         out, _ = tree_attention(module, q, k, v, None, self.whole, s_aux=sinks, **options)
-        back = out[0].flatten(1).index_select(0, self.sources).unflatten(0, (size, self.width))
+        back = out[0].flatten(1).index_select(0, self.sources).view(size, self.width, -1)
         own = self.context.exchange(back)[:, :count].transpose(0, 1)  # [n, R, heads of each · D]
         return _as_heads(own.flatten(1), query.shape[1])
 
@@ -194,7 +194,7 @@ class DividedAttention:
 
 def _as_heads(rows: Tensor, heads: int) -> Tensor:
     """Return [1, heads, n, D] of [n, heads·D]."""
-    return rows.unflatten(1, (heads, -1)).transpose(0, 1)[None]
+    return rows.view(len(rows), heads, -1).transpose(0, 1)[None]
 
 
 class _Sum(torch.autograd.Function):
