@@ -26,6 +26,7 @@ from policygrad.learners.local.tree_attention import AttentionTree, Ints, tree_a
 from policygrad.models.loading import at_least_float32
 
 _SLICES = 4  # of the nodes, for each rank: an even number balances a single text exactly
+_PER_HEAD = ("position_bias", "head_mask")  # options of attention that have all heads, as sinks do
 _OF_LENGTH = ("dynamic", "longrope")  # positions that are rotated otherwise where the longest text of a call is long
 
 
@@ -162,9 +163,9 @@ class DividedAttention:
     ) -> Tensor:
         """Return [1, H, n, D] of this rank's n nodes."""
         heads, shared, size = query.shape[1], key.shape[1], self.context.size
-        is_plain = not any(isinstance(x, Tensor) and x.ndim for name, x in options.items() if name != "s_aux")
-        # queries, keys, values and results of a rank's nodes, or the keys and values of all
-        if is_plain and shared % size == 0 and heads + shared <= size * shared:
+        # what is sent: queries, keys, values and results of a rank's nodes, or the keys and values of all
+        moves_less = shared % size == 0 and heads + shared <= size * shared
+        if moves_less and all(options.get(name) is None for name in _PER_HEAD):
             return self._attend_by_heads(module, query, key, value, **options)
         every = self.context.gather(torch.cat([self._as_rows(x) for x in (key, value)], 1)).index_select(0, self.order)
         split = shared * key.shape[3]
