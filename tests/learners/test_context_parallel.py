@@ -159,6 +159,8 @@ def test_four_processes_divide_windows_sinks_latent_attention_and_experts() -> N
             make = partial(small, kind)
             compared(ranks, pg.DR_GRPO, make, count=4 if kind == "gpt_oss" else 2, **options)
             compared(ranks, pg.DR_GRPO, make, batch=LONG, gradient_checkpointing=True, **options)
+            by_heads = partial(small, kind, num_key_value_heads=4)  # as many as queries, in two processes and in four
+            compared(ranks, pg.DR_GRPO, by_heads, batch=LONG, **options)
 
 
 @pytest.mark.full
@@ -292,10 +294,11 @@ def test_options_that_do_not_go_with_divided_texts_are_refused_before_a_model_is
     OptimizerConfig(name="muon").check_learner(pg.LearnerConfig(**two))
 
 
-def small(kind: str) -> nn.Module:
+def small(kind: str, **settings: Any) -> nn.Module:
     """A family's small model, all in float64."""
     torch.manual_seed(0)
-    config = TREES[kind].config()
+    family = TREES[kind]
+    config = replace(family, settings={**family.settings, **settings}).config()
     config._experts_implementation = "eager"  # the grouped product has no float64
     return load_model(compute_in_double(tf.AutoModelForCausalLM.from_config(config)).eval())
 

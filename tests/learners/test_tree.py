@@ -91,7 +91,7 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
 def test_some_of_the_nodes_attend_as_they_do_among_all(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int, int]
 ) -> None:
-    for name, limit in zip(("_MAX_SCORES", "_SMALL_CALL", "_LEAST_PART"), limits, strict=True):
+    for name, limit in zip(("_PART_SCORES", "_SMALL_CALL", "_LEAST_PART"), limits, strict=True):
         monkeypatch.setattr(tree_attention, name, limit)
 
     @settings(max_examples=60)

@@ -22,11 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from policygrad.errors import ConfigError
 from policygrad.learners.local.packing import Pack
-from policygrad.learners.local.tree_attention import AttentionTree, Ints, tree_attention
+from policygrad.learners.local.prefix_attention import attend_in_parts
+from policygrad.learners.local.tree_attention import AttentionTree, Ints, attend_by_flex, tree_attention
 from policygrad.models.loading import at_least_float32
 
 _SLICES = 4  # of the nodes, for each rank: an even number balances a single text exactly
-_PER_HEAD = ("position_bias", "head_mask")  # options of attention that have all heads, as sinks do
+_UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, which change its scores
 _OF_LENGTH = ("dynamic", "longrope")  # positions that are rotated otherwise where the longest text of a call is long
 
 
@@ -79,14 +80,13 @@ class ContextGroup:
         shares = divide_nodes(part.tree.depths() + 1, self.size)
         width, own = max(1, max(map(len, shares))), shares[self.rank]
         is_empty = not len(own)
-        own = (
-            np.zeros(1, dtype=np.int64) if is_empty else own
-        )  # a node that counts elsewhere, for the calls to have one
+        if is_empty:  # a node that counts elsewhere, for the calls to have one
+            own = np.zeros(1, dtype=np.int64)
         owner, place = np.zeros((2, len(part.ids)), dtype=np.int64)
         sources = np.zeros(self.size * width, dtype=np.int64)
-        for rank, nodes in enumerate(shares):
-            owner[nodes], place[nodes] = rank, np.arange(len(nodes))
-            sources[rank * width : rank * width + len(nodes)] = nodes
+        for rank, share in enumerate(shares):
+            owner[share], place[share] = rank, np.arange(len(share))
+            sources[rank * width : rank * width + len(share)] = share
         nodes, owners, places, order, all_sources = (
             part.tree.convert(torch.from_numpy(x)) for x in (own, owner, place, owner * width + place, sources)
         )
@@ -159,18 +159,33 @@ class DividedAttention:
     own: AttentionTree  # the same, in which this rank's nodes alone attend
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tree: AttentionTree,
+        use_flex: bool = True,
+        **options: Any,
     ) -> Tensor:
         """Return [1, H, n, D] of this rank's n nodes."""
+        unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
+        if unknown:
+            raise NotImplementedError(f"nodes that processes divide do not know attention with {', '.join(unknown)}")
         heads, shared, size = query.shape[1], key.shape[1], self.context.size
         # what is sent: queries, keys, values and results of a rank's nodes, or the keys and values of all
         moves_less = shared % size == 0 and heads + shared <= size * shared
-        if moves_less and all(options.get(name) is None for name in _PER_HEAD):
-            return self._attend_by_heads(module, query, key, value, **options)
+        if moves_less:
+            return self._attend_by_heads(module, query, key, value, use_flex=use_flex, **options)
         every = self.context.gather(torch.cat([self._as_rows(x) for x in (key, value)], 1)).index_select(0, self.order)
         split = shared * key.shape[3]
         key, value = (_as_heads(x, shared) for x in (every[:, :split], every[:, split:]))
-        return tree_attention(module, query, key, value, None, self.own, **options)[0].transpose(1, 2)
+        out = attend_by_flex(query, key, value, self.own, **options) if use_flex else None
+        if out is not None:
+            return out
+        scale = query.shape[-1] ** -0.5 if (given := options.get("scaling")) is None else given
+        window, sinks = options.get("sliding_window"), options.get("s_aux")
+        return attend_in_parts(query, key, value, self.own, scale=scale, window=window, sinks=sinks)
 
     def _attend_by_heads(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None = None, **options: Any

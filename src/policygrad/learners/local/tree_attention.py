@@ -34,6 +34,7 @@ from policygrad.utils.out_of_memory import is_out_of_memory
 ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
 _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
 _SMALL_CALL = 2**15  # scores below which padding costs less than another call
+_PART_SCORES = 2**20  # of some of a text's queries: of what a mask hides, a part computes half of its queries squared
 _LEAST_PART = 128  # queries of a text in one call, where a window is shorter
 _MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
@@ -172,7 +173,7 @@ class AttentionTree:
             if window is None and first == 0:  # without a mask
                 parts.append((row, 0, end, 0))
                 continue
-            size = max(_LEAST_PART, _MAX_SCORES // end if window is None else window)
+            size = max(_LEAST_PART, _PART_SCORES // end if window is None else window)
             for start in range(first, end, size):
                 first_key = 0 if window is None else max(0, start - window + 1)
                 parts.append((row, start, min(start + size, end), first_key))
@@ -278,12 +279,10 @@ def tree_attention(
         followed = tree.attend(module, query, key, value, tree, use_flex=use_flex, **options)
         if followed is not None:
             return followed.transpose(1, 2), None
-    window, has_sinks = options.get("sliding_window"), options.get("s_aux") is not None
-    if use_flex and not has_sinks and tree.masked_scores >= FLEX_SCORES and is_flex_possible(query):
-        out = flex_attention(query, key, value, tree, options.get("scaling"), window)
-        if out is not None:
-            return out.transpose(1, 2), None
-    blocks, output_index = tree.blocks(window)
+    out = attend_by_flex(query, key, value, tree, **options) if use_flex else None
+    if out is not None:
+        return out.transpose(1, 2), None
+    blocks, output_index = tree.blocks(options.get("sliding_window"))
     outputs = []
     for b in blocks:
         q, k, v = gather_nodes(query, b.queries), gather_nodes(key, b.keys), gather_nodes(value, b.keys)
@@ -291,6 +290,23 @@ def tree_attention(
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     heads, width = merged.shape[1:]
     return merged.flatten(1).index_select(0, output_index).view(1, -1, heads, width), None
+
+
+def attend_by_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: AttentionTree,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """Return [1, heads, N, width] by FlexAttention; None where it is not possible or not faster."""
+    if s_aux is not None or tree.masked_scores < FLEX_SCORES or not is_flex_possible(query):
+        return None
+    return flex_attention(query, key, value, tree, scaling, sliding_window)
 
 
 def is_flex_possible(query: Tensor) -> bool:
