@@ -142,9 +142,10 @@ def test_every_model_that_reads_trees_can_be_divided() -> None:
     wrong = dict[str, str]()
     with started(2) as ranks:
         for kind in TREES:
-            tolerance = 1e-12 if kind != "opt" else np.inf  # the gradient of its keys' biases is nothing but rounding
+            # whose gradient is nothing but rounding there: a softmax does not change with all of its scores
+            kept = {"trainable": r"^(?!.*k_proj\.bias)"} if kind == "opt" else {}
             try:
-                compared(ranks, pg.DR_GRPO, partial(small, kind), tolerance)
+                compared(ranks, pg.DR_GRPO, partial(small, kind), **kept)
             except AssertionError as error:
                 wrong[kind] = str(error)
     assert wrong == {}

@@ -179,7 +179,7 @@ class LearnerConfig:
     tensor_parallel: int = 1
     """Processes that share each layer's matrices and compute the same texts (tensor parallelism, by transformers' plan)."""
     context_parallel: int = 1
-    """Processes that divide each pass's tokens between them, long texts too (context parallelism).
+    """Neighbouring processes that divide each pass's tokens between them, a long text's too (context parallelism).
     Each has 1/N of the activations."""
     hang_timeout: float = 45.0
     """Seconds without progress in a joint operation after which a run of several processes ends resumably; 0 = never."""
@@ -288,9 +288,9 @@ class LearnerConfig:
         size = resolve_world_size(self.world_size)
         for name in ("tensor_parallel", "context_parallel"):
             if size % (shared := getattr(self, name)):
+                more = f", or set --learner.world-size {shared}" if size < shared else ""
                 raise ConfigError(
-                    f"learner.{name}={shared} does not divide learner.world_size={size}: choose a divisor"
-                    + (f", or set --learner.world-size {shared}" if size == 1 else "")
+                    f"learner.{name}={shared} does not divide learner.world_size={size}: choose a divisor{more}"
                 )
         if self.world_size == 1:
             return
