@@ -34,7 +34,7 @@ from policygrad.utils.out_of_memory import is_out_of_memory
 ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
 _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
 _SMALL_CALL = 2**15  # scores below which padding costs less than another call
-_PART_SCORES = 2**20  # of some of a text's queries: of what a mask hides, a part computes half of its queries squared
+_PART_SCORES = 2**20  # the same where some of a text's tokens attend alone: smaller parts hide less behind their masks
 _LEAST_PART = 128  # queries of a text in one call, where a window is shorter
 _MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
@@ -119,7 +119,7 @@ class AttentionTree:
         parts = self._divide_texts(window) if own is None else self._divide_queries(window)
         output_index = np.zeros(int((self.lengths - self.shared).sum()) if own is None else len(own), dtype=np.int64)
         blocks, offset = list[AttentionBlock](), 0
-        for chosen in _group_parts(parts):
+        for chosen in _group_parts(parts, _MAX_SCORES if own is None else _PART_SCORES):
             rows, starts, ends, first_keys = parts[chosen].T
             shared, last = self.shared[rows, None], ends[:, None] - 1
             depth = starts[:, None] + np.arange((ends - starts).max())
@@ -239,8 +239,8 @@ def _needs_mask(lengths: Ints, new_tokens: Ints) -> NDArray[np.bool_]:
     return (new_tokens < lengths) & (new_tokens * lengths <= _MAX_SCORES)
 
 
-def _group_parts(parts: Ints) -> Iterator[Ints]:
-    """Group parts of texts (`AttentionTree._divide_texts`) of similar shape, most queries first."""
+def _group_parts(parts: Ints, limit: int) -> Iterator[Ints]:
+    """Group parts of texts (`AttentionTree._divide_texts`) of similar shape, of at most `limit` scores, most queries first."""
     _, starts, ends, first_keys = parts.T
     queries, keys, masked = ends - starts, ends - first_keys, starts > 0
     order = np.lexsort((-keys, -queries, masked))
@@ -250,7 +250,7 @@ def _group_parts(parts: Ints) -> Iterator[Ints]:
         area = int(queries[part] * keys[part])
         padded = (i - start + 1) * int(queries[first]) * max(longest, int(keys[part]))
         wasteful = padded > _SMALL_CALL and padded > _MAX_PADDING * (needed + area)
-        if i > start and (masked[part] != masked[first] or wasteful or padded > _MAX_SCORES):
+        if i > start and (masked[part] != masked[first] or wasteful or padded > limit):
             yield order[start:i]
             start, needed, longest = i, 0, 0
         needed, longest = needed + area, max(longest, int(keys[part]))
