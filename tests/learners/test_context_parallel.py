@@ -80,8 +80,8 @@ def compared(
     agree(local, ranked, tolerance)
     ranked.publish()
     state, _ = ranked.state()
-    moved = {n: p for n, p in full.named_parameters() if p.requires_grad}
-    assert all(torch.equal(p, state[f"weights/{n}"].to(p.dtype)) for n, p in moved.items())
+    moved = {name: x for name, x in state.items() if name.startswith("weights/")}
+    assert all(torch.equal(full.get_parameter(name[8:]), x) for name, x in moved.items())
     return local, ranked
 
 
