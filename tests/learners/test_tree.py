@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,34 @@ def test_tree_attention_equals_separate_texts(monkeypatch: pytest.MonkeyPatch, l
     check()
 
 
+@pytest.mark.parametrize("limits", [(2**24, 2**15, 128), (20, 1, 2)], ids=["one call", "many"])
+def test_some_of_the_nodes_attend_as_they_do_among_all(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int, int]
+) -> None:
+    for name, limit in zip(("_PART_SCORES", "_SMALL_CALL", "_LEAST_PART"), limits, strict=True):
+        monkeypatch.setattr(tree_attention, name, limit)
+
+    @settings(max_examples=60)
+    @given(forests(), st.sampled_from([None, 1, 2, 3, 20]), st.booleans(), st.data())
+    def check(texts: list[tuple[int, ...]], window: int | None, has_sinks: bool, data: st.DataObject) -> None:
+        nodes, tree = laid_out(texts)
+        own = np.array(sorted(data.draw(st.sets(st.integers(0, len(nodes) - 1), min_size=1))))
+        q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
+        sinks = torch.randn(2, dtype=torch.float64, requires_grad=True) if has_sinks else None
+        options: dict[str, Any] = {"sliding_window": window, "s_aux": sinks}
+        some = replace(tree, queries=own)
+        result, _ = tree_attention.tree_attention(nn.Module(), q[:, :, own], k, v, None, tree=some, **options)
+        every, _ = tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=tree, **options)
+        assert torch.allclose(result, every[:, own], atol=1e-12)
+        weight = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
+        inputs = [x for x in (q, k, v, sinks) if x is not None]
+        got = torch.autograd.grad((weight * result).sum(), inputs)
+        for a, b in zip(got, torch.autograd.grad((weight * every[:, own]).sum(), inputs), strict=True):
+            assert torch.allclose(a, b, atol=1e-12)
+
+    check()
+
+
 def test_few_keys_outside_of_a_window_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_attention, "_LEAST_PART", 16)
     tree = AttentionTree(np.arange(100)[None], np.array([100]), np.array([0]))
@@ -106,10 +135,15 @@ def test_equal_shapes_are_one_call_and_a_long_text_has_no_mask(monkeypatch: pyte
     assert all(b.mask is None for b in AttentionTree(paths, lengths, shared).blocks()[0])
 
 
-@given(forests(), st.sampled_from([1, 2, 4]), st.sampled_from([None, 1, 2, 3, 6]))
-def test_flex_attention_sees_the_same_tokens(texts: list[tuple[int, ...]], block: int, window: int | None) -> None:
-    """Node by node, and by blocks: none that has a visible token is left out, and none called full has a hidden one."""
+@given(forests(), st.sampled_from([1, 2, 4]), st.sampled_from([None, 1, 2, 3, 6]), st.data())
+def test_flex_attention_sees_the_same_tokens(
+    texts: list[tuple[int, ...]], block: int, window: int | None, data: st.DataObject
+) -> None:
+    """Node by node, and by blocks: none that has a visible token is left out, and none called full has a hidden one; likewise where
+    some nodes attend alone."""
     nodes, tree = laid_out(texts)
+    own = sorted(data.draw(st.none() | st.sets(st.integers(0, len(nodes) - 1), min_size=1)) or range(len(nodes)))
+    tree = tree if len(own) == len(nodes) else replace(tree, queries=np.array(own))
     count, expected = len(nodes), torch.eye(len(nodes), dtype=torch.bool)
     for prefix, node in nodes.items():
         for i in range(1, len(prefix)):
@@ -117,16 +151,18 @@ def test_flex_attention_sees_the_same_tokens(texts: list[tuple[int, ...]], block
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "FLEX_BLOCK", block)
         mask = tree.flex_mask(window)
-    every = torch.arange(count)
-    visible = mask.mask_mod(torch.tensor(0), torch.tensor(0), every[:, None], every[None])
+    expected = expected[own]
+    visible = mask.mask_mod(
+        torch.tensor(0), torch.tensor(0), torch.arange(len(own))[:, None], torch.arange(count)[None]
+    )
     assert torch.equal(visible, expected)
-    blocks = -(-count // block)
-    padded = torch.zeros(blocks * block, blocks * block, dtype=torch.bool)
-    padded[:count, :count] = expected
-    grid = padded.view(blocks, block, blocks, block)
+    blocks, columns = -(-len(own) // block), -(-count // block)
+    padded = torch.zeros(blocks * block, columns * block, dtype=torch.bool)
+    padded[: len(own), :count] = expected
+    grid = padded.view(blocks, block, columns, block)
     seen = {
-        "kv": torch.zeros(blocks, blocks, dtype=torch.bool),
-        "full_kv": torch.zeros(blocks, blocks, dtype=torch.bool),
+        "kv": torch.zeros(blocks, columns, dtype=torch.bool),
+        "full_kv": torch.zeros(blocks, columns, dtype=torch.bool),
     }
     for name, table in seen.items():
         numbers, indices = getattr(mask, f"{name}_num_blocks")[0, 0], getattr(mask, f"{name}_indices")[0, 0]
@@ -135,7 +171,7 @@ def test_flex_attention_sees_the_same_tokens(texts: list[tuple[int, ...]], block
     assert not (seen["kv"] & seen["full_kv"]).any()
     needed, read = grid.any(3).any(1), seen["kv"] | seen["full_kv"]
     assert not (needed & ~read).any()
-    assert window is not None or torch.equal(read, needed)
+    assert window is not None or tree.queries is not None or torch.equal(read, needed)
     assert not (seen["full_kv"] & ~grid.all(3).all(1)).any()
 
 
@@ -156,6 +192,10 @@ def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         expected, _ = tree_attention.tree_attention(module, q, k, v, None, use_flex=False, **options)
         result, _ = tree_attention.tree_attention(module, q, k, v, None, **options)
         assert torch.allclose(result, expected, atol=1e-5)
+        own = np.flatnonzero(np.arange(len(nodes)) % 7 < 3)
+        options["tree"] = replace(tree, queries=own)
+        result, _ = tree_attention.tree_attention(module, q[:, :, own], k, v, None, **options)
+        assert torch.allclose(result, expected[:, own], atol=1e-5)
 
 
 def test_where_flex_attention_cannot_be_compiled_another_is_used_and_the_reason_told(

@@ -145,10 +145,12 @@ def test_a_model_that_does_not_see_has_no_vision_to_freeze(small: pg.Run, tmp_pa
 
 @pytest.mark.full
 @pytest.mark.usefixtures("forked_ranks")
-def test_two_processes_learn_what_one_learns(run: pg.Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("context_parallel", [1, 2])
+def test_two_processes_learn_what_one_learns(context_parallel: int, run: pg.Run, tmp_path: Path) -> None:
+    """Two that divide texts read those with pictures whole, and count them once."""
     run = replace(run, algorithm=pg.GRPO, steps=1, learner=replace(run.learner, micro_tokens=64))
     one = pg.train(replace(run, output=str(tmp_path / "one")), display=False).output
-    learner = replace(run.learner, world_size=2)
+    learner = replace(run.learner, world_size=2, context_parallel=context_parallel)
     two = pg.train(replace(run, learner=learner, output=str(tmp_path / "two")), display=False).output
     assert [row["completion"] for row in rows(one / "completions.jsonl")] == [
         row["completion"] for row in rows(two / "completions.jsonl")

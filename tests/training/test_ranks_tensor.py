@@ -1,4 +1,4 @@
-"""Runs whose layers are shared between processes: that of one, gone on with by any number."""
+"""Runs whose layers are shared between processes, or whose texts: that of one, gone on with by any number."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ LOOSE = 2e-4
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("shared", ["tensor_parallel", "context_parallel"])
 @pytest.mark.parametrize(("ranks", "then"), [(2, 1), (4, 3)])
-def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, then: int) -> None:
-    """Begun by one process, gone on with by such as share layers, ended by others again."""
+def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, then: int, shared: str) -> None:
+    """Begun by one process, gone on with by such as share layers or texts, ended by others again."""
     run = replace(small, algorithm=pg.GRPO, steps=4, learner=pg.LearnerConfig(micro_tokens=64))
     full = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
     folder = tmp_path / "run"
     pg.train(replace(run, output=str(folder)), stop_after=1, display=False)
-    cut = replace(run.learner, world_size=ranks, tensor_parallel=2)
+    cut = replace(run.learner, world_size=ranks, **{shared: 2})
     pg.train(replace(run, learner=cut), resume=folder, stop_after=2, display=False)
     spread = replace(run.learner, world_size=then)
     ended = pg.train(replace(run, learner=spread), resume=folder, display=False)

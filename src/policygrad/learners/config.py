@@ -196,6 +196,9 @@ class LearnerConfig:
     """Processes that learn together, with weights, gradients and moments sharded over them (FSDP2); one GPU each."""
     tensor_parallel: int = 1
     """Processes that share each layer's matrices and compute the same texts (tensor parallelism, by transformers' plan)."""
+    context_parallel: int = 1
+    """Neighbouring processes that divide each pass's tokens between them, a long text's too (context parallelism).
+    Each has 1/N of the activations."""
     hang_timeout: float = 45.0
     """Seconds without progress in a joint operation after which a run of several processes ends resumably; 0 = never."""
     trainable: str = ""
@@ -234,17 +237,23 @@ class LearnerConfig:
             raise ConfigError(f"learner.head must be {', '.join(HEADS[:-1])} or {HEADS[-1]}, not {self.head!r}")
         if self.attention not in (AUTO, "sdpa"):
             raise ConfigError(f"learner.attention must be auto or sdpa, not {self.attention!r}")
-        if self.compile and max(self.world_size, self.tensor_parallel) > 1:
+        is_shared = max(self.world_size, self.tensor_parallel, self.context_parallel) > 1
+        if self.compile and is_shared:
             raise ConfigError(
                 f"learner.compile is for a learner in one process, and learner.world_size is {self.world_size}: leave it out"
             )
-        if self.offload and max(self.world_size, self.tensor_parallel) > 1:
+        if self.offload and is_shared:
             raise ConfigError(
                 f"learner.offload is for a learner in one process, and learner.world_size is {self.world_size}: leave it out"
             )
-        for name in ("world_size", "tensor_parallel"):
+        for name in ("world_size", "tensor_parallel", "context_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"learner.{name} must be at least 1, not {getattr(self, name)}")
+        if self.tensor_parallel > 1 and self.context_parallel > 1:
+            raise ConfigError(
+                f"learner.tensor_parallel={self.tensor_parallel} and learner.context_parallel={self.context_parallel} do not go "
+                "together: leave one of them out"
+            )
         if not 0 <= self.hang_timeout < math.inf:
             raise ConfigError(f"learner.hang_timeout must be at least 0 and finite, not {self.hang_timeout}; 0 = off")
         if self.micro_tokens < 0:
@@ -253,6 +262,7 @@ class LearnerConfig:
     def check(self, algorithm: Algorithm, experts: ExpertSource) -> None:
         """Raise ConfigError for options that do not fit the algorithm, the sampler or several processes."""
         self.check_processes()
+        self.check_context(algorithm)
         if self.routing_replay and not experts.returns_routed_experts:
             raise ConfigError(
                 f"learner.routing_replay replays the experts that the sampler used, which {experts.engine} does not report: set it "
@@ -284,18 +294,22 @@ class LearnerConfig:
             raise ConfigError(
                 f"learner.compile, learner.offload and learner.head are for policygrad train, not {kind}: leave them out"
             )
-        if self.tensor_parallel > 1:
-            raise ConfigError(
-                f"learner.tensor_parallel is for policygrad train; {kind} uses learner.world_size: leave it out"
-            )
+        for name in ("tensor_parallel", "context_parallel"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"learner.{name} is for policygrad train; {kind} uses learner.world_size: leave it out"
+                )
         self.check_processes()
 
     def check_processes(self) -> None:
         """Raise ConfigError for the first option that several processes do not support."""
-        if (size := resolve_world_size(self.world_size)) % self.tensor_parallel:
-            raise ConfigError(
-                f"learner.tensor_parallel={self.tensor_parallel} does not divide learner.world_size={size}: choose a divisor"
-            )
+        size = resolve_world_size(self.world_size)
+        for name in ("tensor_parallel", "context_parallel"):
+            if size % (shared := getattr(self, name)):
+                more = f", or set --learner.world-size {shared}" if size < shared else ""
+                raise ConfigError(
+                    f"learner.{name}={shared} does not divide learner.world_size={size}: choose a divisor{more}"
+                )
         if self.world_size == 1:
             return
         has_bits = self.adapters is not None and self.adapters.bits is not None
@@ -310,6 +324,18 @@ class LearnerConfig:
         for option in (option for option, is_set in unsupported.items() if is_set):
             raise ConfigError(
                 f"{option} does not work with learner.world_size={self.world_size}: omit it, or {ONE_PROCESS_HINT}"
+            )
+
+    def check_context(self, algorithm: Algorithm) -> None:
+        """Raise ConfigError for a part whose own passes read whole texts, where `context_parallel` divides them."""
+        unsupported = {
+            type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
+            "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
+        }
+        for part in (part for part, is_used in unsupported.items() if is_used and self.context_parallel > 1):
+            raise ConfigError(
+                f"learner.context_parallel={self.context_parallel}: {part} differentiates each text in one process: leave "
+                "--learner.context-parallel out, or choose an algorithm of gradient steps, such as grpo"
             )
 
     def resolve(self, head: str = "model") -> Self:

@@ -56,10 +56,11 @@ class ServeConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.replay_seconds < math.inf:
             raise ConfigError(f"--replay-seconds must be at least 0 and finite, not {self.replay_seconds}")
-        if self.learner.world_size > 1 or self.learner.tensor_parallel > 1 or self.learner.lora:
+        sizes = self.learner.world_size, self.learner.tensor_parallel, self.learner.context_parallel
+        if max(sizes) > 1 or self.learner.lora:
             raise ConfigError(
                 "--learner: the server learns in one process, and clients choose adapters themselves (create_model): leave "
-                "world_size, tensor_parallel and lora out"
+                "world_size, tensor_parallel, context_parallel and lora out"
             )
         if self.sampler.engine != LOCAL and len(self.model) > 1:
             raise ConfigError(

@@ -298,8 +298,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             facts["mix"] = shares
         facts |= {"batch": batch, "reward": ", ".join(resources.reward_names), "run": str(self.folder)}
         if run.learner.world_size > 1:
-            size = run.learner.tensor_parallel
+            size, readers = run.learner.tensor_parallel, run.learner.context_parallel
             shared = f", each layer shared by {size}" if size > 1 else ""
+            shared += f", each text divided between {readers}" if readers > 1 else ""
             facts["learner"] = f"{run.learner.world_size} processes{shared}"
         if run.sampler.engine != LOCAL:
             facts["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"

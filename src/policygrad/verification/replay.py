@@ -83,7 +83,7 @@ class StepReplayer:
         Teachers that are behind servers are not connected: what they said is in the record, and need not be the same bits again.
         """
         local = run if run.sampler.engine == LOCAL else replace(run, sampler=SamplerConfig())
-        learner_config = replace(local.learner, world_size=1, tensor_parallel=1)
+        learner_config = replace(local.learner, world_size=1, tensor_parallel=1, context_parallel=1)
         config = replace(local, learner=learner_config, track=(), output=str(folder)).resolve()
         torch.manual_seed(config.seed)
         check_files_exist(config)

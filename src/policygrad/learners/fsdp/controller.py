@@ -25,6 +25,7 @@ from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError, HangError, OutOfMemoryError, PolicygradError, RunError
 from policygrad.learners.base import LearnerSpec
+from policygrad.learners.fsdp.context_parallel import check_context_parallel
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, check_devices
 from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
@@ -95,6 +96,7 @@ class FsdpController:
         config.check_processes()
         check_shardable(model)
         check_tensor_parallel(model, config.tensor_parallel, algorithm)
+        config.check_context(algorithm)
         if config.routing_replay:
             Routing.for_model(model)
         if has_experts(model):
@@ -105,6 +107,7 @@ class FsdpController:
                     compute_head_in_float32(network)
         skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
         skeleton = replace(skeleton, has_masters=spec.optimizer.masters != "none")
+        check_context_parallel(model, config.context_parallel, skeleton.use_tree)
         check_live_reference(algorithm)
         is_elsewhere = is_live(algorithm) or is_scored_elsewhere(algorithm)
         reads_reference = "logp_ref" in algorithm.needs and not is_elsewhere

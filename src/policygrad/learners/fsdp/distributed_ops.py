@@ -189,8 +189,14 @@ class FsdpWorkDivision(WorkDivision):
     mesh: DeviceMesh
     compute_dtype: torch.dtype | None  # precision of a backbone's passes, if lower than that of its weights
     tensor_parallel: int = 1  # number of neighbouring ranks that compute the same
+    context_parallel: int = 1  # number of neighbouring ranks that read the same micro-batches, each some of the nodes
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(MICRO_TOKENS_FLAG, "tokens", retries=False))
     """It begins nothing anew: a rank that has left a pass cannot return to the operations in which the others wait for it."""
+
+    @property
+    def neighbours(self) -> int:
+        """Number of neighbouring ranks that have the same micro-batches, and the same results."""
+        return self.tensor_parallel * self.context_parallel
 
     def divide(
         self,
@@ -200,7 +206,7 @@ class FsdpWorkDivision(WorkDivision):
         count_tokens: Callable[[T], int],
     ) -> Iterator[T]:
         """Divide micro-batches, smaller ones if that gives each rank equally many."""
-        size = self.workers.size // self.tensor_parallel
+        size = self.workers.size // self.neighbours
         packs = list(make_packs(budget))
         slots = -(-len(packs) // size) * size
         if len(packs) != slots:
@@ -210,7 +216,7 @@ class FsdpWorkDivision(WorkDivision):
 
     def distribute(self, packs: Iterator[T], dummy_pass: Callable[[Pack], object]) -> Iterator[T]:
         """Deal out round-robin; a rank with fewer makes dummy passes."""
-        rank, size = self.workers.rank // self.tensor_parallel, self.workers.size // self.tensor_parallel
+        rank, size = self.workers.rank // self.neighbours, self.workers.size // self.neighbours
         all_packs = list(packs)
         mine = all_packs[rank::size]
         yield from mine
@@ -220,15 +226,19 @@ class FsdpWorkDivision(WorkDivision):
         for _ in range(-(-len(all_packs) // size) - len(mine)):
             dummy_pass(next(pack_micro_batches(batch, one, 1)))
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if self.workers.rank % self.tensor_parallel:  # count one of the ranks that compute the same
+    def all_reduce(self, x: Tensor, *, by_node: bool = False) -> Tensor:
+        if self.workers.rank % self._count_same(by_node):  # count one of the ranks that compute the same
             x.zero_()
         return self.workers.all_reduce(x)
 
-    def reduce_metrics(self, metrics: Metrics) -> Metrics:
+    def reduce_metrics(self, metrics: Metrics, *, by_node: bool = False) -> Metrics:
         """Merge the ranks' metrics, in their order."""
         plain = {n: type(m)(*(float(getattr(m, f.name)) for f in fields(m))) for n, m in metrics.items()}
-        return merge(*self.workers.all_gather(plain)[:: self.tensor_parallel])
+        return merge(*self.workers.all_gather(plain)[:: self._count_same(by_node)])
+
+    def _count_same(self, by_node: bool) -> int:
+        """Return how many neighbouring ranks have counted the same."""
+        return self.tensor_parallel if by_node else self.neighbours
 
     def shard(self, network: nn.Module) -> nn.Module:
         """Shard a network that every rank has built, with rank 0's initial weights. A head without backbone stays in float32."""

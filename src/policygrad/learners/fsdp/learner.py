@@ -26,6 +26,7 @@ from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.learners.base import LearnerSpec
+from policygrad.learners.fsdp.context_parallel import ContextGroup
 from policygrad.learners.fsdp.distributed_ops import FsdpWorkDivision, ShardedCurvature, ShardedScoreNorms
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.sharding import (
@@ -123,7 +124,7 @@ class FsdpLearner(LocalLearner):
         """`source` and `reference` are the full models, in rank 0 alone."""
         self.workers, self._fsdp_spec, self._published_version = workers, spec, -1
         self.cache: dict[str, Any] = {}  # for callers: what they make of the full model in this rank
-        tp_size, temperature = spec.learner.config.tensor_parallel, spec.learner.temperature
+        config, temperature = spec.learner.config, spec.learner.temperature
         torch.set_num_threads(spec.threads)
         device = torch.device(spec.device)
         if spec.device != "cpu":
@@ -134,20 +135,22 @@ class FsdpLearner(LocalLearner):
             self.full_model = spec.policy.build_empty(device)
         if spec.stream_weights:
             self.full_model = None
-        self._place = ShardPlacement(*build_meshes(spec.device, workers.size, tp_size), device)
+        meshes = build_meshes(spec.device, workers.size, config.tensor_parallel)
+        context = build_context_group(spec.device, workers.size, config.context_parallel)
+        self._place = ShardPlacement(*meshes, device, context)
         policy = shard_model(spec.policy, source, workers, self._place, temperature)
         if self.full_model is not None:
             share_packed(policy.model, self.full_model)
-        self._policy_evaluator = choose_kernels(policy, spec.learner.config)
+        self._policy_evaluator = choose_kernels(policy, config)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:
             policy = self._policy_evaluator
             self._reference_evaluator = AdapterlessEvaluator(
-                policy.network, policy.temperature, policy.window, root=policy.root
+                policy.network, policy.temperature, policy.window, root=policy.root, context=policy.context
             )
         elif spec.reference is not None:
             shared = shard_model(spec.reference, reference, workers, self._place, temperature)
-            self._reference_evaluator = choose_kernels(shared, spec.learner.config)
+            self._reference_evaluator = choose_kernels(shared, config)
             self._reference_evaluator.model.requires_grad_(False)
         build = partial(spec.policy.build_empty, device, at_least_fp32=True)
         super().__init__(self._policy_evaluator.model, spec.learner, build=build)
@@ -155,8 +158,9 @@ class FsdpLearner(LocalLearner):
     def _build_division(self) -> WorkDivision:
         spec, device = self._fsdp_spec, self._place.device
         memory = MemoryBudget(MICRO_TOKENS_FLAG, "tokens", device, retries=False)
-        tp_size = spec.learner.config.tensor_parallel
-        return FsdpWorkDivision(self.workers, self._place.mesh, spec.policy.compute_dtype, tp_size, memory=memory)
+        config = spec.learner.config
+        sizes = config.tensor_parallel, config.context_parallel
+        return FsdpWorkDivision(self.workers, self._place.mesh, spec.policy.compute_dtype, *sizes, memory=memory)
 
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         return self._policy_evaluator
@@ -289,27 +293,43 @@ def build_meshes(device: str, size: int, tp_size: int) -> tuple[DeviceMesh, Devi
     They are the same for all learners of a process group. DTensor remembers meshes and finds them by their contents: of two equal
     ones it may use the groups of the first, and another rank those of the second, so that both wait for ever.
     """
-    world, key = dist.group.WORLD, (device, size, tp_size)
-    if _built.world is not world:
-        _built.world, _built.meshes = world, {}
-    if key not in _built.meshes:
+    key = device, size, tp_size
+    if key not in (meshes := _built.of_group().meshes):
         if tp_size == 1:
-            _built.meshes[key] = init_device_mesh(device, (size,)), None
+            meshes[key] = init_device_mesh(device, (size,)), None
         else:
             mesh = init_device_mesh(device, (size // tp_size, tp_size), mesh_dim_names=("texts", "tensor"))
             mesh._flatten(
                 "all"
             )  # so that a sum over both dimensions is one operation, about which PyTorch does not warn
-            _built.meshes[key] = mesh["texts"], mesh["tensor"]
-    return _built.meshes[key]
+            meshes[key] = mesh["texts"], mesh["tensor"]
+    return meshes[key]
+
+
+def build_context_group(device: str, size: int, count: int) -> ContextGroup | None:
+    """Return the `count` neighbouring ranks that divide packs, this one among them (context parallelism); None = it alone."""
+    if count == 1:
+        return None
+    key = device, size, count
+    if key not in (contexts := _built.of_group().contexts):
+        mesh = init_device_mesh(device, (size // count, count), mesh_dim_names=("packs", "nodes"))["nodes"]
+        contexts[key] = ContextGroup(mesh.get_group(), mesh.get_local_rank(), count)
+    return contexts[key]
 
 
 @dataclass
 class _Built:
-    """The meshes of the current process group."""
+    """The meshes of a process group."""
 
     world: object = None
     meshes: dict[tuple[str, int, int], tuple[DeviceMesh, DeviceMesh | None]] = field(default_factory=dict)
+    contexts: dict[tuple[str, int, int], ContextGroup] = field(default_factory=dict)
+
+    def of_group(self) -> _Built:
+        """Return self, emptied where the process group is another one by now."""
+        if self.world is not dist.group.WORLD:
+            self.world, self.meshes, self.contexts = dist.group.WORLD, {}, {}
+        return self
 
 
 _built = _Built()

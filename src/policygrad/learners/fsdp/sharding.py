@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from policygrad.core.batch import Forward
 from policygrad.errors import ConfigError
+from policygrad.learners.fsdp.context_parallel import ContextGroup
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.tensor_parallel import apply_tensor_parallel, resolve_tp_plan
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT
@@ -136,9 +137,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedEvaluator(Evaluator):
-    """Log-probabilities under a sharded model; all ranks evaluate at the same time, each a pack of its own."""
+    """Log-probabilities under a sharded model; all ranks evaluate at the same time, each a pack of its own or its part of one."""
 
     root: CallModule
+    context: ContextGroup | None = None  # the ranks that divide this one's packs with it
+
+    def share(self, part: Pack) -> Pack:
+        """Return the nodes of a pack that this rank reads."""
+        return part if self.context is None else self.context.divide(part, self.network_for(part).use_tree)
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum of what the ranks that divide a pack have computed."""
+        return x if self.context is None else self.context.add_up(x)
 
     def forward(self, part: Pack, *args: Any, **options: Any) -> Forward:
         """Evaluate inside the root; other evaluators are sharded too."""
@@ -198,6 +208,7 @@ class ShardPlacement:
     mesh: DeviceMesh
     tp_mesh: DeviceMesh | None  # the ranks that share the layers' matrices (tensor parallelism)
     device: torch.device
+    context: ContextGroup | None = None  # the ranks that divide this one's packs with it
 
 
 def shard_model(
@@ -264,7 +275,7 @@ def _build_sharded(
         shares_pictures=skeleton.shares_pictures,
         root=root,
     )
-    return ShardedEvaluator(network, temperature, skeleton.window, root=root)
+    return ShardedEvaluator(network, temperature, skeleton.window, root=root, context=place.context)
 
 
 def apply_fsdp(

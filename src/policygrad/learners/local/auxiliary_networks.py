@@ -46,6 +46,7 @@ class ValueNetwork(nn.Module):
     ) -> None:
         super().__init__()
         first = next(policy.model.parameters())
+        self.share, self.add_up = policy.share, policy.add_up
         if critic.backbone == "separate":
             model = clone_model(policy.model, build)
             if recompute:
@@ -70,8 +71,10 @@ class ValueNetwork(nn.Module):
 
     def forward(self, part: Pack) -> Tensor:
         """Return [b, T] the value before each token, read at the position that predicts it; 0 off the mask."""
+        part = self.share(part)
         values: Tensor = self.head(self.states(part)).squeeze(-1).float()
-        return torch.where(part.mask, values.index_select(0, part.predictor.flatten()).view_as(part.mask), 0.0)
+        placed = values.index_select(0, part.predictor.flatten()).view_as(part.mask)
+        return self.add_up(torch.where(part.mask, placed, 0.0))
 
 
 class ValueModel:

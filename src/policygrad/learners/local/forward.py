@@ -170,7 +170,10 @@ class Network:
 
     def _counts(self, part: Pack) -> Tensor | None:
         """Return [rows of the input] bool, True once for each token that is read; None = everywhere."""
-        return None if self.use_tree else (self._is_token(part) & ~self._is_shared(part)).flatten()
+        if self.use_tree:
+            return part.counted
+        first = self._is_token(part) & ~self._is_shared(part)
+        return (first if part.counted is None else first & part.counted[part.paths]).flatten()
 
     def _is_shared(self, part: Pack) -> Tensor:
         """Return [S, L] bool, True at the tokens that an earlier text has too."""
@@ -338,6 +341,14 @@ class Evaluator:
             return replace(self.network, use_tree=False)
         return self.network
 
+    def share(self, part: Pack) -> Pack:
+        """Return what this process reads of a pack: all of it, unless it divides packs with others."""
+        return part
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum of what the processes that divide a pack have computed, [b, T] each; what follows they all compute."""
+        return x
+
     def __call__(self, part: Pack, expected: Tensor | None = None) -> Tensor:
         """Return log π [b, T] in nats with graph; 0 off the mask."""
         return self.forward(part, expected=expected).logp
@@ -372,6 +383,7 @@ class Evaluator:
             raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
         if "kl_ref" in names and reference is None:
             raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
+        part = self.share(part)
         read = part if part.reference is None else part.reference  # by π_ref
         pairs = (("kl_old", old, part), ("kl_ref", reference, read))
         compared = [(x, pack) for name, x, pack in pairs if name in names and x is not None]
@@ -400,7 +412,7 @@ class Evaluator:
             def compute(places: Tensor, tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
                 def mask(logits: Tensor) -> Tensor:
                     left = part.sampling_mask
-                    return logits if left is None else left.apply_(logits.clone(), int(places[0]))
+                    return logits if left is None or not len(places) else left.apply_(logits.clone(), int(places[0]))
 
                 logits = mask(network.logits(states))
                 with torch.no_grad():
@@ -419,7 +431,8 @@ class Evaluator:
             chunks = zip(*(torch.split(x, size) for x in columns), strict=True)
             statistics = [torch.cat(x) for x in zip(*(run(*chunk) for chunk in chunks), strict=True)]
         placed = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in statistics if x is not None)
-        return Forward(next(placed), **dict(zip(names, placed, strict=True)))
+        total = map(self.add_up, placed)
+        return Forward(next(total), **dict(zip(names, total, strict=True)))
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ class _Logits:
         self.states, self.weight, self.bias, self.temperature = states, weight, bias, temperature
         self.sampling_mask = sampling_mask
         limit = BUFFER_CPU if states.device.type == "cpu" else BUFFER_ACCELERATOR
-        self.size = min(len(states), max(16, limit // len(weight)))
+        self.size = max(1, min(len(states), max(16, limit // len(weight))))
 
     @cached_property
     def buffer(self) -> Tensor:

@@ -81,7 +81,7 @@ class TrainedNetworks:
             return
         routing.pop_loads()
         with routing.counting():
-            yield lambda: measure_load(self.division.all_reduce(routing.pop_loads()))
+            yield lambda: measure_load(self.division.all_reduce(routing.pop_loads(), by_node=True))
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """Return log π_θ of a micro-batch and what else `needs` names."""

@@ -221,6 +221,8 @@ class Pack:
     tree: AttentionTree
     routes: Tensor | None = None
     """[N, layers, k] experts that each node is sent to, -1 = the model's own choice; None = that everywhere."""
+    counted: Tensor | None = None
+    """[N] bool, True for the nodes whose experts are counted; None = all."""
     sampling_mask: SamplingMask | None = None
     """For the tokens on `mask`, row by row; None = every token was possible."""
     slots: Tensor | None = None
@@ -565,12 +567,12 @@ class WorkDivision:
         """Iterate over this process's share of micro-batches whose size must not change."""
         return packs
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the processes of a CPU tensor, which may be overwritten."""
+    def all_reduce(self, x: Tensor, *, by_node: bool = False) -> Tensor:
+        """Return the sum over the processes of a CPU tensor, which may be overwritten; `by_node`: it counts nodes read."""
         return x
 
-    def reduce_metrics(self, metrics: Metrics) -> Metrics:
-        """Merge the processes' metrics, each by its own reduction."""
+    def reduce_metrics(self, metrics: Metrics, *, by_node: bool = False) -> Metrics:
+        """Merge the processes' metrics, each by its own reduction; `by_node`: they count nodes read."""
         return metrics
 
     def shard(self, network: nn.Module) -> nn.Module:

@@ -88,11 +88,30 @@ def attend_after(
     return _AttendAfter.apply(query, key, value, sinks, parts)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def attend_in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: AttentionTree,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the same [1, H, n, D] of a tree that follows nothing, without a mask or a head's copy of keys for the backward pass.
+
+    Args:
+        query: [1, H, n, width] of `tree.queries`, or of all nodes.
+    """
+    parts = _Parts(None, 0, tree, window, scale)
+    return _AttendAfter.apply(query, key, value, sinks, parts)  # type: ignore[no-any-return,no-untyped-call]
+
+
 @dataclass(frozen=True, eq=False)
 class _Parts:
     """What the nodes of a tree attend to."""
 
-    buffers: KeyBuffers
+    buffers: KeyBuffers | None  # None = nothing but the tree
     length: int
     tree: AttentionTree
     window: int | None
@@ -102,6 +121,8 @@ class _Parts:
         """Return the kept tokens that some node sees, the nodes [n] that see any (None = all), and their mask [1, 1, n, k] (None =
         they see all)."""
         window, length = self.window, self.length
+        if self.buffers is None:
+            return slice(0), torch.zeros(0, dtype=torch.int64, device=device), None
         depth = torch.from_numpy(self.tree.depths()).to(device)
         if window is None or window > length + int(self.tree.lengths.max()) - 1:
             return slice(0, length), None, None
@@ -127,7 +148,7 @@ class _AttendAfter(torch.autograd.Function):
         lse = torch.cat(sums).index_select(0, output_index).T[None]  # [1, H, N]
         # and what they follow
         tokens, nodes, mask = parts.beginning(query.device)
-        if nodes is None or len(nodes):
+        if buffers is not None and (nodes is None or len(nodes)):
             q = query if nodes is None else query.index_select(2, nodes)
             before, before_lse = _attend(q, buffers.keys[:, :, tokens], buffers.values[:, :, tokens], mask, scale)
             places = slice(None) if nodes is None else nodes
@@ -169,7 +190,7 @@ class _AttendAfter(torch.autograd.Function):
                 x[0].transpose(0, 1).index_add_(0, nodes.flatten(), rows)
             start = end
         tokens, seeing, mask = parts.beginning(query.device)
-        if seeing is None or len(seeing):
+        if buffers is not None and (seeing is None or len(seeing)):
             g, q, o, sums = (x if seeing is None else x.index_select(2, seeing) for x in (grad, query, out, lse))
             k, v = buffers.keys[:, :, tokens], buffers.values[:, :, tokens]
             gq, gk, gv = _differentiate(g, q, k, v, mask, scale, o, sums)

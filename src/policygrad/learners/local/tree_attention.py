@@ -34,6 +34,7 @@ from policygrad.utils.out_of_memory import is_out_of_memory
 ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
 _MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
 _SMALL_CALL = 2**15  # scores below which padding costs less than another call
+_PART_SCORES = 2**20  # the same where some of a text's tokens attend alone: smaller parts hide less behind their masks
 _LEAST_PART = 128  # queries of a text in one call, where a window is shorter
 _MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
@@ -62,8 +63,10 @@ class AttentionTree:
     shared: Ints  # [S] how many of them, from the first, belong to an earlier text; never all
     convert: Callable[[Tensor], Tensor] = lambda x: x  # moves what is made to the device
     attend: Callable[..., Tensor | None] | None = None
-    """Attends to what the texts follow, too: takes the arguments of an attention function and this tree; returns [1, H, N, width],
-    or None where they follow nothing. None = they follow nothing."""
+    """Attends to what the texts follow too, or to nodes that other processes have: takes the arguments of an attention function and
+    this tree; returns [1, H, N, width], or None where there is nothing more. None = there never is."""
+    queries: Ints | None = None
+    """[n] the nodes that attend here, ascending, to keys of all; None = all of them."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> AttentionTree:
         """Return the tree with every tensor replaced."""
@@ -73,11 +76,14 @@ class AttentionTree:
     @property
     def masked_scores(self) -> int:
         """Number of scores that scaled-dot-product attention computes with a mask."""
+        if self.queries is not None:
+            _, starts, ends, _ = self._divide_queries(None).T
+            return int(((ends - starts) * ends)[starts > 0].sum())
         return int(((self.lengths - self.shared) * self.lengths)[self.shared > 0].sum())
 
     def blocks(self, window: int | None = None) -> tuple[tuple[AttentionBlock, ...], Tensor]:
-        """Return the texts in parts of similar shape, for one call of scaled-dot-product attention each, and [N] the index of each
-        node's output in their concatenated outputs.
+        """Return the texts in parts of similar shape, for one call of scaled-dot-product attention each, and [N] the index of the
+        output of each node that attends in their concatenated outputs.
 
         Args:
             window: A token sees itself and the `window` − 1 tokens before it; None = all before it.
@@ -109,16 +115,18 @@ class AttentionTree:
         return {}
 
     def _make_blocks(self, window: int | None) -> tuple[tuple[AttentionBlock, ...], Tensor]:
-        parts = self._divide_texts(window)
-        output_index = np.zeros(int((self.lengths - self.shared).sum()), dtype=np.int64)
+        own = self.queries
+        parts = self._divide_texts(window) if own is None else self._divide_queries(window)
+        output_index = np.zeros(int((self.lengths - self.shared).sum()) if own is None else len(own), dtype=np.int64)
         blocks, offset = list[AttentionBlock](), 0
-        for chosen in _group_parts(parts):
+        for chosen in _group_parts(parts, _MAX_SCORES if own is None else _PART_SCORES):
             rows, starts, ends, first_keys = parts[chosen].T
             shared, last = self.shared[rows, None], ends[:, None] - 1
             depth = starts[:, None] + np.arange((ends - starts).max())
             is_new = (depth >= shared) & (depth <= last)
             depth = np.minimum(depth, last)
             queries = np.take_along_axis(self.paths[rows], depth, 1)
+            queries = queries if own is None else np.searchsorted(own, queries)
             output_index[queries[is_new]] = offset + np.flatnonzero(is_new)
             offset += queries.size
             key_depth = first_keys[:, None] + np.arange((ends - first_keys).max())
@@ -153,6 +161,24 @@ class AttentionTree:
         ]
         return np.concatenate([uncut[~is_long], np.array(cut, dtype=np.int64)])
 
+    def _divide_queries(self, window: int | None) -> Ints:
+        """Return the same parts [n, 4] of those nodes alone that attend here: runs of a text, cut where a mask would be large."""
+        assert self.queries is not None
+        depth = self.depths()[self.queries]
+        text = np.searchsorted(np.cumsum(self.lengths - self.shared), self.queries, side="right")
+        begins = np.flatnonzero((np.diff(self.queries, prepend=-2) != 1) | (np.diff(text, prepend=-1) != 0))
+        parts = list[tuple[int, int, int, int]]()
+        for begin, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(depth)], strict=True):
+            row, first, end = int(text[begin]), int(depth[begin]), int(depth[stop - 1]) + 1
+            if window is None and first == 0:  # without a mask
+                parts.append((row, 0, end, 0))
+                continue
+            size = max(_LEAST_PART, _PART_SCORES // end if window is None else window)
+            for start in range(first, end, size):
+                first_key = 0 if window is None else max(0, start - window + 1)
+                parts.append((row, start, min(start + size, end), first_key))
+        return np.array(parts, dtype=np.int64)
+
     def _make_flex_mask(self, window: int | None) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -161,14 +187,18 @@ class AttentionTree:
         padded, depth = np.zeros((2, -(-nodes // size) * size), dtype=np.int64)
         padded[:nodes], depth[:nodes] = end, self.depths()
         depth[nodes:] = depth[nodes - 1]
-        column_ends = padded.reshape(-1, size)
-        row, column = np.indices((len(column_ends),) * 2)
-        is_full = (row > column) & (column_ends.min(1)[None] >= (row + 1) * size)
-        is_partial = (row == column) | ((row > column) & (column_ends.max(1)[None] > row * size) & ~is_full)
+        own = np.arange(nodes) if self.queries is None else self.queries
+        asking = np.full(-(-len(own) // size) * size, own[-1])  # the node of each row
+        asking[: len(own)] = own
+        first, last = (getattr(asking.reshape(-1, size), bound)(1)[:, None] for bound in ("min", "max"))
+        column_ends, column = padded.reshape(-1, size), np.arange(0, len(padded), size)
+        is_whole = np.arange(size, len(asking) + 1, size)[:, None] <= len(own)
+        is_full = is_whole & (column + size <= first) & (column_ends.min(1) > last)
+        is_partial = (column <= last) & (column_ends.max(1) > first) & ~is_full
         if window is not None:
-            least, most = depth.reshape(-1, size).min(1), depth.reshape(-1, size).max(1)
-            is_within = most[:, None] - least[None] < window
-            is_partial = (is_partial | (is_full & ~is_within)) & (least[:, None] - most[None] < window)
+            rows, columns = depth[asking].reshape(-1, size), depth.reshape(-1, size)
+            is_within = rows.max(1)[:, None] - columns.min(1) < window
+            is_partial = (is_partial | (is_full & ~is_within)) & (rows.min(1)[:, None] - columns.max(1) < window)
             is_full &= is_within
 
         def lists(chosen: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
@@ -178,13 +208,15 @@ class AttentionTree:
             return self.convert(torch.from_numpy(counts)[None, None]), self.convert(torch.from_numpy(order)[None, None])
 
         ends, depths = self.convert(torch.from_numpy(padded)), self.convert(torch.from_numpy(depth))
+        nodes_of_rows = None if self.queries is None else self.convert(torch.from_numpy(asking))
 
-        def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def is_visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            query = row if nodes_of_rows is None else nodes_of_rows[row]
             visible = (key <= query) & (query < ends[key])
             return visible if window is None else visible & (depths[query] - depths[key] < window)
 
         return BlockMask.from_kv_blocks(
-            *lists(is_partial), *lists(is_full), BLOCK_SIZE=size, mask_mod=is_visible, seq_lengths=(nodes, nodes)
+            *lists(is_partial), *lists(is_full), BLOCK_SIZE=size, mask_mod=is_visible, seq_lengths=(len(own), nodes)
         )
 
     def depths(self) -> Ints:
@@ -207,8 +239,8 @@ def _needs_mask(lengths: Ints, new_tokens: Ints) -> NDArray[np.bool_]:
     return (new_tokens < lengths) & (new_tokens * lengths <= _MAX_SCORES)
 
 
-def _group_parts(parts: Ints) -> Iterator[Ints]:
-    """Group parts of texts (`AttentionTree._divide_texts`) of similar shape, most queries first."""
+def _group_parts(parts: Ints, limit: int) -> Iterator[Ints]:
+    """Group parts of texts (`AttentionTree._divide_texts`) of similar shape, of at most `limit` scores, most queries first."""
     _, starts, ends, first_keys = parts.T
     queries, keys, masked = ends - starts, ends - first_keys, starts > 0
     order = np.lexsort((-keys, -queries, masked))
@@ -218,7 +250,7 @@ def _group_parts(parts: Ints) -> Iterator[Ints]:
         area = int(queries[part] * keys[part])
         padded = (i - start + 1) * int(queries[first]) * max(longest, int(keys[part]))
         wasteful = padded > _SMALL_CALL and padded > _MAX_PADDING * (needed + area)
-        if i > start and (masked[part] != masked[first] or wasteful or padded > _MAX_SCORES):
+        if i > start and (masked[part] != masked[first] or wasteful or padded > limit):
             yield order[start:i]
             start, needed, longest = i, 0, 0
         needed, longest = needed + area, max(longest, int(keys[part]))
@@ -238,19 +270,19 @@ def tree_attention(
     """Apply attention along a tree's paths, or the model's own scaled-dot-product attention if there is no tree.
 
     Args:
-        query, key, value: [1, heads, N, width], or without a tree [B, heads, L, width].
+        query, key, value: [1, heads, N, width], or without a tree [B, heads, L, width]; queries of `tree.queries` alone.
         use_flex: Use FlexAttention where it is faster: on a GPU, where many texts share prefixes.
     """
     if tree is None:
         return attend(module, query, key, value, attention_mask, **options)
-    if tree.attend is not None and (followed := tree.attend(module, query, key, value, tree, **options)) is not None:
-        return followed.transpose(1, 2), None
-    window, has_sinks = options.get("sliding_window"), options.get("s_aux") is not None
-    if use_flex and not has_sinks and tree.masked_scores >= FLEX_SCORES and is_flex_possible(query):
-        out = flex_attention(query, key, value, tree, options.get("scaling"), window)
-        if out is not None:
-            return out.transpose(1, 2), None
-    blocks, output_index = tree.blocks(window)
+    if tree.attend is not None:
+        followed = tree.attend(module, query, key, value, tree, use_flex=use_flex, **options)
+        if followed is not None:
+            return followed.transpose(1, 2), None
+    out = attend_by_flex(query, key, value, tree, **options) if use_flex else None
+    if out is not None:
+        return out.transpose(1, 2), None
+    blocks, output_index = tree.blocks(options.get("sliding_window"))
     outputs = []
     for b in blocks:
         q, k, v = gather_nodes(query, b.queries), gather_nodes(key, b.keys), gather_nodes(value, b.keys)
@@ -258,6 +290,23 @@ def tree_attention(
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     heads, width = merged.shape[1:]
     return merged.flatten(1).index_select(0, output_index).view(1, -1, heads, width), None
+
+
+def attend_by_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: AttentionTree,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """Return [1, heads, N, width] by FlexAttention; None where it is not possible or not faster."""
+    if s_aux is not None or tree.masked_scores < FLEX_SCORES or not is_flex_possible(query):
+        return None
+    return flex_attention(query, key, value, tree, scaling, sliding_window)
 
 
 def is_flex_possible(query: Tensor) -> bool:

@@ -110,7 +110,8 @@ class LocalGradientProblem:
         metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
         metrics |= {} if balance is None or load is None else balance.report(balance_loss)
         routing = networks.policy.network.routing
-        metrics |= {} if routing is None else networks.division.reduce_metrics(routing.pop_metrics())
+        if routing is not None:
+            metrics |= networks.division.reduce_metrics(routing.pop_metrics(), by_node=True)
         metrics |= expert_load
         if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens count as not clipped
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
