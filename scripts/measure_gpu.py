@@ -571,6 +571,9 @@ def run_part(work: Callable[[str], dict[str, Any]], device: str, limit: int) -> 
 
 def _run_in_child(work: Callable[[str], dict[str, Any]], device: str, sender: Any) -> None:
     os.setsid()
+    torch.set_num_threads(
+        torch.get_num_threads()
+    )  # after a fork the pool of threads is made anew, which two at once cannot do
     try:
         outcome: dict[str, Any] = {"result": work(device)}
     except BaseException as error:

@@ -31,12 +31,13 @@ from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.sft import accumulate_sft_gradient
 from policygrad.training.supervised import LocalSupervisedLearner
 
-FAMILIES = {f.type: f for f in families() if f.learning in ("tree", "cache") and not f.refused}
+FAMILIES = {f.type: f for f in families() if f.learning in ("tree", "cache") and not f.refused and f.type != "xglm"}
+"""Of XGLM, transformers' own attention fails in float64."""
 FAST = ("gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1")
 """Plain, windows, windows and sinks, latent attention, delta rules, Mamba beside attention."""
 WHOLE = ("cohere", "cohere2", "cohere2_moe", "nanochat", "minicpm3", "llama4", "diffllama")
 """Models that scale their logits outside of the head, attend in chunks, or twice in a layer: read as whole texts."""
-WHOLE += ("gemma2", "bloom", "mpt", "xglm", "deepseek_v32", "glm_moe_dsa")
+WHOLE += ("gemma2", "bloom", "mpt", "deepseek_v32", "glm_moe_dsa")
 """So are those with a cap on logits, positions by distance, and a choice of tokens to attend to."""
 EXACT = ("gpt2", "gpt_neo", "opt", "biogpt")  # nothing of which is computed in float32
 
