@@ -207,14 +207,14 @@ class PrefixCache(DynamicCache):
 
     def states(self) -> dict[StateName, Tensor]:
         """Return what the layers keep."""
-        found = dict[StateName, Tensor]()
+        states = dict[StateName, Tensor]()
 
         def note(name: StateName, x: Tensor) -> Tensor:
-            found[name] = x
+            states[name] = x
             return x
 
         replace_states(self, note)
-        return found
+        return states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any

@@ -45,13 +45,13 @@ class PathReaders:
         learns = torch.is_grad_enabled()
         memory: PathMemory
         if network.use_tree:
-            from policygrad.learners.local.kept_keys import KeptKeys
+            from policygrad.learners.local.key_memory import KeyMemory
 
-            memory = KeptKeys(lambda part: network.read_states(part, backbone), self.capacity, learns)
+            memory = KeyMemory(lambda part: network.read_states(part, backbone), self.capacity, learns)
         else:
-            from policygrad.learners.local.kept_caches import KeptCaches
+            from policygrad.learners.local.cache_memory import CacheMemory
 
-            memory = KeptCaches(backbone, learns, None if network.load is None else network.load.weigh)
+            memory = CacheMemory(backbone, learns, None if network.load is None else network.load.weigh)
         return PathReader(network, backbone, memory, learns)
 
     def finish(self) -> None:

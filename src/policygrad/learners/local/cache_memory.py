@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Entry:
     """The cache after a path's first tokens, and the gradients of its states so far, in float32 or better."""
 
     cache: PrefixCache
@@ -43,7 +43,7 @@ class _Kept:
             self.gradients[name] = at_least_float32(gradient).clone()
 
 
-class KeptCaches:
+class CacheMemory:
     """The caches at the segments' ends of the current path (see `path_reader.PathMemory`)."""
 
     def __init__(self, network: nn.Module, learns: bool, weigh: Callable[[Tensor], None] | None) -> None:
@@ -54,17 +54,17 @@ class KeptCaches:
         """
         self.network, self.learns, self.weigh = network, learns, weigh
         self.argument, config = find_cache_argument(network)
-        self.kept = {0: _Kept(PrefixCache(config=config))}
+        self.entries = {0: _Entry(PrefixCache(config=config))}
         """By the number of tokens that the cache has read."""
 
     def enter(self, part: Pack, begin: int) -> Tensor:
         end = begin + len(part.ids)
-        self.kept = {depth: kept for depth, kept in self.kept.items() if depth <= begin}
+        self.entries = {depth: entry for depth, entry in self.entries.items() if depth <= begin}
         cache = self._open(begin)
         states = self._read_segment(part, begin, cache)
-        self.kept[end] = _Kept(cache)
+        self.entries[end] = _Entry(cache)
         # attention's keys are kept once: those of before are the first of these
-        longer, before = cache.states(), self.kept[begin]
+        longer, before = cache.states(), self.entries[begin]
         before.cache = replace_states(
             before.cache, lambda name, x: longer[name][..., :begin, :] if _grows(x, longer[name], begin, end) else x
         )
@@ -75,9 +75,8 @@ class KeptCaches:
         places, offset, outputs = np.zeros(len(part.ids), dtype=np.int64), 0, list[Tensor]()
         is_read = np.zeros(len(part.ids), dtype=bool)
         for texts in group_by_length(tree.lengths):
-            column = np.arange(
-                max(2, int(tree.lengths[texts].max()))
-            )  # one token would be a step of decoding, in place
+            width = max(2, int(tree.lengths[texts].max()))  # one token would be a step of decoding, in place
+            column = np.arange(width)
             is_own = column < tree.lengths[texts, None]
             nodes = np.take_along_axis(tree.paths[texts], np.minimum(column, tree.lengths[texts, None] - 1), 1)
             is_new = is_own & ~is_read[nodes]
@@ -89,18 +88,18 @@ class KeptCaches:
             offset += nodes.size
             rows = torch.zeros(len(texts), dtype=torch.int64, device=device)
             ids = part.ids[torch.from_numpy(nodes).to(device)]
-            own = cache.repeat(rows)
-            outputs.append(self._call(ids, depth, own, torch.from_numpy(is_new.ravel())).flatten(0, 1))
+            repeated = cache.repeat(rows)
+            outputs.append(self._call(ids, depth, repeated, torch.from_numpy(is_new.ravel())).flatten(0, 1))
         read = torch.cat(outputs)
         return read.index_select(0, torch.from_numpy(places).to(device)[part.predicting_nodes])
 
     def recompute(self, part: Pack, begin: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         end = begin + len(part.ids)
-        kept, before, cache = self.kept.pop(end), self.kept[begin], self._open(begin)
+        entry, before, cache = self.entries.pop(end), self.entries[begin], self._open(begin)
         earlier = before.cache.states()
         states, left = self._read_segment(part, begin, cache), list[tuple[Tensor, Tensor]]()
         for name, state in cache.states().items():
-            gradient = kept.gradients.pop(name, None)
+            gradient = entry.gradients.pop(name, None)
             if gradient is None:
                 continue
             if name in earlier and _grows(earlier[name], state, begin, end):
@@ -111,13 +110,13 @@ class KeptCaches:
 
     def _open(self, depth: int) -> PrefixCache:
         """Return a copy of a cache; in a graph its states are leaves, whose gradients are added up."""
-        kept = self.kept[depth]
+        entry = self.entries[depth]
         if not (self.learns and torch.is_grad_enabled()):
-            return replace_states(kept.cache, lambda name, x: x)
+            return replace_states(entry.cache, lambda name, x: x)
 
         def collect(name: StateName, leaf: Tensor) -> None:
             assert leaf.grad is not None
-            kept.add_gradient(name, leaf.grad)
+            entry.add_gradient(name, leaf.grad)
             leaf.grad = None
 
         def detach(name: StateName, x: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ class KeptCaches:
             leaf.register_post_accumulate_grad_hook(partial(collect, name))
             return leaf  # type: ignore[no-any-return]
 
-        return replace_states(kept.cache, detach)
+        return replace_states(entry.cache, detach)
 
     def _read_segment(self, part: Pack, begin: int, cache: PrefixCache) -> Tensor:
         states = self._call(part.ids[None], begin, cache, torch.ones(len(part.ids), dtype=torch.bool))

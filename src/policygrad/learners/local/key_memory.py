@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, which change its scores
 
 
-class KeptKeys:
+class KeyMemory:
     """Keys and values of a path, one buffer for each layer (see `path_reader.PathMemory`)."""
 
     def __init__(self, read_whole: Callable[[Pack], Tensor], capacity: int, learns: bool) -> None:
