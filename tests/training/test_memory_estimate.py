@@ -18,7 +18,8 @@ from doubles.architectures import CONFIGS
 from policygrad.commands.train import train
 from policygrad.learners.local import activation_memory
 from policygrad.learners.local.forward import build_evaluator
-from policygrad.models.loading import load_model
+from policygrad.models.loading import load_model, resolve_model
+from policygrad.planning.model_sizes import EMBEDDED_MODEL
 from policygrad.training.cost_estimate import MemoryEstimate, estimate_memory
 from policygrad.training.memory_probe import LIBRARY_BYTES, count_model, load_stored_facts
 
@@ -198,3 +199,14 @@ def test_the_memory_of_libraries_equals_what_they_take_when_they_are_loaded() ->
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     before, after = map(int, done.stdout.split())
     assert before == pytest.approx(after, rel=0.1)
+
+
+def test_a_text_in_segments_needs_a_pass_and_what_its_segments_leave() -> None:
+    """Of each further token keys, values and states with their gradients; a model that is compiled reads texts whole."""
+    learner = pg.LearnerConfig(dtype="fp32", micro_tokens=128)
+    runs = [pg.Run(sampling=pg.SamplingParams(max_tokens=n), learner=learner) for n in (400, 401)]
+    less, more = (count_model(run, "cpu") for run in runs)
+    config = tf.AutoConfig.from_pretrained(resolve_model(EMBEDDED_MODEL))
+    assert more.saved_bytes - less.saved_bytes == less.cache_numbers * (4 + 4) + config.hidden_size * (2 * 4 + 4)
+    whole = replace(runs[0], learner=replace(learner, compile=True))
+    assert count_model(whole, "cpu").saved_bytes > 2 * less.saved_bytes

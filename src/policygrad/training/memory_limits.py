@@ -194,7 +194,8 @@ class MemoryUse:
         if not self.device.startswith("cuda"):
             free /= 1 + HOLES["adapters" if self.learner_config.lora else "weights"]
         longest = free / (long / tokens)
-        further = None if budget is None else _count_segment_bytes(self.model)
+        number, of = next(self.model.parameters()).element_size(), getattr(self.model, "config", None)
+        further = None if budget is None else count_segment_bytes(of, number)
         if budget is not None and further is not None and longest > budget:
             longest = budget + (free - budget * long / tokens) / further
         return max(0, int(longest))
@@ -278,24 +279,22 @@ def describe_longest_text(model: nn.Module, learner: object, config: Any) -> tup
     )
 
 
-def _count_segment_bytes(model: nn.Module) -> float | None:
-    """Return the bytes that a token of a segment leaves to what follows it: see `segment_bytes` of the cost model; None where the
-    model's sizes do not tell.
+def count_segment_bytes(config: Any, number: int) -> float | None:
+    """Return the bytes that a token of a segment leaves to what follows it: keys and values with their gradients, which are in
+    float32, and states with theirs (see `segment_bytes` of the cost model); None where the model's configuration does not tell.
 
-    Keys and values with their gradients, in float32, and states with theirs.
+    Args:
+        number: Bytes of one in the compute precision.
     """
-    text: Any = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    text: Any = getattr(config, "get_text_config", lambda: None)()
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     hidden = getattr(text, "hidden_size", None)
     if not heads or not hidden:
         return None
     width = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     widths = 2 * width
-    if (
-        getattr(text, "kv_lora_rank", None) is not None
-    ):  # latent attention: keys and values are kept as layers attend to them
+    if getattr(text, "kv_lora_rank", None) is not None:  # latent attention: they are kept as layers attend to them
         widths = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
-    number = next(model.parameters()).element_size()
     numbers = int(text.num_hidden_layers) * int(heads) * int(widths)
     return float(numbers * (number + GRADIENT_BYTES) + hidden * (2 * number + GRADIENT_BYTES))
 

@@ -21,6 +21,7 @@ from policygrad.models.lora_config import adapter_base, read_lora
 from policygrad.planning.model_sizes import EMBEDDED_MODEL
 from policygrad.rewards.workers.limits import get_resident_bytes
 from policygrad.training.config.run import Run, RunOptions
+from policygrad.training.memory_limits import count_segment_bytes
 
 STORED_FILE = Path(__file__).with_name("embedded_memory.json")
 NUM_PROBE_PROMPTS = 64  # prompts whose mean length stands for all
@@ -43,7 +44,7 @@ class ModelFacts:
     longest_prompt: int
     libraries: int  # bytes
     micro_tokens: int
-    saved_bytes: int  # by one micro-batch, for its backward pass
+    saved_bytes: int  # by one micro-batch, for its backward pass, and by what it follows
 
 
 def probe_model(run: Run, device: str) -> ModelFacts:
@@ -129,8 +130,15 @@ def count_model(run: Run, device: str) -> ModelFacts:
     prompt, libraries = round(statistics.fmean(lengths)), get_resident_bytes() if device == "cpu" else 0
     dtype, tokens = DTYPES[run.learner.dtype], run.learner.resolve_micro_tokens(device, parameters)
     text = config.get_text_config()  # of a model that sees, without the vision tower's
+    behind = (
+        0 if run.learner.compile else max(0, prompt + completion - tokens)
+    )  # a pass of a text that is read in segments
+    leaves = count_segment_bytes(config, dtype.itemsize) if behind else None
     try:
-        saved = saved_activation_bytes(text, dtype, tokens, prompt, completion, samples, lora)
+        if leaves is None:
+            saved = saved_activation_bytes(text, dtype, tokens, prompt, completion, samples, lora)
+        else:
+            saved = saved_activation_bytes(text, dtype, tokens, 1, tokens - 1, 1, lora) + int(leaves * behind)
     except Exception as error:  # an architecture may fail in any way on tensors without memory
         reason = str(error).partition("\n")[0][:200]
         raise PolicygradError(f"memory cannot be counted on {type(model).__name__}: {reason}") from error
