@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -52,6 +53,7 @@ def forking() -> Iterator[Forked]:
 
 
 def _call(function: Callable[..., object], args: tuple[object, ...], stdout: int | None) -> None:
+    gc.freeze()  # what this process has left to collect may wait for threads that are not here: process groups do
     if stdout is not None:
         os.dup2(stdout, 1)
         os.dup2(stdout, 2)
