@@ -261,6 +261,8 @@ def print_fit(options: PlanOptions) -> int:
 
 def write_train_command(fit: Fit, options: PlanOptions) -> str:
     """Return the command of train with what fits."""
+    from policygrad.samplers.engines.registry import list_engines
+
     request, layout = fit.plan.request, fit.plan.layout
     shape, work, state = request.shape, request.workload, layout.optimizer
     path = Path(options.model).expanduser()
@@ -275,7 +277,8 @@ def write_train_command(fit: Fit, options: PlanOptions) -> str:
         memory = (
             ["--sampler.colocate"] if layout.engine_sleeps else ["--sampler.gpu-memory", f"{ceil(100 * share) / 100:g}"]
         )
-        argv += ["--sampler.engine", "vllm", *memory, "--sampler.max-concurrency", str(layout.decode_rows)]
+        engine = list_engines(lambda kind: kind.can_sleep)[0]
+        argv += ["--sampler.engine", engine, *memory, "--sampler.max-concurrency", str(layout.decode_rows)]
     argv += ["--learner.dtype", layout.dtype, "--learner.micro-tokens", str(layout.micro_tokens)]
     argv += ["--learner.world-size", str(layout.gpus)] * (layout.gpus > 1)
     argv += ["--learner.context-parallel", str(layout.context_parallel)] * (layout.context_parallel > 1)
