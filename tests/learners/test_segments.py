@@ -161,7 +161,7 @@ def test_log_probabilities_and_gradients_are_those_of_whole_texts(kind: str, mak
     assert (
         max(reads) <= (40 if is_tree else 3 * 40) < 150
     )  # without a tree what texts of a pass have in common is read for each
-    bound = 1e-13 if kind in EXACT else 1e-7 if is_tree else 2e-6
+    bound = 1e-13 if kind in EXACT else 2e-7 if is_tree else 2e-6  # of float32, 1e-7
     torch.testing.assert_close(gradients[2], gradients[0], rtol=0, atol=10 * bound)
     assert float((gradients[3] - gradients[1]).norm() / gradients[1].norm()) < bound
 
