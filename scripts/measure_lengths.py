@@ -218,6 +218,9 @@ def main() -> None:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         }
+        if args.trl:
+            command = [args.trl, "-c", "import trl; print(trl.__version__)"]
+            versions["trl"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         args.output.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
 
 

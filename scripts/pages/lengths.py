@@ -40,10 +40,12 @@ def lengths_block(report: Data | None = None) -> str:
         cells = ((f"{way}, {length:,} tokens", _cell(row)) for way, length, row in small)
         parts += [f"{SMALL.capitalize()}:", table(("read", "memory and CPU seconds"), cells)]
     versions = report["versions"]
+    beside = f", TRL {versions['trl']} on its defaults" if "trl" in versions else ""
     parts.append(
-        f"`python scripts/measure_lengths.py` (torch {versions['torch']}, transformers {versions['transformers']}), on a shared "
-        "machine: seconds of single runs. Memory holds Python and its libraries, about 250 MiB, and what the C library's allocator "
-        "keeps. *Recomputed* is gradient checkpointing; transformers computes the logits of a text at once, ours a few at a time."
+        f"`python scripts/measure_lengths.py` (torch {versions['torch']}, transformers {versions['transformers']}{beside}), on a "
+        "shared machine: seconds of single runs. Memory holds Python and its libraries, about 250 MiB, and what the C library's "
+        "allocator keeps. *Recomputed* is gradient checkpointing; transformers computes the logits of a text at once, ours a few at "
+        "a time."
     )
     return "\n\n".join(parts)
 
