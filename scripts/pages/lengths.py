@@ -44,8 +44,8 @@ def lengths_block(report: Data | None = None) -> str:
     parts.append(
         f"`python scripts/measure_lengths.py` (torch {versions['torch']}, transformers {versions['transformers']}{beside}), on a "
         "shared machine: seconds of single runs. Memory holds Python and its libraries, about 250 MiB, and what the C library's "
-        "allocator keeps. *Recomputed* is gradient checkpointing; transformers computes the logits of a text at once, ours a few at "
-        "a time."
+        "allocator keeps. *Recomputed* is gradient checkpointing; transformers computes all logits of a text at once, ours some "
+        "at a time."
     )
     return "\n\n".join(parts)
 
