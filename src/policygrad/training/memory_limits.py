@@ -246,7 +246,7 @@ class MemoryUse:
         if learner.world_size == 1 and parts["float32 copies of the weights"] and optimizer.masters == "fp32":
             copies = float(parts["float32 copies of the weights"])
             yield copies, "--optimizer.masters none: bf16 weights without float32 copies, rounded by chance"
-        if learner.world_size == 1 and on_gpu and not (learner.offload or optimizer.offload):
+        if on_gpu and not (learner.offload or optimizer.offload):
             state = float(parts["moments"] + parts["float32 copies of the weights"])
             yield state, "--optimizer.offload: keep moments in this machine's memory, also while learning"
 

@@ -22,12 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from policygrad.errors import ConfigError
 from policygrad.learners.local.packing import Pack
-from policygrad.learners.local.prefix_attention import attend_in_parts
+from policygrad.learners.local.prefix_attention import attend_in_parts, check_options
 from policygrad.learners.local.tree_attention import AttentionTree, Ints, attend_by_flex, tree_attention
 from policygrad.models.loading import at_least_float32
 
 _SLICES = 4  # of the nodes, for each rank: an even number balances a single text exactly
-_UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, which change its scores
 _OF_LENGTH = ("dynamic", "longrope")  # positions that are rotated otherwise where the longest text of a call is long
 
 
@@ -169,9 +168,7 @@ class DividedAttention:
         **options: Any,
     ) -> Tensor:
         """Return [1, H, n, D] of this rank's n nodes."""
-        unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
-        if unknown:
-            raise NotImplementedError(f"nodes that processes divide do not know attention with {', '.join(unknown)}")
+        check_options(options, "nodes that processes divide")
         heads, shared, size = query.shape[1], key.shape[1], self.context.size
         # what is sent: queries, keys, values and results of a rank's nodes, or the keys and values of all
         moves_less = shared % size == 0 and heads + shared <= size * shared

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from policygrad.learners.local.prefix_attention import KeyBuffers, attend_after
+from policygrad.learners.local.prefix_attention import KeyBuffers, attend_after, check_options
 from policygrad.learners.local.tree_attention import AttentionTree
 
 if TYPE_CHECKING:
     from policygrad.learners.local.packing import Pack
-
-_UNKNOWN_OPTIONS = ("softcap", "position_bias", "head_mask")  # of attention, which change its scores
 
 
 class KeyMemory:
@@ -69,9 +67,7 @@ class KeyMemory:
         **options: Any,
     ) -> Tensor | None:
         """Return [1, H, N, D], or None for nodes that follow nothing; keep what is asked for."""
-        unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
-        if unknown:
-            raise NotImplementedError(f"segments do not know attention with {', '.join(unknown)}")
+        check_options(options, "segments")
         buffers = self.layers.get(module)
         if buffers is None:
             buffers = self.layers[module] = KeyBuffers.allocate(key, value, self.capacity, self.learns)

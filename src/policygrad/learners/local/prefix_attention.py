@@ -12,7 +12,7 @@ gradient by parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,12 @@ from policygrad.learners.local.tree_attention import AttentionTree, gather_nodes
 from policygrad.models.loading import at_least_float32
 
 _MAX_SCORES = 2**24  # scores that are written out at once, where no kernel does it otherwise
+
+
+def check_options(options: Mapping[str, Any], what: str) -> None:
+    """Raise NotImplementedError for options of attention that change its scores, which `what` does not know."""
+    if unknown := [name for name in ("softcap", "position_bias", "head_mask") if options.get(name) is not None]:
+        raise NotImplementedError(f"{what} do not know attention with {', '.join(unknown)}")
 
 
 @dataclass(eq=False)
