@@ -368,7 +368,7 @@ def test_run_updates_weights_during_its_next_rollout(small: pg.Run, tmp_path: Pa
     assert all(len(versions) <= 2 for versions in trainer.seen)
     rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["staleness/max"] for row in rows] == [0, 1, 1]
-    assert all(row["staleness/mean"] < 1 for row in rows)
+    assert any(0 < row["staleness/mean"] < 1 for row in rows)
     assert all(row["publication/probe_max"] < 1e-4 for row in rows)
 
 

@@ -12,7 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 from policygrad.errors import ConfigError
@@ -211,7 +213,7 @@ def load_file(path: str, what: str = "reward") -> Any:
     module_name = FILE_MODULE + hashlib.sha256(path.encode()).hexdigest()[:12]
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=_Uncached(module_name, path))
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ConfigError(f"{what}: there is no file {path}; check the path before the colon")
     folder = str(Path(path).parent)
@@ -225,6 +227,15 @@ def load_file(path: str, what: str = "reward") -> Any:
         del sys.modules[module_name]
         raise ConfigError(f"{what}: loading {path} raised {describe_exception(error, path)}; fix that first") from error
     return module
+
+
+class _Uncached(SourceFileLoader):
+    """Compiles the file as it is now. Python's own cache of compiled files takes one of the same size that was changed within the
+    same second for the file before the change: rewards would be those of code that is no longer there.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def describe_exception(error: BaseException, path: str | None) -> str:
