@@ -119,11 +119,16 @@ def _near() -> Tensor:
 
 def filled(algorithm: pg.Algorithm, dtype: torch.dtype = torch.float64) -> pg.Batch:
     """Return `BATCH` with all fields that the algorithm reads and no learner fills, after its filters."""
-    near = _near().to(dtype)
-    batch = replace(BATCH, reward=BATCH.reward.to(dtype), logp_old=near, logp_sampler=near)
+    return fill(BATCH, algorithm, _near().to(dtype))
+
+
+def fill(batch: pg.Batch, algorithm: pg.Algorithm, near: Tensor) -> pg.Batch:
+    """Return a batch with these fields; `near` [B, T]: log μ of its tokens."""
+    dtype = near.dtype
+    batch = replace(batch, reward=batch.reward.to(dtype), logp_old=near, logp_sampler=near)
     batch = by_tokens(replace(batch, truncated=batch.lengths == batch.mask.shape[1]), algorithm.all_needs)
     if "step_end" in algorithm.all_needs:
-        batch = replace(batch, step_end=batch.mask, token_reward=(BATCH.tokens % 3).to(dtype) * batch.mask)  # type: ignore[operator]
+        batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).to(dtype) * batch.mask)  # type: ignore[operator]
         if algorithm.critic is None:  # V that a rollout has estimated
             batch = replace(batch, values=near / 9)
     if algorithm.reference is not None and algorithm.reference.templates:

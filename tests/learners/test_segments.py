@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.algorithms import runnable
-from doubles.architectures import families
+from doubles.long_texts import FAMILIES, built, make_batch, make_branching_batch
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import build_evaluator
@@ -25,14 +24,11 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import TokenSequences, pack_micro_batches
 from policygrad.learners.local.segments import find_saving, plan_passes
 from policygrad.models.adapters import add_adapters
-from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.sft import accumulate_sft_gradient
 from policygrad.training.supervised import LocalSupervisedLearner
 
-FAMILIES = {f.type: f for f in families() if f.learning in ("tree", "cache") and not f.refused and f.type != "xglm"}
-"""Of XGLM, transformers' own attention fails in float64."""
 FAST = ("gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1")
 """Plain, windows, windows and sinks, latent attention, delta rules, Mamba beside attention."""
 WHOLE = ("cohere", "cohere2", "cohere2_moe", "nanochat", "minicpm3", "llama4", "diffllama")
@@ -40,40 +36,6 @@ WHOLE = ("cohere", "cohere2", "cohere2_moe", "nanochat", "minicpm3", "llama4", "
 WHOLE += ("gemma2", "bloom", "mpt", "deepseek_v32", "glm_moe_dsa")
 """So are those with a cap on logits, positions by distance, and a choice of tokens to attend to."""
 EXACT = ("gpt2", "gpt_neo", "opt", "biogpt")  # nothing of which is computed in float32
-
-
-def built(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = FAMILIES[kind].config()
-    config.max_position_embeddings = 256
-    config._experts_implementation = "eager"  # the grouped product has no float64
-    return load_model(tf.AutoModelForCausalLM.from_config(config).double().eval())
-
-
-def make_batch() -> pg.Batch:
-    """A group after a long prompt, of which two begin alike and two are equal; one after a short one; a very long completion."""
-    g = torch.Generator().manual_seed(2)
-    lengths = torch.tensor([9, 30, 9, 2, 17, 30, 140, 12])
-    mask, tokens = torch.arange(140) < lengths[:, None], torch.randint(3, 40, (8, 140), generator=g)
-    tokens[2], tokens[4, :8] = tokens[0], tokens[1, :8]
-    mask[6, 20:50] = False  # an answer of a tool
-    return pg.Batch(
-        mask=mask,
-        group=torch.tensor([0, 0, 0, 0, 0, 1, 2, 2]),
-        reward=torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 0.0]),
-        tokens=tokens,
-        prompts=tuple(torch.randint(3, 40, (n,), generator=g) for n in (150, 11, 5)),
-    )
-
-
-def make_branching_batch() -> pg.Batch:
-    """The same batch, two completions of which go on from their middle, or from the middle of their prompt, up to three times."""
-    batch = make_batch()
-    assert batch.prompts is not None
-    positions = torch.arange(140) + torch.tensor([len(batch.prompts[g]) for g in batch.group.tolist()])[:, None]
-    for row, first, depth in ((1, 10, 80), (6, 60, 10), (6, 100, 30), (7, 4, 3)):
-        positions[row, first:] += depth - positions[row, first].item()
-    return replace(batch, positions=positions)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=12)

@@ -46,7 +46,7 @@ def test_what_is_found_fits_and_more_does_not() -> None:
 
 
 def test_segments_hold_longer_texts_and_smaller_optimizers_larger_groups() -> None:
-    """On a model whose whole state fits; a learner in several processes reads no segments."""
+    """On a model whose whole state fits."""
     of = replace(KNOWN_SHAPES["Qwen3-0.6B"], context_length=None)
     request = replace(plan("Qwen3-0.6B", "RTX-3090", ParallelLayout(1)).request, shape=of)
     fits = {fit.description: fit for fit in find_fits(CapacityPlan(request, ParallelLayout(1)), 4096)}
@@ -61,9 +61,37 @@ def test_segments_hold_longer_texts_and_smaller_optimizers_larger_groups() -> No
     short = find_fits(CapacityPlan(request, ParallelLayout(1)), 4096, micro_tokens=1024)
     assert all(fit.plan.layout.micro_tokens == 1024 for fit in short)
     assert short[0].context > fits["as it is"].context
-    several = find_fits(CapacityPlan(request, ParallelLayout(2)), 4096)
-    assert several
-    assert not any("micro-tokens" in fit.option for fit in several)
+
+
+def test_several_devices_divide_a_text_or_read_it_in_segments() -> None:
+    """Of a single completion, since what is sampled at once would limit it."""
+    of = replace(KNOWN_SHAPES["Qwen3-0.6B"], context_length=None)
+    request = plan("Qwen3-0.6B", "H200", ParallelLayout(1)).request
+    request = replace(request, shape=of, workload=replace(request.workload, samples_per_prompt=1))
+    fits = {fit.description: fit for fit in find_fits(CapacityPlan(request, ParallelLayout(12)), 4096)}
+    recomputed, divided, cut = (
+        fits[key]
+        for key in ("recompute activations", "divide each text between 6 devices", "read longer texts in segments")
+    )
+    assert divided.option == "--gradient-checkpointing --context-parallel 6"
+    assert divided.plan.layout.context_parallel == 6
+    assert "context" not in cut.option
+    assert cut.context < recomputed.context < divided.context  # a text's keys and values have gradients in float32
+    assert fits["train adapters"].option == "--gradient-checkpointing --lora rank=16"
+    given = find_fits(CapacityPlan(request, ParallelLayout(12, context_parallel=2)), 4096)
+    assert not any("--context-parallel" in fit.option or "--micro-tokens" in fit.option for fit in given)
+    assert not any("divide" in fit.description for fit in find_fits(CapacityPlan(request, ParallelLayout(1)), 4096))
+
+
+def test_the_command_divides_texts_as_the_plan_does(run_command: Any) -> None:
+    argv = ("plan", "grpo", "--model", "Qwen3-8B", "--gpus", "A100-80:8", "--fit", "--context", "32768", "--json")
+    told = json.loads(run_command(*argv)[1])
+    (command,) = [fit["command"] for fit in told["fits"] if "--context-parallel" in fit["option"]]
+    options = shlex.split(command)[2:]
+    code, out, err = run_command("train", *options, "--learner.device", "cuda", "--dry-run")
+    assert code == 0, err
+    learner = tomllib.loads(out)["learner"]
+    assert (learner["world_size"], learner["context_parallel"]) == (8, 8)
 
 
 def test_a_text_is_no_longer_than_the_models_positions() -> None:

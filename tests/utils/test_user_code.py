@@ -16,5 +16,5 @@ def test_a_file_is_read_as_it_is_now(tmp_path: Path) -> None:
         file.write_text(f"FACTOR = {value}\n")
         os.utime(file, (1e9, 1e9))
         module = load_file(str(file))
-        assert module.FACTOR == value
+        assert value == module.FACTOR
         del sys.modules[module.__name__]

@@ -406,9 +406,9 @@ def activation_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, l
 
 
 def reads_segments(shape: ModelShape, layout: ParallelLayout) -> bool:
-    """Return whether texts longer than a micro-batch are read in segments: by one process; recurrent layers do so through a cache,
-    which layers that recompute activations do not have."""
-    return layout.learning_devices == 1 and not (shape.has_states and layout.checkpointing)
+    """Return whether texts longer than a micro-batch are read in segments: by each process its own; recurrent layers do so through
+    a cache, which layers that recompute activations do not have."""
+    return layout.context_parallel == 1 and not (shape.has_states and layout.checkpointing)
 
 
 def segment_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, predicting: float) -> dict[str, float]:

@@ -74,11 +74,18 @@ def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, s
         yield " ".join(options), "recompute activations", dict(changes)
     if request.shape.has_states and can_cut:  # either of the two
         options, changes = [], {"checkpointing": False}
+    shared = max((n for n in range(2, request.device.per_node + 1) if layout.learning_devices % n == 0), default=1)
+    if layout.context_parallel == 1 < shared and not request.shape.has_states:  # in place of segments
+        text = f"{' '.join(options)} --context-parallel {shared}".strip()
+        yield text, f"divide each text between {shared} devices", changes | {"context_parallel": shared}
     if can_cut and reads_segments(request.shape, replace(layout, **changes)):
         tokens = SEGMENT_TOKENS["gpu" if on_gpu else "cpu"]
-        options.append(f"--micro-tokens {tokens}")
-        changes["micro_tokens"] = tokens
-        yield " ".join(options), "read longer texts in segments", dict(changes)
+        cut = changes | {"micro_tokens": tokens}
+        yield " ".join([*options, f"--micro-tokens {tokens}"]), "read longer texts in segments", cut
+        whole_layout, cut_layout = replace(layout, **changes), replace(layout, **cut)
+        whole, divided = (_find_longest(replace(plan, layout=x)) or 0 for x in (whole_layout, cut_layout))
+        if divided >= whole:  # keys and values with their gradients may take more than what is recomputed
+            options, changes = [*options, f"--micro-tokens {tokens}"], cut
     if not layout.only_adapters:
         if layout.optimizer.name == "adamw":
             option, state = shrink_state(layout)

@@ -21,8 +21,21 @@ from policygrad.core.metrics import Metrics, merge
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.sharding import FsdpUnit, apply_fsdp, swap_parameters, swap_when_called
-from policygrad.learners.local.curvature import Curvature, make_dual, output_hessian_product, unpack_dual
-from policygrad.learners.local.packing import MICRO_TOKENS_FLAG, Pack, WorkDivision, pack_micro_batches
+from policygrad.learners.local.curvature import (
+    CallModule,
+    Curvature,
+    make_dual,
+    output_hessian_product,
+    unpack_dual,
+)
+from policygrad.learners.local.packing import (
+    MICRO_TOKENS_FLAG,
+    Pack,
+    PathPacks,
+    WorkDivision,
+    make_smallest_pack,
+    pack_micro_batches,
+)
 from policygrad.learners.local.score_norms import Norms, ScoreNorms
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention, copy_weights, full_tensor, local_tensor
@@ -194,6 +207,11 @@ class FsdpWorkDivision(WorkDivision):
     """It begins nothing anew: a rank that has left a pass cannot return to the operations in which the others wait for it."""
 
     @property
+    def follows_paths(self) -> bool:  # type: ignore[override]
+        """Ranks that read the same texts divide them already."""
+        return self.neighbours == 1
+
+    @property
     def neighbours(self) -> int:
         """Number of neighbouring ranks that have the same micro-batches, and the same results."""
         return self.tensor_parallel * self.context_parallel
@@ -207,12 +225,26 @@ class FsdpWorkDivision(WorkDivision):
     ) -> Iterator[T]:
         """Divide micro-batches, smaller ones if that gives each rank equally many."""
         size = self.workers.size // self.neighbours
-        packs = list(make_packs(budget))
+        made = make_packs(budget)
+        if isinstance(made, PathPacks):
+            return self._divide_paths(made, dummy_pass)  # type: ignore[return-value]  # T is Pack
+        packs = list(made)
         slots = -(-len(packs) // size) * size
         if len(packs) != slots:
-            smaller = list(make_packs(ceil(PACKING_SLACK * sum(map(count_tokens, packs)) / slots)))
+            made = make_packs(ceil(PACKING_SLACK * sum(map(count_tokens, packs)) / slots))
+            smaller = list(made.read_whole() if isinstance(made, PathPacks) else made)
             packs = smaller if len(smaller) <= slots else packs
         return self.distribute(iter(packs), dummy_pass)
+
+    def _divide_paths(self, packs: PathPacks, dummy_pass: Callable[[Pack], object]) -> Iterator[Pack]:
+        """Give each rank neighbouring texts, since it reads what they have in common once."""
+        plans = packs.plan(self.workers.size)
+        own, most = plans[self.workers.rank], max(map(len, plans))
+        for number, pack in enumerate(packs.lay_out(own, self.workers.all_reduce, most)):
+            if number < len(own):
+                yield pack
+            else:
+                dummy_pass(pack)
 
     def distribute(self, packs: Iterator[T], dummy_pass: Callable[[Pack], object]) -> Iterator[T]:
         """Deal out round-robin; a rank with fewer makes dummy passes."""
@@ -220,11 +252,8 @@ class FsdpWorkDivision(WorkDivision):
         all_packs = list(packs)
         mine = all_packs[rank::size]
         yield from mine
-        # the smallest micro-batch: a single predicted token
-        one, token = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-        batch = Batch(mask=token == 0, group=one, reward=torch.zeros(1), tokens=token, prompts=(one,))
         for _ in range(-(-len(all_packs) // size) - len(mine)):
-            dummy_pass(next(pack_micro_batches(batch, one, 1)))
+            dummy_pass(make_smallest_pack())
 
     def all_reduce(self, x: Tensor, *, by_node: bool = False) -> Tensor:
         if self.workers.rank % self._count_same(by_node):  # count one of the ranks that compute the same
@@ -240,9 +269,11 @@ class FsdpWorkDivision(WorkDivision):
         """Return how many neighbouring ranks have counted the same."""
         return self.tensor_parallel if by_node else self.neighbours
 
-    def shard(self, network: nn.Module) -> nn.Module:
-        """Shard a network that every rank has built, with rank 0's initial weights. A head without backbone stays in float32."""
+    def shard(self, network: nn.Module) -> Callable[[Callable[[], Tensor]], Tensor]:
+        """Shard a network that every rank has built, with rank 0's initial weights; return its root. A head without backbone stays
+        in float32."""
         for p in network.parameters():
             p.data.copy_(self.workers.broadcast_tensor(p if self.workers.rank == 0 else None, p, p.device))
-        apply_fsdp(network, self.mesh, self.compute_dtype if hasattr(network, "backbone") else None)
-        return network
+        root = CallModule(network)
+        apply_fsdp(root, self.mesh, self.compute_dtype if hasattr(network, "backbone") else None)
+        return root

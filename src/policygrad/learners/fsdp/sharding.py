@@ -24,17 +24,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from policygrad.core.batch import Forward
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.context_parallel import ContextGroup
+from policygrad.learners.fsdp.path_calls import SharedCalls
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.tensor_parallel import apply_tensor_parallel, resolve_tp_plan
 from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT
 from policygrad.learners.local.curvature import CallModule
-from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
+from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, get_backbone
 from policygrad.learners.local.packing import Pack
 from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
 from policygrad.models.adapters import set_adapters_enabled
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import copy_packed, copy_weights, is_packed, make_packed, replace_parameters
 from policygrad.models.traits import placeholder_id
+from policygrad.utils.out_of_memory import keep_gradients
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ModelSkeleton:
     split_head: bool
     use_tree: bool
     shares_pictures: bool
+    reads_prefixes: bool
     window: int | None
     compute_dtype: torch.dtype | None
     """Precision of its passes, if lower than float32, in which the model that rank 0 has read is stored."""
@@ -61,6 +64,7 @@ class ModelSkeleton:
             split_head=network.split_head,
             use_tree=network.use_tree,
             shares_pictures=network.shares_pictures,
+            reads_prefixes=network.reads_prefixes,
             window=evaluator.window,
         )
 
@@ -71,7 +75,7 @@ class ModelSkeleton:
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
         numbers = (p for p in model.parameters() if not is_packed(p))
         compute_dtype = next((p.dtype for p in numbers if at_least_float32(p).dtype != p.dtype), None)
-        return cls(file.getvalue(), False, False, True, None, compute_dtype)
+        return cls(file.getvalue(), False, False, True, False, None, compute_dtype)
 
     def build_meta(self) -> Any:
         """Build the model with parameters on the meta device; tied ones are one object."""
@@ -150,8 +154,34 @@ class ShardedEvaluator(Evaluator):
         """Return the sum of what the ranks that divide a pack have computed."""
         return x if self.context is None else self.context.add_up(x)
 
+    def lead(
+        self,
+        part: Pack,
+        backbone: nn.Module | None = None,
+        call: Callable[[Callable[[], Tensor]], Tensor] | None = None,
+    ) -> None:
+        """Read what a pack follows, with the other ranks: a gradient cannot be computed inside the root."""
+        readers, network = part.path_readers, self.network_for(part)
+        if readers is None or not network.reads_segments:
+            return
+        own = get_backbone(self.model)
+        if backbone is not None:
+            network = replace(network, routing=None, load=None)
+        calls = SharedCalls(network, backbone or own, call or self.root, readers.all_reduce)
+        readers.open(network, backbone or own, calls).prepare(part)
+
+    @contextmanager
+    def keep_gradients(self) -> Iterator[None]:
+        """Enclose passes that must leave no gradient. FSDP sums it for each parameter that has required one before."""
+        put_back = keep_gradients(dict(self.model.named_parameters()))
+        try:
+            yield
+        finally:
+            put_back()
+
     def forward(self, part: Pack, *args: Any, **options: Any) -> Forward:
         """Evaluate inside the root; other evaluators are sharded too."""
+        self.lead(part)
 
         def work() -> dict[str, Tensor]:  # FSDP does not find the tensors in a dataclass
             out = Evaluator.forward(self, part, *args, **options)
@@ -161,6 +191,7 @@ class ShardedEvaluator(Evaluator):
 
     def states(self, part: Pack) -> Tensor:
         """Return the states, and keep the full head on this rank until `release`, since logits may be asked for repeatedly."""
+        self.lead(part)
         states: Tensor = self.root(lambda: Evaluator.states(self, part))
         if self.network.split_head:
             cast(FSDPModule, self.root).unshard()
@@ -193,6 +224,13 @@ class ShardedNetwork(Network):
     """A sharded model's backbone and head, called inside its root; only `hidden` may be called by itself."""
 
     root: CallModule
+
+    def as_evaluator(self) -> Evaluator:
+        return ShardedEvaluator(self, 1.0, root=self.root)
+
+    def _read_prefixes(self, part: Pack, network: nn.Module, *, hidden: bool | None = None) -> Tensor | None:
+        """Return None: a layer's state would have its gradient before the layer's output, with which FSDP gathers the layer."""
+        return None
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
         """Return last hidden states, calling the root if it is this model's backbone."""
@@ -273,6 +311,7 @@ def _build_sharded(
         split_head=skeleton.split_head,
         use_tree=skeleton.use_tree,
         shares_pictures=skeleton.shares_pictures,
+        reads_prefixes=skeleton.reads_prefixes,
         root=root,
     )
     return ShardedEvaluator(network, temperature, skeleton.window, root=root, context=place.context)

@@ -54,6 +54,7 @@ class ValueNetwork(nn.Module):
             self.backbone = get_backbone(enable_gradients(model, policy.model))
             dtype, backbone = first.dtype, self.backbone
             self.states: Callable[[Pack], Tensor] = lambda part: policy.network_for(part).hidden(part, backbone)
+            self.lead: Callable[[Pack, Any], None] = lambda part, call: policy.lead(part, backbone, call)
         else:  # the head is small: bf16 would save nothing
             dtype = first.dtype if first.dtype == torch.float64 else torch.float32
 
@@ -61,7 +62,11 @@ class ValueNetwork(nn.Module):
             def policy_states(part: Pack) -> Tensor:
                 return policy.network_for(part).hidden(part).to(dtype)
 
-            self.states = policy_states
+            @torch.no_grad()
+            def policy_lead(part: Pack, call: Any) -> None:
+                policy.lead(part, get_backbone(policy.model))
+
+            self.states, self.lead = policy_states, policy_lead
         width, hidden = policy.network.hidden_size, critic.hidden
         last = nn.Linear(hidden or width, 1)
         nn.init.zeros_(last.weight)
@@ -91,7 +96,7 @@ class ValueModel:
         self.config, self.division = spec.config, division or WorkDivision()
         self.can_follow = partial(reads_segments, evaluator, self.config, self.division, None)
         self.network = ValueNetwork(evaluator, critic, spec.config.gradient_checkpointing, build)
-        self.division.shard(self.network)
+        self._root = self.division.shard(self.network)
         passes = spec.steps + min(spec.steps, critic.pretrain) * (critic.pretrain_epochs - 1)
         total = passes * spec.algorithm.update_rule.critic_updates
         rate, offload = critic.learning_rate(spec.lr), spec.config.offload
@@ -102,9 +107,15 @@ class ValueModel:
             batch,
             self.config,
             self.network,
-            lambda part: backward_zero(self.network(part)),
+            lambda part: backward_zero(self._predict(part)),
             can_follow=self.can_follow,
         )
+
+    def _predict(self, part: Pack) -> Tensor:
+        """Return [b, T] the values of a micro-batch."""
+        part = part.to(self._device)
+        self.network.lead(part, self._root)
+        return self._root(lambda: self.network(part))
 
     @property
     def _device(self) -> torch.device:
@@ -113,12 +124,12 @@ class ValueModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
         """Return the batch with `values` [B, T], float32."""
-        out, device = torch.zeros(batch.mask.shape), self._device
+        out = torch.zeros(batch.mask.shape)
 
         def work() -> None:
             for part in self._micro_batches(batch):
                 with span("critic forward", completions=part.completions):
-                    out[part.rows] = self.network(part.to(device)).cpu()
+                    out[part.rows] = self._predict(part).cpu()
 
         self.division.memory.run(work)
         return replace(batch, values=self.division.all_reduce(out))
@@ -173,7 +184,7 @@ class ValueModel:
                 share, c = bare.select(part.rows).to(device), move(coefficient[part.rows], device)
                 assert share.returns is not None
                 with span("critic forward and backward", completions=part.completions):
-                    loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
+                    loss = (c * critic.loss(self._predict(part), share, share.returns)).sum()
                     torch.autograd.backward(loss)
                 self.optimizer.accumulate_master_grads()
                 metrics = merge(metrics, {"value_loss": Sum(widen(loss.detach()))})

@@ -113,6 +113,10 @@ class Network:
         weigh = None if self.load is None else self.load.weigh
         return None if plan is None else read_with_prefixes(network, part, plan, output, weigh)
 
+    def as_evaluator(self) -> Evaluator:
+        """Return what evaluates texts of any length at temperature 1."""
+        return Evaluator(self, 1.0)
+
     @property
     def reads_segments(self) -> bool:
         """True if packs may follow a path that is read once for several of them: found by trying it, on the first call."""
@@ -341,6 +345,30 @@ class Evaluator:
             return replace(self.network, use_tree=False)
         return self.network
 
+    def lead(
+        self,
+        part: Pack,
+        backbone: nn.Module | None = None,
+        call: Callable[[Callable[[], Tensor]], Tensor] | None = None,
+    ) -> None:
+        """Read what a pack follows, where that must come before the pass that reads the pack; here the pass does it.
+
+        Args:
+            backbone: Another than the model's, which is called within `call`.
+        """
+
+    @contextmanager
+    def keep_gradients(self) -> Iterator[None]:
+        """Enclose passes that must leave no gradient."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        try:
+            for p in trained:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in trained:
+                p.requires_grad_()
+
     def share(self, part: Pack) -> Pack:
         """Return what this process reads of a pack: all of it, unless it divides packs with others."""
         return part
@@ -519,7 +547,8 @@ def _is_equal(evaluator: Evaluator, truth: Evaluator, generator: torch.Generator
 @torch.no_grad()
 def _reads_segments(network: Network) -> bool:
     """Return whether texts in segments have the log-probabilities of whole texts, and the gradient of their embeddings."""
-    evaluator, generator = Evaluator(replace(network, load=None, routing=None), 1.0), torch.Generator().manual_seed(0)
+    evaluator = replace(network, load=None, routing=None).as_evaluator()
+    generator = torch.Generator().manual_seed(0)
     batch = _draw_batch(network, generator, (66, 19))
 
     def is_exact() -> bool:
@@ -559,12 +588,9 @@ def _measure(evaluator: Evaluator, batch: Batch, packs: Iterable[Pack]) -> tuple
         return read[-1][1]
 
     handle = embeddings.register_forward_hook(observe)
-    trained = [p for p in evaluator.model.parameters() if p.requires_grad]
     logp = torch.zeros(batch.mask.shape, device=device)
     try:
-        for p in trained:
-            p.requires_grad_(False)
-        with torch.enable_grad():
+        with evaluator.keep_gradients(), torch.enable_grad():
             for pack in packs:
                 pack = pack.to(device)
                 result = evaluator(pack)
@@ -572,8 +598,6 @@ def _measure(evaluator: Evaluator, batch: Batch, packs: Iterable[Pack]) -> tuple
                 logp[pack.rows] = result.detach().float()
     finally:
         handle.remove()
-        for p in trained:
-            p.requires_grad_()
     kinds, place = torch.unique(torch.cat([ids.flatten() for ids, _ in read]), return_inverse=True)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for _, x in read]
     total = torch.zeros(len(kinds), gradients[0].shape[-1], device=device)

@@ -123,7 +123,7 @@ class TrainedNetworks:
 def reads_segments(
     evaluator: Evaluator, config: LearnerConfig, division: WorkDivision, balance: ExpertBalance | None, saving: float
 ) -> bool:
-    """Return whether micro-batches may follow what has been read before: in one process, whose blocks are not compiled, without the
+    """Return whether micro-batches may follow what has been read before: with blocks that are not compiled, without the
     load-balancing loss, which counts tokens where they are read, and where the tree serves texts of any length.
 
     Args:
@@ -131,7 +131,7 @@ def reads_segments(
             elsewhere attention to what was read has no kernel yet.
     """
     is_one_call = config.compile or balance is not None or evaluator.window is not None
-    if is_one_call or type(division) is not WorkDivision:
+    if is_one_call or not division.follows_paths:
         return False
     is_on_cpu = next(evaluator.model.parameters()).device.type == "cpu"
     return saving >= (_LEAST_SAVING if is_on_cpu else 1) and evaluator.network.reads_segments

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -311,21 +312,72 @@ def pack_micro_batches(
     texts = TokenSequences.of(batch, rows)
     if not keep_groups and not batch.has_media and len(texts.rows):
         ordered, units = _sort_by_unit(texts)
-        tree = ordered.lengths, ordered.shared_prefix_lengths(), units, budget
-        if (saving := find_saving(*tree)) and can_follow(saving):
-            return _pack_passes(batch, ordered, plan_passes(*tree))
+        saving = find_saving(ordered.lengths, ordered.shared_prefix_lengths(), units, budget)
+        if saving and can_follow(saving):
+            return PathPacks(batch, ordered, units, budget)
     return pack_texts(batch, texts, budget, groups=batch.group if keep_groups else None)
 
 
-def _pack_passes(batch: Batch, texts: TokenSequences, plans: Sequence[PassPlan]) -> Iterator[Pack]:
-    """Lay out planned passes, all before the first is read: a segment must know which of its tokens predict something."""
-    from policygrad.learners.local.path_reader import PathReaders
+@dataclass(eq=False)
+class PathPacks(Iterator[Pack]):
+    """Packs that may follow a path. All are laid out before the first is read: a segment must know which of its tokens predict
+    something."""
 
-    packs = [_layout_parts(batch, texts, plan) for plan in plans]
-    path_readers = PathReaders(max(part.depth for pack in packs for part in pack.parts))
-    for pack in packs:
-        yield replace(pack, path_readers=path_readers)
-    path_readers.finish()
+    batch: Batch
+    texts: TokenSequences
+    """Neighbours have the longest common beginnings."""
+    units: Ints  # [n] texts of equal numbers, neighbours, are read in one pass
+    budget: int
+    _packs: Iterator[Pack] | None = None
+
+    def __next__(self) -> Pack:
+        if self._packs is None:
+            self._packs = self.lay_out(self.plan(1)[0])
+        return next(self._packs)
+
+    def read_whole(self) -> Iterator[Pack]:
+        """Return packs of the same texts that follow nothing, whatever their length."""
+        return pack_texts(self.batch, self.texts, self.budget)
+
+    def plan(self, size: int) -> list[list[PassPlan]]:
+        """Return the passes of each of `size` processes, which have neighbouring texts, about equally many new tokens each."""
+        lengths, shared = self.texts.lengths, self.texts.shared_prefix_lengths()
+        starts = np.flatnonzero(np.diff(self.units, prepend=self.units[0] - 1))
+        read = np.cumsum(np.add.reduceat(lengths - shared, starts))  # up to the end of each unit
+        goals = read[-1] * np.arange(1, size) / size
+        chosen = np.abs(read[:, None] - goals).argmin(0) + 1  # the unit that begins nearest to each goal
+        bounds = [0, *np.append(starts, len(lengths))[chosen].tolist(), len(lengths)]
+        plans = list[list[PassPlan]]()
+        for first, end in pairwise(bounds):
+            own = np.where(np.arange(first, end) == first, 0, shared[first:end])
+            passes = plan_passes(lengths[first:end], own, self.units[first:end], self.budget) if end > first else []
+            plans.append([plan.move(first) for plan in passes])
+        return plans
+
+    def lay_out(
+        self, plans: Sequence[PassPlan], all_reduce: Callable[[Tensor], Tensor] | None = None, num_passes: int = 0
+    ) -> Iterator[Pack]:
+        """Iterate over planned passes. After the last, the next call of the iterator adds what is left of the gradients.
+
+        Args:
+            all_reduce: Adds up over the processes that read at the same time (see `PathReaders`).
+            num_passes: Of the process with most; others end with the smallest pack, which is to add nothing.
+        """
+        from policygrad.learners.local.path_reader import PathReaders
+
+        packs = [_layout_parts(self.batch, self.texts, plan) for plan in plans]
+        path_readers = PathReaders(max((part.depth for pack in packs for part in pack.parts), default=0), all_reduce)
+        packs += [make_smallest_pack()] * (num_passes - len(packs))
+        for pack in packs:
+            yield replace(pack, path_readers=path_readers)
+        path_readers.finish()
+
+
+def make_smallest_pack() -> Pack:
+    """Return a micro-batch of a single predicted token, for a pass that adds nothing."""
+    one, token = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    batch = Batch(mask=token == 0, group=one, reward=torch.zeros(1), tokens=token, prompts=(one,))
+    return next(pack_micro_batches(batch, one, 1))
 
 
 def _layout_parts(batch: Batch, texts: TokenSequences, plan: PassPlan) -> Pack:
@@ -371,8 +423,12 @@ def pack_with_reference(
 ) -> Iterator[Pack]:
     """Pack completions so that also what π_ref reads, each completion after its own prompt, has at most `budget` nodes."""
     if not batch.reference_prompts:
-        yield from pack_micro_batches(batch, rows, budget, keep_groups=keep_groups, can_follow=can_follow)
-        return
+        return pack_micro_batches(batch, rows, budget, keep_groups=keep_groups, can_follow=can_follow)
+    return _pack_aligned(batch, rows, budget, keep_groups)
+
+
+def _pack_aligned(batch: Batch, rows: Tensor, budget: int, keep_groups: bool) -> Iterator[Pack]:
+    """Pack by what π_ref reads, and put the policy's pack of the same completions beside each."""
     read = batch.as_reference_reads()
     texts = TokenSequences.of(read, rows)
     for reference in pack_texts(read, texts, budget, groups=batch.group if keep_groups else None):
@@ -491,6 +547,8 @@ class WorkDivision:
     memory runs out."""
 
     memory: MemoryBudget
+    follows_paths = True
+    """Micro-batches may be `PathPacks`."""
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.memory = MemoryBudget(MICRO_TOKENS_FLAG, "tokens", device)
@@ -510,7 +568,7 @@ class WorkDivision:
         """Iterate over this process's micro-batches of the completions `rows` (None = all) for a model.
 
         `dummy_pass` is a pass like those the micro-batches are for, which adds nothing. `with_reference`: π_ref is evaluated in the
-        same passes. `can_follow`: see `pack_micro_batches`; several processes, which make equally many passes, follow nothing.
+        same passes. `can_follow`: see `pack_micro_batches`.
         """
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         pack = pack_with_reference if with_reference else pack_micro_batches
@@ -518,9 +576,10 @@ class WorkDivision:
         device, budget = next(model.parameters()).device, micro_batch_tokens(config, model)
 
         def is_cut() -> bool:
-            """Whether a text can be: asked where memory has run out, so that trying it may fail as well."""
+            """Whether a text can be: asked where memory has run out, so that trying it may fail as well. Several processes would
+            have to try it together, and one may be short of memory alone."""
             try:
-                return can_follow(1.0)
+                return self.memory.retries and can_follow(1.0)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -575,6 +634,6 @@ class WorkDivision:
         """Merge the processes' metrics, each by its own reduction; `by_node`: they count nodes read."""
         return metrics
 
-    def shard(self, network: nn.Module) -> nn.Module:
-        """Shard a network that trains beside the policy over the processes."""
-        return network
+    def shard(self, network: nn.Module) -> Callable[[Callable[[], Tensor]], Tensor]:
+        """Shard a network that trains beside the policy over the processes; return what calls it: it runs a function that does."""
+        return lambda work: work()

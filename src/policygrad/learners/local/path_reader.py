@@ -5,7 +5,7 @@ What a segment leaves is described in `segments`. Here is how it is read, kept a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,17 +31,25 @@ class PathReaders:
 
     capacity: int
     """Tokens of the longest path."""
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+    """Adds up over the processes that read at the same time, each its own packs; None = all read the same, or there is one."""
     by_backbone: dict[int, PathReader] = field(default_factory=dict)
 
     def read(self, network: Network, backbone: nn.Module, part: Pack) -> Tensor:
         """Return [u, H] the backbone's states at `part.predicting_nodes`."""
-        reader = self.by_backbone.get(id(backbone))
-        if reader is None:
-            reader = self.by_backbone[id(backbone)] = self._open(network, backbone)
+        reader = self.open(network, backbone)
+        if reader.prepared is not part:
+            reader.prepare(part)
         return reader.read(part)
 
-    def _open(self, network: Network, backbone: nn.Module) -> PathReader:
-        """Return a reader that keeps what this network needs."""
+    def open(self, network: Network, backbone: nn.Module, calls: PathCalls | None = None) -> PathReader:
+        """Return the reader that keeps what this network needs."""
+        reader = self.by_backbone.get(id(backbone))
+        if reader is None:
+            reader = self.by_backbone[id(backbone)] = self._open(network, backbone, calls or PathCalls())
+        return reader
+
+    def _open(self, network: Network, backbone: nn.Module, calls: PathCalls) -> PathReader:
         learns = torch.is_grad_enabled()
         memory: PathMemory
         if network.use_tree:
@@ -52,13 +60,27 @@ class PathReaders:
             from policygrad.learners.local.cache_memory import CacheMemory
 
             memory = CacheMemory(backbone, learns, None if network.load is None else network.load.weigh)
-        return PathReader(network, backbone, memory, learns)
+        return PathReader(network, backbone, memory, learns, calls)
 
     def finish(self) -> None:
         """Compute what is left of the gradients."""
         for reader in self.by_backbone.values():
             reader.finish()
         self.by_backbone.clear()
+
+
+class PathCalls:
+    """Makes the calls of a network that are differentiated at once or not at all: here, as they come."""
+
+    keeps_order = False
+    """A layer must have the gradient of its output before that of the keys that it left."""
+
+    def run(self, work: Callable[[], Tensor]) -> Tensor:
+        """Return what `work` does, which calls the network."""
+        return work()
+
+    def meet(self) -> None:
+        """Wait until no process has another such call to make before its next pass."""
 
 
 @dataclass(eq=False)
@@ -127,16 +149,23 @@ class PathMemory(Protocol):
 class PathReader:
     """Reads packs behind their paths with one network, and keeps the states of the segments that are followed."""
 
-    def __init__(self, network: Network, backbone: nn.Module, memory: PathMemory, learns: bool) -> None:
+    def __init__(
+        self, network: Network, backbone: nn.Module, memory: PathMemory, learns: bool, calls: PathCalls
+    ) -> None:
         self.network, self.backbone, self.memory, self.learns = network, backbone, memory, learns
+        self.calls = calls
+        self.prepared: Pack | None = None
+        """The pack that is to be read next, if what it follows has been read."""
+        self.sources = list[_Source]()
+        """Of the states of that pack."""
         self.path, self.steps = list[PathSegment](), dict[PathSegment, _Step]()
         """The segments that the memory has now, and what was read of all that are not done."""
         self.unfinished: list[tuple[PackPart, _Step]] = []
         """Parts of the last pack that wait for the gradients of their states."""
         self.recomputes = backbone.training  # transformers recompute activations in training mode only
 
-    def read(self, pack: Pack) -> Tensor:
-        """Return [u, H] the states at the pack's predicting nodes: of its segments and of all its parts."""
+    def prepare(self, pack: Pack) -> None:
+        """Read what the last call of a pack follows: its segments, and its other parts."""
         self._finish_parts()
         sources, count = list[_Source](), len(pack.parts)
         device = pack.ids.device
@@ -150,24 +179,35 @@ class PathReader:
             for source in part.sources:
                 rows = np.searchsorted(np.flatnonzero(source.segment.predicting), source.places)
                 add(self.steps[source.segment], source.which, rows)
-            own = cut_part(part.pack or pack, part.depth, len((part.pack or pack).ids))
             if number < count - 1:
                 with torch.no_grad(), self.network.uncounted():
-                    step = _Step(own, self.memory.follow(own, part.depth))
+                    own = _cut_own(part, pack)
+                    step = _Step(own, self._follow(own, part.depth))
                 self.unfinished.append((part, step))
                 add(step, part.which, np.arange(len(part.which)))
-        states = self.memory.follow(own, part.depth)
+        self.calls.meet()
+        self.prepared, self.sources = pack, sources
+
+    def read(self, pack: Pack) -> Tensor:
+        """Return [u, H] the states at the predicting nodes of a pack that is prepared: of its segments and of all its parts."""
+        part, sources = pack.parts[-1], self.sources
+        states = self.memory.follow(_cut_own(part, pack), part.depth)
+        self.prepared, self.sources = None, []
         if not self.learns:
             self.unfinished, self.steps = [], {segment: self.steps[segment] for segment in self.path}
         if not sources:
             return states
-        which = torch.from_numpy(part.which).to(device)
+        which = torch.from_numpy(part.which).to(states.device)
         return _Collect.apply(states, which, sources)  # type: ignore[no-any-return,no-untyped-call]
 
     def finish(self) -> None:
         """Compute what is left of the gradients."""
         self._finish_parts()
         self._return_to(0)
+        self.calls.meet()
+
+    def _follow(self, own: Pack, depth: int) -> Tensor:
+        return self.calls.run(lambda: self.memory.follow(own, depth))
 
     def _go_to(self, part: PackPart, pack: Pack, *, is_left: bool) -> None:
         """Make the memory have a part's path; `is_left`: no pass will follow what it has of another."""
@@ -184,7 +224,7 @@ class PathReader:
         """Read a segment, also a second time where another has taken its place."""
         piece = cut_part(pack, segment.begin, segment.end, segment.predicting)
         with torch.no_grad(), self.network.uncounted():
-            states = self.memory.enter(piece, segment.begin)
+            states = self.calls.run(lambda: self.memory.enter(piece, segment.begin))
         if segment not in self.steps:
             self.steps[segment] = _Step(piece, states, segment.num_readers)
         self.path.append(segment)
@@ -196,9 +236,8 @@ class PathReader:
                 part, step = self.unfinished.pop()
                 self._go_to(part, step.part, is_left=True)
                 with torch.enable_grad():
-                    states = self.memory.follow(step.part, part.depth)
-                if step.gradient is not None:
-                    torch.autograd.backward(states, step.gradient.to(states.dtype))
+                    states = self._follow(step.part, part.depth)
+                self._backward(states, step.gradient)
 
     def _return_to(self, count: int) -> None:
         """Leave all but the first `count` segments of the path, which nothing will follow any more."""
@@ -211,10 +250,23 @@ class PathReader:
 
     def _differentiate(self, segment: PathSegment, step: _Step) -> None:
         """Read a segment again, with a graph, and pass on the gradients that its states and what it leaves have received."""
+        pairs = list[tuple[Tensor, Tensor]]()
+
+        def work() -> Tensor:
+            states, left = self.memory.recompute(step.part, segment.begin)
+            pairs.extend(left)
+            return states
+
         with torch.enable_grad():
-            states, pairs = self.memory.recompute(step.part, segment.begin)
-        if step.gradient is not None:
-            pairs = [(states, step.gradient.to(states.dtype)), *pairs]
+            states = self.calls.run(work)
+        self._backward(states, step.gradient, pairs)
+
+    def _backward(self, states: Tensor, gradient: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Pass on the gradients of a call's states and of what it leaves."""
+        if gradient is None and self.calls.keeps_order:
+            gradient = torch.zeros_like(states)
+        if gradient is not None:
+            pairs = [(states, gradient.to(states.dtype)), *pairs]
         if pairs := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -227,6 +279,12 @@ class PathReader:
             yield
         finally:
             self.backbone.train(was_training)
+
+
+def _cut_own(part: PackPart, pack: Pack) -> Pack:
+    """Return what a part reads behind its path."""
+    texts = part.pack or pack
+    return cut_part(texts, part.depth, len(texts.ids))
 
 
 def cut_part(part: Pack, begin: int, end: int, predicting: NDArray[np.bool_] | None = None) -> Pack:

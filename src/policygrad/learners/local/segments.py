@@ -46,6 +46,10 @@ class PassPlan:
     """Several = one completion's texts that have too many tokens for a pass: those of each part are read behind a path of its own,
     and the loss is that of all."""
 
+    def move(self, count: int) -> PassPlan:
+        """Return the plan of the texts `count` further on."""
+        return PassPlan(self.texts + count, self.path, tuple(part.move(count) for part in self.parts))
+
 
 def plan_passes(lengths: Ints, shared: Ints, units: Ints, budget: int) -> list[PassPlan]:
     """Divide texts into passes of at most `budget` tokens of their own. A segment has two tokens or more, as one is a step of
