@@ -44,6 +44,7 @@ def test_long_curves_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None
 
 def test_costs_are_sums_over_steps_and_means_over_runs(tmp_path: Path) -> None:
     metrics = {"tokens/sampled": 1000.0, "completions/sampled": 30.0, "completions/trained": 20.0}
+    metrics |= {"tokens/offered": 400.0, "tokens/computed": 300.0}
     metrics |= {"completions/offered": 20.0, "completions/computed": 15.0, "time/rollout": 3.0, "time/update": 1.0}
     a = run_folder(tmp_path / "a", [(1, metrics), (2, metrics)], seed=0)
     b = run_folder(tmp_path / "b", [(1, metrics)], seed=1)
@@ -53,3 +54,4 @@ def test_costs_are_sums_over_steps_and_means_over_runs(tmp_path: Path) -> None:
     assert [(took, share) for _, took, share in result.times] == [("3 s", 0.75), ("1 s", 0.25)]
     assert result.notes[0].startswith("1.50 completions were sampled")
     assert result.notes[1].startswith("25% of the forward and backward passes were skipped")
+    assert result.notes[2].startswith("25% of the tokens in updates were not computed again")

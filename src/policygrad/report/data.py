@@ -223,6 +223,8 @@ SUMS = {
     "completions/trained": "of these trained on",
     "completions/offered": "completions offered to updates",
     "completions/computed": "of these computed",
+    "tokens/offered": "tokens of their texts, each by itself",
+    "tokens/computed": "of these computed, shared ones once",
     "dynamic/leftover": "groups kept for the step after",
     "dynamic/discarded": "groups with spread discarded",
     "updates/taken": "updates taken",
@@ -259,6 +261,9 @@ def compute_cost(group: Series) -> RunCost:
         notes.append(
             f"{1 - computed / offered:.0%} of the forward and backward passes were skipped, for zero coefficients."
         )
+    texts, read = totals.get("tokens/offered", 0.0), totals.get("tokens/computed", 0.0)
+    if texts > read > 0:
+        notes.append(f"{1 - read / texts:.0%} of the tokens in updates were not computed again, as texts share them.")
     if carried := totals.get("dynamic/leftover"):
         notes.append(f"{format_count(carried)} leftover groups of a step were used in the next one.")
     total_seconds = sum(step.values()) or 1.0

@@ -236,12 +236,19 @@ class Pack:
     """How it is read where what texts begin with may be read once for several packs; a pack can also be read as a whole."""
     path_readers: PathReaders | None = None
     """Reads the parts."""
+    num_first_read: int | None = None
+    """Tokens that this pack reads and none before it, with those of its paths; None = all its nodes."""
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes that are read at a time, or of those that π_ref reads if they are more."""
         nodes = max((len((x.pack or self).ids) - x.depth for x in self.parts), default=len(self.ids))
         return nodes if self.reference is None else max(nodes, len(self.reference.ids))
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens read for this pack; a segment's second reading, with a graph, is not counted."""
+        return len(self.ids) if self.num_first_read is None else self.num_first_read
 
     @property
     def node_media(self) -> TextMedia:
@@ -365,7 +372,13 @@ class PathPacks(Iterator[Pack]):
         """
         from policygrad.learners.local.path_reader import PathReaders
 
-        packs = [_layout_parts(self.batch, self.texts, plan) for plan in plans]
+        packs, entered = list[Pack](), set[PathSegment]()
+        for plan in plans:
+            pack = _layout_parts(self.batch, self.texts, plan)
+            path = {segment for part in pack.parts for segment in part.path} - entered
+            own = sum(len((part.pack or pack).ids) - part.depth for part in pack.parts)
+            packs.append(replace(pack, num_first_read=own + sum(x.end - x.begin for x in path)))
+            entered |= path
         path_readers = PathReaders(max((part.depth for pack in packs for part in pack.parts), default=0), all_reduce)
         packs += [make_smallest_pack()] * (num_passes - len(packs))
         for pack in packs:

@@ -107,7 +107,8 @@ class LocalGradientProblem:
             metrics, balance_loss = memory.run(lambda: networks.run_compiled(run, undo), undo)
             expert_load = report_experts()
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
-        metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
+        nothing = {name: Sum(0.0) for name in ("completions/computed", "tokens/offered", "tokens/computed")}
+        metrics = nothing | offered | networks.division.reduce_metrics(metrics)
         metrics |= {} if balance is None or load is None else balance.report(balance_loss)
         routing = networks.policy.network.routing
         if routing is not None:
@@ -144,7 +145,9 @@ class LocalGradientProblem:
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef) + more)
                     balance_loss += float(more.detach())
             networks.optimizer.accumulate_master_grads()
-            metrics = merge(metrics, {"completions/computed": Sum(float(part.completions))})
+            counts = {"completions/computed": part.completions, "tokens/computed": part.num_computed}
+            counts["tokens/offered"] = float(part.reads.sum())
+            metrics = merge(metrics, {name: Sum(float(count)) for name, count in counts.items()})
             metrics = merge(metrics, measure_forward(out, share, psi, self.algorithm, coef))
         networks.optimizer.accumulate_master_grads()  # of what the last micro-batches followed
         return metrics, balance_loss
