@@ -1,7 +1,7 @@
 """Write the generated pages of the documentation.
 
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference,
-docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, rooms),
+docs/measured.* and docs/staleness.md; and parts of docs/architecture.md (picture, rooms),
 docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md
 (results). Also what the command line prints of the package's own, commands/help.json,
@@ -96,11 +96,11 @@ def generate_files() -> dict[Path, str]:
         DOCS / "known-benchmarks.md": fill_blocks(DOCS / "known-benchmarks.md", benchmarks=benchmarks_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
-        DOCS / "json.md": json_page(),
+        DOCS / "reference" / "json.md": json_page(),
         DOCS / "measured.svg": curves(load()),
         DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=real_model_block()),
         DOCS / "real-model.svg": real_model_picture(),
-        DOCS / "reliability.md": reliability_page(),
+        DOCS / "reference" / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
         DOCS / "many-processes.md": fill_blocks(DOCS / "many-processes.md", accuracy=accuracy_block()),
         DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),

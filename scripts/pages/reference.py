@@ -310,5 +310,7 @@ def _index(named: dict[str, list[str]]) -> str:
         table(("page", "names"), rows),
         f"`pg.ALGORITHMS`, a dict by name, holds an [`Algorithm`](equation.md#algorithm) each:\n\n{constants}",
         "The command line's options are the fields of [`Run`](training.md#run): `policygrad train --help all` lists them, with the "
-        "parts of the algorithm at hand. What a run measures is a page of its own: [metrics](../metrics.md).",
+        "parts of the algorithm at hand.",
+        "Registers: [metrics](../metrics.md) of a run, [the JSON](json.md) of every command, and [faults, promises and "
+        "tests](reliability.md).",
     )

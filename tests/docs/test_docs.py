@@ -46,7 +46,7 @@ def test_generated_pages_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None
         "help_file": make_docs.HELP_FILE,
         "show_file": make_docs.SHOWN_FILE,
         "embedded_memory_file": make_docs.STORED_FILE,
-        "reliability_page": DOCS / "reliability.md",
+        "reliability_page": DOCS / "reference" / "reliability.md",
     }
     for name, path in slow.items():
         monkeypatch.setattr(make_docs, name, partial(path.read_text, encoding="utf-8"))

@@ -22,7 +22,8 @@ def pages() -> dict[str, str]:
 
 @pytest.mark.full
 def test_the_pages_are_up_to_date(pages: dict[str, str]) -> None:
-    assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")} == pages
+    written = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
+    assert {name: text for name, text in written.items() if name not in ("json.md", "reliability.md")} == pages
 
 
 def list_sections(pages: dict[str, str]) -> list[tuple[str, str]]:

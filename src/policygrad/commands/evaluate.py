@@ -136,7 +136,7 @@ class EvalOptions:
     full: bool = False
     """Print them in full, with their prompts and rewards, instead of one line of each."""
     json: bool = False
-    """Print one JSON object instead of a table (docs/json.md)."""
+    """Print one JSON object instead of a table."""
     output: Annotated[str | None, optional_arg("DIR", "none")] = None
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
