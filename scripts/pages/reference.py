@@ -17,11 +17,12 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.docstrings import read_field_docs
 from policygrad.commands.render import format_part, shorten_number
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.base import Part
 from policygrad.core.validation import ROLES
 from policygrad.training.base_trainer import TrainingResult
 
 ROOT = Path(__file__).resolve().parents[2]
+FIELDS_OF = {"RunOptions": "Run"}
+"""Classes whose fields are listed once, where another class adds to them."""
 LINE = 100
 """Letters of a signature, beyond which each argument has a line of its own."""
 
@@ -35,16 +36,18 @@ def section(name: str, thing: Any) -> str:
         f"[`{thing.__module__}`](../../{where})",
         *_text(inspect.getdoc(thing) or ""),
     ]
-    if isinstance(thing, type):
+    if name in FIELDS_OF:
+        parts.append(f"Its fields are those of [`{FIELDS_OF[name]}`](#{FIELDS_OF[name].lower()}).")
+    elif isinstance(thing, type):
         parts += [_fields(thing), _methods(thing)]
     return "\n\n".join(filter(None, parts))
 
 
 def signature(name: str, thing: Any) -> str:
-    """As it is called; a dataclass without types, which its table has."""
+    """As it is called; a dataclass without types, which the list of its fields has."""
     if not isinstance(thing, type):
         return _called(name, thing)
-    if is_dataclass(thing):
+    if is_dataclass(thing) and name not in FIELDS_OF:
         return _wrapped(f"{name}(", [f.name + _default(f, "=") for f in settable(thing)])
     if "__init__" in vars(thing) and not getattr(thing, "_is_protocol", False):
         return _called(name, thing.__init__)
@@ -148,33 +151,34 @@ def escaped(text: str) -> str:
 
 
 def _fields(kind: Any) -> str:
-    """A dataclass's fields, or the attributes that a role declares."""
+    """A dataclass's fields, or the attributes that a role declares; their defaults are in the signature."""
     docs = read_field_docs(kind)
     if is_dataclass(kind):
-        rows = [(f.name, _type(f.type), _default(f), docs.get(f.name, "")) for f in settable(kind)]
+        rows = [(f.name, _type(f.type), docs.get(f.name, "")) for f in settable(kind)]
     else:
         own = inspect.get_annotations(kind)
         rows = [
-            (n, _type(own[n]), shown(vars(kind)[n]) if n in vars(kind) else "", docs[n])
+            (n, f"{_type(own[n])} = {shown(vars(kind)[n])}" if n in vars(kind) else _type(own[n]), docs[n])
             for n in own
             if not n.startswith("_") and n in docs
         ]
-    if not rows:
-        return ""
-    name = "field" if is_dataclass(kind) else "attribute"
-    cells = [(*(f"`{x}`" if x else "" for x in row[:3]), escaped(row[3])) for row in rows]
-    return table((name, "type", "default", "what it is"), cells)
+    return "\n".join(_entry(f"`{name}: {type_}`", text) for name, type_, text in rows)
+
+
+def _entry(head: str, text: str) -> str:
+    return f"- {head}: {escaped(text)}" if text else f"- {head}"
 
 
 def _methods(kind: type) -> str:
-    """Its public methods and properties, but for those of which the base of its role tells."""
-    known = {name for base in kind.__mro__[1:] if issubclass(base, Part) for name in vars(base)}
+    """Its public methods and properties, but for those that a base of the package documents, and checks of a section."""
+    bases = [base for base in kind.__mro__[1:] if base.__module__.startswith("policygrad.")]
+    known = {name for base in bases for name in vars(base)} | {"check"}
     rows = [
-        (f"`{_head(name, member)}`", escaped(" ".join((inspect.getdoc(member) or "").split())))
+        _entry(f"`{_head(name, member)}`", " ".join((inspect.getdoc(member) or "").split()))
         for name, member in vars(kind).items()
         if (name == "__call__" or not name.startswith("_")) and name not in known and _does(member)
     ]
-    return table(("method", "what it does"), rows) if rows else ""
+    return "Methods:\n\n" + "\n".join(rows) if rows else ""
 
 
 def _does(member: Any) -> bool:

@@ -42,10 +42,10 @@ def test_every_public_name_has_one_section(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def check_fields(name: str, text: str) -> None:
-    """Every field of a dataclass has its row in the section."""
+    """Every field of a dataclass has its line in the section."""
     kind = reference.OTHERS.get(name) or getattr(pg, name)
-    for f in settable(kind) if is_dataclass(kind) else ():
-        assert f"| `{f.name}` | " in text, f"{name}.{f.name}"
+    for f in settable(kind) if is_dataclass(kind) and name not in reference.FIELDS_OF else ():
+        assert f"- `{f.name}: " in text, f"{name}.{f.name}"
 
 
 @pytest.mark.full
@@ -96,9 +96,9 @@ def test_a_class_as_markdown() -> None:
     assert "One sum\\*, of \\[n\\] terms, below x&lt;y." in text
     assert "```\n    a  1\n    b  2\n```" in text
     assert "- `ConfigError`: a width that is none, and a line that goes on.\n- `DataError`: nothing." in text
-    assert "| `width` | `float` | `3e-4` | How wide. |" in text
+    assert "- `width: float`: How wide." in text
     assert "_hidden" not in text
-    assert "| `twice(other: int, *, by: float = 0.5) -> float` | Twice it. |" in text
+    assert "- `twice(other: int, *, by: float = 0.5) -> float`: Twice it." in text
 
 
 def test_signatures() -> None:
