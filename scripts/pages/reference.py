@@ -158,11 +158,17 @@ def _fields(kind: Any) -> str:
     else:
         own = inspect.get_annotations(kind)
         rows = [
-            (n, f"{_type(own[n])} = {shown(vars(kind)[n])}" if n in vars(kind) else _type(own[n]), docs[n])
+            (n, _type(own[n]) + _attribute_default(kind, n), docs[n])
             for n in own
             if not n.startswith("_") and n in docs
         ]
     return "\n".join(_entry(f"`{name}: {type_}`", text) for name, type_, text in rows)
+
+
+def _attribute_default(kind: Any, name: str) -> str:
+    """Write ` = value` of a class attribute; a long value is left out."""
+    text = f" = {shown(vars(kind)[name])}" if name in vars(kind) else ""
+    return text if len(text) <= LINE else " = …"
 
 
 def _entry(head: str, text: str) -> str:
@@ -176,7 +182,10 @@ def _methods(kind: type) -> str:
     rows = [
         _entry(f"`{_head(name, member)}`", " ".join((inspect.getdoc(member) or "").split()))
         for name, member in vars(kind).items()
-        if (name == "__call__" or not name.startswith("_")) and name not in known and _does(member)
+        if (name == "__call__" or not name.startswith("_"))
+        and name not in known
+        and _does(member)
+        and inspect.getdoc(member)
     ]
     return "Methods:\n\n" + "\n".join(rows) if rows else ""
 
