@@ -180,7 +180,7 @@ def _methods(kind: type) -> str:
     bases = [base for base in kind.__mro__[1:] if base.__module__.startswith("policygrad.")]
     known = {name for base in bases for name in vars(base)} | {"check"}
     rows = [
-        _entry(f"`{_head(name, member)}`", " ".join((inspect.getdoc(member) or "").split()))
+        _entry(f"`{_head(name, member)}`", _summary(inspect.getdoc(member) or ""))
         for name, member in vars(kind).items()
         if (name == "__call__" or not name.startswith("_"))
         and name not in known
@@ -188,6 +188,12 @@ def _methods(kind: type) -> str:
         and inspect.getdoc(member)
     ]
     return "Methods:\n\n" + "\n".join(rows) if rows else ""
+
+
+def _summary(doc: str) -> str:
+    """A method's first paragraph, and what its `Args:` and the like name."""
+    first, *others = re.split(r"\n\s*\n", doc.strip())
+    return " ".join(" ".join([first, *(p for p in others if re.match(r"(Args|Returns|Raises):", p))]).split())
 
 
 def _does(member: Any) -> bool:
