@@ -21,8 +21,8 @@ from policygrad.core.validation import ROLES
 from policygrad.training.base_trainer import TrainingResult
 
 ROOT = Path(__file__).resolve().parents[2]
-FIELDS_OF = {"RunOptions": "Run"}
-"""Classes whose fields are listed once, where another class adds to them."""
+FIELDS_OF = {"RunOptions": "Run", "RewardModelConfig": "SFTConfig"}
+"""Classes that share fields with another one, where these are listed."""
 LINE = 100
 """Letters of a signature, beyond which each argument has a line of its own."""
 
@@ -36,9 +36,7 @@ def section(name: str, thing: Any) -> str:
         f"[`{thing.__module__}`](../../{where})",
         *_text(inspect.getdoc(thing) or ""),
     ]
-    if name in FIELDS_OF:
-        parts.append(f"Its fields are those of [`{FIELDS_OF[name]}`](#{FIELDS_OF[name].lower()}).")
-    elif isinstance(thing, type):
+    if isinstance(thing, type):
         parts += [_fields(thing), _methods(thing)]
     return "\n\n".join(filter(None, parts))
 
@@ -47,7 +45,9 @@ def signature(name: str, thing: Any) -> str:
     """As it is called; a dataclass without types, which the list of its fields has."""
     if not isinstance(thing, type):
         return _called(name, thing)
-    if is_dataclass(thing) and name not in FIELDS_OF:
+    if name == "RunOptions":  # all of its fields are Run's
+        return f"class {name}"
+    if is_dataclass(thing):
         return _wrapped(f"{name}(", [f.name + _default(f, "=") for f in settable(thing)])
     if "__init__" in vars(thing) and not getattr(thing, "_is_protocol", False):
         return _called(name, thing.__init__)
@@ -154,7 +154,13 @@ def _fields(kind: Any) -> str:
     """A dataclass's fields, or the attributes that a role declares; their defaults are in the signature."""
     docs = read_field_docs(kind)
     if is_dataclass(kind):
-        rows = [(f.name, _type(f.type), docs.get(f.name, "")) for f in settable(kind)]
+        other = getattr(policygrad, FIELDS_OF[kind.__name__]) if kind.__name__ in FIELDS_OF else None
+        shared = {} if other is None else read_field_docs(other)
+        rows = [
+            (f.name, _type(f.type), docs.get(f.name, ""))
+            for f in settable(kind)
+            if shared.get(f.name) != docs.get(f.name, "")
+        ]
     else:
         own = inspect.get_annotations(kind)
         rows = [
@@ -162,7 +168,11 @@ def _fields(kind: Any) -> str:
             for n in own
             if not n.startswith("_") and n in docs
         ]
-    return "\n".join(_entry(f"`{name}: {type_}`", text) for name, type_, text in rows)
+    lines = "\n".join(_entry(f"`{name}: {type_}`", text) for name, type_, text in rows)
+    if kind.__name__ not in FIELDS_OF:
+        return lines
+    link = f"[`{FIELDS_OF[kind.__name__]}`](#{FIELDS_OF[kind.__name__].lower()})"
+    return f"{lines}\n\nThe other fields are those of {link}." if lines else f"Its fields are those of {link}."
 
 
 def _attribute_default(kind: Any, name: str) -> str:
