@@ -221,50 +221,37 @@ def _head(name: str, member: Any) -> str:
 PAGES = {
     "training": (
         "Training",
-        "A run, its options, and what follows it. On the command line an option is its field with dashes, "
+        "A run, its options, and what follows it; fine-tuning and reward models ([the whole path](../rlhf.md)); errors "
+        "([what to do about which](../troubleshooting.md)). On the command line an option is its field with dashes, "
         "`--learner.micro-tokens`; in a file of options a key in a table, `micro_tokens` in `[learner]`.",
         "train Run RunOptions SamplingParams SamplerConfig TeacherServerConfig LearnerConfig OptimizerConfig RewardConfig "
-        "EvaluationConfig CheckpointConfig GuardConfig Result get_algorithm Trainer Callback Tracker RunInfo evaluate collect",
-    ),
-    "supervised": (
-        "Fine-tuning and reward models",
-        "Demonstrations and preferences, before reinforcement: [the whole path](../rlhf.md).",
-        "train_sft SFTConfig train_reward_model RewardModelConfig SupervisedGuardConfig",
+        "EvaluationConfig CheckpointConfig GuardConfig Result get_algorithm Trainer Callback Tracker RunInfo evaluate collect "
+        "train_sft SFTConfig train_reward_model RewardModelConfig SupervisedGuardConfig "
+        "PolicygradError ConfigError DataError ModelError RewardError EngineError CheckpointError RunError HangError "
+        "NumericsError",
     ),
     "equation": (
         "The equation",
-        "What the gradient is made of, on plain tensors. [Your own algorithm](../your-own-algorithm.md) puts parts into it.",
-        "Algorithm Batch Forward SamplingMask surrogate objective gate_weight",
+        "What the gradient is made of, on plain tensors, and the bases of its parts. [A part of your "
+        "own](../your-own-algorithm.md) inherits one and overrides what is different.",
+        "Algorithm Batch Forward SamplingMask surrogate objective gate_weight "
+        "Part Advantage Ratio Gate Correction Aggregation Term LossTerm Shaping Filter UpdateRule",
     ),
     "advantages": ("Advantages", "Links of the chain that makes Ψ: an algorithm's `advantage`.", "advantage"),
-    "gates": (
-        "Ratios, gates, corrections",
-        "What the importance ratio lets through: an algorithm's `ratio`, `gate` and `corrections`.",
-        "ratio gate corrections",
-    ),
-    "terms": (
-        "Averages and terms",
-        "How tokens are averaged, and what is added: an algorithm's `aggregation` and `terms`.",
-        "aggregation terms",
-    ),
-    "filters": (
-        "Filters and shaping",
-        "Which answers take part, and what they are worth: an algorithm's `filters` and `shaping`.",
-        "filters shaping",
+    "parts": (
+        "Gates, averages, terms, filters",
+        "The other parts of an algorithm, in this order: `ratio`, `gate`, `corrections`; `aggregation`, `terms`; `filters`, "
+        "`shaping`.",
+        "ratio gate corrections aggregation terms filters shaping",
     ),
     "steps": (
         "Steps, critics, references",
         "How the weights move, and the models besides the policy: `update_rule`, `critic`, `reward_model`, `reference`.",
         "update_rule critic reward_model reference GradientProblem CurvatureProblem AdaptiveProblem",
     ),
-    "roles": (
-        "What a part may declare",
-        "The bases of an algorithm's parts. A part of your own inherits one and overrides what is different.",
-        "Part Advantage Ratio Gate Correction Aggregation Term LossTerm Shaping Filter UpdateRule",
-    ),
     "rollouts": (
         "Tasks, rewards, environments",
-        "What is asked, what plays, what judges, and what comes of it.",
+        "Prompts, the environments that episodes run in, the rewards that score them, and the resulting rollout.",
         "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall McpTools AgentProgram "
         "GymnasiumText "
         "OpenEnv TextArena Verifiers Game GameStep SelfPlay Turn "
@@ -272,15 +259,9 @@ PAGES = {
     ),
     "models": (
         "Samplers and learners",
-        "What draws completions, and what owns the weights. [One file each](../extending.md), if they are yours.",
+        "What samples completions, and what owns the weights. [Your own](../extending.md) are one file each.",
         "Sampler Request Generation LocalSampler EngineSampler PublishedWeights Learner LearnerSpec LocalLearner "
         "make_local_learner load_reference clone_model",
-    ),
-    "errors": (
-        "Errors",
-        "Every refusal that is meant for you is a `PolicygradError`. [What to do about which](../troubleshooting.md).",
-        "PolicygradError ConfigError DataError ModelError RewardError EngineError CheckpointError RunError HangError "
-        "NumericsError",
     ),
 }
 """File -> its title, what stands on top, and its names; a field of an algorithm stands for all parts that go into it."""

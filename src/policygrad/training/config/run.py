@@ -125,7 +125,7 @@ class RunOptions:
     output: Annotated[str | None, optional_arg("DIR", "the next free runs/ALGORITHM-N")] = None
     """Folder of the run."""
     directory: Annotated[str | None, optional_arg("DIR", "the current folder")] = None
-    """Folder that relative file names refer to, and then the current one; run.toml records it, for a resume from elsewhere."""
+    """Folder that relative file names refer to, and then the current one; the run records it, for a resume from elsewhere."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
     """How the policy is sampled."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
