@@ -97,7 +97,7 @@ def algorithm_page(name: str) -> str:
     return page(
         f"# {name}: {about.title}",
         f"{about.source}. " + _parent_link(about.parent),
-        block(f"policygrad train {name}", "sh"),
+        _command(name),
         f"**Addresses.** {about.addresses}",
         f"**How it fails.** {about.failure_modes}",
         "## The equation",
@@ -110,7 +110,7 @@ def algorithm_page(name: str) -> str:
         f"## The code\n\n{block(source(name), 'python')}",
         _difference(a),
         f"## Where the defaults come from\n\n{_defaults(a)}",
-        f"## Measured\n\n{_measured(a)}",
+        f"## Measured\n\n{_measured(name)}",
         "[All algorithms](index.md)",
     )
 
@@ -317,16 +317,22 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
     return DEFAULT_SOURCES.get(key, OURS) if is_default else OURS
 
 
-def _measured(a: Algorithm) -> str:
-    """Summarise the runs on the embedded task, or tell how to do them; then the gradient in the lab."""
-    row, override = row_of(a.name), OVERRIDES.get(a.name)
-    missing = "Not measured yet: run `python scripts/measure_algorithms.py`, then `make docs`."
-    trained = missing if row is None else f"{summary_sentence(row)} [All measured runs](../measured.md)."
-    lines = [trained, lab_section(a.name)]
-    if override is not None:
-        lines.append(f"On the embedded task: {override.reason}")
-        lines.append(block(f"policygrad train {a.name} {' '.join(override.options)}", "sh"))
-    return "\n\n".join(lines)
+def _command(name: str) -> str:
+    """Write the command that trains with it, and the one for the embedded task if that needs other options."""
+    command, override = f"policygrad train {name}", OVERRIDES.get(name)
+    if override is None:
+        return block(command, "sh")
+    other = block(f"{command} {' '.join(override.options)}", "sh")
+    return f"{block(command, 'sh')}\n\nOn the embedded task, {override.reason}\n\n{other}"
+
+
+def _measured(name: str) -> str:
+    """Summarise the runs on the embedded task, and the gradient in the lab."""
+    row = row_of(name)
+    trained = "Its training is not measured yet."
+    if row is not None:
+        trained = f"{summary_sentence(row)} [All measured runs](../measured.md)."
+    return f"{trained}\n\n{lab_section(name)}"
 
 
 def matrix(folder: str) -> str:
