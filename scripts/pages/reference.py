@@ -168,7 +168,9 @@ def _fields(kind: Any) -> str:
             for n in own
             if not n.startswith("_") and n in docs
         ]
+    title = "Fields" if is_dataclass(kind) else "Attributes"
     lines = "\n".join(_entry(f"`{name}: {type_}`", text) for name, type_, text in rows)
+    lines = lines and f"**{title}**\n\n{lines}"
     if kind.__name__ not in FIELDS_OF:
         return lines
     link = f"[`{FIELDS_OF[kind.__name__]}`](#{FIELDS_OF[kind.__name__].lower()})"
@@ -197,7 +199,7 @@ def _methods(kind: type) -> str:
         and _does(member)
         and inspect.getdoc(member)
     ]
-    return "Methods:\n\n" + "\n".join(rows) if rows else ""
+    return "**Methods**\n\n" + "\n".join(rows) if rows else ""
 
 
 def _summary(doc: str) -> str:
