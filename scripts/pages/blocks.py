@@ -628,7 +628,7 @@ def _json_form(schema: Data, nested: dict[str, Data]) -> str:
     if "properties" not in schema:
         return f"{_json_type(schema, nested).capitalize()}."
     fields = [
-        (f"`{n}` {_json_type(field, nested)}", field.get("description")) for n, field in schema["properties"].items()
+        (f"`{n}` ({_json_type(field, nested)})", field.get("description")) for n, field in schema["properties"].items()
     ]
     plain = ", ".join(name for name, text in fields if not text)
     lines = [f"- {plain}"] * bool(plain) + [f"- {name}: {text}" for name, text in fields if text]
