@@ -1,7 +1,7 @@
 """Write the generated pages of the documentation.
 
-These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
-docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
+These are README's matrix, docs/algorithms with a picture of each gate, docs/reference,
+docs/measured.* and docs/staleness.md; and parts of docs/architecture.md (picture, rooms),
 docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md
 (results). Also what the command line prints of the package's own, commands/help.json,
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from make_lab import PRIMER_FIGURES
 from pages.algorithms import algorithm_page, by_family, index_page, quote_finding
-from pages.architecture import layers_block, picture, tree
+from pages.architecture import picture, rooms_block
 from pages.blocks import (
     accuracy_block,
     architectures_block,
@@ -48,7 +48,6 @@ from pages.planning import checked_block, devices_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
 from pages.staleness import staleness_page
-from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.help import HELP_FILE
 from policygrad.commands.show import SHOWN_FILE
@@ -71,7 +70,7 @@ def generate_files() -> dict[Path, str]:
         SHOWN_FILE: show_file(),
         STORED_FILE: embedded_memory_file(),
         README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
-        DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
+        DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", rooms=rooms_block("../")),
         DOCS / "architecture.svg": picture(),
         DOCS / "chat-formats.md": fill_blocks(
             DOCS / "chat-formats.md", formats=formats_block(), templates=templates_block()
@@ -93,16 +92,15 @@ def generate_files() -> dict[Path, str]:
         DOCS / "long-texts.md": fill_blocks(DOCS / "long-texts.md", lengths=lengths_block()),
         **({} if (figure := lengths_figure()) is None else {DOCS / FIGURE: figure}),
         DOCS / "optimizers.md": fill_blocks(DOCS / "optimizers.md", memory=memory_block(), measured=measured_block()),
-        DOCS / "tables.md": tables_page(),
         DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
         DOCS / "known-benchmarks.md": fill_blocks(DOCS / "known-benchmarks.md", benchmarks=benchmarks_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
-        DOCS / "json.md": json_page(),
+        DOCS / "reference" / "json.md": json_page(),
         DOCS / "measured.svg": curves(load()),
         DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=real_model_block()),
         DOCS / "real-model.svg": real_model_picture(),
-        DOCS / "reliability.md": reliability_page(),
+        DOCS / "reference" / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
         DOCS / "many-processes.md": fill_blocks(DOCS / "many-processes.md", accuracy=accuracy_block()),
         DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),

@@ -13,12 +13,12 @@ from typing import Any
 from pages.figures import gate_section
 from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
+from pages.tables import comparison_sections
 from policygrad import algorithms
 from policygrad.algorithms import ALGORITHMS
 from policygrad.catalog import CATALOG, DEFAULT_SOURCES, EQUATION, RECIPE_FIELDS
 from policygrad.commands.describe import group_by_family
 from policygrad.commands.render import (
-    EQUATION_COLUMNS,
     NO_DEVIATIONS,
     build_matrix_row,
     diff_algorithms,
@@ -37,14 +37,20 @@ LAB = Path(__file__).resolve().parents[2] / "docs" / "lab.md"
 
 def lab_section(name: str) -> str:
     """Compare an algorithm's gradient with the true one, on- and off-policy, by the numbers of docs/lab.md."""
-    world, head, sides = _parse_lab_table(LAB.read_text(encoding="utf-8"))
-    rows = [(side, *cells[name]) for side, cells in sides.items() if name in cells]
-    if not rows:
-        return "[The lab](../lab.md#what-is-measured) does not measure it; the page says why."
-    return (
-        f"Its gradient against the true one, {world[0].lower()}{world[1:]} "
-        f"[What the columns mean, and all algorithms](../lab.md#what-is-measured).\n\n{table(('', *head), rows)}"
+    _, head, sides = _parse_lab_table(LAB.read_text(encoding="utf-8"))
+    measured = {side: dict(zip(head, cells[name], strict=True)) for side, cells in sides.items() if name in cells}
+    if not measured:
+        return "[The lab](../lab.md#what-is-measured) does not measure it."
+    sentences = (
+        f"{side}: " + ", ".join(f"{column} {cells[column]}" for column in LAB_COLUMNS)
+        for side, cells in measured.items()
     )
+    return (
+        f"Its gradient against the true one ([what is measured](../lab.md#what-is-measured)). {'. '.join(sentences)}."
+    )
+
+
+LAB_COLUMNS = ("scale", "bias", "variance", "SNR")
 
 
 def _parse_lab_table(text: str) -> tuple[str, list[str], dict[str, dict[str, list[str]]]]:
@@ -91,20 +97,21 @@ def algorithm_page(name: str) -> str:
     return page(
         f"# {name}: {about.title}",
         f"{about.source}. " + _parent_link(about.parent),
+        _command(name),
+        f"**Addresses.** {about.addresses}",
+        f"**How it fails.** {about.failure_modes}",
         "## The equation",
         block("\n".join([_equation(a), "", *_symbols(a)]), "formula"),
         f"As published:\n\n{block(CATALOG[name].objective, 'formula')}",
         f"**Where this row differs from it:** {CATALOG[name].deviations or NO_DEVIATIONS}.",
-        f"## The gate\n\n{gate_section(name)}",
+        gate_section(name),
         "## Step by step",
         block("\n".join(pseudo_code(a))),
         f"## The code\n\n{block(source(name), 'python')}",
         _difference(a),
-        f"## Defaults\n\n{table(('part', 'setting', 'value', 'where it comes from'), defaults(a))}",
-        f"## What it fixes, how it fails\n\n**Fixes.** {about.addresses}\n\n**Fails.** {about.failure_modes}",
-        f"## In the lab\n\n{lab_section(name)}",
-        f"## Run it\n\n{_run(a)}",
-        "[All algorithms](index.md) · [tables](../tables.md) · [where sources disagree](../where-sources-disagree.md)",
+        f"## Where the defaults come from\n\n{_defaults(a)}",
+        f"## Measured\n\n{_measured(name)}",
+        "[All algorithms](index.md)",
     )
 
 
@@ -188,8 +195,8 @@ KEPT = {
 
 def _inner(a: Algorithm) -> list[str]:
     lines = [] if a.ratio is None else [_note(_formula(a.ratio).replace(" = ", " ← ", 1), a.ratio)]
-    lines.append(_note(f"w ← {_formula(a.gate)}", a.gate))
-    lines += [_note(f"w ← w {_formula(part)}", part) for part in a.corrections]
+    lines.append(_note(f"w ← {_short_formula(a.gate)}", a.gate))
+    lines += [_note(f"w ← w {_short_formula(part)}", part) for part in a.corrections]
     lines += [_note(f"k ← {_formula(part)}", part) for part in a.terms]
     lines.append(_note(f"c ← {_formula(a.aggregation)}", a.aggregation))
     lines.append(f"g ← Σ ( c w Ψ{' + c_k k' if a.terms else ''} ) ∇log π_θ")
@@ -202,6 +209,12 @@ def _inner(a: Algorithm) -> list[str]:
 
 def _formula(part: Any) -> str:
     return " ".join(part.formula.split())
+
+
+def _short_formula(part: Any) -> str:
+    """Refer to the equation above where the formula is too long for a line."""
+    formula = _formula(part)
+    return formula if len(formula) <= 60 else "as in the equation above"
 
 
 def _note(text: str, part: Any) -> str:
@@ -239,27 +252,48 @@ def _difference(a: Algorithm) -> str:
     changed = diff_algorithms(ALGORITHMS[parent], a)
     rows = [(what, f"`{theirs}`", f"`{mine}`") for what, (theirs, mine) in changed.items()]
     rows = [tuple("–" if cell == "`–`" else cell for cell in row) for row in rows]
-    same = "No part: all are the parent's; only the intended use differs."
-    body = table(("part", f"`{parent}`", f"`{a.name}`"), rows) if rows else same
-    return f"## What it changes in [`{parent}`]({parent}.md)\n\n{body}"
+    same = f"No part differs from [`{parent}`]({parent}.md); only the intended use does."
+    return table(("part", f"[`{parent}`]({parent}.md)", f"`{a.name}`"), rows) if rows else same
 
 
-def defaults(a: Algorithm) -> list[tuple[str, str, str, str]]:
-    """Return (part, setting, value, source) of every default."""
+def _defaults(a: Algorithm) -> str:
+    """Write the origin of every default: a table of those with a source, and sentences for the others."""
+    sourced: dict[tuple[str, str], list[str]] = {}
+    inherited: dict[str, list[str]] = {}
+    for setting, value, where in defaults(a):
+        if where == OURS and value == "0 texts":
+            continue
+        if where == OURS or where.startswith("as ["):
+            inherited.setdefault(where, []).append(f"`{setting}` {value}")
+        elif where != DEFAULT_SOURCES.get(setting):
+            sourced.setdefault((value, _without_value(where, value)), []).append(f"`{setting}`")
+    rows = [(", ".join(names), f"`{value}`", where) for (value, where), names in sourced.items()]
+    return "\n\n".join(
+        [
+            *([table(("setting", "default", "source"), rows)] if rows else []),
+            *(f"{where[0].upper()}{where[1:]}: {', '.join(names)}." for where, names in inherited.items()),
+            "All others are [the same for every algorithm](index.md#defaults-without-a-paper).",
+        ]
+    )
+
+
+def _without_value(where: str, value: str) -> str:
+    """Drop a source's first word where it only repeats the value."""
+    match = re.match(rf"{re.escape(value)}(?:, |: | (?=as ))", where)
+    return where[match.end() :] if match else where
+
+
+def defaults(a: Algorithm) -> list[tuple[str, str, str]]:
+    """Return (setting, value, source) of every default."""
     rows = []
     for key, part in a.named_parts():
-        field = key.partition(".")[0]
-        if field == "reference" and "logp_ref" not in a.needs:
+        if key.partition(".")[0] == "reference" and "logp_ref" not in a.needs:
             continue
-        label, kind = EQUATION_COLUMNS[field][1], type(part).__name__
-        settings = list_settings(part)
-        if not settings:
-            rows.append((f"{label}: `{kind}`", "–", "–", "no settings"))
-        for setting, value in settings:
+        for setting, value in list_settings(part):
             shown = format_part(value, names=True) if hasattr(value, "__dataclass_fields__") else shorten_number(value)
-            rows.append((f"{label}: `{kind}`", f"`{setting}`", f"`{shown}`", origin(a, part, setting, value)))
+            rows.append((f"{type(part).__name__}.{setting}", shown, origin(a, part, setting, value)))
     samples = origin(a, None, "samples_per_prompt", a.samples_per_prompt)
-    return [*rows, ("samples", "`samples_per_prompt`", f"`{a.samples_per_prompt}`", samples)]
+    return [*rows, ("samples_per_prompt", f"{a.samples_per_prompt}", samples)]
 
 
 def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
@@ -283,23 +317,22 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
     return DEFAULT_SOURCES.get(key, OURS) if is_default else OURS
 
 
-def _run(a: Algorithm) -> str:
-    override = OVERRIDES.get(a.name)
-    lines = [block(f"policygrad train {a.name}", "sh")]
-    if override is not None:
-        lines.append(f"On the embedded task: {override.reason}")
-        lines.append(block(f"policygrad train {a.name} {' '.join(override.options)}", "sh"))
-    python = f"import policygrad as pg\n\npg.train(pg.Run(algorithm=pg.get_algorithm({a.name!r})))"
-    lines += [f"In Python:\n\n{block(python, 'python')}", f"**Measured.** {measured(a.name)}"]
-    return "\n\n".join(lines)
+def _command(name: str) -> str:
+    """Write the command that trains with it, and the one for the embedded task if that needs other options."""
+    command, override = f"policygrad train {name}", OVERRIDES.get(name)
+    if override is None:
+        return block(command, "sh")
+    other = block(f"{command} {' '.join(override.options)}", "sh")
+    return f"{block(command, 'sh')}\n\nOn the embedded task, {override.reason}\n\n{other}"
 
 
-def measured(name: str) -> str:
-    """Summarise the runs on the embedded task, or say how to do them."""
+def _measured(name: str) -> str:
+    """Summarise the runs on the embedded task, and the gradient in the lab."""
     row = row_of(name)
-    if row is None:
-        return "Not measured yet: run `python scripts/measure_algorithms.py`, then `make docs`."
-    return f"{summary_sentence(row)} [All measured runs](../measured.md)."
+    trained = "Its training is not measured yet."
+    if row is not None:
+        trained = f"{summary_sentence(row)} [All measured runs](../measured.md)."
+    return f"{trained}\n\n{lab_section(name)}"
 
 
 def matrix(folder: str) -> str:
@@ -318,20 +351,14 @@ def by_family(folder: str) -> str:
     return f"{table(('what it compares', 'algorithms'), rows)}\n\n[The whole matrix, part by part]({folder}index.md)."
 
 
-DEPARTS = (
-    "Tests compare every row with a literal transcription of its paper's objective. This table lists where a row differs from "
-    "what was published. All group and batch sizes are for small machines; each algorithm's page has the paper's, and the source "
-    "of each default."
-)
-
-
-def departures() -> str:
-    """Write how each row differs from its publication."""
-    rows = (
-        (f"[`{name}`]({name}.md)", CATALOG[name].source, CATALOG[name].deviations or NO_DEVIATIONS)
-        for name in ALGORITHMS
-    )
-    return table(("algorithm", "published", "where our row differs"), rows)
+def default_sources() -> list[tuple[str, str, str]]:
+    """Return (setting, default, source) of the defaults that no publication of an algorithm mentions."""
+    found: dict[str, str] = {}
+    for a in ALGORITHMS.values():
+        for setting, value, where in defaults(a):
+            if where == DEFAULT_SOURCES.get(setting):
+                found.setdefault(setting, value)
+    return [(f"`{s}`", f"`{value}`", _without_value(DEFAULT_SOURCES[s], value)) for s, value in sorted(found.items())]
 
 
 def tree(name: str | None = None, indent: str = "") -> list[str]:
@@ -350,15 +377,18 @@ def index_page() -> str:
     """Write docs/algorithms/index.md."""
     return page(
         "# The algorithms",
-        "Each algorithm is a choice of parts in one equation, and a row of the matrix defines it completely. Its name links to a "
-        "page with the equation, pseudo-code, the defaults and their sources, what it fixes, how it fails.",
+        "Each algorithm is a choice of parts in one equation, and a row of the matrix defines it completely. Tests compare every "
+        "row with a literal transcription of its paper's objective. A name links to a page with the equation, the published "
+        "objective and where the row differs from it, pseudo-code, the source of each default, how it fails, and measurements. "
+        "Group and batch sizes are for small machines; the pages have the papers' sizes.",
+        "To train one, from the command line and from Python:",
+        block("policygrad train grpo", "sh"),
+        block("import policygrad as pg\n\npg.train(pg.Run(algorithm=pg.get_algorithm('grpo')))", "python"),
         f"## The matrix\n\n{matrix('')}",
         "Cells leave out settings that have their default; `policygrad show NAME` prints all.",
-        f"## Where rows differ from their papers\n\n{DEPARTS}\n\n{departures()}",
         f"## The family\n\nEach algorithm under the one it was derived from:\n\n{block(chr(10).join(tree()))}",
-        "## More\n\n"
-        "- [Tables](../tables.md): model states, models in memory, what bounds a step, units and lengths\n"
-        "- [Measured](../measured.md): every algorithm at its best learning rate, five seeds, equal tokens, updates or seconds\n"
-        "- [Where sources disagree](../where-sources-disagree.md): what papers print, what policygrad does, and a check\n"
-        "- [Your own algorithm](../your-own-algorithm.md) in 15 lines",
+        *comparison_sections(),
+        "## Defaults without a paper",
+        "These settings have the same default in every algorithm unless its page gives another.",
+        table(("setting", "default", "why"), default_sources()),
     )

@@ -588,7 +588,7 @@ def gpu_block() -> str:
 
 
 def json_page() -> str:
-    """Write docs/json.md, from the schemas."""
+    """Write docs/reference/json.md, from the schemas."""
     nested, sections = dict[str, Data](), list[str]()
     by_outputs: dict[tuple[Any, ...], list[str]] = {}
     for command in COMMANDS:
@@ -610,7 +610,7 @@ def json_page() -> str:
 
 
 def describe_json() -> str:
-    """Write the first paragraph of docs/json.md."""
+    """Write the first paragraph of docs/reference/json.md."""
     streams = [name for name in COMMANDS if (outputs := load_outputs(name)) and is_event_stream(outputs)]
     return (
         "What each command prints under `--json`. Standard output carries JSON and nothing else: one object, or for "
@@ -619,7 +619,7 @@ def describe_json() -> str:
         "too, on standard output, beside the sentence on standard error; it is then the last line. `policygrad COMMAND "
         "--json-schema` prints the JSON Schema of what is listed here. Fields may be added: ignore those that you do not know. "
         "`completion` has no `--json`, since its output is a script. Exit codes: "
-        "[coding-agents.md](coding-agents.md#exit-codes)."
+        "[coding-agents.md](../coding-agents.md#exit-codes)."
     )
 
 
@@ -627,11 +627,12 @@ def _json_form(schema: Data, nested: dict[str, Data]) -> str:
     """Write an object's description and the table of its fields, and note the objects in them."""
     if "properties" not in schema:
         return f"{_json_type(schema, nested).capitalize()}."
-    rows = [
-        (f"`{name}`", _json_type(field, nested), field.get("description") or "–")
-        for name, field in schema["properties"].items()
+    fields = [
+        (f"`{n}` ({_json_type(field, nested)})", field.get("description")) for n, field in schema["properties"].items()
     ]
-    return f"**{schema['title']}.** {schema['description']}\n\n{table(('field', 'type', 'what it is'), rows)}"
+    plain = ", ".join(name for name, text in fields if not text)
+    lines = [f"- {plain}"] * bool(plain) + [f"- {name}: {text}" for name, text in fields if text]
+    return "\n".join([f"**{schema['title']}.** {schema['description']}\n", *lines])
 
 
 def _json_type(schema: Data, nested: dict[str, Data]) -> str:

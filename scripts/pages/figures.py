@@ -231,13 +231,5 @@ def gate_section(name: str) -> str:
     """The picture in the algorithm's page, and what it is of."""
     a = ALGORITHMS[name]
     note = OF.get(type(a.gate), "")
-    same = [n for n in ALGORITHMS if owner(n) == owner(name) and n != name]
     picture = f"![w over r, for Ψ > 0 and for Ψ < 0](gates/{owner(name)}.svg)"
-    words = f"w, what a token's gradient is multiplied by, over {axis(a)}" + (f"; here {note}" if note else "")
-    others = f" It is {_listed(same)} gate too." if same else ""
-    return f"{picture}\n\n{words}.{others}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    links = [f"[`{n}`]({n}.md)'s" for n in names]
-    return links[0] if len(links) == 1 else f"{', '.join(links[:-1])} and {links[-1]}"
+    return f"{picture}\n\nThe gate w over {axis(a)}" + (f"; here {note}." if note else ".")

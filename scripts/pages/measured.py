@@ -97,8 +97,7 @@ def summary_sentence(row: Data) -> str:
     return (
         f"Held-out score {summary['before']:.3f} → {estimate(summary['final'])} ({runs} seed{'s' * (runs > 1)}{rate}, "
         f"{short(summary['means']['tokens'])} sampled tokens in {summary['means']['updates']:.0f} updates; interquartile "
-        f"mean and "
-        f"95 % bootstrap interval; `{row['runs'][0]['command']}`)."
+        f"mean and 95 % bootstrap interval)."
     )
 
 

@@ -17,11 +17,12 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.docstrings import read_field_docs
 from policygrad.commands.render import format_part, shorten_number
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.base import Part
 from policygrad.core.validation import ROLES
 from policygrad.training.base_trainer import TrainingResult
 
 ROOT = Path(__file__).resolve().parents[2]
+FIELDS_OF = {"RunOptions": "Run", "RewardModelConfig": "SFTConfig"}
+"""Classes that share fields with another one, where these are listed."""
 LINE = 100
 """Letters of a signature, beyond which each argument has a line of its own."""
 
@@ -41,9 +42,11 @@ def section(name: str, thing: Any) -> str:
 
 
 def signature(name: str, thing: Any) -> str:
-    """As it is called; a dataclass without types, which its table has."""
+    """As it is called; a dataclass without types, which the list of its fields has."""
     if not isinstance(thing, type):
         return _called(name, thing)
+    if name == "RunOptions":  # all of its fields are Run's
+        return f"class {name}"
     if is_dataclass(thing):
         return _wrapped(f"{name}(", [f.name + _default(f, "=") for f in settable(thing)])
     if "__init__" in vars(thing) and not getattr(thing, "_is_protocol", False):
@@ -148,33 +151,61 @@ def escaped(text: str) -> str:
 
 
 def _fields(kind: Any) -> str:
-    """A dataclass's fields, or the attributes that a role declares."""
+    """A dataclass's fields, or the attributes that a role declares; their defaults are in the signature."""
     docs = read_field_docs(kind)
     if is_dataclass(kind):
-        rows = [(f.name, _type(f.type), _default(f), docs.get(f.name, "")) for f in settable(kind)]
+        other = getattr(policygrad, FIELDS_OF[kind.__name__]) if kind.__name__ in FIELDS_OF else None
+        shared = {} if other is None else read_field_docs(other)
+        rows = [
+            (f.name, _type(f.type), docs.get(f.name, ""))
+            for f in settable(kind)
+            if shared.get(f.name) != docs.get(f.name, "")
+        ]
     else:
         own = inspect.get_annotations(kind)
         rows = [
-            (n, _type(own[n]), shown(vars(kind)[n]) if n in vars(kind) else "", docs[n])
+            (n, _type(own[n]) + _attribute_default(kind, n), docs[n])
             for n in own
             if not n.startswith("_") and n in docs
         ]
-    if not rows:
-        return ""
-    name = "field" if is_dataclass(kind) else "attribute"
-    cells = [(*(f"`{x}`" if x else "" for x in row[:3]), escaped(row[3])) for row in rows]
-    return table((name, "type", "default", "what it is"), cells)
+    title = "Fields" if is_dataclass(kind) else "Attributes"
+    lines = "\n".join(_entry(f"`{name}: {type_}`", text) for name, type_, text in rows)
+    lines = lines and f"**{title}**\n\n{lines}"
+    if kind.__name__ not in FIELDS_OF:
+        return lines
+    link = f"[`{FIELDS_OF[kind.__name__]}`](#{FIELDS_OF[kind.__name__].lower()})"
+    return f"{lines}\n\nThe other fields are those of {link}." if lines else f"Its fields are those of {link}."
+
+
+def _attribute_default(kind: Any, name: str) -> str:
+    """Write ` = value` of a class attribute; a long value is left out."""
+    text = f" = {shown(vars(kind)[name])}" if name in vars(kind) else ""
+    return text if len(text) <= LINE else " = …"
+
+
+def _entry(head: str, text: str) -> str:
+    return f"- {head}: {escaped(text)}" if text else f"- {head}"
 
 
 def _methods(kind: type) -> str:
-    """Its public methods and properties, but for those of which the base of its role tells."""
-    known = {name for base in kind.__mro__[1:] if issubclass(base, Part) for name in vars(base)}
+    """Its public methods and properties, but for those that a base of the package documents, and checks of a section."""
+    bases = [base for base in kind.__mro__[1:] if base.__module__.startswith("policygrad.")]
+    known = {name for base in bases for name in vars(base)} | {"check"}
     rows = [
-        (f"`{_head(name, member)}`", escaped(" ".join((inspect.getdoc(member) or "").split())))
+        _entry(f"`{_head(name, member)}`", _summary(inspect.getdoc(member) or ""))
         for name, member in vars(kind).items()
-        if (name == "__call__" or not name.startswith("_")) and name not in known and _does(member)
+        if (name == "__call__" or not name.startswith("_"))
+        and name not in known
+        and _does(member)
+        and inspect.getdoc(member)
     ]
-    return table(("method", "what it does"), rows) if rows else ""
+    return "**Methods**\n\n" + "\n".join(rows) if rows else ""
+
+
+def _summary(doc: str) -> str:
+    """A method's first paragraph, and what its `Args:` and the like name."""
+    first, *others = re.split(r"\n\s*\n", doc.strip())
+    return " ".join(" ".join([first, *(p for p in others if re.match(r"(Args|Returns|Raises):", p))]).split())
 
 
 def _does(member: Any) -> bool:
@@ -192,50 +223,37 @@ def _head(name: str, member: Any) -> str:
 PAGES = {
     "training": (
         "Training",
-        "A run, its options, and what follows it. On the command line an option is its field with dashes, "
+        "A run, its options, and what follows it; fine-tuning and reward models ([the whole path](../rlhf.md)); errors "
+        "([what to do about which](../troubleshooting.md)). On the command line an option is its field with dashes, "
         "`--learner.micro-tokens`; in a file of options a key in a table, `micro_tokens` in `[learner]`.",
         "train Run RunOptions SamplingParams SamplerConfig TeacherServerConfig LearnerConfig OptimizerConfig RewardConfig "
-        "EvaluationConfig CheckpointConfig GuardConfig Result get_algorithm Trainer Callback Tracker RunInfo evaluate collect",
-    ),
-    "supervised": (
-        "Fine-tuning and reward models",
-        "Demonstrations and preferences, before reinforcement: [the whole path](../rlhf.md).",
-        "train_sft SFTConfig train_reward_model RewardModelConfig SupervisedGuardConfig",
+        "EvaluationConfig CheckpointConfig GuardConfig Result get_algorithm Trainer Callback Tracker RunInfo evaluate collect "
+        "train_sft SFTConfig train_reward_model RewardModelConfig SupervisedGuardConfig "
+        "PolicygradError ConfigError DataError ModelError RewardError EngineError CheckpointError RunError HangError "
+        "NumericsError",
     ),
     "equation": (
         "The equation",
-        "What the gradient is made of, on plain tensors. [Your own algorithm](../your-own-algorithm.md) puts parts into it.",
-        "Algorithm Batch Forward SamplingMask surrogate objective gate_weight",
+        "What the gradient is made of, on plain tensors, and the bases of its parts. [A part of your "
+        "own](../your-own-algorithm.md) inherits one and overrides what is different.",
+        "Algorithm Batch Forward SamplingMask surrogate objective gate_weight "
+        "Part Advantage Ratio Gate Correction Aggregation Term LossTerm Shaping Filter UpdateRule",
     ),
     "advantages": ("Advantages", "Links of the chain that makes Ψ: an algorithm's `advantage`.", "advantage"),
-    "gates": (
-        "Ratios, gates, corrections",
-        "What the importance ratio lets through: an algorithm's `ratio`, `gate` and `corrections`.",
-        "ratio gate corrections",
-    ),
-    "terms": (
-        "Averages and terms",
-        "How tokens are averaged, and what is added: an algorithm's `aggregation` and `terms`.",
-        "aggregation terms",
-    ),
-    "filters": (
-        "Filters and shaping",
-        "Which answers take part, and what they are worth: an algorithm's `filters` and `shaping`.",
-        "filters shaping",
+    "parts": (
+        "Gates, averages, terms, filters",
+        "The other parts of an algorithm, in this order: `ratio`, `gate`, `corrections`; `aggregation`, `terms`; `filters`, "
+        "`shaping`.",
+        "ratio gate corrections aggregation terms filters shaping",
     ),
     "steps": (
         "Steps, critics, references",
         "How the weights move, and the models besides the policy: `update_rule`, `critic`, `reward_model`, `reference`.",
         "update_rule critic reward_model reference GradientProblem CurvatureProblem AdaptiveProblem",
     ),
-    "roles": (
-        "What a part may declare",
-        "The bases of an algorithm's parts. A part of your own inherits one and overrides what is different.",
-        "Part Advantage Ratio Gate Correction Aggregation Term LossTerm Shaping Filter UpdateRule",
-    ),
     "rollouts": (
         "Tasks, rewards, environments",
-        "What is asked, what plays, what judges, and what comes of it.",
+        "Prompts, the environments that episodes run in, the rewards that score them, and the resulting rollout.",
         "load_task Example reward RewardPool Environment SingleTurn ToolUse ToolCall McpTools AgentProgram "
         "GymnasiumText "
         "OpenEnv TextArena Verifiers Game GameStep SelfPlay Turn "
@@ -243,15 +261,9 @@ PAGES = {
     ),
     "models": (
         "Samplers and learners",
-        "What draws completions, and what owns the weights. [One file each](../extending.md), if they are yours.",
+        "What samples completions, and what owns the weights. [Your own](../extending.md) are one file each.",
         "Sampler Request Generation LocalSampler EngineSampler PublishedWeights Learner LearnerSpec LocalLearner "
         "make_local_learner load_reference clone_model",
-    ),
-    "errors": (
-        "Errors",
-        "Every refusal that is meant for you is a `PolicygradError`. [What to do about which](../troubleshooting.md).",
-        "PolicygradError ConfigError DataError ModelError RewardError EngineError CheckpointError RunError HangError "
-        "NumericsError",
     ),
 }
 """File -> its title, what stands on top, and its names; a field of an algorithm stands for all parts that go into it."""
@@ -310,5 +322,7 @@ def _index(named: dict[str, list[str]]) -> str:
         table(("page", "names"), rows),
         f"`pg.ALGORITHMS`, a dict by name, holds an [`Algorithm`](equation.md#algorithm) each:\n\n{constants}",
         "The command line's options are the fields of [`Run`](training.md#run): `policygrad train --help all` lists them, with the "
-        "parts of the algorithm at hand. What a run measures is a page of its own: [metrics](../metrics.md).",
+        "parts of the algorithm at hand.",
+        "Registers: [metrics](../metrics.md) of a run, [the JSON](json.md) of every command, and [faults, promises and "
+        "tests](reliability.md).",
     )

@@ -1,4 +1,4 @@
-"""docs/reliability.md: the promises of tests/faults.toml, each with its tests, and what the stress scripts counted."""
+"""docs/reference/reliability.md: the promises of tests/faults.toml, each with its tests, and what the stress scripts counted."""
 
 from __future__ import annotations
 
@@ -108,9 +108,11 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 PROMISE = """A run that was stopped, was killed or has failed can be resumed, and nothing it had saved is lost. What cannot work is
 refused before it costs anything, with a remedy. Faults during a run are reported and counted, or end the run in a state that can
-be resumed. Files of other people (models, run folders, data, completions given to a reward) are read but never executed. Each row
-names the tests that check it; `make lint` fails if such a test is renamed, removed or skipped, or loses the case that the row is
-about."""
+be resumed. Files of other people (models, run folders, data, completions given to a reward) are read but never executed.
+
+This is a register: a row has a fault, what is promised when it happens, and the tests that check it, without their `test_`. The
+rows are in `tests/faults.toml`; `make lint` fails if such a test is renamed, removed or skipped, or loses the case that the row
+is about."""
 
 NOT = """## What is not promised
 
@@ -120,8 +122,8 @@ NOT = """## What is not promised
   number of threads and the same torch.
 - **Crafted files outside `checkpoints/`.** Logs and configuration in someone else's folder are parsed, and code they name needs
   permission (`--allow-code`); their other content is trusted.
-- **Virtual machines.** Reward workers are processes: [what that isolates and what not](rewards-isolation.md). A program that
-  exploits the kernel also escapes [the sandbox](sandbox.md)."""
+- **Virtual machines.** Reward workers are processes: [what that isolates and what not](../rewards-isolation.md). A program that
+  exploits the kernel also escapes [the sandbox](../sandbox.md)."""
 
 
 class MissingTestError(SystemExit):
@@ -195,10 +197,9 @@ def load_faults() -> list[dict[str, Any]]:
 
 
 def _link(test: str) -> str:
-    """Link the test's file, with its name in words."""
+    """Link the test's file, with its name."""
     file, name = find_test(test)
-    words = name.removeprefix("test_").replace("_", " ").replace(" s own", "'s own")
-    return f"[{words}](../tests/{file.relative_to(TESTS).as_posix()})"
+    return f"[`{name.removeprefix('test_')}`](../../tests/{file.relative_to(TESTS).as_posix()})"
 
 
 def _fault_table(item: dict[str, Any]) -> str:
@@ -206,7 +207,7 @@ def _fault_table(item: dict[str, Any]) -> str:
     for fault, promise, *tests in item["fault"]:
         if not tests:
             raise MissingTestError(f"tests/faults.toml: {fault!r} has no test")
-        rows.append((fault, promise, "; ".join(map(_link, tests))))
+        rows.append((fault, promise, ", ".join(map(_link, tests))))
     return table(("fault", "promise", "test"), rows)
 
 

@@ -1,16 +1,17 @@
-"""docs/tables.md: all algorithms side by side. Every cell is computed from an algorithm's parts or taken from CATALOG."""
+"""Tables of docs/algorithms/index.md: all algorithms side by side. Every cell is computed from an algorithm's parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import policygrad as pg
-from pages.markdown import page, table
+from pages.markdown import table
 from policygrad.algorithms import ALGORITHMS, GRPO, PPO
-from policygrad.catalog import CATALOG
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import Reference
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
@@ -115,7 +116,8 @@ def describe_far_outside(algorithm: Algorithm) -> str:
         above, below = _kind(algorithm, psi, high), _kind(algorithm, psi, low)
         sides[sign] = f"w = {above}" if above == below else f"w = {above} above, {below} below"
     same = len(set(sides.values())) == 1
-    return sides["Ψ>0"].replace("= →", "→") if same else "; ".join(f"{sign}: {text}" for sign, text in sides.items())
+    phrase = sides["Ψ>0"] if same else "; ".join(f"{sign}: {text}" for sign, text in sides.items())
+    return phrase.replace("= →", "→")
 
 
 def _kind(algorithm: Algorithm, psi: float, r: float) -> str:
@@ -127,35 +129,15 @@ def _kind(algorithm: Algorithm, psi: float, r: float) -> str:
     return "→ 0" if farther < far else f"{farther:.3g}"
 
 
-def kl_terms(algorithm: Algorithm) -> list[str]:
-    """List where the algorithm has a KL, from its parts' formulas."""
-    result = [f"in the reward: {p.formula}" for p in algorithm.shaping if "logp_ref" in p.needs]
-    for term in algorithm.terms:
-        needs = term.needs
-        if needs & {"logp_ref", "logp_old"} or "kl_old" in term.forward_needs:
-            result.append(f"in the loss: {term.formula}")
-    delta = getattr(algorithm.update_rule, "delta", None)
-    if delta is None:
-        return result
-    checked = getattr(algorithm.update_rule, "line_search", True)
-    return [
-        *result,
-        f"KL(π_old‖π_θ) ≤ {delta:g}, a constraint" if checked else f"step length for a KL of {delta:g}, unchecked",
-    ]
-
-
 ADAM = 4
 """Copies of the parameters that AdamW keeps in full precision: weights, gradient, two moments."""
 CONSTRAINED = 6
 """Copies that a constrained step keeps: weights, gradient, four vectors of conjugate gradient."""
 
 
-def tables_page() -> str:
-    """Write the page."""
-    return page(
-        "# Tables",
-        "All algorithms side by side, computed from their definitions. Each also has [a page of its "
-        "own](algorithms/index.md).",
+def comparison_sections() -> tuple[str, ...]:
+    """Write the sections that compare all algorithms."""
+    return (
         "## Which policy is which\n\n" + STATES,
         table(("", "computed by", "when it changes", "`Batch` field", "needed by"), list_distributions()),
         STATES_NOTE,
@@ -163,15 +145,13 @@ def tables_page() -> str:
         table(
             ("", "policy", "reference", "critic", "reward model", "models", "parameters in memory"), compare_memory()
         ),
-        "And every named algorithm, with a verifier that is not a model:",
-        table(("algorithm", "policy", "reference", "critic", "models", "parameters in memory"), list_memory()),
+        "The named algorithms, with a verifier that is not a model:",
+        table(("policy", "reference", "critic", "models", "parameters in memory", "algorithms"), list_memory()),
         "## What bounds the step\n\n" + BOUNDS,
-        table(("algorithm", "gate w", "KL", "far outside"), list_bounds()),
-        "The gates in numbers: w at the ratio r of a token, for Ψ = +1 and Ψ = −1.",
-        table(("algorithm", "Ψ", *(f"r = {r:g}" for r in RATIOS)), list_gates()),
+        table(("gate", "far outside", *(f"r = {r:g}" for r in RATIOS), "algorithms"), list_gates()),
         GATES_NOTE,
-        "## Units, lengths, failures\n\n" + UNITS,
-        table(("algorithm", "baseline and scale", "Ψ per", "ratio per", "length", "how it fails"), list_units()),
+        "## Units and lengths\n\n" + UNITS,
+        table(("", "", "algorithms"), list_units()),
     )
 
 
@@ -192,14 +172,12 @@ MEMORY = (
     "frozen "
     "one 1. A critic or reward model of another size counts by its own size. Activations and the sampler's cache are "
     "extra. "
-    "First the classic comparison:"
+    "The classic comparison:"
 )
 BOUNDS = (
-    "Clipping removes the incentive to move a token further, but does not stop steps that other tokens cause. A KL "
-    "penalty pulls "
-    "back softly everywhere. Only a constraint guarantees a bound. *Far outside*: the weight of a token's gradient where "
-    "its ratio "
-    "is far above or below 1."
+    "Clipping removes the incentive to move a token further, but does not stop steps that other tokens cause. A KL penalty pulls "
+    "back softly everywhere. Only a constraint guarantees a bound. The table has the weight w of a token's gradient at its ratio "
+    "r, for Ψ > 0 / Ψ < 0 where they differ. *Far outside*: where r is far above or below 1."
 )
 GATES_NOTE = (
     "A clip is one-sided: with Ψ > 0 it acts only above 1, with Ψ < 0 only below 1, so a token that has moved the wrong "
@@ -208,9 +186,8 @@ GATES_NOTE = (
     "`SelfNormalised` is shown at one of four equally likely tokens of a state, the others at r = 1: w = r/m is at most 4."
 )
 UNITS = (
-    "Ψ and the ratio may be per token or per completion. The column on length compares two completions of one step, one "
-    "twice "
-    "as long as the other: the coefficient c of a token, and of the full completion."
+    "Ψ and the ratio are per token or per completion. For lengths the table compares two completions of one step, one twice as "
+    "long as the other: the coefficient c of a token, and of the full completion."
 )
 
 
@@ -285,53 +262,48 @@ def compare_memory() -> list[tuple[str, ...]]:
 
 
 def list_memory() -> list[tuple[str, ...]]:
-    """Return the models that each named algorithm keeps in memory."""
-    return [(_link(name), *_models(a, False)) for name, a in ALGORITHMS.items()]
+    """Return the models that algorithms keep in memory, with the algorithms."""
+    return [(*cells, names) for cells, names in _grouped(lambda a: _models(a, False)).items()]
 
 
-def _link(name: str) -> str:
-    return f"[`{name}`](algorithms/{name}.md)"
-
-
-def list_bounds() -> list[tuple[str, ...]]:
-    """Return each algorithm's gate, KL, and weight far outside."""
-    rows = []
+def _grouped(key: Callable[[Algorithm], Any], others: bool = True) -> dict[Any, str]:
+    """Return key -> the names of the algorithms that have it; the longest list is "all others"."""
+    users: dict[Any, list[str]] = {}
     for name, a in ALGORITHMS.items():
-        ratio = "" if a.ratio is None else f"; ratio per {ratio_unit(a)}"
-        kl = "; ".join(f"`{text}`" for text in kl_terms(a))
-        rows.append((_link(name), f"`{type(a.gate).__name__}`: {a.gate.formula}{ratio}", kl, describe_far_outside(a)))
-    return rows
+        users.setdefault(key(a), []).append(name)
+    most = max(users, key=lambda value: len(users[value])) if others else None
+    return {
+        value: "all others" if others and value == most else ", ".join(f"`{name}`" for name in names)
+        for value, names in users.items()
+    }
 
 
 def list_gates() -> list[tuple[str, ...]]:
-    """Return w at five ratios for both signs of Ψ; algorithms with the same gate share a row."""
-    users: dict[str, list[str]] = {}
-    for name, a in ALGORITHMS.items():
-        users.setdefault(repr(a.gate), []).append(name)
-    rows = []
-    for names in users.values():
-        for psi in (1.0, -1.0):
-            weights = gate_weights(ALGORITHMS[names[0]], psi)
-            cells = (f"{w:.3f}".rstrip("0").rstrip(".") for w in weights)
-            rows.append(
-                (", ".join(f"`{n}`" for n in names) if psi > 0 else '"', f"{psi:+.0f}".replace("-", "−"), *cells)
-            )
-    return rows
+    """Return each gate's weights at five ratios for both signs of Ψ, and the algorithms that have it."""
+    return [(*cells, names) for cells, names in _grouped(_describe_gate, others=False).items()]
 
 
-def list_units() -> list[tuple[str, ...]]:
-    """Return advantage, ratio and aggregation of each algorithm, and its failure modes from CATALOG."""
-    rows = []
-    for name, a in ALGORITHMS.items():
-        length = f"{length_handling(a)} (`{type(a.aggregation).__name__}`)"
-        rows.append(
-            (
-                _link(name),
-                a.equation()["Ψ"],
-                advantage_unit(a),
-                ratio_unit(a),
-                length,
-                CATALOG[name].failure_modes,
-            )
-        )
-    return rows
+def _describe_gate(a: Algorithm) -> tuple[str, ...]:
+    above, below = ([f"{w:.3f}".rstrip("0").rstrip(".") for w in gate_weights(a, psi)] for psi in (1.0, -1.0))
+    cells = (x if x == y else f"{x} / {y}" for x, y in zip(above, below, strict=True))
+    return (f"`{type(a.gate).__name__}`", describe_far_outside(a), *cells)
+
+
+def list_units() -> list[tuple[str, str, str]]:
+    """Return the units of advantage and ratio and the handling of lengths, each with its algorithms."""
+    return [
+        *(("Ψ", f"per {unit}", names) for unit, names in _grouped(advantage_unit).items()),
+        *(
+            ("ratio", unit if unit.startswith("none") else f"per {unit}", names)
+            for unit, names in _grouped(ratio_unit).items()
+        ),
+        *(
+            ("length", f"{_length_of(kind)} (`{kind}`)", names)
+            for kind, names in _grouped(lambda a: type(a.aggregation).__name__).items()
+        ),
+    ]
+
+
+def _length_of(kind: str) -> str:
+    """Return how an aggregation handles lengths, from the first algorithm that has it."""
+    return length_handling(next(a for a in ALGORITHMS.values() if type(a.aggregation).__name__ == kind))

@@ -126,7 +126,6 @@ def test_before_anything_was_measured_the_page_says_how(monkeypatch: pytest.Monk
 def test_a_sentence_for_an_algorithms_page(result: dict[str, Any]) -> None:
     reported = measured.summary_sentence(result["rows"][0])
     assert "(5 seeds, lr 0.001, 12k sampled tokens in 12 updates" in reported
-    assert "`policygrad train grpo --lr 0.001 --tokens 12000 --seed 0`" in reported
 
 
 def test_standings_count_every_other_row_once(result: dict[str, Any]) -> None:

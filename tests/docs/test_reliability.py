@@ -1,4 +1,4 @@
-"""docs/reliability.md: every item has its lines, and a line without its test is found."""
+"""docs/reference/reliability.md: every item has its lines, and a line without its test is found."""
 
 from __future__ import annotations
 

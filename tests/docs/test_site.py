@@ -85,7 +85,7 @@ def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path, chromium: Br
         "algorithms/vapo",
         "algorithms/prorl",
         "real-model",
-        "tables",
+        "reference/reliability",
         "measured",
         "benchmarks",
     ]

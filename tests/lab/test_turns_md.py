@@ -1,4 +1,4 @@
-"""docs/lab/turns.md: today's figures, and the page is there for every chain."""
+"""Credit along turns in docs/lab.md: today's figures, and a row for every chain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from policygrad.lab.findings.advantages import exact_figures, with_advantage
 from policygrad.lab.findings.critics import COMPARED, ERROR, UNBIASED
 from policygrad.lab.worlds import walk_setting
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab" / "turns.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text(encoding="utf-8")
+TEXT = PAGE.split("<!-- chains: begin -->")[1].split("<!-- critics: end -->")[0]
 WRITTEN = {
     name: [float(x) for x in cells.split("|")]
     for name, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", TEXT, re.MULTILINE)

@@ -36,7 +36,7 @@ class AuditOptions:
     expect: Annotated[str | None, optional_arg("ALGORITHM", "none")] = None
     """Compare with this algorithm as well, such as grpo or dapo."""
     json: bool = False
-    """Print one JSON object (docs/json.md)."""
+    """Print one JSON object."""
     markdown: bool = False
     """Print the findings as a table for an issue."""
 

@@ -331,7 +331,7 @@ class CompareOptions:
     trust_remote_code: bool = False
     """With --resume or --preregistered: allow Python code in a model's folder to run if the file requests it."""
     json: bool = False
-    """Print the report as one JSON object instead of a table (docs/json.md); comparison.json holds it, too."""
+    """Print the report as one JSON object instead of a table; comparison.json holds it, too."""
     dry_run: bool = False
     """Print every run's command without running it."""
 

@@ -53,7 +53,7 @@ class DoctorOptions:
     python: Annotated[str | None, optional_arg("PATH", "this environment")] = None
     """Look for engines in this virtual environment, or that of this Python (--sampler.python of train)."""
     json: bool = False
-    """Print one JSON object instead of lines (docs/json.md)."""
+    """Print one JSON object instead of lines."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class EngineOptions:
     logprob_tolerance: float = 0.0
     """check: largest accepted difference of log-probabilities in nats; 0 = 1e-4 in fp32, 0.2 in bf16."""
     json: bool = False
-    """Print one JSON object (docs/json.md)."""
+    """Print one JSON object."""
 
     def __post_init__(self) -> None:
         if self.target not in (*ENGINES, *ACTIONS):

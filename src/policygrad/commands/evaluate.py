@@ -83,8 +83,7 @@ class EvalOptions:
     """Variables of the chat template: enable_thinking=false. One that the template does not read is refused."""
     task: Annotated[str, optional_arg("NAME|FILE", f"{_RUN_DEFAULT}embedded")] = ""
     """Source of problems: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a quoted pattern of such files.
-    It is also a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_RUN_DEFAULT}none")] = None
     """A function that maps each row, a dict, to the row to use, or to None to skip it: mine.py:f."""
     fetch_images: Annotated[bool, tyro.conf.arg(name="task.fetch")] = False
@@ -95,9 +94,7 @@ class EvalOptions:
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[str | None, optional_arg("FILE:NAME", f"{_RUN_DEFAULT}the prompt and one answer")] = None
-    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
-    Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
-    The tools of an MCP server: mcp:COMMAND or mcp:http://host:port/mcp."""
+    """Environment: calculator, mine.py:NAME, gymnasium:ID, textarena:GAME, openenv:URL, verifiers:ID, mcp:COMMAND or mcp:URL."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds allowed for one reset, step or close of the environment; a slower one fails its episode."""
     environment_env: Annotated[tuple[str, ...], VARIABLE_NAMES, tyro.conf.arg(name="environment.env")] = ()
@@ -136,7 +133,7 @@ class EvalOptions:
     full: bool = False
     """Print them in full, with their prompts and rewards, instead of one line of each."""
     json: bool = False
-    """Print one JSON object instead of a table (docs/json.md)."""
+    """Print one JSON object instead of a table."""
     output: Annotated[str | None, optional_arg("DIR", "none")] = None
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 

@@ -49,7 +49,7 @@ class ExportOptions:
     trust_remote_code: bool = False
     """Allow Python code in the model's folder or repository to run."""
     json: bool = False
-    """Print one JSON object (docs/json.md)."""
+    """Print one JSON object."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "fp32", "bf16"):

@@ -1,4 +1,4 @@
-"""Standard output under --json: JSON lines and nothing else. docs/json.md documents it.
+"""Standard output under --json: JSON lines and nothing else. docs/reference/json.md documents it.
 
 Whatever else is printed, also by user code and by child processes, goes to standard error.
 """
@@ -93,7 +93,7 @@ class Error(TypedDict):
 
 
 def print_error(kind: str, message: str, exit_code: int) -> None:
-    """Print an error as a JSON object; see docs/json.md."""
+    """Print an error as a JSON object; see docs/reference/json.md."""
     print_json({"error": {"kind": kind, "message": message, "exit_code": exit_code}})
 
 

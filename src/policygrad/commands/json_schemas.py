@@ -1,5 +1,5 @@
-"""JSON Schemas of what --json prints, from the types that each command declares with `prints`; docs/json.md lists them, and
-`COMMAND --json-schema` prints them.
+"""JSON Schemas of what --json prints, from the types that each command declares with `prints`; docs/reference/json.md lists them,
+and `COMMAND --json-schema` prints them.
 
 Fields may be added to an output later: readers ignore those that they do not know.
 """

@@ -209,7 +209,7 @@ class LabOptions:
     seed: int = 0
     """Seed of worlds and samples."""
     json: bool = False
-    """Print one JSON object instead of the table (docs/json.md)."""
+    """Print one JSON object instead of the table."""
     output: Annotated[Path | None, optional_arg("FILE.html", "a table in the terminal")] = None
     """Write one self-contained page with interactive plots."""
 
@@ -486,7 +486,7 @@ class ControlOptions:
     greedy: bool = False
     """Evaluate the most probable actions instead of sampled ones."""
     json: bool = False
-    """Print one JSON object instead of lines: settings, curve, evaluation (docs/json.md)."""
+    """Print one JSON object instead of lines: settings, curve, evaluation."""
     output: Annotated[Path | None, optional_arg("FILE", "not written")] = None
     """Write the JSON object to a file."""
 

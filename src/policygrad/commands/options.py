@@ -62,7 +62,7 @@ class CommandOptions:
     plain: bool = False
     """Print plain lines, even on a terminal."""
     json: bool = False
-    """Print one JSON object per event: started, step, evaluation, note, finished, … (docs/json.md)."""
+    """Print one JSON object per event: started, step, evaluation, note, finished, …."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.resume is not None:

@@ -71,7 +71,7 @@ class ProxyOptions:
     trust_remote_code: bool = False
     """Let Python code in the model's folder run."""
     json: bool = False
-    """Print the address, and at the end that it stopped, as JSON lines (docs/json.md)."""
+    """Print the address, and at the end that it stopped, as JSON lines."""
 
 
 @prints(Serving, ServerStopped)

@@ -41,7 +41,7 @@ class ReportOptions:
     host: Annotated[str | None, optional_arg("HOST-OR-ADDRESS", "127.0.0.1, this machine only")] = None
     """Address that --watch listens on. Clients need the token; http is not encrypted."""
     json: bool = False
-    """Print one JSON object (docs/json.md)."""
+    """Print one JSON object."""
 
     def __post_init__(self) -> None:
         if not self.runs:

@@ -36,7 +36,7 @@ class ServeOptions(ServeConfig):
     plain: bool = False
     """Print plain lines, even on a terminal."""
     json: bool = False
-    """Print the address, and at the end that it stopped, as JSON lines (docs/json.md)."""
+    """Print the address, and at the end that it stopped, as JSON lines."""
 
 
 class Serving(TypedDict):

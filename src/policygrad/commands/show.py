@@ -130,7 +130,7 @@ class MatrixOptions:
     """List the named algorithms as a matrix, with one column per part of the equation."""
 
     json: bool = False
-    """Print one JSON object, with every part's fields (docs/json.md)."""
+    """Print one JSON object, with every part's fields."""
     width: Annotated[int | None, _open_choice("COLUMNS", "the terminal's; in a pipe one line per algorithm")] = None
     """Maximum width in columns, such as 80."""
 
@@ -168,7 +168,7 @@ class ShowOptions:
     name: Annotated[tyro.conf.Positional[str | None], _open_choice("NAME", "lists all")] = None
     """An algorithm, a part, a metric, or your own part or algorithm as mine.py:NAME or mine:NAME."""
     json: bool = False
-    """Print one JSON object (docs/json.md)."""
+    """Print one JSON object."""
 
 
 class ShowList(TypedDict):

@@ -40,7 +40,7 @@ class SkillsOptions:
     overwrite: bool = False
     """Replace files that differ."""
     json: bool = False
-    """Print one JSON object (docs/json.md)."""
+    """Print one JSON object."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.into is None:

@@ -44,7 +44,7 @@ class VerifyOptions:
     output: Annotated[Path | None, optional_arg("DIR", "the run's folder")] = None
     """Folder for the report, such as for a run that may not be written to."""
     json: bool = False
-    """Print one JSON object (docs/json.md)."""
+    """Print one JSON object."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
     """Code that the run's file may import."""
     trust_remote_code: bool = False

@@ -132,9 +132,8 @@ class SelfPlay:
     moves are trained. Rows have `Batch.role`; `spiral` compares each role with its own past, and `within=peers` of `GroupMean`,
     `LeaveOneOut` and `GroupStd` compares the rows of one role.
 
-    A player whose tokens (the run's `max_tokens`, for all its moves in a game) or context end before its move is complete
-    forfeits: it gets `forfeit_reward`, and the others share the opposite, unless the game has a method `forfeit`. A player that
-    never moved has a reward, but no tokens to train. An error of the game or of an opponent ends the game without rewards; it is
+    A player whose tokens (`max_tokens`, for all its moves) or context end before its move is complete gets `forfeit_reward`, and
+    the others share the opposite, unless the game has a method `forfeit`. After an error of the game or of an opponent the game is
     not trained on.
 
     Raises:

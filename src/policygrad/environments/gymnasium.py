@@ -40,11 +40,10 @@ _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 class GymnasiumText:
     """Episodes in a Gymnasium environment: `pg.GymnasiumText("FrozenLake-v1")`, or `--environment gymnasium:FrozenLake-v1`.
 
-    The observation is `describe(observation)` if given, text or pictures; else a picture, for a model that sees, if `options` has
-    the render mode "rgb_array"; the text in a Text space, the rendered characters if the environment has the render mode "ansi",
-    or the state's number in a Discrete space. The action is the turn's text in a Text
-    space; in a Discrete space it is the last word or number in the turn that names an action, in square brackets if there are
-    any. A turn that names no action gets an error message, is counted (`environment/malformed`) and changes nothing.
+    The observation is `describe(observation)` if given; else a picture with the render mode "rgb_array", text in a Text space or
+    with the render mode "ansi", or the state's number in a Discrete space. In a Discrete space the action is the last word or
+    number of the turn that names one, in square brackets if there are any. A turn that names none gets an error message and is
+    counted (`environment/malformed`).
 
     Raises:
         ConfigError: No such environment, or spaces that cannot be expressed as text, with the reason.

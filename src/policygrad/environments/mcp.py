@@ -57,25 +57,22 @@ def use_mcp_tools(server: str) -> ToolUse:
 class McpTools:
     """The tools of an MCP server, for `pg.ToolUse((pg.McpTools("python server.py"),), reward)`.
 
-    The model reads the names, descriptions and schemas that the server lists at the start of the run. A server's program is started
-    by an episode's first call of one of its tools, in a process of that episode alone, which ends with it, and so does everything
-    that the program has started. An address gets one session for each episode. `shared` changes both.
+    The model reads the tools that the server lists at the start of the run. Each episode has a process of the server's program,
+    from its first call to its end, or a session of an address; `shared` changes both.
 
-    A call that the server answers by an error, or during which it ends, is an error that the policy reads, counted as
-    `environment/calls_raised`. If a program or a session cannot be started, its episode has failed and is not trained on.
+    A call that fails is an error that the policy reads (`environment/calls_raised`). An episode whose program or session cannot be
+    started is not trained on.
 
     Raises:
         ConfigError: No command or address, or a limit that is not above 0.
     """
 
     server: str | Sequence[str]
-    """A command line, split as a shell does, or its words; or an address, http(s)://…. An address whose path ends in /sse is talked
-    to over the older transport with server-sent events."""
+    """A command line, or its words; or an address, http(s)://…. A path that ends in /sse means the older transport."""
     names: Sequence[str] = ()
     """The tools that are offered to the policy, in this order; () = all, in the server's."""
     shared: bool = False
-    """Whether one process, or one session, serves all episodes of a run: for servers that keep no state. If it ends, the next call
-    starts it again."""
+    """Whether one process, or one session, serves all episodes of a run, for servers without state. It is restarted if it ends."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables of a program, besides the default ones (docs/rewards-isolation.md). It gets no others of this one's."""
     folder: str | None = None

@@ -61,15 +61,11 @@ class OpenEnv:
     `max_concurrent_envs` of at least prompts × samples. `reset` is given the group's seed, unless the server takes none; the
     first observation must be the same for all samples of a prompt.
 
-    The policy reads `describe(observation)` if given; else the observation's fields except reward, done and metadata: a single
-    one as it is, several as lines `name: value`. Its turn fills the action's one required field, or the only text field if none
-    is required, or `text_field`; numbers are extracted from the text, and an action with several required fields is written as a
-    JSON object. Turns that cannot be parsed, or that the server refuses, get the reply `error: …` and are counted
-    (`environment/malformed`, `environment/refused`). Rewards are the server's, per step.
-
-    If an action is the call of a tool (OpenEnv's MCP environments), the policy is given the server's tools and calls them as in
-    `ToolUse`, each call being a step of the server. A turn without a call ends the episode. Where `reset` shows nothing, the policy
-    reads the task's own prompt.
+    The policy reads `describe(observation)` if given; else the observation's fields except reward, done and metadata. Its turn
+    fills the action's one required field, or `text_field`; an action with several required fields is a JSON object. Turns that
+    cannot be parsed, or that the server refuses, get the reply `error: …` and are counted (`environment/malformed`, `/refused`).
+    Rewards are the server's, per step. Where an action is the call of a tool, the policy is given the server's tools as in
+    `ToolUse`, and a turn without a call ends the episode.
 
     Raises:
         ConfigError: No address, or a limit below its minimum.

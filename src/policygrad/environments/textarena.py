@@ -27,18 +27,15 @@ longer than a turn."""
 class TextArena:
     """Episodes of a TextArena game: `pg.TextArena("Wordle-v0")`, or `--environment textarena:Wordle-v0`.
 
-    The policy reads what the game has said since its last turn, without its own words, and answers as the game requests, mostly
-    in square brackets. The reward is the game's, at its end. It is 0 when turns or tokens end the game first, or when the
-    game's code fails on an answer, which is counted (`environment/failed`). Answers that the game finds invalid are counted too
-    (`environment/invalid`); most games allow one in a row.
+    The policy reads what the game has said since its last turn. The reward is the game's, at its end; it is 0 when turns or tokens
+    end the game first, or when the game's code fails on an answer (`environment/failed`). Answers that the game finds invalid are
+    counted (`environment/invalid`).
 
     With several `players` it makes games for self-play, `pg.SelfPlay(pg.TextArena("TicTacToe-v0", players=2), eval_opponent=…)`;
-    `--environment textarena:TicTacToe-v0` is that, evaluated against the run's model before training. Each player reads what the
-    game shows to it, which in most games includes what the others wrote, except their thoughts up to `</think>`. When turns end the
-    game, all rewards are 0; a player on whose answer the game's code fails loses.
+    `--environment textarena:TicTacToe-v0` is that, evaluated against the run's model before training. A player on whose answer the
+    game's code fails loses.
 
-    Games use Python's and numpy's global generators. Each episode has its own states for both, which are active only during its
-    calls: other code is not affected, and an episode does not depend on what runs concurrently.
+    Each episode has its own states of Python's and numpy's global generators, which games use.
 
     Raises:
         ConfigError: No such game, or one that cannot be created here or has another number of players, with the reason.

@@ -21,11 +21,9 @@ from policygrad.tasks.verifiers import INDEX_COLUMN, TASKSET_COLUMN, load_taskse
 class Verifiers:
     """Episodes on `--task verifiers:ID`: `pg.Verifiers("ID")`, or `--environment verifiers:ID` with that task.
 
-    A turn without a tool call is the answer and ends the episode. Then the task's rewards are called on a trace of the
-    conversation, offline as in `vf replay`, and their weighted sum is the reward. Tools are the methods of the taskset's and the
-    task's Toolsets, called in this process, under the names that verifiers gives them. Scores are logged as
-    `environment/reward_NAME` and `environment/metric_NAME`. An episode whose rewards raise or are not finite is not trained on:
-    a note says what was raised, and the episode is counted (`environment/ended_failed`).
+    A turn without a tool call is the answer and ends the episode. The reward is the weighted sum of the task's rewards, called on a
+    trace of the conversation as in `vf replay`; scores are logged as `environment/reward_NAME` and `environment/metric_NAME`. Tools
+    are called in this process. An episode whose rewards raise or are not finite is counted and not trained on.
 
     Raises:
         ConfigError: No such taskset, or one that needs a runtime, an Env, a user or a state of verifiers.

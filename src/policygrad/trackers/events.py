@@ -1,4 +1,4 @@
-"""A run's progress as JSON objects, for `train --json`: one event per call of the tracker, as docs/json.md documents them."""
+"""A run's progress as JSON objects, for `train --json`: one event per call of the tracker, documented in docs/reference/json.md."""
 
 from __future__ import annotations
 

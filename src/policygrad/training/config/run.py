@@ -59,8 +59,8 @@ class RunOptions:
     """All options of a run apart from its algorithm."""
 
     model: Annotated[Any, optional_arg("ID|DIR", kind=str)] = "tiny"
-    """Directory or hub id of a causal language model, which may also see. In Python also a model.
-    tiny = the base model inside the package; shapes = the one that sees, and the default for --task shapes."""
+    """Directory or hub id of a causal language model, which may also see; in Python also a model.
+    tiny = the model inside the package; shapes = the one that sees, the default for --task shapes."""
     tokenizer: Annotated[Any, optional_arg("ID|DIR", "the model's own", str)] = None
     """Directory or hub id of a tokenizer other than the model's. In Python also a tokenizer."""
     template_options: Annotated[
@@ -72,12 +72,8 @@ class RunOptions:
     trust_remote_code: bool = False
     """Run Python code from the folder or repository of model, tokenizer and reference; without it such a model is refused."""
     task: Annotated[Any, optional_arg("NAME|FILE", kind=str)] = "embedded"
-    """Source of prompts: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    With levels of difficulty: curriculum:NAME. A taskset of verifiers: verifiers:ID.
-    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder or a quoted pattern of such files.
-    It is also a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
-    Several are mixed by weight, 0.7*a.jsonl+0.3*b.jsonl; without weights each has an equal share, whatever its rows.
-    In Python also rows, each a dict with `prompt`."""
+    """Source of prompts: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), curriculum:NAME, verifiers:ID, or data.
+    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder, hf:REPOSITORY[:CONFIG[:SPLIT]], a mix, 0.7*a+0.3*b, rows."""
     row_map: Annotated[Any, optional_arg("FILE:NAME", "none", str)] = None
     """Function applied to each row of the data, a dict; it returns the row to use, or None to drop it: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
@@ -91,14 +87,10 @@ class RunOptions:
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[Any, optional_arg("FILE:NAME", "the prompt and one answer", str)] = None
-    """Environment of the episodes: calculator, or a class or ToolUse of your own, mine.py:NAME.
-    From other libraries: gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
-    The tools of an MCP server: mcp:COMMAND or mcp:http://host:port/mcp.
-    A program that talks to an API: program:COMMAND, or agent:FILE.py:FUNCTION.
-    Without --reward only its own rewards count. In Python also the object."""
+    """Environment: calculator, mine.py:NAME, gymnasium:ID, textarena:GAME, openenv:URL, verifiers:ID, mcp:COMMAND or mcp:URL.
+    A program that talks to an API: program:COMMAND, agent:FILE.py:FUNCTION. Without --reward only its own rewards count."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
-    """Seconds allowed for one reset, step or close of the environment; a call that exceeds it fails its episode.
-    For a program, seconds of an episode in which it does not wait for completions.
+    """Seconds for one reset, step or close of the environment, or of a program's own work in an episode, which otherwise fails.
     If the first four calls of a method all exceed it, the run stops, resumably."""
     environment_env: Annotated[tuple[str, ...], VARIABLE_NAMES, tyro.conf.arg(name="environment.env")] = ()
     """Environment variables that an agent's program gets besides the default ones (docs/rewards-isolation.md), such as a key."""
@@ -133,8 +125,7 @@ class RunOptions:
     output: Annotated[str | None, optional_arg("DIR", "the next free runs/ALGORITHM-N")] = None
     """Folder of the run."""
     directory: Annotated[str | None, optional_arg("DIR", "the current folder")] = None
-    """Folder that relative file names refer to; a file that is missing there is looked for in the current folder.
-    A run's own file records it, so that the run can be resumed from anywhere."""
+    """Folder that relative file names refer to, and then the current one; the run records it, for a resume from elsewhere."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
     """How the policy is sampled."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

@@ -69,8 +69,7 @@ class SupervisedConfig:
     output: Annotated[str | None, optional_arg("DIR", "the next free runs/COMMAND-N")] = None
     """Folder of the run."""
     directory: Annotated[str | None, optional_arg("DIR", "the current folder")] = None
-    """Folder that relative file names refer to; a file that is missing there is looked for in the current folder.
-    A run's own file records it, so that the run can be resumed from anywhere."""
+    """Folder that relative file names refer to, and then the current one; the run records it, for a resume from elsewhere."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
     """Optimizer, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
