@@ -37,6 +37,8 @@ with interchangeable parts
   policygrad eval RUN [MODEL ...]         mean@k, pass@k and maj@k on the run's
                                           evaluation problems; with several
                                           models, their differences
+  policygrad chat RUN                     talk to what was trained, beside the
+                                          model before; --page: in a browser
   policygrad serve --model M              a training server that speaks the
                                           Tinker API, for loops of your own
   policygrad proxy --model M              serve a model with OpenAI's and
@@ -87,7 +89,7 @@ with interchangeable parts
 `policygrad COMMAND --help` shows a command's main options, --help SECTION those
 of a section of the configuration, such as sampler, and --help all every one.
 With --json, standard output carries JSON only, errors included; COMMAND
---json-schema describes it. No command asks anything.
+--json-schema describes it. No command but chat asks anything.
 Exit codes: 0 done; 75 stopped by a signal, by --time-limit, for want of memory
 or because one of several processes hung, and can be resumed; 2 invalid or
 failed, with the reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its

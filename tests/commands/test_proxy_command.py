@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.commands.proxy import ProxyOptions, _Model
+from policygrad.commands.served_model import ServedModel
 from policygrad.proxy.formats import COMPLETIONS, ApiError, ChatRequest, parse_chat
 from policygrad.samplers.base import Generation, Request
 
 
 @pytest.fixture(scope="module")
-def model() -> _Model:
-    return _Model(ProxyOptions(), None)
+def model() -> ServedModel:
+    return ServedModel("tiny")
 
 
 class Noting:
@@ -34,7 +34,7 @@ class Noting:
         return await self.sampler.generate(requests)
 
 
-def answer(model: _Model, *requests: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
+def answer(model: ServedModel, *requests: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
     """The futures of requests that all wait when sampling begins, and the sizes of the sampler's calls."""
     sampler, noting = model.sampler, Noting(model.sampler)
     futures = [model.submit(request) for request in requests]
@@ -51,16 +51,16 @@ def answer(model: _Model, *requests: ChatRequest) -> tuple[list[Future[Any]], li
 
 
 @pytest.fixture(autouse=True)
-def _no_thread(model: _Model) -> None:
+def _no_thread(model: ServedModel) -> None:
     model.queue, model.thread_started = type(model.queue)(), False  # type: ignore[attr-defined]
 
 
-def test_all_that_waits_is_sampled_for_together_and_one_that_fails_fails_alone(model: _Model) -> None:
+def test_all_that_waits_is_sampled_for_together_and_one_that_fails_fails_alone(model: ServedModel) -> None:
     user = [{"role": "user", "content": "1 + 1"}]
     requests = [parse_chat({"messages": user, "max_tokens": 3, "temperature": t, "seed": 1}) for t in (1, 1, 0)]
     futures, calls = answer(model, *requests)
     assert calls == [3]
-    alone = _Model(ProxyOptions(), None)
+    alone = ServedModel("tiny")
     for request, future in zip(requests, futures, strict=True):
         ((again,), _) = answer_alone(alone, request)
         assert again.result().choices[0].token_ids == future.result().choices[0].token_ids
@@ -71,12 +71,12 @@ def test_all_that_waits_is_sampled_for_together_and_one_that_fails_fails_alone(m
     assert [future.exception() is None for future in futures] == [True, False, True]
 
 
-def answer_alone(model: _Model, request: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
+def answer_alone(model: ServedModel, request: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
     model.thread_started = False  # type: ignore[attr-defined]
     return answer(model, request)
 
 
-def test_an_abandoned_request_is_not_sampled_for(model: _Model) -> None:
+def test_an_abandoned_request_is_not_sampled_for(model: ServedModel) -> None:
     request = COMPLETIONS.parse({"prompt": "1 + 1", "max_tokens": 2})
     gone = model.submit(request)
     assert gone.cancel()
@@ -84,7 +84,7 @@ def test_an_abandoned_request_is_not_sampled_for(model: _Model) -> None:
     assert calls == [1]
 
 
-def test_echo_scores_given_text_as_the_model_does(model: _Model) -> None:
+def test_echo_scores_given_text_as_the_model_does(model: ServedModel) -> None:
     body = {"prompt": "1 + 2 = 3", "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
     (future,), _ = answer(model, COMPLETIONS.parse(body))
     reply = future.result()
@@ -105,7 +105,7 @@ def test_echo_scores_given_text_as_the_model_does(model: _Model) -> None:
     assert future.result().choices[0].prompt == scored
 
 
-def test_alternatives_are_those_of_the_distribution_that_was_sampled_from(model: _Model) -> None:
+def test_alternatives_are_those_of_the_distribution_that_was_sampled_from(model: ServedModel) -> None:
     body = {"prompt": "1 + 2 =", "logprobs": 3, "max_tokens": 4, "temperature": 0.7, "seed": 3}
     (future,), _ = answer(model, COMPLETIONS.parse(body))
     (choice,) = future.result().choices
@@ -115,7 +115,7 @@ def test_alternatives_are_those_of_the_distribution_that_was_sampled_from(model:
         assert sum(torch.tensor(list(alternatives.values())).exp()) <= 1 + 1e-5
 
 
-def test_tokens_are_counted_without_sampling(model: _Model) -> None:
+def test_tokens_are_counted_without_sampling(model: ServedModel) -> None:
     request = parse_chat({"messages": [{"role": "user", "content": "1 + 1"}]})
     from dataclasses import replace
 

@@ -13,7 +13,7 @@ from doubles.models import changed_copy
 from doubles.scripted_sampler import ScriptedSampler
 from doubles.templates import tokenizer_with
 from policygrad.commands.evaluate import parse_options
-from policygrad.commands.proxy import ProxyOptions, _Model
+from policygrad.commands.served_model import ServedModel
 from policygrad.errors import ConfigError, ModelError
 from policygrad.models.chat.template_options import list_template_variables, parse_template_options
 from policygrad.models.tokenizer import Tokenizer
@@ -97,6 +97,6 @@ def test_fine_tuning_and_the_proxy_read_them(model: str, tmp_path: Path) -> None
     objective = SFTObjective(SFTConfig(data=data, model=model, template_options=OFF).resolve())
     own = objective.tokenizer
     assert own.hf.decode(objective.rows[0].prompt_ids).endswith("assistant: (brief) ")
-    proxied = _Model(ProxyOptions(model=model, template_options=OFF), None)
+    proxied = ServedModel(model, template_options=OFF)
     turn = proxied.tree.open_turn(ChatRequest(tuple(ASKED)))
     assert own.hf.decode(turn.context_ids).endswith("assistant: (brief) ")

@@ -6,6 +6,7 @@ COMMANDS = {  # module:function
     "reward-model": "policygrad.commands.supervised:reward_model",
     "eval": "policygrad.commands.evaluate:evaluate",
     "serve": "policygrad.commands.serve:serve",
+    "chat": "policygrad.commands.chat:chat",
     "proxy": "policygrad.commands.proxy:proxy",
     "engine": "policygrad.commands.engine:engine",
     "export": "policygrad.commands.export:export",

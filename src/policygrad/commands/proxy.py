@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import secrets
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -21,16 +14,10 @@ from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.options import check_at_least_1, check_writable
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.serve import ServerStopped, Serving
+from policygrad.commands.served_model import MAX_TOKENS, ServedModel
 from policygrad.errors import ConfigError
 from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.http_limits import is_loopback
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from policygrad.proxy.formats import ApiError, ChatReply, ChatRequest, ScoredTokens
-    from policygrad.rollout.conversation_tree import OpenTurn
-    from policygrad.samplers.base import Generation, Request, SamplingParams
 
 HELP = (
     "Serve a model to a program, to try it before it is trained with train --environment program:COMMAND. The program finds the "
@@ -40,12 +27,6 @@ HELP = (
     "used, here the request's.",
 )
 KEY = "policygrad"
-MAX_TURNS = 10_000
-"""Completions whose tokens are kept, so that later requests continue them."""
-PLACES_AT_ONCE = 256
-"""Places of a text whose tokens are compared at once: each has a log-probability for the whole vocabulary."""
-LEAST_LOGP = -9999.0
-"""Nats of what has probability 0, as in OpenAI's formats, since JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +39,7 @@ class ProxyOptions:
     """Address to listen on. From other machines than this one it takes the key that is printed."""
     port: int = 0
     """Port; 0 = any that is free."""
-    max_tokens: int = 512
+    max_tokens: int = MAX_TOKENS
     """Tokens of a completion whose request names no limit."""
     record: Annotated[Path | None, optional_arg("FILE", "nothing is written")] = None
     """Append every completion as a line of JSON: prompt_ids, token_ids, logp, text."""
@@ -94,14 +75,20 @@ def proxy(args: list[str]) -> int:
                 file = stack.enter_context(options.record.open("a", encoding="utf-8"))
             except OSError as error:
                 raise ConfigError(f"--record {options.record} cannot be written ({error.strerror})") from error
-        model = _Model(options, file)
+        model = ServedModel(
+            options.model,
+            max_tokens=options.max_tokens,
+            template_options=options.template_options,
+            trust_remote_code=options.trust_remote_code,
+            record=file,
+        )
         # whoever reaches the address from another machine needs the key that is printed
         is_local = is_loopback(options.host)
         key = KEY if is_local else f"pg-{secrets.token_hex(16)}"
         server = Proxy(options.host, options.port, options.model, needs_keys=not is_local)
         server.add(ANY_KEY if is_local else key, model.submit, model.note_error)
         variables = server.environment(key)
-        threading.Thread(target=model.run, name="sampling", daemon=True).start()
+        model.start()
         with contextlib.suppress(KeyboardInterrupt):
             if options.json:
                 print_json({"event": "serving", "url": server.url, "models": [options.model], "api_key": key})
@@ -115,172 +102,3 @@ def proxy(args: list[str]) -> int:
     if options.json:
         print_json({"event": "stopped"})
     return 0
-
-
-class _Model:
-    """Samples for the requests that wait, all together, and computes log-probabilities of given text."""
-
-    def __init__(self, options: ProxyOptions, record: Any) -> None:
-        from policygrad.models.loading import load_model
-        from policygrad.models.tokenizer import load_tokenizer
-        from policygrad.rollout.conversation_tree import ConversationTree
-        from policygrad.samplers.local.sampler import LocalSampler
-
-        self.model = load_model(options.model, trust_remote_code=options.trust_remote_code)
-        self.options, self.record = options, record
-        loaded = load_tokenizer(options.model, self.model, trust_remote_code=options.trust_remote_code)
-        self.encoder = loaded.with_template_options(options.template_options)
-        self.sampler = LocalSampler.from_tokenizer(self.model, self.encoder)
-        self.tree = ConversationTree(self.encoder, "a request")
-        self.count = 0
-        self.named = set[str]()  # fields that it was said of that they cannot be followed
-        self.queue: SimpleQueue[tuple[ChatRequest, Future[ChatReply]]] = SimpleQueue()
-
-    def submit(self, request: ChatRequest) -> Future[ChatReply]:
-        future: Future[ChatReply] = Future()
-        self.queue.put((request, future))
-        return future
-
-    def note_error(self, error: ApiError) -> None:
-        """Say what a request was refused for: some clients show little of it."""
-        print(f"a request was answered with status {error.status}: {error}", file=sys.stderr, flush=True)
-
-    def run(self) -> None:
-        """Answer requests for ever."""
-        while True:
-            waiting = [self.queue.get()]
-            with contextlib.suppress(Empty):
-                while True:
-                    waiting.append(self.queue.get_nowait())
-            opened: list[tuple[OpenTurn, list[Request], Future[ChatReply]]] = []
-            for request, future in waiting:
-                if not future.set_running_or_notify_cancel():  # its client has gone away
-                    continue
-                try:
-                    opened.append((*self._open(request), future))
-                except Exception as error:  # the server answers with it, and goes on
-                    future.set_exception(error)
-            self._answer(opened)
-
-    def _open(self, request: ChatRequest) -> tuple[OpenTurn, list[Request]]:
-        from policygrad.proxy.formats import ApiError
-        from policygrad.rollout.conversation_tree import ConversationTree
-        from policygrad.samplers.base import Request, SamplingParams
-
-        for name in sorted({*request.other_fields} - self.named):
-            print(f"a request has the field {name}, which cannot be followed", file=sys.stderr, flush=True)
-            self.named.add(name)
-        if self.tree.num_turns >= MAX_TURNS:
-            self.tree = ConversationTree(self.encoder, "a request")
-        turn = self.tree.open_turn(request)
-        limit = self.options.max_tokens if request.max_tokens is None else request.max_tokens
-        length, room = len(turn.context_ids), self.encoder.context_length
-        if room is not None and length + min(limit, 1) > room and not request.only_counts:
-            raise ApiError(
-                f"the prompt has {length} tokens, and the model reads {room}", 400, "context_length_exceeded"
-            )
-        limit = limit if room is None else min(limit, room - length)
-        requests = list[Request]()
-        if limit and not request.only_counts:
-            temperature = 1.0 if request.temperature is None else request.temperature
-            sampling = SamplingParams(
-                temperature, request.top_p or 1.0, max(0, request.top_k or 0), limit, stop=tuple(request.stop)
-            )
-            for number in range(request.num_choices):
-                self.count += 1
-                key = (0, self.count) if request.seed is None else (1, request.seed % 2**63, number)
-                requests.append(Request(turn.context_ids, key, sampling, limit))
-        return turn, requests
-
-    def _answer(self, opened: Sequence[tuple[OpenTurn, list[Request], Future[ChatReply]]]) -> None:
-        """Sample for all turns at once, or for each alone if that fails, since it may fail for one of them."""
-        requests = [request for _, requests, _ in opened for request in requests]
-        try:
-            generations = iter(asyncio.run(self.sampler.generate(requests)) if requests else [])
-        except Exception as error:
-            for item in opened:
-                if len(opened) > 1:
-                    self._answer([item])
-                else:
-                    item[2].set_exception(error)
-            return
-        for turn, own, future in opened:
-            try:
-                future.set_result(self._reply(turn, own, [next(generations) for _ in own]))
-            except Exception as error:
-                future.set_exception(error)
-
-    def _reply(self, turn: OpenTurn, requests: Sequence[Request], generations: Sequence[Generation]) -> ChatReply:
-        from policygrad.proxy.formats import ChatChoice, ChatReply
-
-        request, prompt_ids = turn.request, tuple(turn.context_ids.tolist())
-        if request.only_counts:
-            return ChatReply((), prompt_ids)
-        choices = [self.tree.add_reply(turn, generation) for generation in generations]
-        if request.num_alternatives:
-            pairs = zip(choices, requests, generations, strict=True)
-            choices = [
-                replace(
-                    choice, alternatives=self._list_alternatives(turn, r.sampling, g.tokens[: len(choice.token_ids)])
-                )
-                for choice, r, g in pairs
-            ]
-        choices = choices or [ChatChoice("", "length", (), ())] * request.num_choices
-        if request.has_echo:
-            scored = self._score(turn)
-            choices = [replace(choice, prompt=scored) for choice in choices]
-        if self.record is not None:
-            for choice in choices:
-                values = {"prompt_ids": prompt_ids, "token_ids": choice.token_ids, "logp": choice.logp}
-                self.record.write(json.dumps({**values, "text": choice.text}) + "\n")
-            self.record.flush()
-        return ChatReply(tuple(choices), prompt_ids)
-
-    def _list_alternatives(
-        self, turn: OpenTurn, sampling: SamplingParams, tokens: Tensor
-    ) -> tuple[dict[str, float], ...]:
-        """Return the most probable tokens in each place of a completion, in the distribution that was sampled from."""
-        import torch
-
-        ids = torch.cat([turn.context_ids, tokens])
-        first = len(turn.context_ids) - 1
-        places = self._read(ids, sampling, turn.request.num_alternatives, first, len(ids) - 1)
-        return tuple(alternatives for _, alternatives in places)
-
-    def _score(self, turn: OpenTurn) -> ScoredTokens:
-        """Return what the policy thinks of a prompt, at temperature 1."""
-        from policygrad.proxy.formats import ScoredTokens
-        from policygrad.samplers.base import SamplingParams
-
-        ids = turn.context_ids
-        places = list(self._read(ids, SamplingParams(), turn.request.num_alternatives, 0, len(ids) - 1))
-        pieces = tuple(self.encoder.hf.decode([token]) for token in ids.tolist())
-        logp = (None, *(logp for logp, _ in places))
-        return ScoredTokens(pieces, logp, (None, *(alternatives for _, alternatives in places)))
-
-    def _read(
-        self, ids: Tensor, sampling: SamplingParams, num_alternatives: int, first: int, last: int
-    ) -> Iterator[tuple[float, dict[str, float]]]:
-        """Yield, for each place from `first` to before `last`, log π of the text's next token, and the most probable tokens with it
-        among them."""
-        import torch
-
-        from policygrad.samplers.local.sampling import log_probabilities
-
-        if last <= first:
-            return
-        with torch.inference_mode():
-            device = next(self.model.parameters()).device
-            logits = self.model(input_ids=ids[None, :last].to(device), use_cache=False).logits[0, first:]
-            for at in range(0, last - first, PLACES_AT_ONCE):
-                logp = log_probabilities(logits[at : at + PLACES_AT_ONCE], sampling).clamp(min=LEAST_LOGP)
-                tokens = ids[first + at + 1 : first + at + 1 + len(logp)].to(device)
-                top = logp.topk(min(num_alternatives, logp.shape[-1]))
-                own = logp.gather(-1, tokens[:, None])[:, 0].tolist()
-                for token, value, others, values in zip(
-                    tokens.tolist(), own, top.indices.tolist(), top.values.tolist(), strict=True
-                ):
-                    listed = {self.encoder.hf.decode([o]): v for o, v in zip(others, values, strict=True)}
-                    if num_alternatives:
-                        listed.setdefault(self.encoder.hf.decode([token]), value)
-                    yield value, listed
