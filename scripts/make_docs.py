@@ -2,7 +2,7 @@
 
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
 docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
-docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options),
+docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/from-other-libraries.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md
 (results). Also what the command line prints of the package's own, commands/help.json,
 commands/show.json and training/embedded_memory.json.
@@ -81,7 +81,13 @@ def generate_files() -> dict[Path, str]:
         **pages,
         **gates,
         **reference,
-        **coming_from_pages(),
+        DOCS / "from-other-libraries.md": fill_blocks(
+            DOCS / "from-other-libraries.md",
+            trl=options_block("TRL"),
+            verl=options_block("verl"),
+            openrlhf=options_block("OpenRLHF"),
+            supervised=supervised_options_block(),
+        ),
         DOCS / "primer.md": fill_blocks(
             DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}
         ),
@@ -107,17 +113,6 @@ def generate_files() -> dict[Path, str]:
         DOCS / "many-processes.md": fill_blocks(DOCS / "many-processes.md", accuracy=accuracy_block()),
         DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),
     }
-
-
-def coming_from_pages() -> dict[Path, str]:
-    """Return the pages for users of other libraries, with the tables of their options."""
-    blocks = {
-        "TRL": {"options": options_block("TRL"), "supervised": supervised_options_block("TRL")},
-        "verl": {"options": options_block("verl")},
-        "OpenRLHF": {"options": options_block("OpenRLHF"), "supervised": supervised_options_block("OpenRLHF")},
-    }
-    paths = {library: DOCS / f"coming-from-{library.lower()}.md" for library in blocks}
-    return {path: fill_blocks(path, **blocks[library]) for library, path in paths.items()}
 
 
 def find_outdated(files: dict[Path, str]) -> list[Path]:

@@ -88,17 +88,24 @@ _OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|b
 def options_block(library: str) -> str:
     """Write two tables: options of the library that have an equivalent here, and those that have none."""
     names = load_foreign_options()[0][library]
-    present = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in names.items() if ours.flag]
-    absent = [(f"`{name}`", _coded(ours.note)) for name, ours in names.items() if not ours.flag]
-    absent_table = table((library, "no such option here"), absent)
-    return f"{table((library, 'policygrad', 'what differs'), present)}\n\n{absent_table}"
+    present = {name: (_coded(ours.flag), _coded(ours.note)) for name, ours in names.items() if ours.flag}
+    absent = {name: (_coded(ours.note),) for name, ours in names.items() if not ours.flag}
+    absent_table = table((library, "no such option here"), _join_names(absent))
+    return f"{table((library, 'policygrad', 'what differs'), _join_names(present))}\n\n{absent_table}"
 
 
-def supervised_options_block(library: str) -> str:
+def supervised_options_block() -> str:
     """Write the table of options whose equivalent in `policygrad sft` and `reward-model` is not that of `train`."""
-    names, supervised = load_foreign_options()
-    rows = [(f"`{name}`", _coded(o.flag), _coded(o.note)) for name, o in supervised.items() if name in names[library]]
-    return table((library, "`policygrad sft`, `reward-model`", "what differs"), rows)
+    rows = {name: (_coded(ours.flag), _coded(ours.note)) for name, ours in load_foreign_options()[1].items()}
+    return table(("option", "`policygrad sft`, `reward-model`", "what differs"), _join_names(rows))
+
+
+def _join_names(options: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join the names of options that have the same cells into one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in options.items():
+        rows.setdefault(cells, []).append(f"`{name}`")
+    return [(", ".join(names), *cells) for cells, names in rows.items()]
 
 
 def _coded(text: str) -> str:
