@@ -77,7 +77,7 @@ class McpTools:
     """Whether one process, or one session, serves all episodes of a run: for servers that keep no state. If it ends, the next call
     starts it again."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of a program, besides the default ones (docs/rewards-isolation.md). It gets no others of this one's."""
+    """Environment variables of a program, besides the default ones (docs/isolation.md). It gets no others of this one's."""
     folder: str | None = None
     """A program's working folder; None = the current one."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
