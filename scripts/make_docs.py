@@ -3,7 +3,7 @@
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
 docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
 docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/rewards.md (tables), docs/from-other-libraries.md (options),
-docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md
+docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/scaling.md
 (results). Also what the command line prints of the package's own, commands/help.json,
 commands/show.json and training/embedded_memory.json.
 """
@@ -73,10 +73,12 @@ def generate_files() -> dict[Path, str]:
         README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
         DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),
-        DOCS / "chat-formats.md": fill_blocks(
-            DOCS / "chat-formats.md", formats=formats_block(), templates=templates_block()
+        DOCS / "models.md": fill_blocks(
+            DOCS / "models.md",
+            families=architectures_block(),
+            formats=formats_block(),
+            templates=templates_block(),
         ),
-        DOCS / "architectures.md": fill_blocks(DOCS / "architectures.md", families=architectures_block()),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
         **gates,
@@ -95,7 +97,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
-        DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=gpu_block()),
+        DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", seen=gpu_block(), accuracy=accuracy_block()),
         DOCS / "long-texts.md": fill_blocks(DOCS / "long-texts.md", lengths=lengths_block()),
         **({} if (figure := lengths_figure()) is None else {DOCS / FIGURE: figure}),
         DOCS / "optimizers.md": fill_blocks(DOCS / "optimizers.md", memory=memory_block(), measured=measured_block()),
@@ -110,7 +112,6 @@ def generate_files() -> dict[Path, str]:
         DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
-        DOCS / "many-processes.md": fill_blocks(DOCS / "many-processes.md", accuracy=accuracy_block()),
         DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),
     }
 

@@ -24,7 +24,7 @@ from stress_engines import KINDS
 
 BENCHMARKS_HEAD = ("name", "what it is", "problems", "data", "revision", "grader", "k", "temperature, top-p", "tokens")
 FAMILIES = Path(__file__).parents[2] / "tests" / "architectures.toml"
-HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "and learned once", "LoRA leaves out", "tested by")
+HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "and learned once", "LoRA leaves out")
 
 
 def benchmarks_block() -> str:
@@ -39,13 +39,16 @@ def benchmarks_block() -> str:
 
 
 def architectures_block() -> str:
-    """Write the table of model families (docs/architectures.md), in the order of tests/architectures.toml."""
+    """Write the table of model families (docs/models.md): those of tests/architectures.toml, alike ones in a row."""
     families = tomllib.loads(FAMILIES.read_text(encoding="utf-8"))["family"]
-    return table(HEAD, [_row(family) for family in families])
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family in families:
+        rows.setdefault(_cells(family), []).append(f"`{family['type']}`")
+    return table(HEAD, [(", ".join(types), *cells) for cells, types in rows.items()])
 
 
 def formats_block() -> str:
-    """Write the table of chat formats (docs/chat-formats.md), in the order in which a template is compared with them."""
+    """Write the table of chat formats (docs/models.md), in the order in which a template is compared with them."""
     rows: dict[str, tuple[str, str, str]] = {}
     for row in list_formats():
         models = ", ".join(filter(None, (rows[row.name][1] if row.name in rows else "", row.models)))
@@ -54,7 +57,7 @@ def formats_block() -> str:
 
 
 def templates_block() -> str:
-    """Write the table of the chat templates that were tried (docs/chat-formats.md): how many work, and what the others do."""
+    """Write the table of the chat templates that were tried (docs/models.md): how many work, and what the others do."""
     results = load("chat-templates") or {}
     rows = []
     for check in dict.fromkeys(name for result in results.values() for name in result):
@@ -68,16 +71,14 @@ def templates_block() -> str:
     return table(("", "works", "what the others do"), rows)
 
 
-def _row(family: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(family: Mapping[str, Any]) -> tuple[str, ...]:
     refused = family.get("refused")
     return (
-        f"`{family['type']}`",
         family["layers"],
         f"no: {refused}" if refused else "in full, with LoRA",
         "no" if "sampling" in family else "yes",
         {"tree": "yes", "cache": "by its cache", "texts": "no"}[family.get("learning", "tree")],
         ", ".join(f"`{name}`" for name in family.get("left_out", ())),
-        "`make test`" if family.get("short") else "`make test-full`",
     )
 
 
@@ -491,7 +492,7 @@ def _svg(shapes: list[str]) -> str:
     return "\n".join([head, "<title>SmolLM2-135M-Instruct learns sums</title>", style, page, *shapes, "</svg>"]) + "\n"
 
 
-# What one GPU gave (docs/gpu.md).
+# What one GPU gave (docs/scaling.md).
 
 _LEARNERS = {
     "learner 16k": ("0.6B, texts of 16,384", ""),
@@ -507,7 +508,7 @@ _LEARNERS = {
 
 
 def gpu_block() -> str:
-    """Write the tables of docs/gpu.md from docs/results/gpu.json."""
+    """Write the tables of docs/scaling.md from docs/results/gpu.json."""
     data = load("gpu")
     parts = {name: part["result"] for name, part in data["parts"].items()}
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name != "policygrad")
