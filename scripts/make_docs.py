@@ -2,7 +2,7 @@
 
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
 docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
-docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/rewards.md (tables), docs/from-other-libraries.md (options),
+docs/engines.md, docs/extras.md, docs/evaluation.md and docs/rewards.md (tables), docs/from-other-libraries.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/scaling.md
 (results). Also what the command line prints of the package's own, commands/help.json,
 commands/show.json and training/embedded_memory.json.
@@ -103,7 +103,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "optimizers.md": fill_blocks(DOCS / "optimizers.md", memory=memory_block(), measured=measured_block()),
         DOCS / "tables.md": tables_page(),
         DOCS / "rewards.md": fill_blocks(DOCS / "rewards.md", judged=math_block()),
-        DOCS / "known-benchmarks.md": fill_blocks(DOCS / "known-benchmarks.md", benchmarks=benchmarks_block()),
+        DOCS / "evaluation.md": fill_blocks(DOCS / "evaluation.md", benchmarks=benchmarks_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "json.md": json_page(),

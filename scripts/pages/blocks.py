@@ -28,7 +28,7 @@ HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "and learned 
 
 
 def benchmarks_block() -> str:
-    """Write the table of known benchmarks (docs/known-benchmarks.md)."""
+    """Write the table of known benchmarks (docs/evaluation.md)."""
     rows = []
     for b in load_benchmarks().values():
         s, place = b.sampling, f"[{b.repository}](https://huggingface.co/datasets/{b.repository})"

@@ -1,4 +1,4 @@
-"""docs/trust.md, on other trainers: its loop runs as it stands and its command prints what the page says; its tables are complete."""
+"""docs/trust.md, on other trainers: its loop and its command give what the page says; its tables are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md says what the program says; docs/from-other-libraries.md has every option that the command line answers."""
+"""docs/troubleshooting.md says what the program says; docs/from-other-libraries.md has every option that is answered."""
 
 from __future__ import annotations
 

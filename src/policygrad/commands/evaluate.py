@@ -194,7 +194,7 @@ class EvalBenchmarks(TypedDict):
     """With --benchmark: an object for each, or with `list` what is known of each."""
 
     benchmarks: list[Mapping[str, Any]]
-    """docs/known-benchmarks.md lists the fields."""
+    """docs/evaluation.md lists the fields."""
 
 
 _DifferencePass = TypedDict("_DifferencePass", {"pass": Mapping[str, Estimate]})
