@@ -3,7 +3,7 @@
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
 docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
 docs/engines.md, docs/extras.md, docs/evaluation.md and docs/rewards.md (tables), docs/from-other-libraries.md (options),
-docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/scaling.md
+docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/small-models.md and docs/scaling.md
 (results). Also what the command line prints of the package's own, commands/help.json,
 commands/show.json and training/embedded_memory.json.
 """
@@ -108,8 +108,8 @@ def generate_files() -> dict[Path, str]:
         DOCS / "metrics.md": metrics_page(),
         DOCS / "json.md": json_page(),
         DOCS / "measured.svg": curves(load()),
-        DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=real_model_block()),
-        DOCS / "real-model.svg": real_model_picture(),
+        DOCS / "small-models.md": fill_blocks(DOCS / "small-models.md", seen=real_model_block()),
+        DOCS / "smollm2.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
         DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),

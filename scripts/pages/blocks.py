@@ -449,7 +449,7 @@ def real_model_block(report: dict[str, Any] | None = None) -> str:
         (str(a["step"]), a["prompt"], f"`{a['completion'].strip()!r}`", f"{a['reward']:g}") for a in report["answers"]
     ]
     answers = table(("step", "question", "answer", "reward"), rows)
-    picture = "![Mean reward of each step](real-model.svg)"
+    picture = "![Mean reward of each step](smollm2.svg)"
     return "\n\n".join(
         (intro, picture, answers, "The run, in the folder with the problems:", block(report["command"], "sh"))
     )

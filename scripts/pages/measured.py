@@ -136,7 +136,7 @@ def measured_page(
 def _intro(result: Data) -> str:
     kind, seeds = result["kinds"][0]["measure"], len(result["seeds"])
     return (
-        f"Each algorithm trains the [embedded model](base-model.md) until {result['tokens']:,} tokens have been sampled, at "
+        f"Each algorithm trains the [embedded model](small-models.md#the-text-model) until {result['tokens']:,} tokens have been sampled, at "
         f"the best learning rate of a grid, with {seeds} seeds. The rate is chosen on "
         f"{len(result['tuning_seeds'])} other {'seed' if len(result['tuning_seeds']) == 1 else 'seeds'}, not reported here. "
         f"A score is the mean reward of {kind['samples']} samples on each of "

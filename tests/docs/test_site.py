@@ -84,7 +84,7 @@ def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path, chromium: Br
         "algorithms/index",
         "algorithms/vapo",
         "algorithms/prorl",
-        "real-model",
+        "small-models",
         "tables",
         "measured",
         "benchmarks",
