@@ -1,7 +1,7 @@
 """Write the generated pages of the documentation.
 
 These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
-docs/measured.*, docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree),
+docs/measured.* and docs/reliability.md; and parts of docs/architecture.md (picture, layers, tree),
 docs/engines.md, docs/extras.md, docs/evaluation.md and docs/rewards.md (tables), docs/from-other-libraries.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/small-models.md and docs/scaling.md
 (results). Also what the command line prints of the package's own, commands/help.json,
@@ -47,7 +47,6 @@ from pages.optimizers import measured_block, memory_block
 from pages.planning import checked_block, devices_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
-from pages.staleness import staleness_page
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.help import HELP_FILE
@@ -111,7 +110,6 @@ def generate_files() -> dict[Path, str]:
         DOCS / "small-models.md": fill_blocks(DOCS / "small-models.md", seen=real_model_block()),
         DOCS / "smollm2.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
-        DOCS / "staleness.md": staleness_page(),
         DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),
     }
 
