@@ -360,5 +360,5 @@ def index_page() -> str:
         "- [Tables](../tables.md): model states, models in memory, what bounds a step, units and lengths\n"
         "- [Measured](../measured.md): every algorithm at its best learning rate, five seeds, equal tokens, updates or seconds\n"
         "- [Where sources disagree](../where-sources-disagree.md): what papers print, what policygrad does, and a check\n"
-        "- [Your own algorithm](../your-own-algorithm.md) in 15 lines",
+        "- [Your own algorithm](../extending.md) in 15 lines",
     )

@@ -204,7 +204,7 @@ PAGES = {
     ),
     "equation": (
         "The equation",
-        "What the gradient is made of, on plain tensors. [Your own algorithm](../your-own-algorithm.md) puts parts into it.",
+        "What the gradient is made of, on plain tensors. [Your own algorithm](../extending.md) puts parts into it.",
         "Algorithm Batch Forward SamplingMask surrogate objective gate_weight",
     ),
     "advantages": ("Advantages", "Links of the chain that makes Ψ: an algorithm's `advantage`.", "advantage"),
