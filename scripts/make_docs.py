@@ -1,6 +1,6 @@
 """Write the generated pages of the documentation.
 
-These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
+These are README's count of algorithms, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/json.md,
 docs/measured.* and docs/reliability.md; and parts of docs/architecture.md (picture, layers, tree),
 docs/engines.md, docs/extras.md, docs/evaluation.md and docs/rewards.md (tables), docs/from-other-libraries.md (options),
 docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/small-models.md and docs/scaling.md
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from make_lab import PRIMER_FIGURES
-from pages.algorithms import algorithm_page, by_family, index_page, quote_finding
+from pages.algorithms import algorithm_page, count_algorithms, index_page, quote_finding
 from pages.architecture import layers_block, picture, tree
 from pages.blocks import (
     accuracy_block,
@@ -69,7 +69,7 @@ def generate_files() -> dict[Path, str]:
         HELP_FILE: help_file(),
         SHOWN_FILE: show_file(),
         STORED_FILE: embedded_memory_file(),
-        README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
+        README: fill_blocks(README, algorithms=count_algorithms()),
         DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", layers=layers_block(), tree=tree("../")),
         DOCS / "architecture.svg": picture(),
         DOCS / "models.md": fill_blocks(

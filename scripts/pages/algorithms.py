@@ -309,13 +309,18 @@ def matrix(folder: str) -> str:
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
 
 
-def by_family(folder: str) -> str:
+def by_family() -> str:
     """Write all names, by where their credit comes from and how they use old samples."""
-    rows = (
-        (kind, " ".join(f"[`{name}`]({folder}{name}.md)" for name in names))
-        for kind, names in group_by_family().items()
+    rows = ((kind, " ".join(f"[`{name}`]({name}.md)" for name in names)) for kind, names in group_by_family().items())
+    return table(("what it compares", "algorithms"), rows)
+
+
+def count_algorithms() -> str:
+    """Write README's sentences on the named algorithms."""
+    return (
+        f"An algorithm is a choice of these parts, a few lines of data. There are [{len(ALGORITHMS)} named "
+        "algorithms](docs/algorithms/index.md), each its paper's recipe; where one departs from the paper, its page says so."
     )
-    return f"{table(('what it compares', 'algorithms'), rows)}\n\n[The whole matrix, part by part]({folder}index.md)."
 
 
 DEPARTS = (
@@ -352,6 +357,7 @@ def index_page() -> str:
         "# The algorithms",
         "Each algorithm is a choice of parts in one equation, and a row of the matrix defines it completely. Its name links to a "
         "page with the equation, pseudo-code, the defaults and their sources, what it fixes, how it fails.",
+        f"## By what they compare\n\n<!-- matrix: begin -->\n{by_family()}\n<!-- matrix: end -->",
         f"## The matrix\n\n{matrix('')}",
         "Cells leave out settings that have their default; `policygrad show NAME` prints all.",
         f"## Where rows differ from their papers\n\n{DEPARTS}\n\n{departures()}",
