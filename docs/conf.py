@@ -35,7 +35,6 @@ NAV = {
         "optimizers",
         "serve",
         "extending",
-        "coding-agents",
     ),
     "Understand": (
         "primer",
@@ -47,7 +46,7 @@ NAV = {
         "benchmarks",
         "small-models",
     ),
-    "Reference": ("reference/index", "metrics", "tables", "models", "json", "reliability"),
+    "Reference": ("reference/index", "metrics", "tables", "models", "json", "coding-agents", "reliability"),
     "Contribute": ("architecture",),
 }
 """Groups of the sidebar. A page that no group names comes last, under `LAST`; a missing page is left out."""
