@@ -15,6 +15,7 @@ from bench.works import WORKS, Work
 Data = Mapping[str, Any]
 REFERENCE = "trl-fp32"
 HEAD = (
+    "work",
     "side",
     "CPU s per step",
     "wall s per step",
@@ -98,26 +99,31 @@ def _targets(data: Data) -> list[str]:
 
 
 def _versus(measured: Data) -> list[str]:
-    found = [section for work in WORKS if not (work.scale or work.keep) and (section := _work(measured, work))]
+    """How each work was done by both: what a step has, and one table."""
+    works = [work for work in WORKS if not (work.scale or work.keep) and rows(measured, work.name)]
     workers = max((record["children_mib"] for record in measured.values()), default=0.0)
-    return [METHOD.format(workers=f"{workers:.0f}"), *found] if found else ["Not measured yet."]
+    if not works:
+        return [METHOD.format(workers=f"{workers:.0f}"), "Not measured yet."]
+    sizes = "\n".join(f"- **{work.title}**: {_size(measured, work)}" for work in works)
+    body = [row for work in works for row in _work(measured, work)]
+    return [METHOD.format(workers=f"{workers:.0f}"), sizes, table(HEAD, body)]
 
 
-def _work(measured: Data, work: Work) -> str:
-    """A work's table; "" where nothing was measured."""
-    found = rows(measured, work.name)
-    if not found:
-        return ""
+def _size(measured: Data, work: Work) -> str:
+    """What a step of a work has."""
     one = next(record for key, record in measured.items() if key.startswith(f"{work.name}/"))
     facts = one["facts"]
-    size = (
-        _conversations(work, facts, one["data"])
-        if work.turns > 1
-        else (
-            f"{facts['completions'][-1]} completions a step, {facts['tokens'][-1]:,} sampled tokens, prompts of "
-            f"{facts['prompt_tokens'][-1] / facts['completions'][-1]:.0f} tokens ({one['data']}).{_shared(work, facts)}"
-        )
+    if work.turns > 1:
+        return _conversations(work, facts, one["data"])
+    return (
+        f"{facts['completions'][-1]} completions a step, {facts['tokens'][-1]:,} sampled tokens, prompts of "
+        f"{facts['prompt_tokens'][-1] / facts['completions'][-1]:.0f} tokens ({one['data']}).{_shared(work, facts)}"
     )
+
+
+def _work(measured: Data, work: Work) -> list[tuple[str, ...]]:
+    """A work's rows of the table."""
+    found = rows(measured, work.name)
     body = []
     for row in found:
         reference = next((r for r in found if (r.side, r.threads) == (REFERENCE, row.threads)), None)
@@ -126,8 +132,8 @@ def _work(measured: Data, work: Work) -> str:
             pairs = ((reference.cpu, row.cpu), (reference.wall, row.wall), (reference.memory, row.memory))
             ratios = [short(theirs.median / ours.median) for theirs, ours in pairs]
         name = f"{row.side}, {row.threads} thread{'s' * (row.threads > 1)}"
-        body.append((name, str(row.cpu), str(row.wall), str(row.memory), *ratios, str(row.cpu.count)))
-    return f"### {work.title[0].upper()}{work.title[1:]}\n\n{size}\n\n{table(HEAD, body)}"
+        body.append((work.title, name, str(row.cpu), str(row.wall), str(row.memory), *ratios, str(row.cpu.count)))
+    return body
 
 
 def _conversations(work: Work, facts: dict[str, Any], source: str) -> str:
