@@ -77,7 +77,7 @@ def quote_finding(name: str, folder: str) -> str:
     """Write a finding as a paragraph below its picture in `folder`."""
     holds, claim, sentence = read_finding(name)
     return (
-        f"![{claim}]({folder}/{name}.svg)\n\n"
+        f"![What was measured]({folder}/{name}.svg)\n\n"
         f"{'✓' if holds else '✗'} **{claim}** {sentence} (`policygrad lab --experiment {name}`)"
     )
 

@@ -148,11 +148,19 @@ def extras_block(report: Data | None = None) -> str:
         (
             f"policygrad alone takes {base['mib']:,.0f} MiB and {base['seconds']:.0f} s to install, on Python {base['python']} "
             f"({versions}). Sizes are those of the installed files; seconds were measured on one machine with its package index.",
-            table(EXTRAS_HEAD, [_extras_row(name, extra) for name, extra in report.items() if name != "policygrad"]),
+            _extras_table([_extras_row(name, extra) for name, extra in report.items() if name != "policygrad"]),
             "Measured by `python scripts/check_extras.py`."
             + (f" Not tried yet: {', '.join(f'`{name}`' for name in left)}." if left else ""),
         )
     )
+
+
+def _extras_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Write the table, with its last two columns only where an extra did not do what it should."""
+    if all(row[-2:] == ("refused", "works") for row in rows):
+        said = "Without its extra, each was refused with the command that installs it; with the extra alone, each works."
+        return f"{said}\n\n{table(EXTRAS_HEAD[:-2], [row[:-2] for row in rows])}"
+    return table(EXTRAS_HEAD, rows)
 
 
 def _extras_row(name: str, extra: dict[str, Any]) -> tuple[str, ...]:
