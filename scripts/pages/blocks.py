@@ -158,7 +158,9 @@ def extras_block(report: Data | None = None) -> str:
 def _extras_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Write the table, with its last two columns only where an extra did not do what it should."""
     if all(row[-2:] == ("refused", "works") for row in rows):
-        said = "Without its extra, each was refused with the command that installs it; with the extra alone, each works."
+        said = (
+            "Without its extra, each was refused with the command that installs it; with the extra alone, each works."
+        )
         return f"{said}\n\n{table(EXTRAS_HEAD[:-2], [row[:-2] for row in rows])}"
     return table(EXTRAS_HEAD, rows)
 
